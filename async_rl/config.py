@@ -1,0 +1,584 @@
+"""Every setting of a run, typed, strict, with its bounds and a sentence each.
+
+A config is read in one way (`load_config`): YAML, then dotted overrides whose values are YAML too, then a
+strict conversion. A misspelt key, a value out of range or two settings that exclude each other end in one
+`ConfigError` that says where and what to do. Nothing outside the config is configurable; keys for servers are
+generated per run and handed over in the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+
+from async_rl.errors import ConfigError
+
+Meta = msgspec.Meta
+PositiveInt = Annotated[int, Meta(ge=1)]
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A section of the config."""
+
+
+class RunConfig(_Strict, frozen=True, kw_only=True):
+    """The run itself."""
+
+    name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run and of its folder.")
+    ] = "run"
+    dir: Annotated[str, Meta(description="Folder that holds the run folders.")] = "runs"
+    seed: Annotated[int, Meta(ge=0, description="Seed of the data order, sampling and initialisation.")] = 0
+    max_steps: Annotated[int, Meta(ge=1, description="Trainer steps; each publishes one weight version.")] = (
+        100
+    )
+    resume: Annotated[
+        Literal["auto", "never"],
+        Meta(
+            description="`auto` continues from the newest checkpoint of the run folder; `never` refuses one."
+        ),
+    ] = "auto"
+    drain_s: Annotated[
+        float, Meta(ge=0, description="Longest wait for running work when the run stops, seconds.")
+    ] = 30.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning"], Meta(description="Level of the run's log file.")
+    ] = "info"
+
+
+class ModelConfig(_Strict, frozen=True, kw_only=True):
+    """The policy."""
+
+    path: Annotated[str, Meta(description="Folder of a Hugging Face model and its tokenizer.")]
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], Meta(description="Type of weights in engines and trainer.")
+    ] = "bfloat16"
+
+
+class DataConfig(_Strict, frozen=True, kw_only=True):
+    """Where tasks come from. Each row: `messages` (or a `prompt`), an `answer`, anything else is metadata."""
+
+    path: Annotated[str, Meta(description="A .jsonl or .parquet file of tasks.")]
+    messages_key: Annotated[str, Meta(description="Key of the chat messages, or of a prompt string.")] = (
+        "messages"
+    )
+    answer_key: Annotated[str, Meta(description="Key of the reference answer; absent rows get null.")] = (
+        "answer"
+    )
+    id_key: Annotated[str, Meta(description="Key of the row's id; absent rows are named by position.")] = "id"
+    agent_loop_key: Annotated[
+        str, Meta(description="Key of a row's own agent loop (dotted path); absent rows use the default.")
+    ] = "agent_loop"
+    shuffle: Annotated[bool, Meta(description="Shuffle each epoch with the run's seed.")] = True
+    epochs: Annotated[
+        PositiveInt | None, Meta(description="Passes over the data; null goes on until `run.max_steps`.")
+    ] = None
+
+
+class RolloutConfig(_Strict, frozen=True, kw_only=True):
+    """How trajectories are made."""
+
+    agent_loop: Annotated[
+        str, Meta(description="Dotted path of the default agent loop class: `module:Class`.")
+    ] = "agent_loops.single_turn:SingleTurnLoop"
+    agent_loop_args: Annotated[
+        dict[str, Any], Meta(description="Keyword arguments of the agent loop's constructor.")
+    ] = {}
+    reward: Annotated[
+        str, Meta(description="Dotted path of the reward function `module:function`, sync or async.")
+    ] = "agent_loops.rewards:exact_match"
+    group_size: Annotated[int, Meta(ge=1, description="Trajectories of one task (G).")] = 8
+    max_concurrent_trajectories: Annotated[
+        int, Meta(ge=1, description="Trajectories in flight, counted singly, not in groups.")
+    ] = 256
+    max_staleness: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "Hard bound of trainer version minus oldest sampled version, when a trajectory is trained."
+            ),
+        ),
+    ] = 4
+    overage: Annotated[
+        Literal["wait", "drop"],
+        Meta(
+            description=(
+                "`wait`: a batch waits for groups that would otherwise grow too old, nothing is "
+                "dropped; `drop`: "
+                "batches never wait, groups that grew too old are dropped and counted."
+            )
+        ),
+    ] = "wait"
+    max_context_tokens: Annotated[
+        int, Meta(ge=2, description="Longest trajectory, prompt and all turns together, tokens.")
+    ] = 4096
+    max_new_tokens: Annotated[
+        int, Meta(ge=1, description="Most tokens the policy may write in one turn, over all its resumes.")
+    ] = 1024
+    temperature: Annotated[float, Meta(gt=0, le=2, description="Sampling temperature.")] = 1.0
+    top_p: Annotated[
+        float, Meta(gt=0, le=1, description="Nucleus sampling; below 1 the log-probs are of the truncation.")
+    ] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, description="Top-k sampling; -1 is off.")] = -1
+    trajectory_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest life of one agent loop call, seconds.")
+    ] = 1800.0
+    tool_timeout_s: Annotated[float, Meta(gt=0, description="Longest tool call, seconds.")] = 30.0
+    reward_timeout_s: Annotated[float, Meta(gt=0, description="Longest reward call, seconds.")] = 60.0
+    max_attempts: Annotated[
+        int, Meta(ge=1, description="Tries of a trajectory whose loop, tool or reward failed.")
+    ] = 2
+    max_failed_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="A run ends with an error when more than this share of the last 100 trajectories
+            failed.",
+        ),
+    ] = 0.5
+
+
+class SGLangEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="sglang"):
+    """Real SGLang servers: started by us, or somewhere else (`urls`)."""
+
+    num_engines: Annotated[int, Meta(ge=1, description="Servers to start; ignored when `urls` is set.")] = 1
+    urls: Annotated[
+        list[str],
+        Meta(
+            description=(
+                "URLs of servers that run already. Their keys are read from the environment variables "
+                "ASYNC_RL_ENGINE_API_KEY and ASYNC_RL_ENGINE_ADMIN_KEY."
+            )
+        ),
+    ] = []
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], Meta(description="`auto` takes the GPU where torch sees one.")
+    ] = "auto"
+    tp_size: Annotated[int, Meta(ge=1, description="Tensor-parallel size of one engine.")] = 1
+    host: Annotated[str, Meta(description="Address the servers bind to.")] = "127.0.0.1"
+    context_length: Annotated[
+        PositiveInt | None, Meta(description="Context length of the server; null takes the model's.")
+    ] = None
+    max_running_requests: Annotated[
+        int, Meta(ge=1, description="Requests decoded together by one engine.")
+    ] = 64
+    max_total_tokens: Annotated[
+        PositiveInt | None, Meta(description="KV cache in tokens; null lets SGLang choose (GPU only).")
+    ] = None
+    start_timeout_s: Annotated[float, Meta(gt=0, description="Longest start of a server, seconds.")] = 600.0
+    request_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest answer to a control request, seconds.")
+    ] = 60.0
+    stall_s: Annotated[
+        float,
+        Meta(gt=0, description="A stream without a chunk for so long counts as a dead engine, seconds."),
+    ] = 60.0
+    max_restarts: Annotated[int, Meta(ge=0, description="Restarts of one server before the run ends.")] = 3
+    extra_args: Annotated[
+        list[str], Meta(description="Further command-line arguments of the SGLang server, as they are.")
+    ] = []
+
+
+class SimulatedEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="simulated"):
+    """Engines of the same contract in virtual or real time, without a model: for tests and dry runs."""
+
+    num_engines: Annotated[int, Meta(ge=1, description="Simulated engines.")] = 2
+    max_running_requests: Annotated[int, Meta(ge=1, description="Requests decoded together.")] = 64
+    decode_step_s: Annotated[float, Meta(ge=0, description="Time of one decode step, seconds.")] = 0.002
+    prefill_tokens_per_s: Annotated[float, Meta(gt=0, description="Prefill speed.")] = 30000.0
+    mean_new_tokens: Annotated[float, Meta(gt=0, description="Mean length of an answer, tokens.")] = 32.0
+    vocab_size: Annotated[int, Meta(ge=4, description="Token ids are drawn below this.")] = 512
+    num_layers: Annotated[int, Meta(ge=1, description="Layers in the routing payload.")] = 2
+    num_experts: Annotated[int, Meta(ge=2, description="Experts of a layer.")] = 8
+    top_k: Annotated[int, Meta(ge=1, description="Experts a token is sent to.")] = 2
+    stall_s: Annotated[
+        float,
+        Meta(gt=0, description="A stream without a chunk for so long counts as a dead engine, seconds."),
+    ] = 60.0
+
+
+class RoutingConfig(_Strict, frozen=True, kw_only=True):
+    """Routing replay."""
+
+    replay: Annotated[
+        Literal["off", "r3"],
+        Meta(description="`r3` replays the engine's expert choice in the trainer (MoE models only)."),
+    ] = "r3"
+    merge: Annotated[
+        Literal["replace", "splice"],
+        Meta(
+            description=(
+                "On resume, the newest full-sequence routing replaces the earlier one (`replace`), "
+                "or only extends it "
+                "(`splice`). Never concatenated."
+            )
+        ),
+    ] = "replace"
+
+
+class QueueConfig(_Strict, frozen=True, kw_only=True):
+    """The queue between rollouts and trainer."""
+
+    max_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="Most bytes of finished trajectories held in the spool.")
+    ] = 8 << 30
+
+
+class WeightsConfig(_Strict, frozen=True, kw_only=True):
+    """How new weights reach the engines."""
+
+    transport: Annotated[
+        Literal["disk", "distributed"],
+        Meta(description="`disk`: safetensors files; `distributed`: NCCL or Gloo broadcast in buckets."),
+    ] = "disk"
+    interrupt: Annotated[
+        Literal["abort", "retract", "in_place"],
+        Meta(
+            description=(
+                "What happens to running requests: `abort` ends them and sessions resume them "
+                "anywhere; `retract` lets the "
+                "engine recompute them; `in_place` keeps their old KV cache."
+            )
+        ),
+    ] = "abort"
+    rolling: Annotated[
+        bool, Meta(description="Update one engine after the other, so that the rest go on generating.")
+    ] = False
+    bucket_bytes: Annotated[int, Meta(ge=1 << 16, description="Size of a broadcast bucket, bytes.")] = (
+        256 << 20
+    )
+    keep_versions: Annotated[int, Meta(ge=1, description="Published versions kept on disk.")] = 2
+    timeout_s: Annotated[float, Meta(gt=0, description="Longest update of one engine, seconds.")] = 300.0
+
+
+class LayoutConfig(_Strict, frozen=True, kw_only=True):
+    """Parallel layout of the trainer; data parallelism is what remains of `trainer.num_ranks`."""
+
+    tp: Annotated[
+        int, Meta(ge=1, description="Tensor parallel (with sequence parallelism when above 1).")
+    ] = 1
+    pp: Annotated[int, Meta(ge=1, description="Pipeline parallel.")] = 1
+    cp: Annotated[int, Meta(ge=1, description="Context parallel.")] = 1
+    ep: Annotated[int, Meta(ge=1, description="Expert parallel.")] = 1
+    etp: Annotated[int, Meta(ge=1, description="Expert tensor parallel.")] = 1
+
+
+class LossConfig(_Strict, frozen=True, kw_only=True):
+    """The policy loss: clipped PPO, decoupled when the proximal policy is not the behaviour policy."""
+
+    clip_low: Annotated[
+        float, Meta(gt=0, lt=1, description="Lower clip: the ratio is kept above 1 - this.")
+    ] = 0.2
+    clip_high: Annotated[float, Meta(gt=0, description="Upper clip: the ratio is kept below 1 + this.")] = 0.2
+    old_log_probs: Annotated[
+        Literal["recompute", "rollout"],
+        Meta(
+            description=(
+                "The proximal policy: `recompute` takes the trainer's log-probs at the start of the "
+                "update (decoupled PPO), "
+                "`rollout` the engine's."
+            )
+        ),
+    ] = "recompute"
+    importance_cap: Annotated[
+        float | None,
+        Meta(
+            description=(
+                "Truncated importance sampling: cap of exp(old - rollout) per token; null turns the "
+                "correction off."
+            )
+        ),
+    ] = 2.0
+    normalize_advantages: Annotated[
+        bool, Meta(description="Divide a group's advantages by its standard deviation (GRPO).")
+    ] = True
+
+
+class OptimizerConfig(_Strict, frozen=True, kw_only=True):
+    """AdamW as Megatron runs it."""
+
+    lr: Annotated[float, Meta(gt=0, description="Learning rate.")] = 1e-6
+    warmup_steps: Annotated[int, Meta(ge=0, description="Steps of linear warm-up.")] = 0
+    weight_decay: Annotated[float, Meta(ge=0, description="Weight decay.")] = 0.0
+    beta1: Annotated[float, Meta(ge=0, lt=1, description="First moment's decay.")] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1, description="Second moment's decay.")] = 0.99
+    eps: Annotated[float, Meta(gt=0, description="Denominator's floor.")] = 1e-8
+    clip_grad: Annotated[float, Meta(gt=0, description="Gradient norm is clipped to this.")] = 1.0
+
+
+class TrainerConfig(_Strict, frozen=True, kw_only=True):
+    """The trainer."""
+
+    worker: Annotated[str, Meta(description="Dotted path of the worker class, one instance a rank.")] = (
+        "trainer.worker:TrainerWorker"
+    )
+    num_ranks: Annotated[int, Meta(ge=1, description="Processes of the trainer.")] = 1
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], Meta(description="`auto` takes the GPU where torch sees one.")
+    ] = "auto"
+    layout: LayoutConfig = LayoutConfig()
+    groups_per_batch: Annotated[int, Meta(ge=1, description="Groups consumed by one step.")] = 8
+    micro_batch_tokens: Annotated[
+        int,
+        Meta(ge=1, description="Token budget of one packed micro-batch (a longer trajectory stands alone)."),
+    ] = 16384
+    recompute: Annotated[
+        Literal["none", "full", "selective"], Meta(description="Activation recomputation.")
+    ] = "none"
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint_every: Annotated[
+        int, Meta(ge=0, description="Steps between checkpoints; 0 writes one at the end only.")
+    ] = 0
+    keep_checkpoints: Annotated[int, Meta(ge=1, description="Checkpoints kept.")] = 2
+    start_timeout_s: Annotated[float, Meta(gt=0, description="Longest start of the trainer, seconds.")] = (
+        600.0
+    )
+    step_timeout_s: Annotated[float, Meta(gt=0, description="Longest trainer step, seconds.")] = 3600.0
+
+
+class PlacementConfig(_Strict, frozen=True, kw_only=True):
+    """Where processes run. The same config runs on one machine or a cluster."""
+
+    ray_address: Annotated[
+        str | None, Meta(description="Ray cluster to join (`auto` or an address); null starts Ray here.")
+    ] = None
+    cpus_per_engine: Annotated[float, Meta(ge=0, description="CPUs reserved for an engine.")] = 0.0
+    cpus_per_rank: Annotated[float, Meta(ge=0, description="CPUs reserved for a trainer rank.")] = 0.0
+    gpus_per_engine: Annotated[
+        float | None, Meta(description="GPUs of an engine; null takes its tp_size on cuda, 0 on cpu.")
+    ] = None
+    gpus_per_rank: Annotated[
+        float | None, Meta(description="GPUs of a trainer rank; null takes 1 on cuda, 0 on cpu.")
+    ] = None
+    strategy: Annotated[
+        Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
+        Meta(description="Ray placement-group strategy of engines and of trainer ranks."),
+    ] = "PACK"
+
+
+class MetricsConfig(_Strict, frozen=True, kw_only=True):
+    """The /metrics and /health endpoints of the driver."""
+
+    host: Annotated[str, Meta(description="Address to bind to.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes a free one and prints it.")] = 0
+
+
+class Config(_Strict, frozen=True, kw_only=True):
+    """A whole run."""
+
+    model: ModelConfig
+    data: DataConfig
+    run: RunConfig = RunConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: SGLangEngines | SimulatedEngines = SGLangEngines()
+    routing: RoutingConfig = RoutingConfig()
+    queue: QueueConfig = QueueConfig()
+    weights: WeightsConfig = WeightsConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    placement: PlacementConfig = PlacementConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    def __post_init__(self) -> None:
+        """Check what no single field can."""
+        layout, ranks = self.trainer.layout, self.trainer.num_ranks
+        model_parallel = layout.tp * layout.pp * layout.cp
+        if ranks % model_parallel:
+            raise ValueError(
+                f"trainer.num_ranks is {ranks}, but trainer.layout needs a multiple of tp*pp*cp =
+                {model_parallel}"
+            )
+        if ranks % (layout.ep * layout.etp * layout.pp):
+            raise ValueError(
+                f"trainer.num_ranks is {ranks}, but the experts need a multiple of "
+                f"ep*etp*pp = {layout.ep * layout.etp * layout.pp}"
+            )
+        if self.rollout.max_new_tokens >= self.rollout.max_context_tokens:
+            raise ValueError(
+                f"rollout.max_new_tokens is {self.rollout.max_new_tokens} and leaves no room for a prompt in "
+                f"rollout.max_context_tokens = {self.rollout.max_context_tokens}: lower the one or "
+                f"raise the other"
+            )
+        if self.rollout.group_size == 1 and self.trainer.loss.normalize_advantages:
+            raise ValueError(
+                "rollout.group_size is 1, so a group's advantages are all zero: use at least 2, or set "
+                "trainer.loss.normalize_advantages=false and a reward with a baseline of its own"
+            )
+        if self.trainer.loss.importance_cap is not None and self.trainer.loss.importance_cap <= 0:
+            raise ValueError("trainer.loss.importance_cap must be above 0, or null for no correction")
+        if isinstance(self.engine, SGLangEngines):
+            context = self.engine.context_length
+            if context is not None and context < self.rollout.max_context_tokens:
+                raise ValueError(
+                    f"engine.context_length is {context}, below rollout.max_context_tokens = "
+                    f"{self.rollout.max_context_tokens}: raise the one or lower the other"
+                )
+        if (
+            self.routing.replay == "r3"
+            and self.weights.interrupt == "in_place"
+            and self.routing.merge == "replace"
+        ):
+            raise ValueError(
+                "weights.interrupt=in_place keeps the old KV cache, so the engine splices routing "
+                "by itself: set "
+                "routing.merge=splice, or interrupt by abort or retract"
+            )
+
+    @property
+    def batch_trajectories(self) -> int:
+        """Trajectories one trainer step consumes."""
+        return self.trainer.groups_per_batch * self.rollout.group_size
+
+    @property
+    def max_outstanding_groups(self) -> int:
+        """Groups that may be dispatched and not yet trained: more could not be trained within the bound."""
+        return self.trainer.groups_per_batch * (self.rollout.max_staleness + 1)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `dotted.key=value` overrides, and check everything.
+
+    Args:
+        path: The YAML file.
+        overrides: Each `a.b.c=value`; the value is parsed as YAML, so `null`, `true`, `[1, 2]` and numbers
+        work.
+
+    Raises:
+        ConfigError: With the place, the actual value, what was expected, and what to do.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text()
+    except OSError as e:
+        raise ConfigError(f"cannot read the config {file}: {e.strerror}. Name an existing YAML file") from e
+    try:
+        tree = yaml.safe_load(text) or {}
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{file} is not valid YAML: {e}") from e
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} holds a {type(tree).__name__}, expected a mapping of sections")
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree, source=str(file))
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one `dotted.key=value` in a tree of plain values, in place."""
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r} is not of the form dotted.key=value")
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} holds {child!r}, not a section")
+        node = child
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as e:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {e}") from e
+
+
+def parse_config(tree: dict[str, Any], source: str = "config") -> Config:
+    """Convert plain values to a `Config`, strictly."""
+    engine = tree.setdefault("engine", {})
+    if isinstance(engine, dict):
+        engine.setdefault("kind", "sglang")
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{source}: {_readable(str(e), tree)}") from e
+
+
+def to_builtins(config: Config) -> dict[str, Any]:
+    """The config as plain values, every default filled in."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    return plain
+
+
+def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
+    """Yield (dotted key, type, default, description) of every setting, in order."""
+    yield from _describe(Config, "")
+
+
+def changed_fields(config: Config) -> dict[str, Any]:
+    """Dotted keys whose value differs from the default, with the value."""
+    values = dict(_flatten(to_builtins(config)))
+    defaults = {key: default for key, _, default, _ in describe_fields()}
+    return {
+        key: value
+        for key, value in values.items()
+        if key not in defaults or msgspec.to_builtins(defaults[key]) != value
+    }
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and prefix + key != "rollout.agent_loop_args":
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _describe(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, str, Any, str]]:
+    hints = get_type_hints(struct, include_extras=True)
+    for field in msgspec.structs.fields(struct):
+        hint, key = hints[field.name], prefix + field.name
+        sections = [t for t in (hint, *get_args(hint)) if isinstance(t, type) and issubclass(t, _Strict)]
+        if sections:
+            for section in sections:
+                tag = section.__struct_config__.tag
+                if len(sections) > 1:
+                    yield f"{key}.kind", "literal", tag, (section.__doc__ or "").split("\n")[0]
+                yield from _describe(section, key + ".")
+            continue
+        description = ""
+        if get_origin(hint) is Annotated:
+            base, *metas = get_args(hint)
+            description = next((m.description for m in metas if m.description), "")
+            hint = base
+        default = field.default if field.default is not msgspec.NODEFAULT else None
+        if field.default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        yield key, _type_name(hint), default, description
+
+
+def _type_name(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " | ".join(str(value) for value in get_args(hint))
+    if get_origin(hint) is Annotated:
+        return _type_name(get_args(hint)[0])
+    if get_origin(hint) is not None and type(None) in get_args(hint):
+        return " | ".join("null" if t is type(None) else _type_name(t) for t in get_args(hint))
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _readable(message: str, tree: dict[str, Any]) -> str:
+    """Add the value found and the nearest known key to msgspec's sentence."""
+    unknown = re.search(r"unknown field `(\w+)`(?: - at `\$\.?([\w.]*)`)?", message)
+    if unknown:
+        name, section = unknown.group(1), unknown.group(2) or ""
+        prefix = f"{section}." if section else ""
+        known = sorted(
+            {key[len(prefix) :].split(".")[0] for key, *_ in describe_fields() if key.startswith(prefix)}
+        )
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"unknown field {name!r} - at $.{section}; {hint}".replace("$.;", "$;")
+    place = re.search(r"`\$\.([\w.]+)`", message)
+    if place:
+        value: Any = tree
+        for part in place.group(1).split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if not isinstance(value, dict):
+            return f"{message.replace('`', chr(39))}; found {value!r}"
+    return message.replace("`", "'")

@@ -1,0 +1,108 @@
+"""Every error a user can meet, and the exit code it ends the program with.
+
+```
+AsyncRLError            exit 1   a service failed; the message names it
+├── ConfigError         exit 2   the config, the dataset or the model cannot work (also a ValueError)
+├── EnvironmentNotReady exit 3   Ray, a GPU, an engine or a trainer did not come up
+├── EngineError         an engine failed a request; the session moves on with the tokens it has
+│   ├── EngineTimeout   no chunk for `engine.stall_s`, or no answer for `engine.request_timeout_s`
+│   ├── WeightSyncError an engine could not be brought to the published weights
+│   └── VersionMismatch an engine answered under weights nobody published to it
+├── RolloutError        one trajectory failed; recorded in its outcome, never ends the run
+│   ├── PromptTooLong   the prompt leaves no room to generate
+│   ├── AgentLoopError  the agent loop raised or ran past its time
+│   ├── ToolError       a tool raised or ran past its time (the model sees it as text)
+│   └── RewardError     the reward raised, ran past its time or returned no finite number
+├── DataError           data of ours is not what it claims to be
+│   ├── AlignmentError  routing rows do not fit the tokens they belong to
+│   └── CorruptFrame    a frame is cut short or fails its checksum
+└── TrainerError        the trainer failed
+    ├── NonFiniteLoss   the loss or the gradient norm is not a finite number
+    └── CheckpointError a checkpoint cannot be written or read
+```
+
+A message says what is wrong, the actual value, what was expected, and the remedy. All errors survive
+pickling, because Ray carries them between processes.
+"""
+
+
+class AsyncRLError(Exception):
+    """Root of the tree."""
+
+    exit_code = 1
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """The config, the dataset or the model cannot work together."""
+
+    exit_code = 2
+
+
+class EnvironmentNotReady(AsyncRLError):
+    """Something the run needs did not come up: Ray, a GPU, an engine, a trainer rank."""
+
+    exit_code = 3
+
+
+class ServiceExited(AsyncRLError):
+    """A service that must run as long as the run returned early."""
+
+
+class EngineError(AsyncRLError):
+    """An engine failed a request."""
+
+
+class EngineTimeout(EngineError):
+    """An engine stayed silent for longer than its limit."""
+
+
+class WeightSyncError(EngineError):
+    """An engine could not be brought to the published weights."""
+
+
+class VersionMismatch(EngineError):
+    """An engine serves weights that were not published to it."""
+
+
+class RolloutError(AsyncRLError):
+    """One trajectory failed; its outcome records the error."""
+
+
+class PromptTooLong(RolloutError):
+    """The prompt leaves no room to generate."""
+
+
+class AgentLoopError(RolloutError):
+    """An agent loop raised or ran past its time."""
+
+
+class ToolError(RolloutError):
+    """A tool raised or ran past its time."""
+
+
+class RewardError(RolloutError):
+    """A reward raised, ran past its time or returned something that is not a finite number."""
+
+
+class DataError(AsyncRLError):
+    """Data of ours is not what it claims to be."""
+
+
+class AlignmentError(DataError):
+    """Routing rows do not fit the tokens they belong to."""
+
+
+class CorruptFrame(DataError):
+    """A frame is cut short or fails its checksum."""
+
+
+class TrainerError(AsyncRLError):
+    """The trainer failed."""
+
+
+class NonFiniteLoss(TrainerError):
+    """The loss or the gradient norm is not a finite number."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint cannot be written or read."""

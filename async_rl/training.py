@@ -1,0 +1,118 @@
+"""What the orchestrator asks of a trainer, and what one rank of it must offer.
+
+`async_rl` knows the trainer only through these two protocols; the class behind `TrainerRank` is named in the
+config (`trainer.worker`) and lives in the `trainer` package. `async_rl.placement` turns ranks into a
+`Trainer`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from async_rl.engines.protocol import GroupInvite, TensorSpec
+
+
+class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a trainer stands after it was set up or resumed."""
+
+    step: int
+    """Steps done; the weight version equals it."""
+    extra: dict[str, Any] = {}
+    """What was handed to `save_checkpoint`: the data position."""
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One trainer step, reduced over all ranks."""
+
+    step: int
+    metrics: dict[str, float]
+    """Keys: loss, ppo_kl, clip_fraction, entropy, grad_norm, log_prob_diff (mean of old - rollout over all
+    trained tokens), log_prob_abs_diff, lag0_log_prob_abs_diff (mean absolute, tokens sampled at the trainer's
+    own version; nan when there are none), importance_ratio_mean, importance_truncated_fraction, tokens,
+    trained_tokens, routing_rows, routing_rows_invalid, step_s."""
+
+
+class TrainerRank(Protocol):
+    """One process of the trainer. All methods are called on all ranks, in the same order, and block."""
+
+    def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
+        """Take the whole run config as plain values; build nothing yet."""
+        ...
+
+    def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        """Build the model, load the checkpoint (or the model's own weights) and come up on all ranks."""
+        ...
+
+    def train_step(self, batch_path: str, step: int) -> StepResult:
+        """Consume the `TrainBatch` frame at a path; returns on every rank, rank 0's is reported."""
+        ...
+
+    def publish(self, directory: str, weight_version: int) -> None:
+        """Write the current weights as safetensors in Hugging Face names, atomically."""
+        ...
+
+    def open_weight_group(self, invite: GroupInvite) -> None:
+        """Rank 0 joins a weight-update group as its rank 0; the others return at once."""
+        ...
+
+    def close_weight_group(self, group_name: str) -> None:
+        """Leave it."""
+        ...
+
+    def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """Names, dtypes and shapes of all tensors in the order `send_weights` broadcasts them."""
+        ...
+
+    def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+        """Broadcast the current weights, bucket by bucket, into each of the groups."""
+        ...
+
+    def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        """Write model, optimizer, step and `extra`, atomically: the folder appears when it is complete."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group."""
+        ...
+
+
+class Trainer(Protocol):
+    """All ranks together, asynchronously. The orchestrator makes one call at a time."""
+
+    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        """See `TrainerRank.setup`."""
+        ...
+
+    async def train_step(self, batch_path: str, step: int) -> StepResult:
+        """See `TrainerRank.train_step`."""
+        ...
+
+    async def publish(self, directory: str, weight_version: int) -> None:
+        """See `TrainerRank.publish`."""
+        ...
+
+    async def open_weight_group(self, invite: GroupInvite) -> None:
+        """See `TrainerRank.open_weight_group`."""
+        ...
+
+    async def close_weight_group(self, group_name: str) -> None:
+        """See `TrainerRank.close_weight_group`."""
+        ...
+
+    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """See `TrainerRank.plan_buckets`."""
+        ...
+
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+        """See `TrainerRank.send_weights`."""
+        ...
+
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        """See `TrainerRank.save_checkpoint`."""
+        ...
+
+    async def close(self) -> None:
+        """Stop all ranks."""
+        ...

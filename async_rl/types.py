@@ -1,0 +1,226 @@
+"""The spine: one immutable type for each stage a piece of work goes through.
+
+```
+Task ──session──► Segment… ──outcome──► Trajectory ──siblings──► Group ──batching──► TrainBatch
+```
+
+What can be derived is derived (masks, versions per token, staleness), never stored twice. Arrays are
+read-only to everyone but their maker; decoded ones are views into the frame they came in. This module imports
+nothing of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+ExpertIdArray = npt.NDArray[Any]
+"""uint8 where the model has at most 256 experts, else uint16."""
+
+FinishReason = Literal["stop", "length", "abort", "failover"]
+"""Why one engine call ended: `abort` when it was interrupted, `failover` when its engine died under it."""
+
+StopReason = Literal["completed", "length", "max_turns", "error"]
+"""Why a trajectory ended; `error` means that its outcome carries one."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the dataset."""
+
+    task_id: str
+    messages: list[dict[str, Any]]
+    answer: Any = None
+    metadata: dict[str, Any] = {}
+    agent_loop: str | None = None
+    """Dotted path of this row's agent loop; None takes `rollout.agent_loop`."""
+
+
+class Context(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="context"):
+    """Tokens that the policy read but did not write: the prompt, tool results."""
+
+    token_ids: np.ndarray  # [n] int32
+
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="sampled"):
+    """Tokens of one engine call under one weight version."""
+
+    token_ids: np.ndarray  # [n] int32
+    rollout_log_probs: np.ndarray  # [n] float32, nats, of the policy that sampled them
+    weight_version: int
+    engine_id: str
+    finish_reason: FinishReason
+
+
+Segment = Context | Sampled
+
+
+class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """A half-open range of positions and the weight version they were computed under."""
+
+    start: int
+    end: int
+    weight_version: int
+
+
+class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Which experts each fed token was sent to: row i belongs to the forward pass that was fed token i.
+
+    Rows that were never reported are marked invalid in `valid`, never filled with a guess; their content is
+    undefined. `spans` partition `[0, len(rows))` and say under which weights each row was computed. The
+    operations are in `async_rl.routing`.
+    """
+
+    rows: np.ndarray  # [T-1, L_moe, K] uint8 (E <= 256) or uint16, C-contiguous
+    valid: np.ndarray  # [T-1] bool
+    spans: tuple[VersionSpan, ...]
+    num_experts: int
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a trajectory."""
+
+    stop_reason: StopReason
+    reward: float | None = None
+    reward_parts: dict[str, float] = {}
+    error: str | None = None
+    num_turns: int = 0
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+    num_interruptions: int = 0
+    """Engine calls that were cut short by a weight update while tokens were, or were about to be, sampled."""
+    num_resumes: int = 0
+    """Engine calls that continued an interrupted turn."""
+    num_failovers: int = 0
+    started_s: float = 0.0
+    finished_s: float = 0.0
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
+    """One finished attempt at a task: the tokens in order, who wrote them, and how it ended.
+
+    Example:
+        >>> trajectory.token_ids[trajectory.response_mask]  # everything the policy wrote
+    """
+
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    segments: tuple[Segment, ...]
+    trace: RoutingTrace | None
+    outcome: Outcome
+
+    @property
+    def num_tokens(self) -> int:
+        """T, context and sampled together."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def sampled(self) -> Iterator[Sampled]:
+        """The segments that the policy wrote, in order."""
+        return (segment for segment in self.segments if isinstance(segment, Sampled))
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum(len(segment.token_ids) for segment in self.sampled)
+
+    @cached_property
+    def token_ids(self) -> Int32Array:
+        """All tokens, `[T] int32`."""
+        return np.concatenate([segment.token_ids for segment in self.segments]).astype(np.int32, copy=False)
+
+    @cached_property
+    def response_mask(self) -> BoolArray:
+        """True where the policy wrote the token, `[T] bool`."""
+        return np.concatenate(
+            [np.full(len(segment.token_ids), isinstance(segment, Sampled)) for segment in self.segments]
+        )
+
+    @cached_property
+    def rollout_log_probs(self) -> Float32Array:
+        """Behaviour log-probs, `[T] float32` in nats; 0 where the policy did not write the token."""
+        return np.concatenate(
+            [
+                segment.rollout_log_probs
+                if isinstance(segment, Sampled)
+                else np.zeros(len(segment.token_ids), np.float32)
+                for segment in self.segments
+            ]
+        )
+
+    @cached_property
+    def weight_versions(self) -> Int32Array:
+        """The version that sampled each token, `[T] int32`; -1 where the policy did not write it."""
+        return np.concatenate(
+            [
+                np.full(
+                    len(segment.token_ids),
+                    segment.weight_version if isinstance(segment, Sampled) else -1,
+                    np.int32,
+                )
+                for segment in self.segments
+            ]
+        )
+
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """The smallest version among the sampled tokens, or None when nothing was sampled."""
+        return min((s.weight_version for s in self.sampled if len(s.token_ids)), default=None)
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The trajectories of one task that are compared with each other."""
+
+    group_id: str
+    task_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """The smallest version among all sampled tokens of the group."""
+        versions = (t.oldest_weight_version for t in self.trajectories)
+        return min((v for v in versions if v is not None), default=None)
+
+
+class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Whole groups, packed one trajectory after the other; never padded to the longest.
+
+    Per-token arrays have length S, the tokens of all trajectories together; trajectory j owns `[offsets[j],
+    offsets[j+1])`. Values that belong to *predicting* a token (mask, log-probs, versions) sit at the index of
+    that token itself, so the model output at index i-1 is compared with index i. Routing rows sit at the
+    index of the token that was fed; the last row of each trajectory does not exist and is marked invalid.
+    """
+
+    batch_id: str
+    trainer_version: int
+    """The weight version the trainer holds when it consumes this batch."""
+    trajectory_ids: tuple[str, ...]  # N
+    group_index: np.ndarray  # [N] int32, which group each trajectory belongs to, ascending
+    rewards: np.ndarray  # [N] float32
+    offsets: np.ndarray  # [N + 1] int64
+    token_ids: np.ndarray  # [S] int32
+    loss_mask: np.ndarray  # [S] bool, the policy wrote it and it is trained on
+    rollout_log_probs: np.ndarray  # [S] float32, nats, 0 where not sampled
+    weight_versions: np.ndarray  # [S] int32, -1 where not sampled
+    routed_experts: np.ndarray | None  # [S, L_moe, K] uint8 | uint16; None when routing is not replayed
+    routing_valid: np.ndarray | None  # [S] bool
+    num_experts: int = 0
+
+    @property
+    def num_trajectories(self) -> int:
+        """N."""
+        return len(self.trajectory_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """S."""
+        return len(self.token_ids)
