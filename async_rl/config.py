@@ -140,8 +140,8 @@ class RolloutConfig(_Strict, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1,
-            description="A run ends with an error when more than this share of the last 100 trajectories
-            failed.",
+            description="A run ends with an error when more than this share of the last 100 "
+            "trajectories failed.",
         ),
     ] = 0.5
 
@@ -393,8 +393,8 @@ class Config(_Strict, frozen=True, kw_only=True):
         model_parallel = layout.tp * layout.pp * layout.cp
         if ranks % model_parallel:
             raise ValueError(
-                f"trainer.num_ranks is {ranks}, but trainer.layout needs a multiple of tp*pp*cp =
-                {model_parallel}"
+                f"trainer.num_ranks is {ranks}, but trainer.layout needs a multiple of tp*pp*cp = "
+                f"{model_parallel}"
             )
         if ranks % (layout.ep * layout.etp * layout.pp):
             raise ValueError(

@@ -172,12 +172,14 @@ class Engine(Protocol):
 
     async def wait_ready(self) -> None:
         """Wait until it answers; raises `EnvironmentNotReady` with the engine's last words when it will
-        not."""
+        not.
+        """
         ...
 
     async def close(self) -> None:
         """Let go of connections (and, for engines we started, of nothing else: `engines.server` stops
-        those)."""
+        those).
+        """
         ...
 
 
