@@ -104,6 +104,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     finished_s: float = 0.0
 
 
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reward function sees: the finished conversation as text."""
+
+    messages: list[dict[str, Any]]
+    """The whole conversation, the task's own messages first."""
+    text: str
+    """The last assistant message, special tokens left out."""
+    stop_reason: StopReason
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+
+
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """One finished attempt at a task: the tokens in order, who wrote them, and how it ended.
 
