@@ -1,0 +1,129 @@
+"""Every task has a parent: the only module that starts asyncio tasks.
+
+```
+services(feeder=…, sync=…)   endless loops beside a block; one that fails or returns fails the block
+Nursery()                    a block that owns tasks started as it goes; it ends when they have ended
+```
+
+Both end as a `TaskGroup` ends: the first failure cancels the siblings and leaves the block as an exception
+group. `first_error` finds the cause in it, `service_of` the name of the loop or task it came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from async_rl.errors import AsyncRLError, ServiceExited
+
+T = TypeVar("T")
+
+_NOTE = "in service "
+
+
+@asynccontextmanager
+async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Run endless loops while the block runs; a loop that fails or returns fails the block.
+
+    When the block is done the loops are cancelled and awaited.
+
+    Raises:
+        ExceptionGroup: Of the first failure, marked with its service's name; `ServiceExited` for a loop that
+            returned.
+
+    Example:
+        >>> async with services(feeder=feeder.run, metrics=metrics.run):
+        ...     await trainer_loop()
+    """
+    closing = False
+
+    async def supervise(name: str, loop: Callable[[], Awaitable[None]]) -> None:
+        await loop()
+        if not closing:
+            raise ServiceExited(f"{name} returned while the run was still going")
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(supervise(name, loop), name=name) for name, loop in loops.items()]
+        for task in tasks:
+            task.add_done_callback(_mark)
+        try:
+            yield
+        finally:
+            closing = True
+            for task in tasks:
+                task.cancel()
+
+
+class Nursery:
+    """A block that owns tasks: it ends when all have ended, and a failed one cancels the others.
+
+    Example:
+        >>> async with Nursery() as nursery:
+        ...     nursery.start("trajectory 7", run_trajectory(task))
+    """
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        await self._group.__aexit__(kind, error, traceback)
+        return None
+
+    def start(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task that belongs to the block; its failure is marked with the name.
+
+        Raises:
+            RuntimeError: When the block has ended, or is ending because a task failed.
+        """
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(_mark)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def cancel(self) -> None:
+        """Cancel every task that is still running; the block then ends without an error."""
+        for task in self._tasks:
+            task.cancel()
+
+    @property
+    def running(self) -> list[str]:
+        """Names of the tasks that have not ended, for a stall report."""
+        return sorted(task.get_name() for task in self._tasks)
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The cause inside nested exception groups: the first `AsyncRLError`, or else the first exception."""
+    leaves = list(_leaves(error))
+    return next((leaf for leaf in leaves if isinstance(leaf, AsyncRLError)), leaves[0])
+
+
+def service_of(error: BaseException) -> str | None:
+    """Name of the innermost service or task that an exception came out of."""
+    notes = getattr(error, "__notes__", ())  # PEP 678: the attribute exists once a note was added
+    return next((note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)), None)
+
+
+def _mark(task: asyncio.Task[Any]) -> None:
+    """Name the task in its exception; runs before the group, which is woken by an earlier callback, raises."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        error.add_note(_NOTE + task.get_name())
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

@@ -1,0 +1,149 @@
+"""Tasks with parents: endless services beside a block, and nurseries."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from async_rl.errors import EngineError, ServiceExited
+from async_rl.supervision import Nursery, first_error, service_of, services
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def test_services_are_cancelled_and_awaited_when_the_block_ends() -> None:
+    ended = []
+
+    async def loop() -> None:
+        try:
+            await forever()
+        finally:
+            await asyncio.sleep(0)  # a cleanup that needs the loop once more
+            ended.append("loop")
+
+    async with services(loop=loop):
+        await asyncio.sleep(0)
+    assert ended == ["loop"]
+
+
+async def test_the_block_is_cancelled_and_fails_when_a_service_fails() -> None:
+    async def broken() -> None:
+        raise EngineError("gone")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with services(steady=forever, pool=broken):
+            await forever()
+    cause = first_error(caught.value)
+    assert str(cause) == "gone"
+    assert service_of(cause) == "pool"
+
+
+async def test_the_block_fails_when_a_service_returns_early() -> None:
+    async def returns() -> None:
+        await asyncio.sleep(0)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with services(feeder=returns):
+            await forever()
+    cause = first_error(caught.value)
+    assert isinstance(cause, ServiceExited)
+    assert "feeder" in str(cause)
+    assert service_of(cause) == "feeder"
+
+
+async def test_a_service_may_return_when_it_is_told_to_end() -> None:
+    returned = asyncio.Event()
+
+    async def polite() -> None:
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            returned.set()
+
+    async with services(polite=polite):
+        await asyncio.sleep(0)
+    assert returned.is_set()
+
+
+async def test_services_end_when_the_block_raises() -> None:
+    cancelled = asyncio.Event()
+
+    async def loop() -> None:
+        try:
+            await forever()
+        finally:
+            cancelled.set()
+
+    async def block() -> None:
+        async with services(loop=loop):
+            await asyncio.sleep(0)
+            raise ValueError("of the block")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await block()
+    assert str(first_error(caught.value)) == "of the block"
+    assert service_of(first_error(caught.value)) is None
+    assert cancelled.is_set()
+
+
+async def test_a_nursery_waits_for_its_tasks_and_hands_out_results() -> None:
+    async def double(x: int) -> int:
+        await asyncio.sleep(0)
+        return 2 * x
+
+    async with Nursery() as nursery:
+        tasks = [nursery.start(f"double {x}", double(x)) for x in (1, 2)]
+        assert nursery.running == ["double 1", "double 2"]
+    assert [task.result() for task in tasks] == [2, 4]
+    assert nursery.running == []
+
+
+async def test_siblings_are_cancelled_when_a_nursery_task_fails() -> None:
+    async def fail() -> None:
+        raise EngineError("gone")
+
+    siblings: list[asyncio.Task[None]] = []
+
+    async def block() -> None:
+        async with Nursery() as nursery:
+            siblings.append(nursery.start("sibling", forever()))
+            nursery.start("failing", fail())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await block()
+    assert siblings[0].cancelled()
+    assert service_of(first_error(caught.value)) == "failing"
+
+
+async def test_a_nursery_ends_without_error_when_it_is_cancelled() -> None:
+    async with Nursery() as nursery:
+        task = nursery.start("endless", forever())
+        nursery.cancel()
+    assert task.cancelled()
+
+
+def test_the_first_error_of_ours_is_found_when_it_is_nested_behind_foreign_ones() -> None:
+    ours = EngineError("ours")
+    group = ExceptionGroup("a", [OSError("foreign"), ExceptionGroup("b", [ours])])
+    assert first_error(group) is ours
+    assert str(first_error(ExceptionGroup("a", [OSError("foreign")]))) == "foreign"
+
+
+async def test_the_innermost_name_is_kept_when_services_are_nested() -> None:
+    async def fail() -> None:
+        raise EngineError("gone")
+
+    async def outer() -> None:
+        try:
+            async with services(inner=fail):
+                await forever()
+        except ExceptionGroup as group:
+            raise first_error(group) from None
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with services(outer=outer):
+            await forever()
+    assert service_of(first_error(caught.value)) == "inner"
