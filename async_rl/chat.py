@@ -1,0 +1,247 @@
+"""Conversations as tokens, without ever re-tokenising what the policy wrote.
+
+```
+prompt_ids ─► sampled … <end of turn> ─► append_ids ─► sampled … <end of turn> ─► append_ids ─► …
+```
+
+Each piece is the model's own chat template rendered as text and then tokenised by itself. The text after an
+assistant turn is found by rendering a dummy conversation whose assistant message is a marker: what follows
+the marker is the end of the turn and everything up to the next generation prompt. Pieces meet at special
+tokens, where tokenisers split anyway.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from async_rl.errors import ConfigError
+from async_rl.types import BoolArray, Int32Array
+
+_QUESTION = {"role": "user", "content": "?"}
+_MARKER = "ASSISTANTMARKER"
+"""Stands for an assistant message. A plain word: templates trim or split whitespace and tags."""
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    chat_template: Any
+    eos_token_id: int | None
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tools: Any, tokenize: bool, add_generation_prompt: bool
+    ) -> Any:
+        """Render as text."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Text to ids."""
+        ...
+
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> Any:
+        """Ids to text."""
+        ...
+
+
+class ChatFormat:
+    """A tokenizer and its chat template as a token-in-token-out format.
+
+    Example:
+        >>> chat = load_chat_format("models/calculator")
+        >>> ids = chat.prompt_ids([{"role": "user", "content": "What is 2 + 2?"}])
+        >>> ids = np.concatenate([ids, sampled, chat.append_ids([{"role": "tool", "content": "4"}])])
+
+    Args:
+        tokenizer: With a chat template.
+        stop_token_ids: Stop tokens besides the end of turn and the tokenizer's end of sequence.
+
+    Raises:
+        ConfigError: The template is missing, cannot be rendered, or does not end an assistant's message
+            with a token of its own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int] = ()) -> None:
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "the tokenizer has no chat template; expected `chat_template` in tokenizer_config.json or a "
+                "chat_template.jinja beside it (base models have none: take the instruct model's)"
+            )
+        self.tokenizer = tokenizer
+        self.end_of_turn_id, self._end_of_turn = self._find_end_of_turn()
+        stops = {self.end_of_turn_id, tokenizer.eos_token_id, *stop_token_ids}
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted(stop for stop in stops if stop is not None))
+
+    def prompt_ids(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Int32Array:
+        """Tokens of a conversation up to the point where the policy writes, `[P] int32`."""
+        return self._encode(self._render(messages, tools, add_generation_prompt=True))
+
+    def append_ids(self, messages: Sequence[Mapping[str, Any]], *, after_length: bool = False) -> Int32Array:
+        """Tokens between the policy's last token and the next generation prompt, `[n] int32`.
+
+        All messages that come between two turns of the policy belong in one call: templates join
+        neighbouring tool results.
+
+        Args:
+            messages: What comes in between; with none, the policy is simply asked for another turn.
+            after_length: The turn ended without its end-of-turn token (a length limit, a stop string,
+                another stop token), so it is put in.
+        """
+        rendered = self._render(
+            [_QUESTION, {"role": "assistant", "content": _MARKER}, *messages], add_generation_prompt=True
+        )
+        after = self._encode(self._after_marker(rendered))
+        return after if after_length else after[1:]
+
+    def decode(self, token_ids: Sequence[int] | Int32Array) -> str:
+        """Text of tokens; special tokens are left out, tool-call tags (not special) stay."""
+        ids = [int(token_id) for token_id in token_ids]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def encode_conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[Int32Array, BoolArray]:
+        """A whole conversation as a rollout would have produced it, for supervised training.
+
+        Args:
+            messages: Ends with an assistant message.
+            tools: JSON schemas of the tools on offer.
+
+        Returns:
+            Token ids `[T] int32` and loss mask `[T] bool`, true where an assistant wrote the token
+            (end-of-turn tokens included).
+        """
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns or turns[-1] != len(messages) - 1:
+            raise ConfigError(
+                "the conversation does not end with an assistant message, so it teaches nothing"
+            )
+        pieces: list[Int32Array] = []
+        previous = -1
+        for index in turns:
+            between = messages[previous + 1 : index]
+            pieces.append(self.prompt_ids(between, tools) if previous < 0 else self.append_ids(between))
+            pieces.append(self._encode(self._assistant_text(messages[index])))
+            previous = index
+        loss_mask = np.concatenate([np.full(len(piece), i % 2 == 1) for i, piece in enumerate(pieces)])
+        return np.concatenate(pieces), loss_mask
+
+    def _assistant_text(self, message: Mapping[str, Any]) -> str:
+        """What the policy would have written for this message, its end-of-turn token included."""
+        prompt = self._render([_QUESTION], add_generation_prompt=True)
+        rendered = self._render([_QUESTION, message], add_generation_prompt=False)
+        end = rendered.rfind(self._end_of_turn)
+        if not rendered.startswith(prompt) or end < len(prompt):
+            raise ConfigError(
+                "the chat template renders an assistant's message otherwise than its own generation prompt "
+                f"begins it: {rendered!r} does not continue {prompt!r}"
+            )
+        return rendered[len(prompt) : end + len(self._end_of_turn)]
+
+    def _find_end_of_turn(self) -> tuple[int, str]:
+        rendered = self._render(
+            [_QUESTION, {"role": "assistant", "content": _MARKER}], add_generation_prompt=False
+        )
+        after = self._after_marker(rendered)
+        ids = self._encode(after)
+        # The text of the first token, kept as it stands in the template.
+        text = str(
+            self.tokenizer.decode(
+                ids[:1].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+        is_special = bool(len(ids)) and not self.decode(ids[:1])
+        if not is_special or not after.startswith(text):
+            raise ConfigError(
+                f"the chat template ends an assistant's message with {after!r}; expected a special token, "
+                "on which the policy can stop"
+            )
+        return int(ids[0]), text
+
+    def _after_marker(self, rendered: str) -> str:
+        _, marker, after = rendered.partition(_MARKER)
+        if not marker:
+            raise ConfigError(
+                "the chat template leaves out an assistant's content, so turns cannot be joined"
+            )
+        return after
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+        except Exception as error:  # a template is a program, it raises what it likes
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ConfigError(
+                f"the chat template cannot render a conversation of roles [{roles}]: {error}"
+            ) from error
+
+    def _encode(self, text: str) -> Int32Array:
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def load_chat_format(model_path: str | Path) -> ChatFormat:
+    """The chat format of a model folder: its tokenizer, template and stop tokens.
+
+    Raises:
+        ConfigError: There is no tokenizer or no usable chat template.
+    """
+    folder = Path(model_path)
+    if not folder.is_dir():
+        raise ConfigError(f"model.path: there is no folder {str(folder)!r} (looked from {Path.cwd()})")
+    try:
+        return ChatFormat(_load_tokenizer(folder), _generation_stop_ids(folder))
+    except ConfigError as error:
+        raise ConfigError(f"model.path {str(folder)!r}: {error}") from error
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((folder / name).is_file() for name in known):
+        raise ConfigError(f"no tokenizer; expected one of {', '.join(known)}")
+    try:
+        if (folder / "tokenizer.json").is_file():
+            # Does without torch, whose import takes seconds; AutoTokenizer brings it in.
+            from transformers import PreTrainedTokenizerFast
+
+            fast: Tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+            return fast
+        from transformers import AutoTokenizer
+
+        slow: Tokenizer = AutoTokenizer.from_pretrained(folder)
+        return slow
+    except Exception as error:  # tokenizers raises bare Exception, transformers nearly everything
+        raise ConfigError(f"the tokenizer cannot be read: {error}") from error
+
+
+def _generation_stop_ids(folder: Path) -> list[int]:
+    """`eos_token_id` of generation_config.json: an id, a list of ids, or absent."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"generation_config.json is not a JSON object: {error}") from error
+    return [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
