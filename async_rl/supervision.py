@@ -118,7 +118,7 @@ def service_of(error: BaseException) -> str | None:
 
 
 def _mark(task: asyncio.Task[Any]) -> None:
-    """Name the task in its exception; runs before the group, which is woken by an earlier callback, raises."""
+    """Name the task in its exception; the group, woken by an earlier callback, raises it later."""
     if not task.cancelled() and (error := task.exception()) is not None:
         error.add_note(_NOTE + task.get_name())
 

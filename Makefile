@@ -1,0 +1,28 @@
+# Everything a newcomer or CI runs. `make` alone lists it.
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test check bench monitor docs
+BIN := .venv/bin
+
+help:  ## List the targets.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup:  ## Make .venv as requirements/ pins it (instant when it is current).
+	@scripts/setup.sh
+
+quickstart: setup  ## Set up and train a tiny MoE with a calculator tool, on this CPU.
+	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/calculator/quickstart.sh
+
+test: setup  ## Set up and run all tests (under 15 minutes on 2 cores).
+	@$(BIN)/python -m pytest $(TESTS)
+
+check: setup  ## Formatting, lint and types.
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+
+bench: setup  ## Run every benchmark, briefly.
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file --quick; done
+
+monitor:  ## Start Prometheus and Grafana (Docker) on this machine; see monitoring/README.md.
+	docker compose -f monitoring/docker-compose.yml up
+
+docs: setup  ## Write docs/config.md anew from async_rl/config.py.
+	@$(BIN)/async-rl schema --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md
