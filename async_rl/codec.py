@@ -1,0 +1,265 @@
+"""The only (de)serialiser: a header by msgspec, arrays as raw aligned bytes, both under a checksum.
+
+```
+0          32            payload (multiple of 64)                                  nbytes
+├─ prefix ─┼─ header ─ 0… ─┼─ array 0 ─ 0… ─┬─ array 1 ─ 0… ─┬─ … ─────────────────┤
+│ magic, format version, sizes, crc32c of the payload, crc32c of all before the payload
+```
+
+The header is the msgpack of (name of the type, object); each array in it is an extension of (dtype, offset,
+shape). Arrays are little-endian, C-contiguous and 64-byte aligned, so a reader maps a frame and looks at it
+without a copy. A frame is a prefix of the buffer it lies in: what follows it (the rest of a slab) is not
+looked at. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any, TypeVar
+
+import google_crc32c
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.errors import CorruptFrame
+
+T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
+Buffer = bytes | bytearray | memoryview | mmap.mmap | Bytes
+
+FORMAT_VERSION = 1
+ALIGNMENT = 64
+"""A cache line, and the widest vector register there is."""
+
+_MAGIC = b"ASYNCRL\0"
+_PREFIX = struct.Struct("<8sHHIQI")  # magic, version, reserved, header bytes, payload bytes, payload crc
+_HEAD_CRC = struct.Struct("<I")
+_PREFIX_BYTES = _PREFIX.size + _HEAD_CRC.size
+_header = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+_described = msgspec.msgpack.Decoder(tuple[str, int, tuple[int, ...]])
+_ARRAY = 1
+"""Code of the msgpack extension that stands for an array."""
+
+_DTYPES = {
+    np.dtype(name).newbyteorder("<").str: np.dtype(name).newbyteorder("<")
+    for name in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+}
+_CHUNK = 256 << 10
+"""Bytes copied before they are summed: the sum then reads them from the second-level cache, and as the copy
+lets go of the interpreter lock, other threads wait for the sum of one chunk at most (20 µs)."""
+
+
+class Frame:
+    """One encoded object: its head, and its arrays where they lie.
+
+    The arrays are not copied before `buffers` or `copy_into` is called; leave them as they are until then.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        """Encode the header of `obj`.
+
+        Raises:
+            TypeError: When something in it is neither msgpack, a numpy scalar nor an array of a known dtype.
+        """
+        self.kind: str = type(obj).__name__
+        self._arrays: list[tuple[int, Bytes]] = []
+        self._end = 0
+        self._header = msgspec.msgpack.Encoder(enc_hook=self._replace).encode((self.kind, obj))
+        self._payload_bytes = self._end
+        self._start = _align(_PREFIX_BYTES + len(self._header))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole frame."""
+        return self._start + self._payload_bytes
+
+    def buffers(self) -> list[bytes | memoryview]:
+        """The frame in pieces; the arrays are views of the original ones."""
+        pieces: list[bytes | memoryview] = []
+        position = crc = 0
+        for offset, flat in self._arrays:
+            if offset > position:
+                padding = bytes(offset - position)
+                crc = google_crc32c.extend(crc, padding)
+                pieces.append(padding)
+            crc = google_crc32c.extend(crc, flat)
+            pieces.append(flat.data)
+            position = offset + flat.nbytes
+        return [self._head(crc), *pieces]
+
+    def copy_into(self, target: Bytes) -> None:
+        """Copy the frame to the beginning of `target`, in one pass over the arrays.
+
+        The head is written last: a target that held no frame before holds none until this is done.
+        """
+        payload = target[self._start : self.nbytes]
+        position = crc = 0
+        for offset, flat in self._arrays:
+            if offset > position:
+                payload[position:offset] = 0
+                crc = google_crc32c.extend(crc, payload[position:offset])
+            for begin in range(0, flat.nbytes, _CHUNK):
+                chunk = flat[begin : begin + _CHUNK]
+                copy = payload[offset + begin : offset + begin + len(chunk)]
+                copy[:] = chunk
+                crc = google_crc32c.extend(crc, copy)
+            position = offset + flat.nbytes
+        target[: self._start] = np.frombuffer(self._head(crc), np.uint8)
+
+    def _replace(self, value: Any) -> Any:
+        """Put an extension in the place of an array, a plain number in that of a numpy scalar."""
+        if isinstance(value, np.generic):
+            return value.item()
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"cannot encode a {type(value).__name__}: only msgpack types and numpy arrays")
+        if value.dtype.str not in _DTYPES:
+            raise TypeError(f"cannot encode an array of {value.dtype}: known are {', '.join(_DTYPES)}")
+        offset = _align(self._end)
+        self._arrays.append((offset, np.asarray(value, order="C").reshape(-1).view(np.uint8)))
+        self._end = offset + value.nbytes
+        described = (value.dtype.str, offset, value.shape)
+        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(described))
+
+    def _head(self, payload_crc: int) -> bytes:
+        prefix = _PREFIX.pack(_MAGIC, FORMAT_VERSION, 0, len(self._header), self._payload_bytes, payload_crc)
+        padded = self._header + bytes(self._start - _PREFIX_BYTES - len(self._header))
+        crc = google_crc32c.extend(google_crc32c.value(prefix), padded)
+        return prefix + _HEAD_CRC.pack(crc) + padded
+
+
+def encode(obj: Any) -> list[bytes | memoryview]:
+    """Encode into pieces that, one after the other, are the frame. Arrays are viewed, not copied.
+
+    Raises:
+        TypeError: See `Frame`.
+    """
+    return Frame(obj).buffers()
+
+
+def encoded_size(buffers: list[bytes | memoryview]) -> int:
+    """Bytes of all pieces together."""
+    return sum(len(piece) for piece in buffers)
+
+
+def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
+    """Decode the frame at the beginning of a buffer.
+
+    Args:
+        buffer: Anything contiguous; the arrays of the result are read-only views that keep it alive.
+        expected: What the frame must hold.
+        verify: Whether to sum the payload. The head is always verified; the payload of a frame that this
+            machine wrote since it booted need not be.
+
+    Raises:
+        CorruptFrame: When the frame is cut short, fails a checksum, is of an unknown format or holds
+            something else. The message says which.
+    """
+    header, payload, crc = _split(buffer)
+    if verify and google_crc32c.value(payload) != crc:
+        raise CorruptFrame(f"payload of {len(payload)} bytes fails its checksum")
+
+    def array(code: int, described: memoryview) -> npt.NDArray[Any]:
+        if code != _ARRAY:
+            raise CorruptFrame(f"header holds an extension of unknown code {code}")
+        name, offset, shape = _described.decode(described)
+        dtype = _DTYPES.get(name)
+        if dtype is None:
+            raise CorruptFrame(f"array of unknown dtype {name!r}")
+        size = math.prod(shape, start=dtype.itemsize)
+        if min(offset, size, *shape) < 0 or offset + size > len(payload):
+            raise CorruptFrame(f"array at {offset} of {size} bytes lies outside {len(payload)} of payload")
+        return np.ndarray(shape, dtype, payload, offset)
+
+    try:
+        kind, body = _header.decode(header)
+        if kind != expected.__name__:
+            raise CorruptFrame(f"frame holds a {kind}, expected a {expected.__name__}")
+        return msgspec.msgpack.decode(body, type=expected, dec_hook=_pass_array, ext_hook=array)
+    except msgspec.MsgspecError as error:
+        raise CorruptFrame(f"header is no {expected.__name__} of this program: {error}") from error
+
+
+def frame_size(buffer: Buffer) -> int:
+    """Bytes of the frame at the beginning of a buffer, its head verified.
+
+    Raises:
+        CorruptFrame: When there is none.
+    """
+    header, payload, _ = _split(buffer)
+    return _align(_PREFIX_BYTES + len(header)) + len(payload)
+
+
+def write_frame(path: str | os.PathLike[str], obj: Any) -> int:
+    """Write a frame as a file that appears when it is complete; returns its size in bytes.
+
+    It survives the death of the process. It is not flushed to the disk: after a power cut the checksum tells.
+    """
+    path = Path(path)
+    pieces = encode(obj)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(pieces)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return encoded_size(pieces)
+
+
+def read_frame(path: str | os.PathLike[str], expected: type[T], *, verify: bool = True) -> T:
+    """Map a file and decode the frame in it; the arrays keep the mapping alive.
+
+    Raises:
+        CorruptFrame: See `decode`; the message names the file.
+        FileNotFoundError: When there is no such file.
+    """
+    try:
+        return decode(map_file(path), expected, verify=verify)
+    except CorruptFrame as error:
+        raise CorruptFrame(f"{os.fspath(path)}: {error}") from error
+
+
+def map_file(path: str | os.PathLike[str]) -> Buffer:
+    """Map a whole file read-only."""
+    with Path(path).open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""  # an empty file cannot be mapped
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _split(buffer: Buffer) -> tuple[memoryview, Bytes, int]:
+    """Take a frame apart after its head was verified: header, payload, crc of the payload."""
+    data: Bytes = np.frombuffer(buffer, np.uint8)
+    data.flags.writeable = False
+    if len(data) < _PREFIX_BYTES:
+        raise CorruptFrame(f"{len(data)} bytes are shorter than the prefix of a frame, {_PREFIX_BYTES}")
+    magic, version, _, header_bytes, payload_bytes, payload_crc = _PREFIX.unpack_from(data.data)
+    if magic != _MAGIC:
+        raise CorruptFrame(f"bad magic {magic!r}, expected {_MAGIC!r}")
+    if version != FORMAT_VERSION:
+        raise CorruptFrame(f"frame of format version {version}, this program reads {FORMAT_VERSION}")
+    start = _align(_PREFIX_BYTES + header_bytes)
+    if start + payload_bytes > len(data):
+        raise CorruptFrame(f"cut short: {len(data)} bytes of a frame of {start + payload_bytes}")
+    crc = google_crc32c.extend(google_crc32c.value(data[: _PREFIX.size]), data[_PREFIX_BYTES:start])
+    if crc != _HEAD_CRC.unpack_from(data.data, _PREFIX.size)[0]:
+        raise CorruptFrame("head fails its checksum")
+    header = data.data[_PREFIX_BYTES : _PREFIX_BYTES + header_bytes]
+    return header, data[start : start + payload_bytes], payload_crc
+
+
+def _pass_array(expected: type, value: Any) -> Any:
+    """Accept arrays where arrays are declared; they were made from their extension already."""
+    if not isinstance(value, expected):
+        raise TypeError(f"expected {expected.__name__}, found {value.__class__.__name__}")
+    return value
+
+
+def _align(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT
