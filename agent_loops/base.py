@@ -1,0 +1,51 @@
+"""The base class of agent loops: how one task becomes one conversation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from async_rl.rollout.api import Session
+from async_rl.types import StopReason, Task
+
+
+class AgentLoop(ABC):
+    """Runs one task as a conversation between the policy and its surroundings.
+
+    A run makes one instance, with `rollout.agent_loop_args` as keyword arguments, and calls `run` for many
+    trajectories at once: what belongs to one trajectory lives in local variables. An exception fails that
+    trajectory alone; its outcome records it.
+
+    Example:
+        A loop that asks the policy to check its own answer. In `check_twice.py` beside the config, it is
+        `rollout.agent_loop: check_twice:CheckTwice`, with `rollout.agent_loop_args: {max_checks: 3}`.
+
+        ```python
+        from agent_loops.base import AgentLoop
+
+        class CheckTwice(AgentLoop):
+            def __init__(self, max_checks=1):
+                self.max_checks = max_checks
+
+            async def run(self, task, session):
+                session.start(task.messages)
+                turn = await session.generate()
+                for _ in range(self.max_checks):
+                    if turn.finish_reason == "length" or "sure" in turn.text:
+                        break
+                    session.add_messages([{"role": "user", "content": "Are you sure?"}])
+                    turn = await session.generate(max_new_tokens=64)
+        ```
+    """
+
+    @abstractmethod
+    async def run(self, task: Task, session: Session) -> StopReason | None:
+        """Play one trajectory to its end.
+
+        Args:
+            task: The row of the dataset.
+            session: What was said so far, and the way to have the policy say more.
+
+        Returns:
+            Why the trajectory ended, where the loop knows better than the session (`max_turns`); None
+            otherwise.
+        """
