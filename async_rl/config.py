@@ -512,13 +512,10 @@ def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
 
 def changed_fields(config: Config) -> dict[str, Any]:
     """Dotted keys whose value differs from the default, with the value."""
+    required = Config(model=ModelConfig(path=""), data=DataConfig(path=""), engine=type(config.engine)())
+    defaults = dict(_flatten(to_builtins(required))) | {"engine.kind": "sglang"}
     values = dict(_flatten(to_builtins(config)))
-    defaults = {key: default for key, _, default, _ in describe_fields()}
-    return {
-        key: value
-        for key, value in values.items()
-        if key not in defaults or msgspec.to_builtins(defaults[key]) != value
-    }
+    return {key: value for key, value in values.items() if value != defaults[key]}
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

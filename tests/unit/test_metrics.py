@@ -1,0 +1,103 @@
+"""The instruments' names, and the two endpoints over HTTP."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.parser import text_string_to_metric_families
+
+from async_rl.errors import EnvironmentNotReady
+from async_rl.metrics import Metrics, serve
+from async_rl.records import StepRecord
+
+
+async def fetch(url: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as client, client.get(url) as response:
+        return response.status, await response.text()
+
+
+def healthy() -> dict[str, Any]:
+    return {"status": "ok", "step": 3}
+
+
+def test_each_instrument_is_named_after_its_attribute_and_has_a_sentence() -> None:
+    metrics = Metrics()
+    instruments = {k: v for k, v in vars(metrics).items() if isinstance(v, MetricWrapperBase)}
+    families = {family.name: family for family in metrics.registry.collect()}
+    assert len(instruments) == len(families)
+    for attribute in instruments:
+        family = families["async_rl_" + attribute.removesuffix("_total")]
+        assert family.documentation.endswith("."), attribute
+        assert (family.type == "counter") == attribute.endswith("_total")
+
+
+def test_two_runs_do_not_share_their_counts() -> None:
+    first, second = Metrics(), Metrics()
+    first.resumes_total.inc(3)
+    assert first.registry.get_sample_value("async_rl_resumes_total") == 3
+    assert second.registry.get_sample_value("async_rl_resumes_total") == 0
+
+
+async def test_metrics_are_served_as_text_that_prometheus_parses() -> None:
+    metrics = Metrics()
+    metrics.trajectories_dropped_total.labels(reason="stale").inc(2)
+    metrics.staleness_versions.observe(3)
+    metrics.reward.set(math.nan)
+    async with serve(metrics, "127.0.0.1", 0, healthy) as url:
+        status, text = await fetch(f"{url}/metrics")
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert status == 200
+    assert samples["async_rl_trajectories_dropped_total", "stale"] == 2
+    assert samples["async_rl_staleness_versions_bucket", "2.0"] == 0
+    assert samples["async_rl_staleness_versions_bucket", "3.0"] == 1
+    assert math.isnan(samples[("async_rl_reward",)])
+
+
+@pytest.mark.parametrize(("state", "status"), [("ok", 200), ("failing", 503)])
+async def test_health_answers_by_the_state_of_the_run(state: str, status: int) -> None:
+    async with serve(Metrics(), "127.0.0.1", 0, lambda: {"status": state, "step": 7}) as url:
+        answer = await fetch(f"{url}/health")
+    assert answer[0] == status
+    assert '"step": 7' in answer[1]
+
+
+async def test_the_remedy_is_named_when_the_port_is_taken() -> None:
+    async with serve(Metrics(), "127.0.0.1", 0, healthy) as url:
+        port = int(url.rpartition(":")[2])
+        with pytest.raises(EnvironmentNotReady, match=r"set metrics\.port"):
+            await serve(Metrics(), "127.0.0.1", port, healthy).__aenter__()
+
+
+def test_a_step_sets_gauges_and_adds_to_counters() -> None:
+    metrics = Metrics()
+    for step in (1, 2):
+        metrics.observe_step(
+            StepRecord(
+                step=step,
+                weight_version=step,
+                time_s=1.0,
+                reward_mean=0.5,
+                trained_tokens=10,
+                routing_rows=40,
+                routing_rows_invalid=step,
+                step_s=2.0,
+                wait_s=0.3,
+            )
+        )
+    value = metrics.registry.get_sample_value
+    assert value("async_rl_reward") == 0.5
+    assert value("async_rl_trainer_weight_version") == 2
+    assert value("async_rl_trained_tokens_total") == 20
+    assert value("async_rl_routing_rows_total") == 80
+    assert value("async_rl_routing_rows_invalid_total") == 3
+    assert value("async_rl_train_step_seconds_sum") == 4.0
+    assert value("async_rl_batch_wait_seconds_count") == 2
+    assert math.isnan(value("async_rl_ppo_kl") or 0.0)

@@ -1,0 +1,138 @@
+"""What a run writes down: records as lines, summaries, and figures that are not numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from async_rl.records import (
+    StepRecord,
+    Totals,
+    TrajectoryCounts,
+    append_record,
+    mean,
+    read_records,
+    summarise,
+)
+
+
+def record(step: int, **figures: object) -> StepRecord:
+    return msgspec.convert(
+        {"step": step, "weight_version": step, "time_s": float(step), **figures}, StepRecord
+    )
+
+
+def totals(**changes: object) -> Totals:
+    counts = TrajectoryCounts(dispatched=110, trained=80, in_flight=20, queued=8, dropped={"stale": 2})
+    plain = {
+        "trajectories": msgspec.to_builtins(counts),
+        "rl_seconds": 50.0,
+        "sampled_tokens": 4000,
+        "engine_idle_share": 0.25,
+        "max_staleness": 4,
+        "routing_merge": "replace",
+    }
+    return msgspec.convert(plain | changes, Totals)
+
+
+def test_summary_takes_the_first_and_last_five_steps_when_there_are_more() -> None:
+    summary = summarise([record(i, reward_mean=float(i)) for i in range(1, 21)], totals())
+    assert summary.reward_first == pytest.approx(3.0)
+    assert summary.reward_last == pytest.approx(18.0)
+    assert summary.weight_versions == 20
+
+
+def test_summary_weighs_interruptions_by_trajectories_when_batches_differ() -> None:
+    records = [record(1, trajectories=10, interrupted=10), record(2, trajectories=30, interrupted=0)]
+    assert summarise(records, totals()).interrupted_share == pytest.approx(0.25)
+
+
+def test_summary_derives_rates_and_shares_from_the_seconds_of_training() -> None:
+    records = [
+        record(1, wait_s=4.0, sync_s=0.2, standstill_s=0.01, staleness_max=1, routing_rows=90),
+        record(2, wait_s=1.0, sync_s=0.4, standstill_s=0.03, staleness_max=3, routing_rows_invalid=2),
+    ]
+    summary = summarise(records, totals())
+    assert summary.tokens_per_s == pytest.approx(80.0)
+    assert summary.trainer_idle_share == pytest.approx(0.1)
+    assert summary.engine_idle_share == 0.25
+    assert summary.staleness_max == 3
+    assert summary.sync.mean_s == pytest.approx(0.3)
+    assert summary.sync.standstill_max_s == 0.03
+    assert (summary.routing.merge, summary.routing.rows_checked, summary.routing.rows_invalid) == (
+        "replace",
+        90,
+        2,
+    )
+
+
+def test_summary_has_the_keys_that_programs_read() -> None:
+    plain = msgspec.to_builtins(summarise([record(1)], totals()))
+    assert set(plain) >= {
+        "reward_first",
+        "reward_last",
+        "weight_versions",
+        "trajectories",
+        "interrupted_share",
+        "staleness_max",
+        "max_staleness",
+        "ppo_kl_mean",
+        "log_prob_abs_diff_mean",
+        "rl_seconds",
+        "tokens_per_s",
+        "routing",
+    }
+    assert set(plain["trajectories"]) == {"dispatched", "trained", "in_flight", "queued", "dropped"}
+    assert set(plain["routing"]) == {"merge", "rows_checked", "rows_invalid"}
+
+
+def test_summary_says_none_when_no_step_was_made() -> None:
+    summary = summarise([], totals(rl_seconds=0.0))
+    assert summary.reward_first is None
+    assert summary.interrupted_share is None
+    assert summary.tokens_per_s is None
+    assert summary.weight_versions == 0
+
+
+def test_mean_leaves_out_what_is_not_a_number() -> None:
+    assert mean([1.0, math.nan, None, math.inf, 3.0]) == 2.0
+    assert mean([math.nan, None]) is None
+
+
+def test_a_figure_is_null_in_the_file_when_it_is_not_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_record(path, record(1, reward_mean=0.5))
+    append_record(path, StepRecord(step=2, weight_version=2, time_s=2.0, ppo_kl=math.nan))
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert lines[0]["reward_mean"] == 0.5
+    assert lines[1]["ppo_kl"] is None
+    assert read_records(path)[1].ppo_kl is None
+
+
+def test_records_end_at_the_last_whole_line_when_a_crash_cut_one_short(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_record(path, record(1))
+    with path.open("a") as file:
+        file.write('{"step": 2, "weig')
+    assert [r.step for r in read_records(path)] == [1]
+
+
+def test_records_of_a_resumed_run_replace_the_steps_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9)):
+        append_record(path, record(step, reward_mean=reward))
+    assert [(r.step, r.reward_mean) for r in read_records(path)] == [(1, 0.1), (2, 0.9)]
+
+
+def test_there_are_no_records_when_there_is_no_file(tmp_path: Path) -> None:
+    assert read_records(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_lost_trajectory_is_seen_when_the_counts_do_not_add_up() -> None:
+    assert totals().trajectories.unaccounted == 0
+    lost = TrajectoryCounts(dispatched=10, trained=4, in_flight=3, queued=0, dropped={"stale": 2})
+    assert lost.unaccounted == 1

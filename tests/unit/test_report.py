@@ -1,0 +1,162 @@
+"""The first screen, progress and the summary, as a person sees them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from async_rl.config import Config, parse_config
+from async_rl.records import StepRecord, Totals, TrajectoryCounts, summarise
+from async_rl.report import (
+    Progress,
+    derived_bounds,
+    print_header,
+    print_summary,
+    sparkline,
+    write_run_files,
+)
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+TOTALS = Totals(
+    trajectories=TrajectoryCounts(dispatched=40, trained=32, in_flight=5, queued=2, dropped={"stale": 1}),
+    rl_seconds=10.0,
+    sampled_tokens=1000,
+    engine_idle_share=0.25,
+    max_staleness=4,
+    routing_merge="replace",
+)
+
+
+def steps(number: int, **figures: float) -> list[StepRecord]:
+    return [
+        StepRecord(
+            step=i,
+            weight_version=i,
+            time_s=float(i),
+            trajectories=8,
+            interrupted=2,
+            in_flight=7,
+            queued=3,
+            **({"reward_mean": i / number, "ppo_kl": 0.001} | figures),
+        )
+        for i in range(1, number + 1)
+    ]
+
+
+def config(**rollout: int) -> Config:
+    return parse_config(
+        {
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "run": {"max_steps": 10},
+            "rollout": rollout,
+            "trainer": {"groups_per_batch": 3},
+        }
+    )
+
+
+def console(*, terminal: bool = False, width: int = 100) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=terminal, width=width, color_system=None), file
+
+
+def test_each_step_is_one_line_when_there_is_no_terminal(tmp_path: Path) -> None:
+    out, file = console(width=40)
+    progress = Progress(out)
+    progress.start(config(), tmp_path, "http://127.0.0.1:9000")
+    shown_before = len(file.getvalue().splitlines())
+    progress.phase("starting 2 engines")
+    progress.flow(in_flight=1, queued=0, waiting_for="a batch")
+    for record in steps(3):
+        progress.step(record)
+    progress.stop()
+    lines = file.getvalue().splitlines()[shown_before:]
+    assert len(lines) == 4
+    assert "starting 2 engines" in lines[0]
+    assert lines[1].startswith("step  1/10 | reward 0.333 | ppo_kl 0.00100 |")
+    assert "interrupted 2/8 | in flight 7 | queued 3" in lines[3]
+
+
+def test_the_panel_shows_step_flow_and_what_is_waited_for_when_on_a_terminal(tmp_path: Path) -> None:
+    out, file = console(terminal=True)
+    progress = Progress(out)
+    progress.start(config(), tmp_path, "http://127.0.0.1:9000")
+    try:
+        for record in steps(3):
+            progress.step(record)
+        progress.flow(in_flight=11, queued=12, waiting_for="a batch")
+        out.print(progress.render())
+    finally:
+        progress.stop()
+    text = file.getvalue()
+    for shown in ("3 of 10", "11 / 12 trajectories", "a batch", "▁▄█", "2 of 8 trajectories"):
+        assert shown in text
+
+
+def test_a_figure_is_left_out_of_the_line_when_it_is_not_a_number() -> None:
+    out, file = console()
+    Progress(out).step(steps(1, reward_mean=math.nan)[0])
+    assert "reward n/a" in file.getvalue()
+
+
+def test_the_header_shows_what_differs_and_what_follows(tmp_path: Path) -> None:
+    shown = config(group_size=4, max_staleness=1, max_concurrent_trajectories=10)
+    out, file = console()
+    print_header(out, shown, tmp_path, "http://127.0.0.1:9000")
+    text = file.getvalue()
+    assert "http://127.0.0.1:9000/metrics" in text
+    assert "rollout.group_size" in text
+    assert "rollout.temperature" not in text
+    assert "engine." not in text
+    assert list(derived_bounds(shown).values()) == [12, 6, 24, 10]
+
+
+def test_the_run_files_hold_the_summary_and_a_picture(tmp_path: Path) -> None:
+    records = steps(6)
+    write_run_files(tmp_path, records, summarise(records, TOTALS))
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary["reward_last"] == pytest.approx(4 / 6)
+    assert summary["trajectories"]["dropped"] == {"stale": 1}
+    assert (tmp_path / "reward.png").read_bytes().startswith(PNG_SIGNATURE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["reward.png", "summary.json"]
+
+
+def test_the_run_files_are_written_when_no_figure_is_a_number(tmp_path: Path) -> None:
+    records = steps(3, reward_mean=math.nan, ppo_kl=math.nan)
+    write_run_files(tmp_path, records, summarise(records, TOTALS))
+    assert json.loads((tmp_path / "summary.json").read_text())["reward_first"] is None
+    assert (tmp_path / "reward.png").exists()
+
+
+def test_only_the_summary_is_written_when_no_step_was_made(tmp_path: Path) -> None:
+    write_run_files(tmp_path, [], summarise([], TOTALS))
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_the_summary_shows_curve_figures_and_files(tmp_path: Path) -> None:
+    records = steps(10)
+    out, file = console()
+    print_summary(out, tmp_path, records, summarise(records, TOTALS))
+    text = file.getvalue()
+    for shown in ("mean reward by step", "0.300 → 0.800", "1 stale", "25% of the trained", str(tmp_path)):
+        assert shown in text
+
+
+def test_the_summary_shows_no_curve_when_there_is_nothing_to_draw(tmp_path: Path) -> None:
+    out, file = console()
+    print_summary(out, tmp_path, [], summarise([], TOTALS))
+    assert "mean reward by step" not in file.getvalue()
+    assert "n/a" in file.getvalue()
+
+
+def test_a_sparkline_is_scaled_to_its_own_range_and_leaves_gaps() -> None:
+    assert sparkline([1.0, None, 2.0, math.nan, 3.0]) == "▁ ▄ █"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([None]) == ""
+    assert len(sparkline([float(i) for i in range(100)], width=40)) == 40
