@@ -1,0 +1,465 @@
+"""Wires the parts of a run and drives the trainer.
+
+```
+ loop      consumes            waits for                         unblocked by                     produces
+ train     batches (queue)     a batch ready by the bound        a group is put; a straggler ends  version n+1
+ rollouts  tasks (feeder)      a slot, admission                 a trajectory ends; a new version  groups
+ repair    quarantined engines an engine is quarantined          a call or an update failed        a serving engine
+ watch     server processes    one of them ends                  it ends                           a quarantine
+ stopper   the stop event      the first signal                  Ctrl-C                            a drain
+```
+
+The order of a step is what keeps the bound hard: take a batch at version n, train, settle it, sync n+1 to the engines, and only
+then let new groups in, so that none is born stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from uuid6 import uuid7
+
+from async_rl.chat import load_chat_format
+from async_rl.config import Config, SGLangEngines
+from async_rl.engines.facts import load_facts
+from async_rl.engines.pool import EnginePool
+from async_rl.engines.protocol import Engine, EngineFacts
+from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, NonFiniteLoss
+from async_rl.metrics import Metrics, serve
+from async_rl.queue.ledger import Ledger
+from async_rl.queue.spool import Spool
+from async_rl.queue.trajectory_queue import TakenBatch, TrajectoryQueue
+from async_rl.records import StepRecord, Summary, Totals, TrajectoryCounts, append_record, read_records, summarise
+from async_rl.report import Progress
+from async_rl.rollout.dataset import TaskOrder, load_tasks
+from async_rl.rollout.feeder import Feeder
+from async_rl.rollout.manager import RolloutManager
+from async_rl.supervision import Nursery, services
+from async_rl.training import StepResult, Trainer
+from async_rl.weights.sync import SyncReport, WeightSync
+
+log = logging.getLogger(__name__)
+
+
+class Cluster(Protocol):
+    """Processes of a run: who starts engines and trainer, and where."""
+
+    weight_backend: str
+    """`gloo` or `nccl`, for distributed weight updates."""
+
+    async def start_engines(self) -> list[Engine]:
+        """Start all engines and wait until they answer."""
+        ...
+
+    async def start_trainer(self) -> Trainer:
+        """Start all trainer ranks."""
+        ...
+
+    async def restart_engine(self, engine_id: str) -> None:
+        """Bring a failed engine back to where it answers again."""
+        ...
+
+    async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
+        """Report engines whose process ends; never returns."""
+        ...
+
+    def open_port(self) -> tuple[str, int]:
+        """Host and free port on the trainer's rank 0."""
+        ...
+
+
+async def run(
+    config: Config,
+    run_dir: Path,
+    stop: asyncio.Event,
+    cluster: Cluster,
+    *,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    new_id: Callable[[], str] = lambda: uuid7().hex,
+) -> Summary:
+    """Run a config to its end, or until `stop` is set and running work has drained.
+
+    Args:
+        config: What to run.
+        run_dir: The run's folder; what an earlier life left there is continued.
+        stop: Set by the first signal.
+        cluster: Where processes run.
+        progress: Where steps are shown; None shows nothing.
+        clock: Monotonic seconds.
+        new_id: Fixed-width unique ids.
+
+    Raises:
+        AsyncRLError: Of the service that failed, inside an exception group.
+    """
+    facts = load_facts(config.model.path)
+    check_model(config, facts)
+    tasks = load_tasks(config.data)
+    chat = load_chat_format(config.model.path)
+    metrics = Metrics()
+    orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock)
+    async with serve(metrics, config.metrics.host, config.metrics.port, orchestrator.health) as url:
+        if progress is not None:
+            progress.start(config, run_dir, url)
+        try:
+            return await orchestrator.run(tasks, chat, facts, new_id, progress)
+        finally:
+            if progress is not None:
+                progress.stop()
+
+
+def check_model(config: Config, facts: EngineFacts) -> None:
+    """Refuse settings that the model cannot serve.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    if config.routing.replay != "off" and not facts.is_moe:
+        raise ConfigError(
+            f"routing.replay is {config.routing.replay}, but {config.model.path} is a dense model without experts: set "
+            "routing.replay=off"
+        )
+    if config.rollout.max_context_tokens > facts.context_length:
+        raise ConfigError(
+            f"rollout.max_context_tokens is {config.rollout.max_context_tokens}, but {config.model.path} has a context of "
+            f"{facts.context_length} tokens: lower it"
+        )
+
+
+class Orchestrator:
+    """One run, from start-up to summary."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        stop: asyncio.Event,
+        cluster: Cluster,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._dir = run_dir
+        self._stop = stop
+        self._cluster = cluster
+        self._metrics = metrics
+        self._clock = clock
+        self._phase = "starting"
+        self._pool = EnginePool(metrics, clock)
+        self._queue: TrajectoryQueue | None = None
+        self._records: list[StepRecord] = []
+
+    def health(self) -> dict[str, Any]:
+        """For `/health`: how the run is and what it waits for."""
+        waits = [self._pool.waiting_for()]
+        if self._queue is not None:
+            waits.append(self._queue.waiting_for())
+        return {
+            "status": "ok",
+            "phase": self._phase,
+            "step": self._records[-1].step if self._records else 0,
+            "waiting_for": [wait for wait in waits if wait],
+        }
+
+    async def run(
+        self, tasks: Any, chat: Any, facts: EngineFacts, new_id: Callable[[], str], progress: Progress | None
+    ) -> Summary:
+        """See the module's `run`."""
+        config = self._config
+        checkpoints = self._dir / "checkpoints"
+        async with Nursery() as nursery:
+            starting_engines = nursery.start("engines", self._cluster.start_engines())
+            starting_trainer = nursery.start("trainer", self._start_trainer(checkpoints))
+        trainer, step = starting_trainer.result()
+        for engine in starting_engines.result():
+            self._pool.add(engine)
+        sync = WeightSync(
+            config.weights,
+            pool=self._pool,
+            trainer=trainer,
+            directory=self._dir / "weights",
+            metrics=self._metrics,
+            clock=self._clock,
+            open_port=self._cluster.open_port,
+            backend=self._cluster.weight_backend,
+            tp_size=config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1,
+        )
+        self._phase = "first sync"
+        await sync.start(step, Path(config.model.path) if step == 0 else None)
+
+        self._records = [r for r in read_records(self._dir / "metrics.jsonl") if r.step <= step]
+        queue, feeder = self._restore(tasks, facts, step)
+        self._queue = queue
+        manager = RolloutManager(
+            config,
+            feeder=feeder,
+            queue=queue,
+            pool=self._pool,
+            chat=chat,
+            facts=facts,
+            metrics=self._metrics,
+            new_id=new_id,
+            clock=self._clock,
+        )
+
+        async def stopper() -> None:
+            await self._stop.wait()
+            log.info("stopping: no new work; what runs may take run.drain_s = %s", config.run.drain_s)
+            queue.stop()
+            await asyncio.Future()
+
+        self._phase = "training"
+        self._pool.restart_clock()
+        begin = self._clock()
+        async with services(
+            rollouts=manager.run,
+            repair=lambda: self._repair(sync),
+            watch=lambda: self._cluster.watch_engines(self._pool.quarantine),
+            stopper=stopper,
+        ):
+            step = await self._train(trainer, sync, queue, manager, step, begin, progress)
+            if self._stop.is_set():
+                self._phase = "draining"
+                try:
+                    async with asyncio.timeout(config.run.drain_s):
+                        await manager.drained.wait()
+                except TimeoutError:
+                    log.warning("some trajectories were still running after run.drain_s; they start again on resume")
+        end = self._clock()
+        self._phase = "saving"
+        await self._save(trainer, checkpoints, step)
+        await trainer.publish(str(self._dir / "hf"), step)
+        await sync.close()
+        await trainer.close()
+        counts = queue.statistics()
+        queue.close()
+        return summarise(
+            self._records,
+            Totals(
+                trajectories=_counts(counts),
+                rl_seconds=end - begin,
+                sampled_tokens=int(_value(self._metrics.sampled_tokens_total)),
+                engine_idle_share=self._pool.idle_share,
+                max_staleness=config.rollout.max_staleness,
+                routing_merge=config.routing.merge if config.routing.replay != "off" else "off",
+            ),
+        )
+
+    # -- start-up -----------------------------------------------------------------------------------------------
+
+    async def _start_trainer(self, checkpoints: Path) -> tuple[Trainer, int]:
+        trainer = await self._cluster.start_trainer()
+        state = await trainer.setup(str(checkpoints) if checkpoints.is_dir() else None)
+        return trainer, state.step
+
+    def _restore(self, tasks: Any, facts: EngineFacts, step: int) -> tuple[TrajectoryQueue, Feeder]:
+        """Open the ledger and the spool, and continue from what they hold at the checkpoint's step."""
+        config = self._config
+        ledger = Ledger(self._dir / "ledger.sqlite")
+        spool = Spool(self._dir / "spool", config.queue.max_bytes)
+        position = ledger.rollback(step)
+        queue = TrajectoryQueue(
+            ledger=ledger,
+            spool=spool,
+            groups_per_batch=config.trainer.groups_per_batch,
+            max_staleness=config.rollout.max_staleness,
+            overage=config.rollout.overage,
+            facts=facts if config.routing.replay != "off" else None,
+            version=step,
+            metrics=self._metrics,
+        )
+        queue.restore()
+        order = TaskOrder(len(tasks), config.run.seed, config.data.shuffle)
+        feeder = Feeder(tasks, order, config.data.epochs, start=position.cursor, pending=position.pending)
+        return queue, feeder
+
+    # -- the trainer's loop -------------------------------------------------------------------------------------
+
+    async def _train(
+        self,
+        trainer: Trainer,
+        sync: WeightSync,
+        queue: TrajectoryQueue,
+        manager: RolloutManager,
+        step: int,
+        begin: float,
+        progress: Progress | None,
+    ) -> int:
+        """Take, train, settle, sync, advance; until `run.max_steps`, a stop, or the end of the data."""
+        config, metrics = self._config, self._metrics
+        waited_s, last = 0.0, self._clock()
+        last_sampled = _value(metrics.sampled_tokens_total)
+        metrics.trainer_weight_version.set(step)
+        while step < config.run.max_steps and not self._stop.is_set():
+            wait_begin = self._clock()
+            batch = await queue.take(step)
+            if batch is None:
+                break
+            wait_s = self._clock() - wait_begin
+            waited_s += wait_s
+            async with sync.trainer_busy:
+                train_begin = self._clock()
+                async with asyncio.timeout(config.trainer.step_timeout_s):
+                    result = await trainer.train_step(batch.path, step + 1)
+                step_s = self._clock() - train_begin
+                _require_finite(result)
+                step += 1
+                queue.settle(batch, step)
+                report = await sync.sync(step)
+            queue.advance(step)
+            now, sampled = self._clock(), _value(metrics.sampled_tokens_total)
+            record = _record(
+                batch,
+                result,
+                report,
+                counts=_counts(queue.statistics()),
+                time_s=now - begin,
+                wait_s=wait_s,
+                step_s=step_s,
+                tokens_per_s=(sampled - last_sampled) / max(now - last, 1e-9),
+            )
+            last, last_sampled = now, sampled
+            self._records.append(record)
+            append_record(self._dir / "metrics.jsonl", record)
+            self._show(batch, record, waited_s / max(now - begin, 1e-9))
+            if progress is not None:
+                progress.step(record)
+            every = config.trainer.checkpoint_every
+            if every and step % every == 0:
+                await self._save(trainer, self._dir / "checkpoints", step)
+        return step
+
+    async def _save(self, trainer: Trainer, checkpoints: Path, step: int) -> None:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        await trainer.save_checkpoint(str(checkpoints), {"weight_version": step})
+
+    def _show(self, batch: TakenBatch, record: StepRecord, trainer_idle: float) -> None:
+        """Bring the instruments up to date with a step."""
+        m = self._metrics
+        for gauge, value in (
+            (m.reward, record.reward_mean),
+            (m.loss, record.loss),
+            (m.ppo_kl, record.ppo_kl),
+            (m.clip_fraction, record.clip_fraction),
+            (m.entropy_nats, record.entropy),
+            (m.grad_norm, record.grad_norm),
+            (m.importance_ratio_mean, record.importance_ratio_mean),
+            (m.log_prob_diff_nats, record.log_prob_diff),
+            (m.log_prob_abs_diff_nats, record.log_prob_abs_diff),
+            (m.lag0_log_prob_abs_diff_nats, record.lag0_log_prob_abs_diff),
+        ):
+            gauge.set(float("nan") if value is None else value)
+        for staleness in batch.staleness:
+            m.staleness_versions.observe(staleness)
+        for length in batch.lengths:
+            m.trajectory_tokens.observe(length)
+        m.trained_tokens_total.inc(record.trained_tokens)
+        m.tokens_per_second.set(record.tokens_per_s)
+        m.trainer_weight_version.set(record.weight_version)
+        m.train_step_seconds.observe(record.step_s)
+        m.batch_wait_seconds.observe(record.wait_s)
+        m.trainer_idle_ratio.set(trainer_idle)
+        m.engine_idle_ratio.set(self._pool.idle_share)
+
+    # -- engines that failed ------------------------------------------------------------------------------------
+
+    async def _repair(self, sync: WeightSync) -> None:
+        """Bring quarantined engines back, one after the other."""
+        attempts: dict[str, int] = {}
+        limit = self._config.engine.max_restarts if isinstance(self._config.engine, SGLangEngines) else 0
+        while True:
+            engine_id = await self._pool.wait_quarantined()
+            cause = self._pool.error_of(engine_id)
+            attempts[engine_id] = attempts.get(engine_id, 0) + 1
+            if attempts[engine_id] > limit:
+                raise EngineError(
+                    f"engine {engine_id} failed {attempts[engine_id]} times, engine.max_restarts is {limit}; the last "
+                    f"cause: {cause}"
+                ) from cause
+            try:
+                await self._cluster.restart_engine(engine_id)
+                self._pool.rejoin(engine_id)
+                await sync.catch_up(engine_id)
+                log.info("engine %s is back", engine_id)
+            except (EngineError, EnvironmentNotReady, TimeoutError) as error:
+                self._pool.quarantine(engine_id, error)
+
+
+def _require_finite(result: StepResult) -> None:
+    for name in ("loss", "grad_norm"):
+        value = result.metrics[name]
+        if not np.isfinite(value):
+            raise NonFiniteLoss(
+                f"step {result.step}: {name} is {value}, expected a finite number: lower trainer.optimizer.lr, or look "
+                "at importance_ratio_mean in metrics.jsonl"
+            )
+
+
+def _record(
+    batch: TakenBatch,
+    result: StepResult,
+    report: SyncReport,
+    *,
+    counts: TrajectoryCounts,
+    time_s: float,
+    wait_s: float,
+    step_s: float,
+    tokens_per_s: float,
+) -> StepRecord:
+    measured = result.metrics
+    return StepRecord(
+        step=result.step,
+        weight_version=report.weight_version,
+        time_s=time_s,
+        reward_mean=float(np.mean(batch.rewards)),
+        loss=measured["loss"],
+        ppo_kl=measured["ppo_kl"],
+        clip_fraction=measured["clip_fraction"],
+        entropy=measured["entropy"],
+        grad_norm=measured["grad_norm"],
+        importance_ratio_mean=measured["importance_ratio_mean"],
+        importance_truncated_fraction=measured["importance_truncated_fraction"],
+        log_prob_diff=measured["log_prob_diff"],
+        log_prob_abs_diff=measured["log_prob_abs_diff"],
+        lag0_log_prob_abs_diff=measured["lag0_log_prob_abs_diff"],
+        staleness_mean=float(np.mean(batch.staleness)),
+        staleness_p50=float(np.percentile(batch.staleness, 50)),
+        staleness_p95=float(np.percentile(batch.staleness, 95)),
+        staleness_max=max(batch.staleness),
+        trajectories=len(batch.trajectory_ids),
+        interrupted=sum(1 for resumes in batch.resumes if resumes),
+        tokens=int(measured["tokens"]),
+        trained_tokens=int(measured["trained_tokens"]),
+        routing_rows=int(measured["routing_rows"]),
+        routing_rows_invalid=int(measured["routing_rows_invalid"]),
+        wait_s=wait_s,
+        step_s=step_s,
+        sync_s=report.total_s,
+        transfer_s=report.publish_s + report.transfer_s,
+        standstill_s=report.standstill_s,
+        in_flight=counts.in_flight,
+        queued=counts.queued,
+        dropped=sum(counts.dropped.values()),
+        tokens_per_s=tokens_per_s,
+    )
+
+
+def _counts(conservation: Any) -> TrajectoryCounts:
+    return TrajectoryCounts(
+        dispatched=conservation.dispatched,
+        trained=conservation.trained,
+        in_flight=conservation.in_flight,
+        queued=conservation.queued,
+        dropped=dict(conservation.dropped),
+    )
+
+
+def _value(counter: Any) -> float:
+    """What a counter stands at."""
+    return float(counter._value.get())

@@ -1,0 +1,474 @@
+"""Where processes run: Ray actors for everything that is not the driver. The only module that imports Ray.
+
+```
+ driver ──► EngineActor × engines     each owns one SGLang server process and its GPUs; calls go to the server by HTTP, not here
+        └─► RankActor × trainer ranks each owns one TrainerRank in a placement group of the trainer's own
+```
+
+On one machine Ray is started here and stopped with the run; with `placement.ray_address` the same config runs on a cluster. Batches
+are read by trainer ranks from the driver's file where they share its host, and through Ray's object store elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from async_rl import orchestrator
+from async_rl.config import Config, SGLangEngines, to_builtins
+from async_rl.engines.facts import load_facts
+from async_rl.engines.protocol import Engine, GroupInvite, TensorSpec
+from async_rl.engines.server import SGLangServer
+from async_rl.engines.sglang import SGLangEngine
+from async_rl.engines.simulated import SimulatedEngine
+from async_rl.errors import AsyncRLError, EngineError, EnvironmentNotReady, TrainerError
+from async_rl.loading import load_object
+from async_rl.records import Summary
+from async_rl.report import Progress
+from async_rl.supervision import Nursery
+from async_rl.training import StepResult, Trainer, TrainerState
+
+log = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES: Final = 256 << 20
+"""Of a Ray that we start: batches are files, so the store carries next to nothing."""
+
+
+async def run(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress | None = None) -> Summary:
+    """Run a config with its processes on Ray; see `async_rl.orchestrator.run`."""
+    async with ray_cluster(config, run_dir) as cluster:
+        return await orchestrator.run(config, run_dir, stop, cluster, progress=progress)
+
+
+@asynccontextmanager
+async def ray_cluster(config: Config, run_dir: Path) -> AsyncIterator[RayCluster]:
+    """Join or start Ray, and end every process of the run with the block."""
+    await asyncio.to_thread(_connect, config)
+    cluster = RayCluster(config, run_dir)
+    try:
+        yield cluster
+    finally:
+        try:
+            async with asyncio.timeout(30):
+                await asyncio.shield(cluster.close())
+        finally:
+            await asyncio.to_thread(ray.shutdown)
+
+
+def _connect(config: Config) -> None:
+    # Ray would otherwise set up a virtual environment of its own where the driver was started by a tool that makes some.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = config.placement.ray_address
+    try:
+        if address is None:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                logging_level=logging.WARNING,
+            )
+        else:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+        where = f"join the Ray cluster at {address}" if address else "start Ray on this machine"
+        raise EnvironmentNotReady(f"could not {where}: {error}. Check placement.ray_address and `ray status`") from error
+
+
+def _cuda(device: str) -> bool:
+    """Whether a part of the run that is set to `device` gets GPUs."""
+    if device != "auto":
+        return device == "cuda"
+    return ray.cluster_resources().get("GPU", 0) > 0
+
+
+# -- trainer ----------------------------------------------------------------------------------------------------
+
+
+class _RankActor:
+    """One trainer rank in a process of its own."""
+
+    def __init__(self, log_path: str, cpus: float) -> None:
+        _redirect_output(log_path)
+        # Several ranks of OpenMP threads that spin for each other stall a machine of few cores for seconds.
+        os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
+        self._worker: Any = None
+
+    def address(self) -> tuple[str, int, str]:
+        """A host and free port of this node, and the node's id."""
+        return *_free_address(), ray.get_runtime_context().get_node_id()
+
+    def make(self, worker: str, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
+        """Load and make the worker class that the config names."""
+        sys.path.insert(0, config["_working_dir"])
+        plain = {key: value for key, value in config.items() if key != "_working_dir"}
+        self._worker = load_object(worker, what="trainer worker")(plain, rank, world_size, init_address)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the worker."""
+        return getattr(self._worker, method)(*arguments)
+
+    def train_on_copy(self, frame: Any, step: int) -> Any:
+        """`train_step` on a batch that travelled through the object store, because its file is on another host."""
+        with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="async_rl_batch_") as file:
+            file.write(frame)
+            file.flush()
+            return self._worker.train_step(file.name, step)
+
+
+class RayTrainer(Trainer):
+    """All trainer ranks; a failure of one is a `TrainerError` that names it and its log."""
+
+    def __init__(self, actors: list[Any], nodes: list[str], log_paths: list[Path], config: Config) -> None:
+        self._actors = actors
+        self._log_paths = log_paths
+        self._config = config
+        here = ray.get_runtime_context().get_node_id()
+        self._remote = [node != here for node in nodes]
+
+    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        """See `TrainerRank.setup`."""
+        state: TrainerState = await self._all(
+            self._config.trainer.start_timeout_s, "setup", checkpoint_dir
+        )
+        return state
+
+    async def train_step(self, batch_path: str, step: int) -> StepResult:
+        """See `TrainerRank.train_step`."""
+        frame = None
+        if any(self._remote):
+            frame = ray.put(await asyncio.to_thread(Path(batch_path).read_bytes))
+        result: StepResult = await self._gather(
+            self._config.trainer.step_timeout_s,
+            "train_step",
+            [
+                actor.train_on_copy.remote(frame, step)
+                if remote
+                else actor.call.remote("train_step", batch_path, step)
+                for actor, remote in zip(self._actors, self._remote, strict=True)
+            ],
+        )
+        return result
+
+    async def publish(self, directory: str, weight_version: int) -> None:
+        """See `TrainerRank.publish`."""
+        await self._all(self._config.weights.timeout_s, "publish", directory, weight_version)
+
+    async def open_weight_group(self, invite: GroupInvite) -> None:
+        """See `TrainerRank.open_weight_group`."""
+        await self._all(self._config.weights.timeout_s, "open_weight_group", invite)
+
+    async def close_weight_group(self, group_name: str) -> None:
+        """See `TrainerRank.close_weight_group`."""
+        await self._all(self._config.weights.timeout_s, "close_weight_group", group_name)
+
+    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """See `TrainerRank.plan_buckets`."""
+        plan: tuple[tuple[TensorSpec, ...], ...] = await self._all(
+            self._config.weights.timeout_s, "plan_buckets", bucket_bytes
+        )
+        return plan
+
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+        """See `TrainerRank.send_weights`."""
+        await self._all(self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes)
+
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        """See `TrainerRank.save_checkpoint`."""
+        await self._all(self._config.trainer.step_timeout_s, "save_checkpoint", directory, extra)
+
+    async def close(self) -> None:
+        """Stop all ranks."""
+        await self._all(self._config.weights.timeout_s, "close")
+
+    async def _all(self, limit_s: float, method: str, *arguments: Any) -> Any:
+        return await self._gather(
+            limit_s, method, [actor.call.remote(method, *arguments) for actor in self._actors]
+        )
+
+    async def _gather(self, limit_s: float, method: str, references: list[Any]) -> Any:
+        """Wait for all ranks; rank 0's answer. The first rank that fails fails the call."""
+
+        async def answer(rank: int, reference: Any) -> Any:
+            try:
+                return await reference
+            except RayActorError as error:
+                raise TrainerError(
+                    f"trainer rank {rank} died during {method}; its last words are in {self._log_paths[rank]}"
+                ) from error
+            except RayTaskError as error:
+                cause = error.cause if isinstance(error.cause, AsyncRLError) else None
+                raise cause or TrainerError(
+                    f"trainer rank {rank} failed in {method}: {str(error).strip().splitlines()[-1]}; see "
+                    f"{self._log_paths[rank]}"
+                ) from error
+
+        try:
+            async with asyncio.timeout(limit_s):
+                async with Nursery() as ranks:
+                    answers = [
+                        ranks.start(f"trainer rank {rank}", answer(rank, reference))
+                        for rank, reference in enumerate(references)
+                    ]
+        except TimeoutError as error:
+            raise TrainerError(
+                f"the trainer took more than {limit_s} s for {method}; see {self._log_paths[0]}"
+            ) from error
+        return answers[0].result()
+
+
+# -- engines ----------------------------------------------------------------------------------------------------
+
+
+class _EngineActor:
+    """Owns one SGLang server process: it dies with this actor."""
+
+    def __init__(self, config: dict[str, Any], index: int, log_dir: str, loopback: bool) -> None:
+        from async_rl.config import parse_config
+
+        parsed = parse_config(config)
+        assert isinstance(parsed.engine, SGLangEngines)
+        self._server = SGLangServer(
+            parsed.engine,
+            parsed.model,
+            routing=parsed.routing.replay != "off",
+            index=index,
+            log_dir=Path(log_dir),
+            seed=parsed.run.seed,
+        )
+
+    async def start(self) -> tuple[str, str, str]:
+        """Start (again); URL, API key and admin key."""
+        await self._server.start()
+        return self._server.url, self._server.api_key, self._server.admin_key
+
+    async def wait(self) -> str:
+        """Wait until the server process ends; its last words."""
+        await self._server.wait()
+        return self._server.last_words()
+
+    async def stop(self) -> None:
+        """End the server process."""
+        await self._server.stop()
+
+
+# -- the cluster ------------------------------------------------------------------------------------------------
+
+
+class RayCluster(orchestrator.Cluster):
+    """Engines and trainer of one run as Ray actors."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config = config
+        self._dir = run_dir
+        self._logs = run_dir / "logs"
+        self._engine_actors: dict[str, Any] = {}
+        self._engines: dict[str, Engine] = {}
+        self._rank_actors: list[Any] = []
+        self._restarted: dict[str, asyncio.Event] = {}
+        self.weight_backend = "nccl" if _cuda(config.trainer.device) else "gloo"
+
+    async def start_engines(self) -> list[Engine]:
+        """Start all engines of the config and wait until they answer."""
+        engine = self._config.engine
+        if not isinstance(engine, SGLangEngines):
+            return [
+                SimulatedEngine(f"engine-{index}", engine, seed=self._config.run.seed + index)
+                for index in range(engine.num_engines)
+            ]
+        if engine.urls:
+            api_key = os.environ.get("ASYNC_RL_ENGINE_API_KEY")
+            admin_key = os.environ.get("ASYNC_RL_ENGINE_ADMIN_KEY")
+            for index, url in enumerate(engine.urls):
+                self._engines[f"engine-{index}"] = self._client(f"engine-{index}", url, api_key, admin_key)
+        else:
+            gpus = self._config.placement.gpus_per_engine
+            if gpus is None:
+                gpus = float(engine.tp_size) if _cuda(engine.device) else 0.0
+            group = await _reserve(
+                [{"CPU": self._config.placement.cpus_per_engine, "GPU": gpus}] * engine.num_engines,
+                self._config.placement.strategy,
+                engine.start_timeout_s,
+            )
+            actor_class = ray.remote(_EngineActor)
+            for index in range(engine.num_engines):
+                self._engine_actors[f"engine-{index}"] = actor_class.options(
+                    num_cpus=self._config.placement.cpus_per_engine,
+                    num_gpus=gpus,
+                    max_concurrency=8,
+                    scheduling_strategy=_in_group(group, index),
+                ).remote(to_builtins(self._config), index, str(self._logs))
+        async with Nursery() as nursery:
+            for engine_id in self._engine_actors or self._engines:
+                self._restarted[engine_id] = asyncio.Event()
+                nursery.start(f"start {engine_id}", self._start_engine(engine_id))
+        return list(self._engines.values())
+
+    async def restart_engine(self, engine_id: str) -> None:
+        """Stop the server process and start it anew; an external server is only waited for."""
+        if engine_id in self._engine_actors:
+            await self._engine_actors[engine_id].stop.remote()
+        if engine_id in self._engines:
+            await self._start_engine(engine_id)
+        self._restarted[engine_id].set()
+
+    async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
+        """Report servers whose process ends."""
+
+        async def watch(engine_id: str, actor: Any) -> None:
+            while True:
+                try:
+                    last_words = await actor.wait.remote()
+                except RayError as error:
+                    last_words = str(error)
+                self._restarted[engine_id].clear()
+                died(engine_id, EngineError(f"engine {engine_id} ended: {last_words}"))
+                await self._restarted[engine_id].wait()
+
+        async with Nursery() as nursery:
+            for engine_id, actor in self._engine_actors.items():
+                nursery.start(f"watch {engine_id}", watch(engine_id, actor))
+            await asyncio.Future()
+
+    async def start_trainer(self) -> Trainer:
+        """Start all ranks; they meet in `setup`."""
+        config, placement = self._config, self._config.placement
+        gpus = placement.gpus_per_rank
+        if gpus is None:
+            gpus = 1.0 if _cuda(config.trainer.device) else 0.0
+        ranks = config.trainer.num_ranks
+        group = await _reserve(
+            [{"CPU": placement.cpus_per_rank, "GPU": gpus}] * ranks,
+            placement.strategy,
+            config.trainer.start_timeout_s,
+        )
+        actor_class = ray.remote(_RankActor)
+        log_paths = [self._logs / f"trainer-{rank}.log" for rank in range(ranks)]
+        self._rank_actors = [
+            actor_class.options(
+                num_cpus=placement.cpus_per_rank, num_gpus=gpus, scheduling_strategy=_in_group(group, rank)
+            ).remote(str(log_paths[rank]), placement.cpus_per_rank)
+            for rank in range(ranks)
+        ]
+        addresses = [await actor.address.remote() for actor in self._rank_actors]
+        plain = {**to_builtins(config), "_working_dir": os.getcwd()}
+        host, port, _ = addresses[0]
+        trainer = RayTrainer(self._rank_actors, [node for *_, node in addresses], log_paths, config)
+        async with Nursery() as nursery:
+            for rank, actor in enumerate(self._rank_actors):
+                nursery.start(
+                    f"make trainer rank {rank}",
+                    _made(actor, config.trainer.worker, plain, rank, ranks, f"{host}:{port}"),
+                )
+        return trainer
+
+    def open_port(self) -> tuple[str, int]:
+        """Where rank 0 of the trainer and an engine can meet: on rank 0's node."""
+        host, port, _ = ray.get(self._rank_actors[0].address.remote(), timeout=60)
+        return host, port
+
+    async def close(self) -> None:
+        """End all servers and ranks."""
+        for engine in self._engines.values():
+            await engine.close()
+        for actor in self._engine_actors.values():
+            try:
+                await actor.stop.remote()
+            except RayError as error:
+                log.warning("an engine could not be stopped in order: %s", error)
+        for actor in (*self._engine_actors.values(), *self._rank_actors):
+            ray.kill(actor)
+
+    # -- helpers ------------------------------------------------------------------------------------------------
+
+    async def _start_engine(self, engine_id: str) -> None:
+        if engine_id in self._engine_actors:
+            try:
+                url, api_key, admin_key = await self._engine_actors[engine_id].start.remote()
+            except RayTaskError as error:
+                raise error.cause if isinstance(error.cause, AsyncRLError) else EnvironmentNotReady(
+                    f"{engine_id} did not start: {error}"
+                ) from error
+            old = self._engines.get(engine_id)
+            if old is None:
+                self._engines[engine_id] = self._client(engine_id, url, api_key, admin_key)
+        await self._engines[engine_id].wait_ready()
+
+    def _client(self, engine_id: str, url: str, api_key: str | None, admin_key: str | None) -> Engine:
+        engine = self._config.engine
+        assert isinstance(engine, SGLangEngines)
+        return SGLangEngine(
+            engine_id,
+            url,
+            load_facts(self._config.model.path),
+            api_key=api_key,
+            admin_key=admin_key,
+            stall_s=engine.stall_s,
+            request_timeout_s=engine.request_timeout_s,
+        )
+
+
+async def _reserve(bundles: list[dict[str, float]], strategy: str, limit_s: float) -> Any:
+    """Reserve resources together; None when nothing is asked for (a CPU machine that shares its cores).
+
+    Raises:
+        EnvironmentNotReady: When the cluster does not have them.
+    """
+    bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
+    if not all(bundles):
+        return None
+    group = placement_group(bundles, strategy=strategy)
+    try:
+        async with asyncio.timeout(limit_s):
+            await group.ready()
+    except TimeoutError as error:
+        raise EnvironmentNotReady(
+            f"Ray could not reserve {bundles} within {limit_s} s; the cluster has {ray.cluster_resources()}: lower "
+            "engine.num_engines, trainer.num_ranks or placement.*, or add nodes"
+        ) from error
+    return group
+
+
+def _in_group(group: Any, index: int) -> Any:
+    if group is None:
+        return "DEFAULT"
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+
+
+async def _made(actor: Any, *arguments: Any) -> None:
+    try:
+        await actor.make.remote(*arguments)
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, AsyncRLError) else TrainerError(
+            f"a trainer rank could not be made: {str(error).strip().splitlines()[-1]}"
+        ) from error
+
+
+def _free_address() -> tuple[str, int]:
+    """This node's address and a port that is free now."""
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return host, probe.getsockname()[1]
+
+
+def _redirect_output(path: str) -> None:
+    """Send everything this process prints to its own log in the run folder."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)

@@ -1,0 +1,274 @@
+"""Runs agent loops: one asyncio task a trajectory, groups in, finished groups out.
+
+```
+ loop          consumes             waits for                      unblocked by                 produces
+ run           tasks (Feeder)       a free slot, then admission    a trajectory ends; the       group tasks
+                                                                   trainer's version moves
+ group         —                    its trajectories               their ends                   Group → queue
+ trajectory    a slot               engines, tools, the reward     chunks, pool events          Trajectory
+```
+
+A trajectory that fails is data: it is tried again, then dropped with its reason, and its siblings train without it. Only when most
+trajectories fail does the run end, with the last error as the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+from async_rl.chat import ChatFormat
+from async_rl.config import Config
+from async_rl.engines.pool import EnginePool
+from async_rl.engines.protocol import EngineFacts
+from async_rl.errors import (
+    AgentLoopError,
+    AlignmentError,
+    AsyncRLError,
+    PromptTooLong,
+    RewardError,
+    RolloutError,
+)
+from async_rl.loading import load_object
+from async_rl.metrics import Metrics
+from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.rollout.feeder import Feeder
+from async_rl.rollout.session import RolloutSession
+from async_rl.supervision import Nursery
+from async_rl.types import Completion, Group, StopReason, Task, Trajectory
+
+log = logging.getLogger(__name__)
+
+_FAILURE_WINDOW: Final = 100
+_MIN_FAILURES: Final = 16
+"""So many failures before their share can end a run: one bad first task must not."""
+
+RewardFunction = Callable[[Task, Completion], float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]]
+
+
+class RolloutManager:
+    """Keeps as many trajectories in flight as slots and the staleness bound allow."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        feeder: Feeder,
+        queue: TrajectoryQueue,
+        pool: EnginePool,
+        chat: ChatFormat,
+        facts: EngineFacts,
+        metrics: Metrics,
+        new_id: Callable[[], str],
+        clock: Callable[[], float],
+    ) -> None:
+        """Load the agent loop and the reward that the config names."""
+        self._config = config
+        self._feeder = feeder
+        self._queue = queue
+        self._pool = pool
+        self._chat = chat
+        self._facts = facts
+        self._metrics = metrics
+        self._new_id = new_id
+        self._clock = clock
+        self._loops: dict[str, Any] = {}
+        self._agent_loop(config.rollout.agent_loop)
+        self._reward: RewardFunction = load_object(config.rollout.reward, what="reward")
+        self._slots = asyncio.Semaphore(config.rollout.max_concurrent_trajectories)
+        self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
+        self._last_error: AsyncRLError | None = None
+        self._waits_for_slot = False
+        self.drained = asyncio.Event()
+        """Set once nothing more is dispatched and every group has settled."""
+
+    async def run(self) -> None:
+        """Dispatch groups until the data is exhausted or the queue admits no more, and see them through."""
+        async with Nursery() as groups:
+            while True:
+                # A slot first: a group that is dispatched starts to sample at once, so it is not born old.
+                self._waits_for_slot = True
+                await self._slots.acquire()
+                self._waits_for_slot = False
+                try:
+                    admitted = await self._queue.admit()
+                    following = self._feeder.next() if admitted else None
+                except BaseException:
+                    self._slots.release()
+                    raise
+                if following is None:
+                    self._slots.release()
+                    break
+                position, task = following
+                group_id = self._new_id()
+                trajectory_ids = [self._new_id() for _ in range(self._config.rollout.group_size)]
+                self._queue.dispatched(
+                    group_id, task.task_id, position, trajectory_ids, self._pool.oldest_version
+                )
+                groups.start(f"group {group_id}", self._run_group(task, group_id, trajectory_ids))
+        self.drained.set()
+        self._queue.end_of_data()
+        await asyncio.Future()  # the trainer ends the run
+
+    def waiting_for(self) -> str | None:
+        """What dispatching waits for, in words."""
+        if self._waits_for_slot:
+            return f"a free slot of rollout.max_concurrent_trajectories = {self._config.rollout.max_concurrent_trajectories}"
+        return None
+
+    # -- groups -------------------------------------------------------------------------------------------------
+
+    async def _run_group(self, task: Task, group_id: str, trajectory_ids: list[str]) -> None:
+        """Run all siblings and hand in those that came to something. The caller's slot is the first one's."""
+        finished: dict[str, Trajectory] = {}
+
+        async def one(trajectory_id: str, has_slot: bool) -> None:
+            if not has_slot:
+                await self._slots.acquire()
+            try:
+                trajectory = await self._run_trajectory(task, group_id, trajectory_id)
+            finally:
+                self._slots.release()
+            if trajectory is not None:
+                finished[trajectory_id] = trajectory
+
+        async with Nursery() as siblings:
+            for index, trajectory_id in enumerate(trajectory_ids):
+                siblings.start(f"trajectory {trajectory_id}", one(trajectory_id, index == 0))
+        enough = min(2, self._config.rollout.group_size)
+        if len(finished) < enough:
+            self._queue.drop_group(group_id, "error")
+            return
+        failed = [trajectory_id for trajectory_id in trajectory_ids if trajectory_id not in finished]
+        if failed:
+            self._queue.drop_trajectories(failed, "error")
+        await self._queue.put(
+            Group(
+                group_id=group_id,
+                task_id=task.task_id,
+                trajectories=tuple(finished[i] for i in trajectory_ids if i in finished),
+            )
+        )
+
+    # -- trajectories -------------------------------------------------------------------------------------------
+
+    async def _run_trajectory(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory | None:
+        """Try until it comes to something or `rollout.max_attempts` is reached; None when it never did."""
+        for attempt in range(1, self._config.rollout.max_attempts + 1):
+            try:
+                trajectory = await self._attempt(task, group_id, trajectory_id)
+            except (RolloutError, AlignmentError) as error:
+                log.warning("trajectory %s of task %s, attempt %d: %s", trajectory_id, task.task_id, attempt, error)
+                self._count(failed=error)
+                if isinstance(error, PromptTooLong):
+                    return None  # it would be too long again
+            else:
+                self._count(failed=None)
+                return trajectory
+        return None
+
+    async def _attempt(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory:
+        rollout = self._config.rollout
+        session = RolloutSession(
+            task=task,
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            pool=self._pool,
+            chat=self._chat,
+            facts=self._facts,
+            rollout=rollout,
+            routing_config=self._config.routing,
+            metrics=self._metrics,
+            new_id=self._new_id,
+            clock=self._clock,
+        )
+        name = task.agent_loop or rollout.agent_loop
+        loop = self._agent_loop(name)
+        try:
+            async with asyncio.timeout(rollout.trajectory_timeout_s):
+                await loop.run(task, session)
+        except PromptTooLong:
+            if session.last_turn is None:
+                raise
+            stop_reason: StopReason = "length"  # what was sampled before the context was full is kept
+        except TimeoutError as error:
+            raise AgentLoopError(
+                f"agent loop {name} ran past rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}: raise it, or "
+                "bound the loop's own waits"
+            ) from error
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            raise AgentLoopError(f"agent loop {name} raised {type(error).__name__}: {error}") from error
+        else:
+            length = session.last_turn is not None and session.last_turn.finish_reason == "length"
+            stop_reason = "length" if length else "completed"
+        if session.last_turn is None:
+            raise AgentLoopError(
+                f"agent loop {name} returned without a turn: await session.generate() at least once in run()"
+            )
+        completion = Completion(
+            messages=session.messages,
+            text=session.last_turn.text,
+            stop_reason=stop_reason,
+            num_tool_calls=session.num_tool_calls,
+            num_tool_errors=session.num_tool_errors,
+        )
+        return await session.finish(stop_reason, await self._score(task, completion))
+
+    async def _score(self, task: Task, completion: Completion) -> dict[str, float]:
+        """Call the reward function, sync (in a thread) or async, within its time."""
+        name, limit = self._config.rollout.reward, self._config.rollout.reward_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                if inspect.iscoroutinefunction(self._reward):
+                    value = await self._reward(task, completion)
+                else:
+                    value = await asyncio.to_thread(self._reward, task, completion)
+                    if inspect.isawaitable(value):
+                        value = await value
+        except TimeoutError as error:
+            raise RewardError(
+                f"reward {name} took more than rollout.reward_timeout_s = {limit}: raise it or make it faster"
+            ) from error
+        except Exception as error:
+            raise RewardError(f"reward {name} raised {type(error).__name__}: {error}") from error
+        parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
+        if "reward" not in parts:
+            raise RewardError(f"reward {name} returned the parts {sorted(parts)}, expected one called 'reward'")
+        for part, number in parts.items():
+            if isinstance(number, bool | int | float) and math.isfinite(number):
+                parts[part] = float(number)
+            else:
+                raise RewardError(f"reward {name} returned {part} = {number!r}, expected a finite number")
+        return parts
+
+    def _agent_loop(self, name: str) -> Any:
+        """The agent loop of a dotted path, made once; `run` keeps its state in its own variables."""
+        if name not in self._loops:
+            kind = load_object(name, what="agent loop")
+            arguments = self._config.rollout.agent_loop_args if name == self._config.rollout.agent_loop else {}
+            try:
+                self._loops[name] = kind(**arguments)
+            except TypeError as error:
+                raise AgentLoopError(
+                    f"agent loop {name} cannot be made with rollout.agent_loop_args = {arguments}: {error}"
+                ) from error
+        return self._loops[name]
+
+    def _count(self, failed: AsyncRLError | None) -> None:
+        """Remember how attempts end, and end the run when most of them fail."""
+        self._recent.append(failed is not None)
+        self._last_error = failed or self._last_error
+        failures = sum(self._recent)
+        share = self._config.rollout.max_failed_share
+        if failed is not None and failures >= _MIN_FAILURES and failures > share * len(self._recent):
+            raise AsyncRLError(
+                f"{failures} of the last {len(self._recent)} trajectories failed, more than rollout.max_failed_share = "
+                f"{share} allows; the last one: {failed}"
+            ) from failed

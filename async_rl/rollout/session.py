@@ -1,0 +1,428 @@
+"""One trajectory being made: what an agent loop talks to, and where partial rollouts happen.
+
+```
+ agent loop ── generate() ──► one or more engine calls ──► Turn
+                               │ abort: keep tokens, wait for an engine, call again with what is left of the budget
+                               │ engine died: the same, elsewhere
+                               └ stop / length: the turn is over
+```
+
+Everything sampled is kept as a segment under its own weight version the moment its call ends, however it ends. Nothing the model
+sampled is ever tokenised again: a call gets the token ids so far and appends what comes back.
+
+Routing follows the law of `docs/routing-replay.md`: a call's payload covers the whole sequence, so the newest one *replaces* the
+earlier ones (`replace`), or extends them (`splice`); payloads are decoded once the trajectory is finished, so those that were
+replaced cost nothing. Rows that no call reported are recovered by a prefill without new tokens, or marked invalid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from async_rl import routing
+from async_rl.chat import ChatFormat
+from async_rl.config import RolloutConfig, RoutingConfig
+from async_rl.engines.pool import EnginePool, Lease
+from async_rl.engines.protocol import (
+    Chunk,
+    Engine,
+    EngineFacts,
+    Finish,
+    GenerateRequest,
+    RoutingPayload,
+    SamplingParams,
+    check_partition,
+)
+from async_rl.errors import AlignmentError, EngineError, PromptTooLong, VersionMismatch
+from async_rl.metrics import Metrics
+from async_rl.rollout.api import Turn
+from async_rl.types import (
+    Context,
+    FinishReason,
+    Outcome,
+    RoutingTrace,
+    Sampled,
+    Segment,
+    Task,
+    Trajectory,
+    VersionSpan,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_UNASKED_ABORTS: Final = 8
+"""An engine that ends calls of one turn so often, though nobody interrupted it, is treated as failed."""
+
+
+_MAX_RECOVERIES: Final = 4
+"""Tries to fetch missing routing rows; each can be cut short by a weight update."""
+
+
+class _Call:
+    """What one engine call has delivered so far."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: list[VersionSpan] = []
+        self.finish: Finish | None = None
+
+    def take(self, chunk: Chunk, weight_version: int) -> None:
+        start = len(self.token_ids)
+        self.token_ids += chunk.token_ids
+        self.log_probs += chunk.log_probs
+        end = len(self.token_ids)
+        if self.versions and self.versions[-1].weight_version == weight_version:
+            start = self.versions.pop().start
+        self.versions.append(VersionSpan(start=start, end=end, weight_version=weight_version))
+
+    @property
+    def spans(self) -> Sequence[VersionSpan]:
+        """The engine's own account of versions, or ours by arrival when the call ended without one."""
+        return self.finish.version_spans if self.finish is not None else self.versions
+
+
+class RolloutSession:
+    """See `async_rl.rollout.api.Session` for what agent loops may use; `finish` is the manager's.
+
+    Invariant: `segments` and the token buffer always describe the same sequence, also after a cancellation at any
+    await.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        trajectory_id: str,
+        group_id: str,
+        pool: EnginePool,
+        chat: ChatFormat,
+        facts: EngineFacts,
+        rollout: RolloutConfig,
+        routing_config: RoutingConfig,
+        metrics: Metrics,
+        new_id: Callable[[], str],
+        clock: Callable[[], float],
+    ) -> None:
+        self.task = task
+        self.messages: list[dict[str, Any]] = []
+        self.tool_timeout_s = rollout.tool_timeout_s
+        self.num_tool_calls = 0
+        self.num_tool_errors = 0
+        self._trajectory_id = trajectory_id
+        self._group_id = group_id
+        self._pool = pool
+        self._chat = chat
+        self._facts = facts
+        self._config = rollout
+        self._routing = routing_config
+        self._metrics = metrics
+        self._new_id = new_id
+        self._clock = clock
+        self._segments: list[Segment] = []
+        self._buffer = np.empty(min(1024, rollout.max_context_tokens), np.int32)
+        self._length = 0
+        self._payloads: list[tuple[Engine, RoutingPayload]] = []
+        self._num_turns = 0
+        self._num_interruptions = 0
+        self._num_resumes = 0
+        self._num_failovers = 0
+        self._last_turn: Turn | None = None
+        self._started_s = clock()
+
+    # -- for agent loops ----------------------------------------------------------------------------------------
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens left before the trajectory reaches `rollout.max_context_tokens`."""
+        return self._config.max_context_tokens - self._length
+
+    def start(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None:
+        """Render the prompt with the model's chat template. Once per trajectory, before anything else.
+
+        Raises:
+            PromptTooLong: When it leaves no room to generate.
+        """
+        if self._segments:
+            raise RuntimeError("session.start was called twice; use session.add_messages to go on")
+        prompt = self._chat.prompt_ids(messages, tools)
+        if len(prompt) >= self._config.max_context_tokens:
+            raise PromptTooLong(
+                f"the prompt of task {self.task.task_id} has {len(prompt)} tokens, but "
+                f"rollout.max_context_tokens is {self._config.max_context_tokens}: raise it or shorten the prompt"
+            )
+        self._append(Context(token_ids=prompt))
+        self.messages.extend(messages)
+
+    async def generate(self, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+        """Let the policy write one turn, over as many engine calls as weight updates and failures make of it.
+
+        Args:
+            max_new_tokens: Most tokens of this turn; `rollout.max_new_tokens` by default and at most.
+            stop: Strings that end the turn, beside the chat template's end of turn.
+
+        Returns:
+            The turn; `finish_reason` is `length` when the budget or the context ran out.
+        """
+        if not self._segments:
+            raise RuntimeError("session.generate was called before session.start")
+        budget = min(max_new_tokens or self._config.max_new_tokens, self._config.max_new_tokens)
+        budget = min(budget, self.remaining_tokens)
+        sampling = SamplingParams(
+            temperature=self._config.temperature,
+            top_p=self._config.top_p,
+            top_k=self._config.top_k,
+            stop_token_ids=tuple(self._chat.stop_token_ids),
+            stop=tuple(stop),
+        )
+        begin, reason, unasked, first = self._length, "length", 0, True
+        while (left := budget - (self._length - begin)) > 0:
+            reason, ours = await self._call(left, sampling, resumed=not first)
+            if reason in ("stop", "length"):
+                break
+            first = False
+            unasked = 0 if ours else unasked + 1
+            if unasked > _MAX_UNASKED_ABORTS:
+                raise EngineError(
+                    f"engines ended {unasked} calls of trajectory {self._trajectory_id} in a row, though nobody "
+                    "interrupted them: see the engines' logs"
+                )
+        self._num_turns += 1
+        token_ids = self._buffer[begin : self._length].copy()
+        turn = Turn(
+            text=self._chat.decode(token_ids),
+            token_ids=token_ids,
+            finish_reason="stop" if reason == "stop" else "length",
+        )
+        self.messages.append({"role": "assistant", "content": turn.text})
+        self._last_turn = turn
+        return turn
+
+    def add_messages(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Append messages the policy did not write: tool results, a user's answer.
+
+        Raises:
+            PromptTooLong: When they do not fit; the trajectory then ends as it is.
+        """
+        if self._last_turn is None:
+            raise RuntimeError("session.add_messages needs a turn before it; put what comes first into session.start")
+        token_ids = self._chat.append_ids(messages, after_length=self._last_turn.finish_reason == "length")
+        if len(token_ids) >= self.remaining_tokens:
+            raise PromptTooLong(
+                f"messages of {len(token_ids)} tokens do not fit: {self.remaining_tokens} tokens are left of "
+                f"rollout.max_context_tokens = {self._config.max_context_tokens}"
+            )
+        self._append(Context(token_ids=token_ids))
+        self.messages.extend(messages)
+
+    def record_tool_call(self, *, error: bool) -> None:
+        """Count a tool call for the outcome and the metrics."""
+        self.num_tool_calls += 1
+        self.num_tool_errors += error
+        self._metrics.tool_calls_total.labels("error" if error else "ok").inc()
+
+    @property
+    def last_turn(self) -> Turn | None:
+        """The newest turn of the policy."""
+        return self._last_turn
+
+    # -- engine calls -------------------------------------------------------------------------------------------
+
+    async def _call(self, budget: int, sampling: SamplingParams, *, resumed: bool) -> tuple[FinishReason, bool]:
+        """Make one engine call and keep what came of it.
+
+        Returns:
+            Why it ended, and whether an abort was our own doing (a weight update) or a failover.
+        """
+        call = _Call()
+        async with self._pool.lease(self._trajectory_id, self._length + budget) as lease:
+            if resumed:
+                self._num_resumes += 1
+                self._metrics.resumes_total.inc()
+            request = GenerateRequest(
+                request_id=self._new_id(),
+                input_ids=self._buffer[: self._length],
+                max_new_tokens=budget,
+                sampling=sampling,
+                return_routing=self._routing.replay != "off",
+            )
+            reason: FinishReason = "failover"
+            try:
+                async with aclosing(lease.engine.generate(request)) as stream:  # type: ignore[type-var]
+                    async for event in stream:
+                        if isinstance(event, Chunk):
+                            call.take(event, lease.weight_version)
+                        else:
+                            call.finish = event
+                            reason = event.reason
+                self._check(call, lease)
+            except VersionMismatch as error:
+                lease.failed(error)
+                self._count_failover()
+                return "failover", True
+            except EngineError as error:
+                lease.failed(error)
+                self._count_failover()
+                reason = "failover"
+            finally:
+                # Also on cancellation: what was sampled is a segment before anybody can look.
+                self._keep(call, lease, reason)
+            ours = lease.interrupted or reason == "failover"
+        if reason == "abort" or len(call.spans) > 1:
+            count = max(1, len(call.spans) - 1) if reason != "abort" else 1
+            self._num_interruptions += count
+            self._metrics.interruptions_total.inc(count)
+            if reason != "abort":  # the engine itself went on (retract, in_place)
+                self._num_resumes += count
+                self._metrics.resumes_total.inc(count)
+        return reason, ours
+
+    def _check(self, call: _Call, lease: Lease) -> None:
+        """Refuse what cannot be right, before it becomes part of the trajectory."""
+        problem: EngineError | None = None
+        if call.finish is None:
+            problem = EngineError(f"engine {lease.engine.engine_id} ended a stream without a finish")
+        elif not check_partition(call.finish.version_spans, len(call.token_ids)):
+            problem = VersionMismatch(
+                f"engine {lease.engine.engine_id} reports weight versions {call.finish.version_spans} for "
+                f"{len(call.token_ids)} sampled tokens"
+            )
+        elif not all(math.isfinite(value) for value in call.log_probs):
+            problem = EngineError(f"engine {lease.engine.engine_id} returned log-probs that are not finite")
+            call.token_ids.clear()
+            call.log_probs.clear()
+            call.versions.clear()
+            call.finish = None
+            lease.suspicious(problem)
+        if problem is not None:
+            raise problem
+
+    def _keep(self, call: _Call, lease: Lease, reason: FinishReason) -> None:
+        """Turn a call's tokens into segments, one for each weight version, and remember its routing."""
+        for span in call.spans:
+            if span.end <= span.start:
+                continue
+            self._append(
+                Sampled(
+                    token_ids=np.array(call.token_ids[span.start : span.end], np.int32),
+                    rollout_log_probs=np.array(call.log_probs[span.start : span.end], np.float32),
+                    weight_version=span.weight_version,
+                    engine_id=lease.engine.engine_id,
+                    finish_reason=reason,
+                )
+            )
+        self._metrics.sampled_tokens_total.inc(len(call.token_ids))
+        if call.finish is not None and call.finish.routing is not None:
+            if self._routing.merge == "replace":
+                self._payloads.clear()
+            self._payloads.append((lease.engine, call.finish.routing))
+
+    def _count_failover(self) -> None:
+        self._num_failovers += 1
+        self._metrics.failovers_total.inc()
+
+    def _append(self, segment: Segment) -> None:
+        end = self._length + len(segment.token_ids)
+        if end > len(self._buffer):
+            grown = np.empty(max(end, 2 * len(self._buffer)), np.int32)
+            grown[: self._length] = self._buffer[: self._length]
+            self._buffer = grown
+        self._buffer[self._length : end] = segment.token_ids
+        self._length = end
+        self._segments.append(segment)
+
+    # -- for the manager ----------------------------------------------------------------------------------------
+
+    async def finish(
+        self, stop_reason: Literal["completed", "length", "max_turns"], reward_parts: dict[str, float]
+    ) -> Trajectory:
+        """Close the trajectory: decode its routing once, and check it against the tokens.
+
+        Raises:
+            AlignmentError: When the routing does not fit the tokens.
+        """
+        self._pool.forget(self._trajectory_id)
+        trace = await self._trace() if self._routing.replay != "off" else None
+        return Trajectory(
+            trajectory_id=self._trajectory_id,
+            group_id=self._group_id,
+            task_id=self.task.task_id,
+            segments=tuple(self._segments),
+            trace=trace,
+            outcome=Outcome(
+                stop_reason=stop_reason,
+                reward=reward_parts["reward"],
+                reward_parts=reward_parts,
+                num_turns=self._num_turns,
+                num_tool_calls=self.num_tool_calls,
+                num_tool_errors=self.num_tool_errors,
+                num_interruptions=self._num_interruptions,
+                num_resumes=self._num_resumes,
+                num_failovers=self._num_failovers,
+                started_s=self._started_s,
+                finished_s=self._clock(),
+            ),
+        )
+
+    async def _trace(self) -> RoutingTrace:
+        needed = self._rows_needed()
+        if max((payload.num_rows for _, payload in self._payloads), default=0) < needed:
+            await self._recover_rows(needed)
+        trace: RoutingTrace | None = None
+        for engine, payload in self._payloads:
+            try:
+                newer = await asyncio.to_thread(engine.decode_routing, payload)
+            except AlignmentError as error:
+                self._metrics.replay_rejected_total.labels("payload").inc()
+                self._pool.strike(engine.engine_id, EngineError(str(error)))
+                raise
+            trace = newer if trace is None else routing.splice(trace, newer)
+        if trace is None:
+            trace = routing.empty(self._facts)
+        trace = routing.fit(trace, self._length)
+        routing.check(trace, self._length)
+        self._metrics.routing_rows_total.inc(len(trace.valid))
+        self._metrics.routing_rows_invalid_total.inc(int(len(trace.valid) - np.count_nonzero(trace.valid)))
+        return trace
+
+    def _rows_needed(self) -> int:
+        """Rows up to the last sampled token; context after it is predicted by nobody."""
+        end = self._length
+        for segment in reversed(self._segments):
+            if isinstance(segment, Sampled):
+                break
+            end -= len(segment.token_ids)
+        return end - 1
+
+    async def _recover_rows(self, needed: int) -> None:
+        """Prefill once more, sampling nothing, for the rows that no call reported (its last call died or was aborted in
+        a queue). They are of the weights served now, and the trace's spans say so.
+        """
+        for _ in range(_MAX_RECOVERIES):
+            async with self._pool.lease(self._trajectory_id, needed + 1) as lease:
+                request = GenerateRequest(
+                    request_id=self._new_id(),
+                    input_ids=self._buffer[: needed + 1],
+                    max_new_tokens=0,
+                    sampling=SamplingParams(),
+                    return_routing=True,
+                )
+                try:
+                    async with aclosing(lease.engine.generate(request)) as stream:  # type: ignore[type-var]
+                        async for event in stream:
+                            if isinstance(event, Finish) and event.routing is not None:
+                                if self._routing.merge == "replace":
+                                    self._payloads.clear()
+                                self._payloads.append((lease.engine, event.routing))
+                                return
+                except EngineError as error:
+                    lease.failed(error)
+        # The rows stay invalid: the trainer replays those tokens natively, and they are counted.
+        log.warning("trajectory %s: its last routing rows could not be recovered", self._trajectory_id)

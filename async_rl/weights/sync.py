@@ -1,0 +1,291 @@
+"""The life of a weight version: publish, interrupt, update, attest, resume.
+
+```
+ trainer at n+1 ─ publish ─► (disk: files, while the engines go on generating)
+                             for each engine, all at once or rolling:
+                               hold        the pool sends it nothing more
+                               interrupt   running calls end (abort) or stand still (retract, in_place)
+                               update      by the transport; the prefix cache is flushed unless in_place
+                               attest      the version is read back and compared
+                               serve       sessions that wait wake up
+```
+
+An engine that fails any of this is quarantined with its old version and the others go on. Only when none is left does the run end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from async_rl.config import WeightsConfig
+from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.engines.protocol import (
+    DiskUpdate,
+    DistributedUpdate,
+    Engine,
+    GroupInvite,
+    TensorSpec,
+    WeightUpdate,
+)
+from async_rl.errors import EngineError, VersionMismatch, WeightSyncError
+from async_rl.metrics import Metrics
+from async_rl.supervision import Nursery
+from async_rl.training import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sync took, seconds; per-engine figures are those of the slowest."""
+
+    weight_version: int
+    publish_s: float
+    transfer_s: float
+    standstill_s: float
+    """From the last moment an engine could take a call to the next, less the transfer."""
+    total_s: float
+
+
+class _EngineTimes(msgspec.Struct, frozen=True):
+    interrupt_s: float
+    transfer_s: float
+    attest_s: float
+
+
+class WeightSync:
+    """Brings engines to the trainer's version. One sync at a time."""
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        *,
+        pool: EnginePool,
+        trainer: Trainer,
+        directory: Path,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        open_port: Callable[[], tuple[str, int]],
+        backend: str = "gloo",
+        tp_size: int = 1,
+    ) -> None:
+        """Wire the parts.
+
+        Args:
+            config: Transport, interruption, bucket size.
+            pool: The engines.
+            trainer: Where weights come from.
+            directory: Folder for published versions; only the newest `keep_versions` stay.
+            metrics: Durations.
+            clock: Monotonic seconds.
+            open_port: Host and free port where trainer rank 0 and an engine can meet.
+            backend: `gloo` or `nccl`, for the distributed transport.
+            tp_size: Ranks of one engine in its group.
+        """
+        self._config = config
+        self._pool = pool
+        self._trainer = trainer
+        self._directory = directory
+        self._metrics = metrics
+        self._clock = clock
+        self._open_port = open_port
+        self._backend = backend
+        self._tp_size = tp_size
+        self._lock = asyncio.Lock()
+        self.trainer_busy = asyncio.Lock()
+        """Held from the start of a trainer step to the end of its sync: in between, the trainer's weights are ahead of the
+        version the engines know, and nobody else may publish or send them."""
+        self._published: dict[int, Path] = {}
+        self._version = -1
+        self._buckets: tuple[tuple[TensorSpec, ...], ...] = ()
+        self._groups: dict[str, str] = {}
+        self._num_groups = 0
+
+    async def start(self, version: int, initial_path: Path | None) -> None:
+        """Bring every engine to the version that training starts from.
+
+        Args:
+            version: The trainer's version.
+            initial_path: Files that hold it already (the model itself, at version 0), or None to publish.
+        """
+        async with self._lock:
+            self._version = version
+            if initial_path is not None:
+                self._published[version] = initial_path
+            else:
+                await self._publish_files(version)
+            await self._catch_up_all()
+            if self._config.transport == "distributed":
+                self._buckets = await self._trainer.plan_buckets(self._config.bucket_bytes)
+                for engine in self._pool.engines(EngineState.SERVING):
+                    await self._open_group(engine)
+
+    async def sync(self, version: int) -> SyncReport:
+        """Bring all serving engines to a new version.
+
+        Raises:
+            WeightSyncError: When not one engine could be updated.
+        """
+        async with self._lock:
+            begin = self._clock()
+            self._version = version
+            if self._config.transport == "disk":
+                await self._publish_files(version)
+            published = self._clock()
+            engines = self._pool.engines(EngineState.SERVING)
+            waves: Sequence[Sequence[Engine]] = [[e] for e in engines] if self._config.rolling else [engines]
+            times: list[_EngineTimes] = []
+            for wave in waves:
+                times += await self._update_wave(wave, version)
+            if not times:
+                causes = [str(self._pool.error_of(e.engine_id)) for e in engines]
+                raise WeightSyncError(
+                    f"no engine could be brought to weight version {version}: {'; '.join(causes) or 'none was serving'}"
+                )
+            end = self._clock()
+            standstill = max(t.interrupt_s + t.attest_s for t in times)
+            transfer = max(t.transfer_s for t in times)
+            for phase, seconds in (
+                ("interrupt", max(t.interrupt_s for t in times)),
+                ("transfer", transfer),
+                ("verify", max(t.attest_s for t in times)),
+                ("total", end - begin),
+            ):
+                self._metrics.weight_sync_seconds.labels(phase).observe(seconds)
+            self._metrics.engine_standstill_seconds.observe(standstill)
+            return SyncReport(
+                weight_version=version,
+                publish_s=published - begin,
+                transfer_s=transfer,
+                standstill_s=standstill,
+                total_s=end - begin,
+            )
+
+    async def catch_up(self, engine_id: str) -> None:
+        """Bring an engine that has (re)joined to the current version, from files.
+
+        Raises:
+            EngineError: When it cannot be; it stays out of service.
+        """
+        engine = next(e for e in self._pool.engines() if e.engine_id == engine_id)
+        if self._config.transport == "disk":
+            async with self._lock:
+                await self._catch_up(engine)
+        else:
+            async with self.trainer_busy, self._lock:
+                if self._version not in self._published:
+                    await self._publish_files(self._version)
+                await self._catch_up(engine)
+                await self._open_group(engine)
+
+    async def close(self) -> None:
+        """Leave the weight-update groups."""
+        for group_name in self._groups.values():
+            await self._trainer.close_weight_group(group_name)
+        self._groups.clear()
+
+    # -- one engine ---------------------------------------------------------------------------------------------
+
+    async def _update_wave(self, engines: Sequence[Engine], version: int) -> list[_EngineTimes]:
+        """Hold, interrupt, update, attest and serve some engines together; those that fail are quarantined."""
+        results: list[_EngineTimes] = []
+
+        async def update(engine: Engine) -> None:
+            flush = self._config.interrupt != "in_place"
+            self._pool.hold(engine.engine_id)
+            begin = self._clock()
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    await engine.interrupt(self._config.interrupt)
+                    interrupted = self._clock()
+                    await engine.update_weights(self._update_for(engine, version), flush=flush)
+                    transferred = self._clock()
+                    await self._attest(engine, version)
+                    await engine.resume_generation(self._config.interrupt)
+            except (EngineError, TimeoutError) as error:
+                self._pool.quarantine(engine.engine_id, _as_engine_error(error, engine, self._config.timeout_s))
+                return
+            self._pool.serve(engine.engine_id, version)
+            served = self._clock()
+            results.append(_EngineTimes(interrupted - begin, transferred - interrupted, served - transferred))
+
+        async with Nursery() as nursery:
+            for engine in engines:
+                nursery.start(f"update {engine.engine_id}", update(engine))
+            if self._config.transport == "distributed" and engines:
+                groups = [self._groups[e.engine_id] for e in engines if e.engine_id in self._groups]
+                nursery.start("send weights", self._trainer.send_weights(groups, self._config.bucket_bytes))
+        return results
+
+    def _update_for(self, engine: Engine, version: int) -> WeightUpdate:
+        if self._config.transport == "disk":
+            return DiskUpdate(weight_version=version, path=str(self._published[version]))
+        group = self._groups.get(engine.engine_id)
+        if group is None:
+            raise WeightSyncError(f"engine {engine.engine_id} has joined no weight-update group")
+        return DistributedUpdate(weight_version=version, group_name=group, buckets=self._buckets)
+
+    async def _attest(self, engine: Engine, version: int) -> None:
+        health = await engine.health()
+        if health.weight_version != version:
+            raise VersionMismatch(
+                f"engine {engine.engine_id} reports weight version {health.weight_version} after an update to {version}"
+            )
+
+    async def _catch_up_all(self) -> None:
+        async with Nursery() as nursery:
+            for engine in self._pool.engines(EngineState.JOINING):
+                nursery.start(f"catch up {engine.engine_id}", self._catch_up(engine))
+
+    async def _catch_up(self, engine: Engine) -> None:
+        """Load the current version from files into an engine that serves nobody."""
+        path = self._published[self._version]
+        async with asyncio.timeout(self._config.timeout_s):
+            health = await engine.health()
+            if health.weight_version != self._version or self._version != 0:
+                await engine.update_weights(DiskUpdate(weight_version=self._version, path=str(path)), flush=True)
+            await self._attest(engine, self._version)
+        self._pool.serve(engine.engine_id, self._version)
+
+    async def _open_group(self, engine: Engine) -> None:
+        """Make a process group of trainer rank 0 and one engine: a dead engine then hangs nobody else's update."""
+        host, port = self._open_port()
+        self._num_groups += 1
+        invite = GroupInvite(
+            group_name=f"weights-{engine.engine_id}-{self._num_groups}",
+            backend="nccl" if self._backend == "nccl" else "gloo",
+            host=host,
+            port=port,
+            world_size=1 + self._tp_size,
+            rank_offset=1,
+        )
+        async with asyncio.timeout(self._config.timeout_s):
+            async with Nursery() as nursery:
+                nursery.start("trainer joins", self._trainer.open_weight_group(invite))
+                nursery.start("engine joins", engine.join_weight_group(invite))
+        stale = self._groups.pop(engine.engine_id, None)
+        self._groups[engine.engine_id] = invite.group_name
+        if stale is not None:
+            await self._trainer.close_weight_group(stale)
+
+    # -- files --------------------------------------------------------------------------------------------------
+
+    async def _publish_files(self, version: int) -> None:
+        path = self._directory / f"version_{version}"
+        await self._trainer.publish(str(path), version)
+        self._published[version] = path
+        for old in sorted(self._published)[: -self._config.keep_versions]:
+            stale = self._published.pop(old)
+            if stale.parent == self._directory:
+                await asyncio.to_thread(shutil.rmtree, stale, ignore_errors=True)
+
+
+def _as_engine_error(error: EngineError | TimeoutError, engine: Engine, timeout_s: float) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    return WeightSyncError(f"engine {engine.engine_id} did not take new weights within weights.timeout_s = {timeout_s}")

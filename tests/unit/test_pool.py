@@ -1,0 +1,134 @@
+import asyncio
+from typing import cast
+
+import pytest
+
+from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.engines.protocol import Engine
+from async_rl.errors import EngineError
+from async_rl.metrics import Metrics
+from async_rl.supervision import Nursery
+
+
+class NamedEngine:
+    """The pool never calls an engine; it only hands it out."""
+
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
+
+
+def make_pool(*names: str, version: int | None = 0, clock=lambda: 0.0) -> EnginePool:
+    pool = EnginePool(Metrics(), clock)
+    for name in names:
+        pool.add(cast(Engine, NamedEngine(name)))
+        if version is not None:
+            pool.serve(name, version)
+    return pool
+
+
+async def test_calls_go_to_the_least_loaded_engine_when_they_have_no_home():
+    pool = make_pool("a", "b")
+    async with pool.lease("t1", tokens=100) as first, pool.lease("t2", tokens=10) as second:
+        async with pool.lease("t3", tokens=10) as third:
+            assert first.engine.engine_id == "a"
+            assert second.engine.engine_id == "b"
+            assert third.engine.engine_id == "b"
+
+
+async def test_a_trajectory_returns_to_its_engine_when_that_is_not_clearly_busier():
+    pool = make_pool("a", "b")
+    async with pool.lease("filler", tokens=100), pool.lease("mine", tokens=100) as lease:
+        home = lease.engine.engine_id
+    async with pool.lease("x", tokens=100), pool.lease("y", tokens=90):
+        async with pool.lease("mine", tokens=10) as lease:
+            assert lease.engine.engine_id == home
+
+
+async def test_a_trajectory_moves_when_its_engine_is_clearly_busier():
+    pool = make_pool("a", "b")
+    async with pool.lease("mine", tokens=10) as lease:
+        assert lease.engine.engine_id == "a"
+    async with pool.lease("big", tokens=1000):  # goes to a
+        async with pool.lease("mine", tokens=10) as lease:
+            assert lease.engine.engine_id == "b"
+
+
+async def test_calls_wait_and_wake_when_an_engine_serves():
+    pool = make_pool("a")
+    pool.hold("a")
+    seen: list[int] = []
+
+    async def call() -> None:
+        async with pool.lease("t", tokens=1) as lease:
+            seen.append(lease.weight_version)
+
+    async with Nursery() as nursery:
+        nursery.start("call", call())
+        await asyncio.sleep(0)
+        assert seen == []
+        assert "a updating" in (pool.waiting_for() or "")
+        pool.serve("a", 7)
+    assert seen == [7]
+    assert pool.waiting_for() is None
+
+
+async def test_no_call_is_given_to_an_engine_when_it_is_quarantined():
+    pool = make_pool("a", "b")
+    pool.quarantine("a", EngineError("dead"))
+    for index in range(8):
+        async with pool.lease(str(index), tokens=1) as lease:
+            assert lease.engine.engine_id == "b"
+    assert [e.engine_id for e in pool.engines(EngineState.QUARANTINED)] == ["a"]
+    assert await pool.wait_quarantined() == "a"
+
+
+async def test_an_engine_is_quarantined_when_it_gives_several_suspicious_answers():
+    pool = make_pool("a")
+    for _ in range(2):
+        pool.strike("a", EngineError("nan"))
+    assert pool.engines(EngineState.SERVING)
+    pool.strike("a", EngineError("nan"))
+    assert not pool.engines(EngineState.SERVING)
+
+
+async def test_a_lease_knows_when_its_engine_was_taken_out_of_service():
+    pool = make_pool("a")
+    async with pool.lease("t", tokens=1) as lease:
+        assert not lease.interrupted
+        pool.hold("a")
+        assert lease.interrupted
+
+
+async def test_load_is_given_back_when_the_caller_is_cancelled():
+    pool = make_pool("a", "b")
+
+    async def hang() -> None:
+        async with pool.lease("t", tokens=10_000):
+            await asyncio.Future()
+
+    async with Nursery() as nursery:
+        task = nursery.start("hang", hang())
+        await asyncio.sleep(0)
+        task.cancel()
+    async with pool.lease("u", tokens=1) as lease:
+        assert lease.engine.engine_id == "a"
+
+
+async def test_the_oldest_version_counts_engines_that_are_being_updated():
+    pool = make_pool("a", "b", version=3)
+    pool.hold("a")
+    pool.serve("b", 4)
+    assert pool.oldest_version == 3
+    pool.serve("a", 4)
+    assert pool.oldest_version == 4
+
+
+async def test_idle_share_is_the_time_without_calls():
+    now = [0.0]
+    pool = make_pool("a", "b", clock=lambda: now[0])
+    pool.restart_clock()
+    async with pool.lease("t", tokens=1):
+        now[0] = 6.0
+    now[0] = 10.0
+    # engine a was busy for 6 of 10 seconds, engine b never
+    assert pool.idle_share == pytest.approx(0.7)
