@@ -1,0 +1,192 @@
+"""How old a trajectory may be, who may be dispatched and which groups make the next batch. Pure arithmetic.
+
+The trainer consumes one batch of B groups at weight version v and then holds v+1. A group is dispatched at a
+moment when every engine serves at least version `oldest`, so nothing in it is sampled by weights older than
+that: it may be consumed at any version up to its *deadline*, `oldest + η` with η the `max_staleness`. Call a
+group outstanding from its dispatch until it is consumed or dropped, and the outstanding groups *feasible* at
+the next version v to be consumed when
+
+    F(v):   for every d >= v,  #{outstanding with deadline <= d} <= B (d - v + 1),  and none has deadline < v:
+
+no version's quota is overbooked, so serving them in the order of their deadlines meets all of them.
+
+**The bound is never violated, and it never deadlocks** (policy `wait`):
+
+1. Admission keeps F. Let s be the version that the engines serve and `lag = v - s`. A new group has the
+   deadline s + η = v + η - lag. It is admitted only while fewer than B (η + 1 - lag) groups are outstanding,
+   so with it the total is at most B (η + 1 - lag): the quota up to its deadline, and no more than that of any
+   later d. Earlier d do not count it.
+2. A batch keeps F. `batch_is_safe` takes the B ready groups with the earliest deadlines and lets them go only
+   if F(v+1) holds for what remains. So every group with deadline v is in the batch: nobody's deadline passes.
+   Taking the earliest lowers each count as far as can be: if it does not keep F(v+1), no batch does.
+3. Finishing can only raise a deadline (the oldest version really sampled is no older than the bound),
+   dropping only removes a group: both keep F.
+4. No deadlock. Let all outstanding groups be ready, at least B. By F(v), #{deadline <= d} - B <= B (d - v),
+   and none that is left has the deadline v, so F(v+1) holds after the batch: it is let go. So `None` always
+   waits for a group in flight or, with fewer than B outstanding and lag <= η, for admission, which is open.
+
+Where a premise is broken (an engine answers with weights older than it said), waiting that cannot help is not
+done, and a group whose deadline has passed is dropped: the bound still holds, nothing stands still.
+
+While a batch is being trained the next version to be consumed is v+1 and engines serve v: the lag is 1, and
+the slots of that batch open when the engines serve v+1. Nothing is born stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain, islice
+from typing import Literal
+
+Overage = Literal["wait", "drop"]
+
+
+def staleness(version: int, oldest: int) -> int:
+    """Trainer version at consumption minus the oldest weight version among the sampled tokens."""
+    return version - oldest
+
+
+def may_admit(outstanding: int, groups_per_batch: int, max_staleness: int, lag: int = 0) -> bool:
+    """Whether one more group may be dispatched.
+
+    Args:
+        outstanding: Groups in flight and queued, without those of a batch that was taken.
+        groups_per_batch: B.
+        max_staleness: η.
+        lag: The version that consumes the next batch minus the version that all engines serve.
+    """
+    return outstanding < groups_per_batch * (max_staleness + 1 - lag)
+
+
+def batch_is_safe(
+    ready: Mapping[int, int], in_flight: Mapping[int, int], version: int, groups_per_batch: int
+) -> bool:
+    """Whether the B ready groups with the earliest deadlines may be consumed at `version`.
+
+    Args:
+        ready: Number of finished groups by deadline.
+        in_flight: Number of unfinished groups by deadline.
+        version: The trainer's weight version.
+        groups_per_batch: B.
+
+    Returns:
+        True when there are B of them and what remains can still meet all deadlines from `version + 1` on, or
+        could not even if all of it were ready.
+    """
+    wanted, remaining, unfinished = groups_per_batch, 0, 0
+    for deadline in sorted(ready.keys() | in_flight.keys()):
+        if deadline < version:
+            continue  # too late for any batch: nothing is to be had by waiting
+        here, coming = ready.get(deadline, 0), in_flight.get(deadline, 0)
+        taken = here if here < wanted else wanted
+        wanted -= taken
+        remaining += here - taken + coming
+        unfinished += coming
+        if unfinished and remaining > groups_per_batch * (deadline - version):
+            return False
+    return wanted == 0
+
+
+class Backlog:
+    """The outstanding groups by deadline: a state machine that decides, and owns nothing else.
+
+    Decisions cost O(η), not O(groups).
+
+    Example:
+        >>> backlog = Backlog(groups_per_batch=2, max_staleness=1, overage="wait")
+        >>> for name in "abc":
+        ...     backlog.dispatch(name, oldest=0)
+        >>> backlog.finish("a"), backlog.finish("c"), backlog.select(version=0)
+        (None, None, ['a', 'c'])
+    """
+
+    def __init__(self, groups_per_batch: int, max_staleness: int, overage: Overage) -> None:
+        self.groups_per_batch = groups_per_batch
+        self.max_staleness = max_staleness
+        self.overage = overage
+        self._in_flight: dict[str, int] = {}
+        self._in_flight_counts: dict[int, int] = {}
+        self._ready: dict[int, dict[str, None]] = {}  # by deadline, in the order in which they finished
+        self._ready_counts: dict[int, int] = {}
+        self._deadlines: dict[str, int] = {}  # of the ready ones
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups dispatched and not finished."""
+        return len(self._in_flight)
+
+    @property
+    def num_ready(self) -> int:
+        """Groups finished and not taken."""
+        return len(self._deadlines)
+
+    @property
+    def outstanding(self) -> int:
+        """Both together."""
+        return len(self._in_flight) + len(self._deadlines)
+
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._in_flight or group_id in self._deadlines
+
+    def may_admit(self, *, lag: int = 0) -> bool:
+        """See `may_admit`."""
+        return may_admit(self.outstanding, self.groups_per_batch, self.max_staleness, lag)
+
+    def dispatch(self, group_id: str, oldest: int) -> None:
+        """Add a group in flight; nothing in it will be sampled by weights older than `oldest`."""
+        if group_id in self:
+            raise ValueError(f"group {group_id} is outstanding already")
+        deadline = oldest + self.max_staleness
+        self._in_flight[group_id] = deadline
+        _add(self._in_flight_counts, deadline, 1)
+
+    def finish(self, group_id: str, oldest: int | None = None) -> None:
+        """A group in flight is ready; `oldest` is the oldest version really sampled, where known."""
+        deadline = self._in_flight.pop(group_id)
+        _add(self._in_flight_counts, deadline, -1)
+        if oldest is not None:
+            deadline = oldest + self.max_staleness
+        self._ready.setdefault(deadline, {})[group_id] = None
+        self._deadlines[group_id] = deadline
+        _add(self._ready_counts, deadline, 1)
+
+    def remove(self, group_id: str) -> None:
+        """A group was taken or dropped."""
+        deadline = self._in_flight.pop(group_id, None)
+        if deadline is not None:
+            _add(self._in_flight_counts, deadline, -1)
+            return
+        deadline = self._deadlines.pop(group_id)
+        del self._ready[deadline][group_id]
+        if not self._ready[deadline]:
+            del self._ready[deadline]
+        _add(self._ready_counts, deadline, -1)
+
+    def overdue(self, version: int) -> list[str]:
+        """Ready groups whose deadline has passed: to be dropped. Under `wait` there are none (see above)."""
+        late = (groups for deadline, groups in self._ready.items() if deadline < version)
+        return list(chain.from_iterable(late))
+
+    def select(self, version: int) -> list[str] | None:
+        """The groups to consume at `version`, earliest deadline first; None when it must wait.
+
+        `wait` asks that what remains can meet its deadlines; `drop` takes what is ready and not overdue.
+        """
+        if self.overage == "wait" and not batch_is_safe(
+            self._ready_counts, self._in_flight_counts, version, self.groups_per_batch
+        ):
+            return None
+        in_time = sorted(deadline for deadline in self._ready if deadline >= version)
+        groups = chain.from_iterable(self._ready[deadline] for deadline in in_time)
+        chosen = list(islice(groups, self.groups_per_batch))
+        return chosen if len(chosen) == self.groups_per_batch else None
+
+    def awaited(self, version: int) -> int:
+        """How many groups in flight must finish at this version, because their deadline is it."""
+        return self._in_flight_counts.get(version, 0)
+
+
+def _add(counts: dict[int, int], deadline: int, change: int) -> None:
+    counts[deadline] = counts.get(deadline, 0) + change
+    if not counts[deadline]:
+        del counts[deadline]
