@@ -1,0 +1,85 @@
+"""Keeps one server process and everything it started from outliving us: a program of its own, stdlib only.
+
+```
+driver or Ray actor ── starts ──► guard ── starts ──► server ──► its schedulers, detokenizers …
+        └── pidfd watched by ──────┘ └── pidfd of ─────┘
+```
+
+The guard leads a session of its own, so all of them share its process group. It ends the group when the
+server ends, when it is told to (SIGTERM), or when its parent is gone, however that died: a pidfd becomes
+readable even after SIGKILL, and unlike PR_SET_PDEATHSIG it is about the process, not about the thread that
+started us. What the group leaves in shared memory and in its scratch folder is removed.
+
+Usage: guard.py PARENT_PID SCRATCH_DIR GRACE_S COMMAND…
+"""
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+
+def main() -> int:
+    """Run the command under guard; returns its exit code."""
+    parent, scratch, grace_s, command = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a handler, not SIG_IGN, which the server would inherit
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    server_fd = os.pidfd_open(server.pid)
+    poller = select.poll()
+    poller.register(server_fd, select.POLLIN)
+    poller.register(told, select.POLLIN)
+    try:
+        poller.register(os.pidfd_open(parent), select.POLLIN)
+        orphaned = os.getppid() != parent
+    except ProcessLookupError:
+        orphaned = True
+    if not orphaned:
+        poller.poll()
+    if server.poll() is None and grace_s > 0:
+        server.terminate()
+        select.select([server_fd], [], [], grace_s)
+    _end_group()
+    shutil.rmtree(scratch, ignore_errors=True)
+    return server.wait()
+
+
+def _end_group() -> None:
+    """Kill all processes of our group but ourselves, and unlink the shared memory they have mapped."""
+    leftovers: set[str] = set()
+    while members := _members():
+        for process in members:  # all of them first: the death of one can end the others
+            with suppress(ProcessLookupError, FileNotFoundError):
+                maps = Path(f"/proc/{process}/maps").read_text().splitlines()
+                leftovers.update(line.split(maxsplit=5)[5] for line in maps if " /dev/shm/" in line)
+        for process in members:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    for path in leftovers:
+        Path(path).unlink(missing_ok=True)
+
+
+def _members() -> list[int]:
+    """Living processes of our group, ourselves left out."""
+    group, members = os.getpgrp(), []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            # After the name in parentheses, which may hold anything: state, parent, group.
+            state, _, member_group = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:3]
+        except (ProcessLookupError, FileNotFoundError):
+            continue
+        if int(member_group) == group and state not in "ZX":
+            members.append(int(entry))
+    return members
+
+
+if __name__ == "__main__":
+    sys.exit(main())
