@@ -29,6 +29,7 @@ import numpy.typing as npt
 from async_rl.errors import CorruptFrame
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 Bytes = npt.NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview | mmap.mmap | Bytes
 
@@ -50,8 +51,8 @@ _DTYPES = {
     for name in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 }
 _CHUNK = 256 << 10
-"""Bytes copied before they are summed: the sum then reads them from the second-level cache, and as the copy
-lets go of the interpreter lock, other threads wait for the sum of one chunk at most (20 µs)."""
+"""Bytes copied before they are summed: the sum then reads them from the second-level cache. It holds the
+interpreter lock, so a payload is summed in pieces too: the event loop gets its turn between them."""
 
 
 class Frame:
@@ -111,6 +112,29 @@ class Frame:
             position = offset + flat.nbytes
         target[: self._start] = np.frombuffer(self._head(crc), np.uint8)
 
+    def place(self, obj: S, target: Bytes) -> S:
+        """The encoded struct once more, with its arrays inside `target`, to be filled there.
+
+        Only the arrays that are fields of `obj` itself are placed; it must have no others. Fill every
+        element, then call `seal`: large arrays get to their frame without a copy of their own.
+        """
+        payload = target[self._start : self.nbytes]
+        named = [n for n in obj.__struct_fields__ if isinstance(getattr(obj, n), np.ndarray)]
+        assert len(named) == len(self._arrays), "arrays below the fields of the struct cannot be placed"
+        changes: dict[str, Any] = {}
+        position = 0
+        for name, (offset, flat) in zip(named, self._arrays, strict=True):
+            array = getattr(obj, name)
+            payload[position:offset] = 0
+            changes[name] = np.ndarray(array.shape, array.dtype, payload, offset)
+            position = offset + flat.nbytes
+        return msgspec.structs.replace(obj, **changes)
+
+    def seal(self, target: Bytes) -> None:
+        """Make a frame of what was filled in after `place`."""
+        crc = _checksum(target[self._start : self.nbytes])
+        target[: self._start] = np.frombuffer(self._head(crc), np.uint8)
+
     def _replace(self, value: Any) -> Any:
         """Put an extension in the place of an array, a plain number in that of a numpy scalar."""
         if isinstance(value, np.generic):
@@ -160,7 +184,7 @@ def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
             something else. The message says which.
     """
     header, payload, crc = _split(buffer)
-    if verify and google_crc32c.value(payload) != crc:
+    if verify and _checksum(payload) != crc:
         raise CorruptFrame(f"payload of {len(payload)} bytes fails its checksum")
 
     def array(code: int, described: memoryview) -> npt.NDArray[Any]:
@@ -184,14 +208,24 @@ def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
         raise CorruptFrame(f"header is no {expected.__name__} of this program: {error}") from error
 
 
-def frame_size(buffer: Buffer) -> int:
-    """Bytes of the frame at the beginning of a buffer, its head verified.
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frame says of itself."""
+
+    kind: str
+    nbytes: int
+
+
+def inspect(buffer: Buffer) -> Head:
+    """Verify the frame at the beginning of a buffer, head and payload, without knowing what it holds.
 
     Raises:
-        CorruptFrame: When there is none.
+        CorruptFrame: When there is none, or not a whole one.
     """
-    header, payload, _ = _split(buffer)
-    return _align(_PREFIX_BYTES + len(header)) + len(payload)
+    header, payload, crc = _split(buffer)
+    if _checksum(payload) != crc:
+        raise CorruptFrame(f"payload of {len(payload)} bytes fails its checksum")
+    kind, _ = _header.decode(header)
+    return Head(kind=kind, nbytes=_align(_PREFIX_BYTES + len(header)) + len(payload))
 
 
 def write_frame(path: str | os.PathLike[str], obj: Any) -> int:
@@ -259,6 +293,13 @@ def _pass_array(expected: type, value: Any) -> Any:
     if not isinstance(value, expected):
         raise TypeError(f"expected {expected.__name__}, found {value.__class__.__name__}")
     return value
+
+
+def _checksum(payload: Bytes) -> int:
+    crc = 0
+    for begin in range(0, len(payload), _CHUNK):
+        crc = google_crc32c.extend(crc, payload[begin : begin + _CHUNK])
+    return crc
 
 
 def _align(position: int) -> int:

@@ -15,7 +15,9 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   └── RewardError     the reward raised, ran past its time or returned no finite number
 ├── DataError           data of ours is not what it claims to be
 │   ├── AlignmentError  routing rows do not fit the tokens they belong to
-│   └── CorruptFrame    a frame is cut short or fails its checksum
+│   ├── CorruptFrame    a frame is cut short or fails its checksum
+│   └── SpoolFull       no room for another frame, by `queue.max_bytes` or on the disk
+├── InvariantError      a rule that always holds was about to be broken: staleness, conservation, settled once
 └── TrainerError        the trainer failed
     ├── NonFiniteLoss   the loss or the gradient norm is not a finite number
     └── CheckpointError a checkpoint cannot be written or read
@@ -94,6 +96,14 @@ class AlignmentError(DataError):
 
 class CorruptFrame(DataError):
     """A frame is cut short or fails its checksum."""
+
+
+class SpoolFull(DataError):
+    """There is no room for another frame: `queue.max_bytes` is reached or the disk is full."""
+
+
+class InvariantError(AsyncRLError):
+    """A rule that always holds was about to be broken; a fault of this program, never of its input."""
 
 
 class TrainerError(AsyncRLError):

@@ -1,0 +1,1 @@
+"""Between rollouts and trainer: groups in, batches out."""

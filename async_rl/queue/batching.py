@@ -1,0 +1,130 @@
+"""Groups into one packed batch: every token is copied once, to its place, and nothing is padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from async_rl import routing
+from async_rl.errors import AlignmentError, DataError
+from async_rl.types import Context, Group, TrainBatch, Trajectory
+
+
+class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the routing rows of the model look like."""
+
+    num_layers: int
+    """Layers with experts."""
+    top_k: int
+    num_experts: int
+
+
+def assemble(
+    groups: Sequence[Group], version: int, batch_id: str, facts: RoutingFacts | None = None
+) -> TrainBatch:
+    """Pack whole groups into arrays of their own; see `plan` for the arguments and errors."""
+    batch = plan(groups, version, batch_id, facts)
+    fill(batch, groups)
+    return batch
+
+
+def plan(
+    groups: Sequence[Group], version: int, batch_id: str, facts: RoutingFacts | None = None
+) -> TrainBatch:
+    """The batch with arrays of the right shapes and any content; they cost no memory until they are touched.
+
+    Args:
+        groups: In the order of the batch.
+        version: The weight version that the trainer holds.
+        batch_id: Name of the batch.
+        facts: Of the model, when routing is replayed.
+
+    Raises:
+        DataError: When there is nothing to train on, or a trajectory has no tokens.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    lengths = [t.num_tokens for t in trajectories]
+    if not all(lengths) or not lengths:
+        raise DataError(f"batch {batch_id}: {len(lengths)} trajectories, of {lengths} tokens")
+    count, tokens = len(lengths), sum(lengths)
+    rows = None
+    if facts is not None:
+        rows = np.empty((tokens, facts.num_layers, facts.top_k), routing.id_dtype(facts.num_experts))
+    return TrainBatch(
+        batch_id=batch_id,
+        trainer_version=version,
+        trajectory_ids=tuple(t.trajectory_id for t in trajectories),
+        group_index=np.empty(count, np.int32),
+        rewards=np.empty(count, np.float32),
+        offsets=np.empty(count + 1, np.int64),
+        token_ids=np.empty(tokens, np.int32),
+        loss_mask=np.empty(tokens, np.bool_),
+        rollout_log_probs=np.empty(tokens, np.float32),
+        weight_versions=np.empty(tokens, np.int32),
+        routed_experts=rows,
+        routing_valid=None if rows is None else np.empty(tokens, np.bool_),
+        num_experts=0 if facts is None else facts.num_experts,
+    )
+
+
+def fill(batch: TrainBatch, groups: Sequence[Group]) -> None:
+    """Write every element of the arrays of a planned batch.
+
+    Raises:
+        DataError: When a trajectory has no reward.
+        AlignmentError: When routing rows do not fit the tokens or the model.
+    """
+    position = index = 0
+    batch.offsets[0] = 0
+    for group_index, group in enumerate(groups):
+        for trajectory in group.trajectories:
+            if trajectory.outcome.reward is None:
+                raise DataError(
+                    f"trajectory {trajectory.trajectory_id} has no reward; it cannot be trained on"
+                )
+            batch.group_index[index] = group_index
+            batch.rewards[index] = trajectory.outcome.reward
+            end = _fill_tokens(batch, position, trajectory)
+            if batch.routed_experts is not None:
+                _fill_routing(batch, position, end, trajectory)
+            position, index = end, index + 1
+            batch.offsets[index] = end
+
+
+def _fill_tokens(batch: TrainBatch, position: int, trajectory: Trajectory) -> int:
+    for segment in trajectory.segments:
+        end = position + len(segment.token_ids)
+        batch.token_ids[position:end] = segment.token_ids
+        if isinstance(segment, Context):
+            batch.loss_mask[position:end] = False
+            batch.rollout_log_probs[position:end] = 0.0
+            batch.weight_versions[position:end] = -1
+        else:
+            batch.loss_mask[position:end] = True
+            batch.rollout_log_probs[position:end] = segment.rollout_log_probs
+            batch.weight_versions[position:end] = segment.weight_version
+        position = end
+    return position
+
+
+def _fill_routing(batch: TrainBatch, start: int, end: int, trajectory: Trajectory) -> None:
+    """Rows of the fed tokens; the token sampled last was never fed."""
+    experts, valid, trace = batch.routed_experts, batch.routing_valid, trajectory.trace
+    assert experts is not None
+    assert valid is not None
+    if trace is None:
+        experts[start:end] = 0
+        valid[start:end] = False
+        return
+    expected, found = (end - start - 1, *experts.shape[1:]), trace.rows.shape
+    if found != expected or (trace.num_experts, trace.rows.dtype) != (batch.num_experts, experts.dtype):
+        raise AlignmentError(
+            f"trajectory {trajectory.trajectory_id}: routing of shape {found}, {trace.rows.dtype}, "
+            f"{trace.num_experts} experts; expected {expected}, {experts.dtype}, {batch.num_experts}"
+        )
+    experts[start : end - 1] = trace.rows
+    experts[end - 1] = 0
+    valid[start : end - 1] = trace.valid
+    valid[end - 1] = False

@@ -1,0 +1,419 @@
+"""Who owns which trajectory, in SQLite, so that a crash at any point neither loses nor repeats a task.
+
+```
+dispatch ──► in_flight ──queue──► queued ──train──► trained (step)
+                 │                   │                  │ rollback: the step is not in the checkpoint
+                 └───────drop────────┴──► dropped (reason) ◄┘
+```
+
+At every moment `dispatched = in_flight + queued + trained + sum of dropped`, counted per trajectory. The last
+two states are final: a second settlement is an error, not a no-op.
+
+Each task has a *position*, its place in the endless sequence of tasks. A position is used up by what became
+of its group, except by a restart or a damaged frame: then it is *pending* and is dispatched anew.
+
+Decisions are made on the outstanding groups in memory; what they change is written behind, in order, by
+`flush`. Whoever tells others of a change (that a group is queued, that a step is trained) flushes first. A
+crash before that forgets the newest changes, together: a dispatch that was not written is a task that was not
+dispatched. The database is in WAL mode and is not synced on each commit: it survives the death of the
+process; after a power cut it may miss the last moments, never be inconsistent.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from async_rl.errors import AsyncRLError, InvariantError
+
+SCHEMA_VERSION = 1
+
+REDISPATCHED = frozenset({"restart", "corrupt"})
+"""Reasons of drops that are no fault of the task: its position becomes pending."""
+
+Statement = tuple[str, Sequence[Any]]
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE groups (
+    group_id TEXT PRIMARY KEY,
+    task_id TEXT NOT NULL,
+    position INTEGER NOT NULL,       -- place in the sequence of tasks
+    weight_version INTEGER NOT NULL, -- nothing in the group was sampled by older weights
+    frame TEXT,                      -- name of the spool's file, once queued
+    frame_bytes INTEGER
+) WITHOUT ROWID;
+CREATE TABLE trajectories (
+    trajectory_id TEXT PRIMARY KEY,
+    group_id TEXT NOT NULL REFERENCES groups,
+    state TEXT NOT NULL CHECK (state IN ('in_flight', 'queued', 'trained', 'dropped')),
+    step INTEGER,                    -- that trained it
+    reason TEXT,                     -- why it was dropped
+    CHECK ((state = 'trained') = (step IS NOT NULL) AND (state = 'dropped') = (reason IS NOT NULL))
+) WITHOUT ROWID;
+CREATE INDEX outstanding ON trajectories (group_id) WHERE state IN ('in_flight', 'queued');
+CREATE INDEX trained ON trajectories (step) WHERE state = 'trained';
+CREATE TABLE pending (position INTEGER PRIMARY KEY);
+"""
+
+
+class Conservation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where all trajectories are, now."""
+
+    dispatched: int
+    in_flight: int
+    queued: int
+    trained: int
+    dropped: dict[str, int]
+
+    @property
+    def holds(self) -> bool:
+        """The law."""
+        return self.dispatched == self.in_flight + self.queued + self.trained + sum(self.dropped.values())
+
+
+class DataPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the sequence of tasks continues: first the pending positions, then from `cursor` on."""
+
+    cursor: int = 0
+    pending: tuple[int, ...] = ()
+
+
+class GroupRecord(msgspec.Struct, kw_only=True):
+    """An outstanding group."""
+
+    group_id: str
+    task_id: str
+    position: int
+    weight_version: int
+    frame: str | None = None
+    frame_bytes: int = 0
+    in_flight: set[str] = msgspec.field(default_factory=set)
+    queued: set[str] = msgspec.field(default_factory=set)
+
+
+class Ledger:
+    """The states of all trajectories. All methods but `flush` are for one thread, that of the event loop.
+
+    Example:
+        >>> ledger.dispatch("g1", "task-7", position=7, trajectory_ids=["a", "b"], version=3)
+        >>> ledger.drop(["b"], "error")
+        >>> ledger.queue("g1", ["a"], version=3, frame="slab-000001", frame_bytes=4096)
+        >>> ledger.train(["g1"], step=5)
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the database. After a crash call `rollback` before anything else.
+
+        Raises:
+            AsyncRLError: When the file is of another version of this program.
+        """
+        self._groups: dict[str, GroupRecord] = {}
+        self._owner: dict[str, str] = {}  # group of each outstanding trajectory
+        self._pending: set[int] = set()
+        self._cursor = 0
+        self._counts = dict.fromkeys(("dispatched", "in_flight", "queued", "trained"), 0)
+        self._dropped: Counter[str] = Counter()
+        self._change: list[Statement] = []  # the one being made
+        self._changes: deque[list[Statement]] = deque()  # made, not written yet
+        self._lock = threading.Lock()
+        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+            self._database.executescript(
+                f"BEGIN; {_SCHEMA} INSERT INTO meta VALUES ('schema', {SCHEMA_VERSION}); COMMIT;"
+            )
+        ((found,),) = self._rows("SELECT value FROM meta WHERE key = 'schema'")
+        if found != SCHEMA_VERSION:
+            raise AsyncRLError(f"{path} has schema {found}, this program writes {SCHEMA_VERSION}")
+        self._load()
+
+    def dispatch(
+        self, group_id: str, task_id: str, position: int, trajectory_ids: Sequence[str], version: int
+    ) -> None:
+        """Take note of a new group, before its first token is sampled.
+
+        Raises:
+            InvariantError: When the group or one of the trajectories is outstanding already. One that was
+                settled before is found by the next `flush`.
+        """
+        known = [t for t in trajectory_ids if t in self._owner]
+        if group_id in self._groups or known or not trajectory_ids:
+            raise InvariantError(
+                f"group {group_id} is dispatched twice or has no trajectories (known: {known})"
+            )
+        self._groups[group_id] = GroupRecord(
+            group_id=group_id,
+            task_id=task_id,
+            position=position,
+            weight_version=version,
+            in_flight=set(trajectory_ids),
+        )
+        self._owner.update(dict.fromkeys(trajectory_ids, group_id))
+        self._cursor = max(self._cursor, position + 1)
+        self._counts["dispatched"] += len(trajectory_ids)
+        self._counts["in_flight"] += len(trajectory_ids)
+        self._write(
+            "INSERT INTO groups (group_id, task_id, position, weight_version) VALUES (?, ?, ?, ?)",
+            (group_id, task_id, position, version),
+        )
+        for trajectory_id in trajectory_ids:
+            self._write(
+                "INSERT INTO trajectories (trajectory_id, group_id, state) VALUES (?, ?, 'in_flight')",
+                (trajectory_id, group_id),
+            )
+        if position in self._pending:
+            self._pending.discard(position)
+            self._write("DELETE FROM pending WHERE position = ?", (position,))
+        self._end_change()
+
+    def queue(
+        self, group_id: str, trajectory_ids: Sequence[str], *, version: int, frame: str, frame_bytes: int
+    ) -> None:
+        """The group is finished and lies in the spool.
+
+        Args:
+            group_id: A group in flight.
+            trajectory_ids: Those in the frame: all of the group that were not dropped.
+            version: The oldest weight version that sampled any of it.
+            frame: Name of the file in the spool's folder.
+            frame_bytes: Size of the frame.
+
+        Raises:
+            InvariantError: When the group is not in flight, or trajectories are missing or too many.
+        """
+        group = self._outstanding(group_id)
+        if group.queued or set(trajectory_ids) != group.in_flight:
+            raise InvariantError(
+                f"group {group_id} is queued with {sorted(trajectory_ids)}, in flight are "
+                f"{sorted(group.in_flight)}, queued already {sorted(group.queued)}"
+            )
+        group.queued, group.in_flight = group.in_flight, set()
+        group.weight_version, group.frame, group.frame_bytes = version, frame, frame_bytes
+        self._counts["in_flight"] -= len(trajectory_ids)
+        self._counts["queued"] += len(trajectory_ids)
+        self._write(
+            "UPDATE groups SET weight_version = ?, frame = ?, frame_bytes = ? WHERE group_id = ?",
+            (version, frame, frame_bytes, group_id),
+        )
+        for trajectory_id in trajectory_ids:
+            self._write("UPDATE trajectories SET state = 'queued' WHERE trajectory_id = ?", (trajectory_id,))
+        self._end_change()
+
+    def train(self, group_ids: Iterable[str], step: int) -> None:
+        """A step that consumed these groups, whole, is done.
+
+        Raises:
+            InvariantError: When one of them is not queued; then none is settled.
+        """
+        groups = [self._outstanding(group_id) for group_id in group_ids]
+        unready = [g.group_id for g in groups if g.in_flight or not g.queued]
+        if unready or len({g.group_id for g in groups}) != len(groups):
+            raise InvariantError(f"step {step} settles groups that are not queued, or one twice: {unready}")
+        for group in groups:
+            for trajectory_id in group.queued:
+                self._settle(trajectory_id, "trained", step, None)
+            self._counts["queued"] -= len(group.queued)
+            self._counts["trained"] += len(group.queued)
+            del self._groups[group.group_id]
+        self._end_change()
+
+    def drop(self, trajectory_ids: Iterable[str], reason: str) -> None:
+        """Settle outstanding trajectories that will not be trained.
+
+        Raises:
+            InvariantError: When one of them is not outstanding; then none is settled.
+        """
+        chosen = list(trajectory_ids)
+        strange = [t for t in chosen if t not in self._owner]
+        if strange or len(set(chosen)) != len(chosen):
+            raise InvariantError(f"drop ({reason}) of trajectories that are settled or unknown: {strange}")
+        for trajectory_id in chosen:
+            group = self._groups[self._owner[trajectory_id]]
+            state = "in_flight" if trajectory_id in group.in_flight else "queued"
+            (group.in_flight if state == "in_flight" else group.queued).remove(trajectory_id)
+            self._counts[state] -= 1
+            self._dropped[reason] += 1
+            self._settle(trajectory_id, "dropped", None, reason)
+            if not group.in_flight and not group.queued:
+                del self._groups[group.group_id]
+                if reason in REDISPATCHED:
+                    self._make_pending(group.position)
+        self._end_change()
+
+    def rollback(self, step: int) -> DataPosition:
+        """Take up the work of an earlier process at the checkpoint of a step.
+
+        What was in flight, and what was trained by later steps, is dropped as `restart` and its positions
+        become pending; what is queued stays. A new database has nothing to roll back.
+        """
+        in_flight = [t for group in self._groups.values() for t in group.in_flight]
+        self.drop(in_flight, "restart")
+        self.flush()
+        undone = self._rows(
+            "SELECT trajectory_id, position FROM trajectories JOIN groups USING (group_id) "
+            "WHERE state = 'trained' AND step > ?",
+            (step,),
+        )
+        for trajectory_id, position in undone:
+            self._settle(trajectory_id, "dropped", None, "restart")
+            self._make_pending(position)
+        self._counts["trained"] -= len(undone)
+        self._dropped["restart"] += len(undone)
+        self._end_change()
+        self.flush()
+        return self.data_position()
+
+    def counts(self) -> Conservation:
+        """Where all trajectories are.
+
+        Raises:
+            InvariantError: When the law does not hold.
+        """
+        counts = Conservation(dropped={k: v for k, v in self._dropped.items() if v}, **self._counts)
+        if not counts.holds:
+            raise InvariantError(f"trajectories were lost or made up: {counts}")
+        return counts
+
+    def audit(self) -> Conservation:
+        """`counts`, compared with the tables.
+
+        Raises:
+            InvariantError: When they differ.
+        """
+        self.flush()
+        kept = self.counts()
+        stored = self._stored_counts()
+        if kept != stored:
+            raise InvariantError(f"the ledger counts {kept}, its tables hold {stored}")
+        return kept
+
+    def outstanding(self) -> list[GroupRecord]:
+        """Groups in flight or queued, by position."""
+        return sorted(self._groups.values(), key=lambda group: group.position)
+
+    def group(self, group_id: str) -> GroupRecord:
+        """One outstanding group.
+
+        Raises:
+            InvariantError: When it is settled or unknown.
+        """
+        return self._outstanding(group_id)
+
+    def data_position(self) -> DataPosition:
+        """Where the sequence of tasks continues; kept with each checkpoint."""
+        return DataPosition(cursor=self._cursor, pending=tuple(sorted(self._pending)))
+
+    def flush(self) -> None:
+        """Commit all changes made so far, in one transaction. From any thread.
+
+        Raises:
+            AsyncRLError: When the database cannot be written; the changes are kept for another try.
+        """
+        with self._lock:
+            done: list[list[Statement]] = []
+            try:
+                while self._changes:
+                    if not done:
+                        self._database.execute("BEGIN IMMEDIATE")
+                    done.append(self._changes.popleft())
+                    for statement, values in done[-1]:
+                        self._database.execute(statement, values)
+                if done:
+                    self._database.execute("COMMIT")
+            except sqlite3.Error as error:
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                self._changes.extendleft(reversed(done))
+                if isinstance(error, sqlite3.IntegrityError):
+                    raise InvariantError(f"an id was dispatched twice: {error}") from error
+                raise AsyncRLError(f"the ledger cannot be written: {error}; is the disk full?") from error
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.flush()
+        with self._lock:
+            self._database.close()
+
+    def _load(self) -> None:
+        """Take up what the tables hold."""
+        self._pending.update(position for (position,) in self._rows("SELECT position FROM pending"))
+        ((last,),) = self._rows("SELECT max(position) FROM groups")
+        self._cursor = 0 if last is None else last + 1
+        stored = self._stored_counts()
+        self._dropped.update(stored.dropped)
+        for state in self._counts:
+            self._counts[state] = getattr(stored, state)
+        for trajectory_id, state, *columns in self._rows(
+            "SELECT trajectory_id, state, group_id, task_id, position, weight_version, frame, frame_bytes "
+            "FROM trajectories JOIN groups USING (group_id) WHERE state IN ('in_flight', 'queued')"
+        ):
+            group_id, task_id, position, version, frame, frame_bytes = columns
+            group = self._groups.setdefault(
+                group_id,
+                GroupRecord(
+                    group_id=group_id,
+                    task_id=task_id,
+                    position=position,
+                    weight_version=version,
+                    frame=frame,
+                    frame_bytes=frame_bytes or 0,
+                ),
+            )
+            (group.in_flight if state == "in_flight" else group.queued).add(trajectory_id)
+            self._owner[trajectory_id] = group_id
+
+    def _outstanding(self, group_id: str) -> GroupRecord:
+        group = self._groups.get(group_id)
+        if group is None:
+            raise InvariantError(f"group {group_id} is not outstanding: settled already, or never dispatched")
+        return group
+
+    def _settle(
+        self, trajectory_id: str, state: Literal["trained", "dropped"], step: int | None, reason: str | None
+    ) -> None:
+        self._owner.pop(trajectory_id, None)
+        self._write(
+            "UPDATE trajectories SET state = ?, step = ?, reason = ? WHERE trajectory_id = ?",
+            (state, step, reason, trajectory_id),
+        )
+
+    def _make_pending(self, position: int) -> None:
+        self._pending.add(position)
+        self._write("INSERT OR IGNORE INTO pending VALUES (?)", (position,))
+
+    def _write(self, statement: str, values: Sequence[Any]) -> None:
+        self._change.append((statement, values))
+
+    def _end_change(self) -> None:
+        """Hand the change to `flush`, whole: it is written in one transaction or not at all."""
+        self._changes.append(self._change)
+        self._change = []
+
+    def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._database.execute(statement, values).fetchall()
+
+    def _stored_counts(self) -> Conservation:
+        states: Counter[str] = Counter()
+        dropped: Counter[str] = Counter()
+        for state, reason, number in self._rows(
+            "SELECT state, reason, count(*) FROM trajectories GROUP BY state, reason"
+        ):
+            states[state] += number
+            if reason is not None:
+                dropped[reason] += number
+        return Conservation(
+            dispatched=sum(states.values()),
+            in_flight=states["in_flight"],
+            queued=states["queued"],
+            trained=states["trained"],
+            dropped=dict(dropped),
+        )

@@ -1,0 +1,256 @@
+"""Finished work as frames in files of a folder: mapped, not copied, and reused.
+
+A frame lies at the beginning of a *slab*, a file that is created once, kept mapped by its writer and used for
+one frame after the other: pages that were never touched cost ten times a copy. Readers in this process look
+into the writer's mapping, those in others map the file.
+
+**Contract.** Whoever frees a frame says that nobody looks at it any more: its slab may hold other data the
+next moment, and arrays that were read from it would show them. `TrajectoryQueue` frees after the step that
+consumed a frame was settled. Freeing wipes the head of the frame: a reader that comes too late is told.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from async_rl import codec
+from async_rl.codec import Bytes, Frame
+from async_rl.errors import CorruptFrame, SpoolFull
+
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+
+_SMALLEST_SLAB = 64 << 10
+_WIPED = bytes(64)
+
+
+class SpoolRef(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a frame lies."""
+
+    path: str
+    nbytes: int
+    """Of the frame; its slab may be larger."""
+    kind: str
+    """Name of the type in the frame."""
+
+
+class Recovered(msgspec.Struct, frozen=True, kw_only=True):
+    """What an earlier process left in the folder."""
+
+    intact: tuple[SpoolRef, ...]
+    corrupt: dict[str, str]
+    """Reason by path; these slabs are free again."""
+
+
+class Spool:
+    """The frames of one folder, written by one process. All methods may be called from any thread.
+
+    Example:
+        >>> spool = Spool(Path("spool"), max_bytes=8 << 30)
+        >>> ref = spool.put(group)
+        >>> spool.read(ref, Group).trajectories[0].token_ids
+        >>> spool.free(ref)
+    """
+
+    def __init__(self, directory: Path, max_bytes: int | None) -> None:
+        """Open a folder; what lies in it stays until `recover` and `free`.
+
+        Args:
+            directory: Made when it is missing.
+            max_bytes: Most bytes of slabs, None for no limit but the disk's.
+        """
+        self.directory = directory
+        self.max_bytes = max_bytes
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._slabs: dict[str, Bytes] = {}  # all of them, mapped
+        self._used: set[str] = set()
+        self._free: list[tuple[int, str]] = []  # (size, path), ascending
+        self._next = 0
+        self._used_bytes = self._total_bytes = 0
+        for path in sorted(directory.glob("slab-*")):
+            if path.stat().st_size == 0:
+                path.unlink()  # its maker died before it had a size
+                continue
+            self._slabs[str(path)] = slab = _map(path)
+            self._used.add(str(path))
+            self._used_bytes += len(slab)
+            self._total_bytes += len(slab)
+            self._next = max(self._next, int(path.name.removeprefix("slab-")) + 1)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slabs that hold a frame."""
+        return self._used_bytes
+
+    def put(self, obj: Any) -> SpoolRef:
+        """Write a frame; one copy of its arrays.
+
+        Raises:
+            SpoolFull: When it does not fit, below `max_bytes` or on the disk.
+        """
+        frame = Frame(obj)
+        return self._write(frame, frame.copy_into)
+
+    def put_filled(self, obj: S, fill: Callable[[S], None]) -> SpoolRef:
+        """Write a frame whose arrays are made in place.
+
+        Args:
+            obj: Gives the shapes; its arrays (all of them fields of itself) need no content.
+            fill: Is handed `obj` with arrays that lie in the frame, and fills every element.
+
+        Raises:
+            SpoolFull: As `put`.
+        """
+        frame = Frame(obj)
+
+        def write(target: Bytes) -> None:
+            fill(frame.place(obj, target))
+            frame.seal(target)
+
+        return self._write(frame, write)
+
+    def read(self, ref: SpoolRef, expected: type[T], *, verify: bool = True) -> T:
+        """Look at a frame that this process wrote or found. The arrays are valid until it is freed.
+
+        Raises:
+            CorruptFrame: See `codec.decode`; the message names the file.
+        """
+        with self._lock:
+            slab = self._slabs[ref.path]
+        try:
+            return codec.decode(slab, expected, verify=verify)
+        except CorruptFrame as error:
+            raise CorruptFrame(f"{ref.path}: {error}") from error
+
+    def free(self, ref: SpoolRef) -> None:
+        """Give a slab back for reuse; see the contract above.
+
+        Raises:
+            ValueError: When it was free already.
+        """
+        self._release(ref.path)
+
+    def recover(self) -> Recovered:
+        """Verify all frames that are in the folder, whole; free those that are not."""
+        intact, corrupt = [], {}
+        for path in sorted(self._used):
+            slab = self._slabs[path]
+            try:
+                head = codec.inspect(slab)
+                intact.append(SpoolRef(path=path, nbytes=head.nbytes, kind=head.kind))
+            except CorruptFrame as error:
+                if slab[: len(_WIPED)].any():
+                    corrupt[path] = str(error)
+                self._release(path)
+        return Recovered(intact=tuple(intact), corrupt=corrupt)
+
+    def _write(self, frame: Frame, write: Callable[[Bytes], None]) -> SpoolRef:
+        path, slab = self._acquire(frame.nbytes)
+        try:
+            write(slab)
+        except BaseException:
+            self._release(path)
+            raise
+        return SpoolRef(path=path, nbytes=frame.nbytes, kind=frame.kind)
+
+    def _acquire(self, nbytes: int) -> tuple[str, Bytes]:
+        """The smallest free slab that is large enough and not twice too large, or a new one."""
+        with self._lock:
+            index = bisect.bisect_left(self._free, (nbytes, ""))
+            if index < len(self._free) and self._free[index][0] <= max(2 * nbytes, _SMALLEST_SLAB):
+                _, path = self._free.pop(index)
+                slab = self._slabs[path]
+            else:
+                path, slab = self._create(_slab_size(nbytes))
+            self._used.add(path)
+            self._used_bytes += len(slab)
+            return path, slab
+
+    def _create(self, size: int) -> tuple[str, Bytes]:
+        if self.max_bytes is not None:
+            if self._used_bytes + size > self.max_bytes:
+                raise SpoolFull(
+                    f"{self.directory} holds {self._used_bytes} bytes, another {size} exceed queue.max_bytes "
+                    f"= {self.max_bytes}; raise it, or lower trainer.groups_per_batch or rollout.max_staleness"
+                )
+            while self._free and self._total_bytes + size > self.max_bytes:
+                freed, evicted = self._free.pop(0)
+                self._total_bytes -= freed
+                del self._slabs[evicted]
+                os.unlink(evicted)
+        path = self.directory / f"slab-{self._next:06d}"
+        self._next += 1
+        try:
+            with path.open("xb") as file:
+                # The blocks are taken now: a mapping that finds the disk full later would kill the process.
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise SpoolFull(
+                    f"no room for {size} bytes in {self.directory}: the disk is full; free some, or lower "
+                    "queue.max_bytes"
+                ) from error
+            raise
+        self._slabs[str(path)] = slab = _map(path)
+        self._total_bytes += size
+        return str(path), slab
+
+    def _release(self, path: str) -> None:
+        with self._lock:
+            if path not in self._used:
+                raise ValueError(f"{path} is free already")
+            slab = self._slabs[path]
+            slab[: len(_WIPED)] = np.frombuffer(_WIPED, np.uint8)
+            self._used.remove(path)
+            self._used_bytes -= len(slab)
+            bisect.insort(self._free, (len(slab), path))
+
+
+class FrameReader:
+    """Reads frames of a spool that another process writes, and keeps their slabs mapped for the next ones.
+
+    Mapping a large file anew costs about as much as copying it. At most `max_slabs` mappings are held; arrays
+    that were read keep theirs alive beyond that.
+    """
+
+    def __init__(self, max_slabs: int = 64) -> None:
+        self._max_slabs = max_slabs
+        self._mapped: dict[str, codec.Buffer] = {}
+
+    def read(self, path: str, expected: type[T], *, verify: bool = True) -> T:
+        """See `codec.read_frame`. The arrays are valid until the writer frees the frame."""
+        mapped = self._mapped.pop(path, None)
+        if mapped is None:
+            mapped = codec.map_file(path)  # the name of a slab is never given to another file
+        self._mapped[path] = mapped
+        if len(self._mapped) > self._max_slabs:
+            del self._mapped[next(iter(self._mapped))]
+        try:
+            return codec.decode(mapped, expected, verify=verify)
+        except CorruptFrame as error:
+            raise CorruptFrame(f"{path}: {error}") from error
+
+
+def _slab_size(nbytes: int) -> int:
+    """The next of four sizes an octave: little is wasted, and frames of similar size share slabs."""
+    if nbytes <= _SMALLEST_SLAB:
+        return _SMALLEST_SLAB
+    step = 1 << ((nbytes - 1).bit_length() - 3)
+    return -(-nbytes // step) * step
+
+
+def _map(path: Path) -> Bytes:
+    with path.open("r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
