@@ -1,0 +1,1 @@
+"""The Megatron-Core trainer: one process a rank, its own schedule, routing replayed."""

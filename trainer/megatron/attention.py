@@ -1,0 +1,195 @@
+"""Causal attention over packed trajectories in plain torch, for the layer spec without TransformerEngine.
+
+Megatron's own local attention refuses packed sequences and context parallelism; this one takes both, and is
+cheap for many short trajectories: they are padded into a few rectangles of similar length, each of which is
+one call of the fused kernel. On the right of a causal rectangle padding is never attended to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+
+@dataclasses.dataclass
+class Rectangle:
+    """Sequences of similar length, padded to the longest of them."""
+
+    take: torch.Tensor  # [rows * width] int64, packed position of each cell; padding repeats a real one
+    rows: int
+    width: int
+    cells: torch.Tensor  # [tokens] int64, the cells that are no padding
+    positions: torch.Tensor  # [tokens] int64, the packed positions they belong to
+
+
+@dataclasses.dataclass
+class PackedTrajectories(PackedSeqParams):
+    """Where the trajectories of a packed micro-batch lie: `thd` in Megatron's words.
+
+    Lengths are those of the whole trajectories, padding included, before context parallelism splits them.
+    """
+
+    lengths: tuple[int, ...] = ()
+    rectangles: tuple[Rectangle, ...] = ()
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device, context_parallel: int) -> PackedTrajectories:
+        """Describe trajectories of the given lengths, packed in order."""
+        ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        longest = max(lengths)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=lengths,
+            rectangles=_rectangles(lengths, device) if context_parallel == 1 else (),
+        )
+
+
+class PackedAttention(torch.nn.Module):
+    """`core_attention` of Megatron's local layer spec."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+        self.context_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        /,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedTrajectories | None = None,
+    ) -> torch.Tensor:
+        """Attend within each trajectory.
+
+        Args:
+            query: `[t, heads, d]`.
+            key: `[t, groups, d]`.
+            value: `[t, groups, d]`.
+            attention_mask: None: the packing says who sees whom.
+            attn_mask_type: Always causal.
+            attention_bias: None.
+            packed_seq_params: Where the trajectories lie.
+
+        Returns:
+            `[t, heads * d]`.
+        """
+        assert packed_seq_params is not None, "this trainer always packs"
+        if self.context_group.size() > 1:
+            return self._over_context_ranks(query, key, value, packed_seq_params.lengths)
+        parts = [self._rectangle(query, key, value, r) for r in packed_seq_params.rectangles]
+        if len(parts) == 1:
+            out = parts[0]
+        else:
+            out = torch.cat(parts)
+        where = torch.cat([r.positions for r in packed_seq_params.rectangles])
+        return torch.empty_like(out).index_copy(0, where, out)
+
+    def _rectangle(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r: Rectangle
+    ) -> torch.Tensor:
+        """Attend in one rectangle; returns `[tokens, heads * d]` in the order of `r.positions`."""
+        repeat = query.shape[1] // key.shape[1]
+
+        def cut(x: torch.Tensor, times: int) -> torch.Tensor:
+            x = x.index_select(0, r.take).view(r.rows, r.width, *x.shape[1:]).transpose(1, 2)
+            return x.repeat_interleave(times, 1) if times > 1 else x
+
+        out = F.scaled_dot_product_attention(
+            cut(query, 1), cut(key, repeat), cut(value, repeat), is_causal=True, scale=self.scale
+        )
+        return out.transpose(1, 2).reshape(r.rows * r.width, -1).index_select(0, r.cells)
+
+    def _over_context_ranks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Gather keys and values of all context ranks, and mask by position: for tests, not for length."""
+        size, rank = self.context_group.size(), self.context_group.rank()
+        key, value = (
+            gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group)
+            for x in (key, value)
+        )
+        positions = [zigzag(lengths, size, r, query.device) for r in range(size)]
+        sequence = torch.repeat_interleave(
+            torch.arange(len(lengths), device=query.device), torch.tensor(lengths, device=query.device)
+        )
+        mine, all_ = positions[rank], torch.cat(positions)
+        mask = (all_[None] <= mine[:, None]) & (sequence[all_][None] == sequence[mine][:, None])
+        repeat = query.shape[1] // key.shape[1]
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None].repeat_interleave(repeat, 1),
+            value.transpose(0, 1)[None].repeat_interleave(repeat, 1),
+            attn_mask=mask,
+            scale=self.scale,
+        )
+        return out[0].transpose(0, 1).reshape(query.shape[0], -1)
+
+
+def zigzag(lengths: tuple[int, ...], size: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Packed positions that a context rank holds: of each trajectory the chunks `rank` and `2*size-1-rank`.
+
+    Every length must be a multiple of `2 * size`. The order is Megatron's (`get_batch_on_this_cp_rank`): it
+    balances the work of causal attention.
+    """
+    parts, start = [], 0
+    for length in lengths:
+        chunks = torch.arange(start, start + length, device=device).chunk(2 * size)
+        parts += [chunks[rank], chunks[2 * size - 1 - rank]]
+        start += length
+    return torch.cat(parts)
+
+
+def _rectangles(lengths: tuple[int, ...], device: torch.device) -> tuple[Rectangle, ...]:
+    """Group sequences so that none is padded to more than half again its length."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    for i in by_length:
+        if groups and lengths[i] * 1.5 >= lengths[groups[-1][0]]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    rectangles = []
+    for members in groups:
+        width = lengths[members[0]]
+        column = torch.arange(width)
+        first = torch.tensor([starts[i] for i in members])[:, None]
+        length = torch.tensor([lengths[i] for i in members])[:, None]
+        real = (column < length).flatten()
+        take = (first + torch.minimum(column, length - 1)).flatten()
+        rectangles.append(
+            Rectangle(
+                take=take.to(device),
+                rows=len(members),
+                width=width,
+                cells=real.nonzero()[:, 0].to(device),
+                positions=take[real].to(device),
+            )
+        )
+    return tuple(rectangles)

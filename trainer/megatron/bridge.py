@@ -1,0 +1,296 @@
+"""Hugging Face weights into Megatron-Core and out again, through mbridge.
+
+mbridge 0.15.1 speaks the parameter names of the layer spec with TransformerEngine. A model built from the
+local spec is shown to it through a view that carries those names; everything else (which tensor is split how,
+who gathers what) stays mbridge's. Its configs come from the model's own config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mbridge.core.util import unwrap_model
+from mbridge.models.qwen3 import Qwen3Bridge
+from mbridge.models.qwen3moe import Qwen3MoEBridge
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from async_rl.errors import ConfigError
+from trainer.megatron.attention import PackedAttention
+from trainer.megatron.cpu import has_transformer_engine
+
+SHARD_BYTES = 4 << 30
+"""Largest safetensors file that `save_hf` writes; a single larger tensor stands alone."""
+
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+
+class _TransformerEngineNames:
+    """A model under the parameter names of the TransformerEngine spec, as far as mbridge looks at it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.decoder = model.decoder
+        self._names = {name: name for name in model.state_dict() if "_extra_state" not in name}
+        moe_layers = {name.split(".")[2] for name in self._names if name.endswith(".mlp.router.weight")}
+        for name in self._names:
+            self._names[name] = _te_name(name, moe_layers)
+        self._state = {self._names[n]: t for n, t in model.state_dict().items() if n in self._names}
+        self._parameters = [(self._names[n], p) for n, p in model.named_parameters()]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._state
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return self._parameters
+
+
+def _te_name(name: str, moe_layers: set[str]) -> str:
+    name = re.sub(
+        r"^(decoder\.layers\.\d+)\.input_layernorm\.weight$",
+        r"\1.self_attention.linear_qkv.layer_norm_weight",
+        name,
+    )
+    name = re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", name)
+    dense = re.match(r"^decoder\.layers\.(\d+)\.pre_mlp_layernorm\.weight$", name)
+    if dense and dense.group(1) not in moe_layers:
+        return f"decoder.layers.{dense.group(1)}.mlp.linear_fc1.layer_norm_weight"
+    return name
+
+
+class _Spec:
+    """What both bridges need beside mbridge's own: the local spec, and config.json as transformers 5 has it."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+        self._fields = fields
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron deprecates defaults of its own
+            super().__init__(hf_config, dtype=dtype)
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        return super()._build_base_config(text_config_key, **{**kwargs, **self._fields})
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        self.has_vp_stage = True
+        fused = has_transformer_engine()
+        spec = get_gpt_decoder_block_spec(
+            self.config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=vp_stage
+        )
+        if not fused:
+            for layer in spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        return spec
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self.hf_config.vocab_size,
+            "max_sequence_length": self.hf_config.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": self.hf_config.rope_parameters["rope_theta"],
+        }
+
+
+class _Qwen3(_Spec, Qwen3Bridge):
+    """Dense Qwen3."""
+
+
+class _Qwen3MoE(_Spec, Qwen3MoEBridge):
+    """Qwen3-MoE, also with dense layers in between."""
+
+    _MLP_MAPPING = {**Qwen3MoEBridge._MLP_MAPPING, **Qwen3Bridge._MLP_MAPPING}  # noqa: RUF012 - mbridge's way
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
+        kwargs["moe_layer_freq"] = moe_layer_pattern(self.hf_config)
+        return super()._build_base_config(text_config_key, **kwargs)
+
+
+_BRIDGES: dict[str, type] = {"qwen3": _Qwen3, "qwen3_moe": _Qwen3MoE}
+
+
+def moe_layer_pattern(hf_config: Any) -> list[int]:
+    """Which layers have experts, `[num_layers]` of 0 and 1; all 0 for a dense model.
+
+    Source: transformers, `Qwen3MoeDecoderLayer.__init__`.
+    """
+    num_experts = getattr(hf_config, "num_experts", 0) or 0
+    return [
+        int(
+            num_experts > 0
+            and layer not in hf_config.mlp_only_layers
+            and (layer + 1) % hf_config.decoder_sparse_step == 0
+        )
+        for layer in range(hf_config.num_hidden_layers)
+    ]
+
+
+class HFBridge:
+    """One model's way between Hugging Face and Megatron. Every method is called on all ranks."""
+
+    def __init__(self, path: str, dtype: torch.dtype, **transformer_config: Any) -> None:
+        """Read config.json and build the Megatron config for the current parallel state.
+
+        Args:
+            path: Folder of the Hugging Face model.
+            dtype: Type of the parameters.
+            transformer_config: Fields of Megatron's `TransformerConfig` to set.
+
+        Raises:
+            ConfigError: When there is no such model, or it is one this trainer does not know.
+        """
+        self.path = Path(path)
+        if not (self.path / "config.json").is_file():
+            raise ConfigError(
+                f"model.path is {path}, but there is no config.json: name a Hugging Face model folder"
+            )
+        self.hf_config = AutoConfig.from_pretrained(self.path)
+        _check_supported(self.hf_config, path)
+        local = {} if has_transformer_engine() else _LOCAL_SPEC
+        self._bridge = _BRIDGES[self.hf_config.model_type](
+            self.hf_config, dtype, {**local, **transformer_config}
+        )
+
+    @property
+    def config(self) -> Any:
+        """Megatron's `TransformerConfig`."""
+        return self._bridge.config
+
+    def build(self) -> list[torch.nn.Module]:
+        """This rank's part of the model, uninitialised in the sense that `load_hf` overwrites it."""
+        provide = self._bridge._model_provider([])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron deprecates arguments that its own specs leave out
+            return [
+                provide(
+                    pre_process=parallel_state.is_pipeline_first_stage(),
+                    post_process=parallel_state.is_pipeline_last_stage(),
+                )
+            ]
+
+    @torch.no_grad()
+    def load_hf(self, models: list[torch.nn.Module]) -> None:
+        """Load the folder's weights."""
+        self._bridge.load_weights(_views(models), str(self.path))
+
+    @torch.no_grad()
+    def export_hf(self, models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor under its Hugging Face name, gathered from all model-parallel ranks.
+
+        Must be exhausted on all ranks: gathering is collective. A tensor may be a view of a parameter.
+        """
+        yield from self._bridge.export_weights(_views(models))
+
+    def save_hf(self, models: list[torch.nn.Module], directory: str | Path) -> None:
+        """Write a complete Hugging Face folder: weights, config, tokenizer, generation config.
+
+        Written beside and renamed: the folder appears when it is complete. Rank 0 writes, all wait for it.
+        """
+        final = Path(directory)
+        scratch = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+        writer = dist.get_rank() == 0
+        if writer:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+        shards = _ShardWriter(scratch) if writer else None
+        for name, tensor in self.export_hf(models):
+            if shards is not None:
+                shards.add(name, tensor)
+        if shards is not None:
+            shards.finish()
+            self._copy_companions(scratch)
+            if final.exists():
+                shutil.rmtree(final)
+            scratch.rename(final)
+        dist.barrier()
+
+    def _copy_companions(self, directory: Path) -> None:
+        """Copy everything of the source folder that is no weight, and note the type of the weights."""
+        for file in self.path.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+                shutil.copyfile(file, directory / file.name)
+        config = json.loads((self.path / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self._bridge.dtype).removeprefix("torch.")
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+_LOCAL_SPEC: dict[str, Any] = {
+    # Fused kernels of Apex and TransformerEngine, which the local spec does without.
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+}
+
+
+def _check_supported(hf_config: Any, path: str) -> None:
+    kind = hf_config.model_type
+    if kind not in _BRIDGES:
+        raise ConfigError(
+            f"model.path is {path}, a model of type {kind!r}; the trainer knows {', '.join(sorted(_BRIDGES))}"
+        )
+    rope = hf_config.rope_parameters
+    for field, actual, expected in (
+        ("rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
+        ("attention_bias", hf_config.attention_bias, False),
+        ("use_sliding_window", getattr(hf_config, "use_sliding_window", False), False),
+        ("hidden_act", hf_config.hidden_act, "silu"),
+    ):
+        if actual != expected:
+            raise ConfigError(
+                f"{path}/config.json has {field} = {actual!r}; the trainer knows only {expected!r} for {kind}"
+            )
+
+
+def _views(models: list[torch.nn.Module]) -> list[_TransformerEngineNames]:
+    return [_TransformerEngineNames(unwrap_model(model)) for model in models]
+
+
+class _ShardWriter:
+    """Writes tensors into safetensors files of at most `SHARD_BYTES`, and their index when there are several."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._shards: list[list[str]] = []
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        save_file(self._pending, self.directory / f"{len(self._shards)}.part", metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def finish(self) -> None:
+        self._flush()
+        if len(self._shards) == 1:
+            (self.directory / "0.part").rename(self.directory / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self._shards):
+            file = f"model-{i + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self.directory / f"{i}.part").rename(self.directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self.directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

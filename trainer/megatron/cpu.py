@@ -1,0 +1,235 @@
+"""Run an unmodified Megatron-Core without CUDA and without TransformerEngine.
+
+Every entry is a place where megatron-core 0.16.1 takes CUDA or TransformerEngine for granted, with the reason
+beside it. `install` touches nothing where both are present, and refuses any other version of Megatron-Core
+where they are not: entries replace internals by name, and a newer version may have more of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from async_rl.errors import EnvironmentNotReady
+
+VERSION = "0.16.1"
+CPU = torch.device("cpu")
+
+_MODULES_THAT_SAY_CUDA = (
+    "optimizer.clip_grads",
+    "optimizer.optimizer",
+    "optimizer.grad_scaler",
+    "transformer.moe.moe_utils",
+    "transformer.utils",
+    "utils",
+    "tensor_parallel.data",
+    "pipeline_parallel.schedules",
+    "distributed.param_and_grad_buffer",
+    "rerun_state_machine",
+    "models.common.embeddings.rope_utils",
+)
+"""Modules of megatron.core that write `device="cuda"` literally on the paths this trainer takes."""
+
+
+def has_transformer_engine() -> bool:
+    """Whether the fused layers can be used: TransformerEngine is there, and a GPU to run it."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def install() -> None:
+    """Make Megatron-Core fit for this machine. Calling it again does nothing.
+
+    Raises:
+        EnvironmentNotReady: When entries are needed and Megatron-Core is missing or of another version.
+    """
+    if has_transformer_engine() or getattr(torch, "_megatron_prepared", False):
+        return
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as e:
+        raise EnvironmentNotReady(
+            "megatron-core is not installed: run `make setup`, or `pip install async-rl[megatron]`"
+        ) from e
+    if version != VERSION:
+        raise EnvironmentNotReady(
+            f"megatron-core is {version}, but without CUDA and TransformerEngine only {VERSION} is known to "
+            f"work: pip install --no-deps megatron-core=={VERSION}"
+        )
+    torch._megatron_prepared = True
+    if not torch.cuda.is_available():
+        _replace_cuda_calls()
+        declare_torchvision_ops()
+    with _quiet_import_without_compiling():
+        _fill_in_for_transformer_engine()
+        if not torch.cuda.is_available():
+            _replace_cuda_in_megatron()
+
+
+def declare_torchvision_ops() -> None:
+    """Let `torchvision` be imported where its compiled half cannot load.
+
+    The torchvision wheel of PyPI is a CUDA build. Next to a CPU build of torch its operators are missing, and
+    its import fails where it attaches shapes to two of them; transformers imports it for every model class.
+    The schemas are enough: nothing here calls the operators.
+    """
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, operator):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    torch._torchvision_schemas = library  # the schemas live as long as this object
+
+
+@contextlib.contextmanager
+def _quiet_import_without_compiling() -> Iterator[None]:
+    """Import Megatron-Core with `torch.compile` as a no-op.
+
+    Its small fusions go through `torch.compile`, bound while it is imported. On a CPU they need a C++ compiler
+    and a second of compilation for every new sequence length, and packed micro-batches always have a new one.
+    """
+    real = torch.compile
+    torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a dozen notes that Apex and TransformerEngine are absent
+            for name in ("megatron.core", "megatron.core.models.gpt", "mbridge"):
+                importlib.import_module(name)
+            yield
+    finally:
+        torch.compile = real
+
+
+def _core(name: str) -> Any:
+    return importlib.import_module(f"megatron.core.{name}")
+
+
+class _Stream:
+    """CUDA stream and event in one: on a CPU everything has happened already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return event or self
+
+    def elapsed_time(self, _: _Stream) -> float:
+        return 0.0
+
+    def query(self) -> bool:
+        return True
+
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
+
+    record = wait = wait_stream = wait_event = synchronize = _nothing
+
+
+_STREAM = _Stream()
+
+
+class _TorchOnCpu(types.ModuleType):
+    """What some modules of Megatron see as `torch`: factories take `device="cuda"` as the CPU.
+
+    A proxy per module and not a patch of torch itself: patched factories break `with torch.device("meta")`,
+    and Hugging Face models then load wrong weights without a word.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
+            setattr(self, name, self._on_cpu(getattr(torch, name)))
+
+    @staticmethod
+    def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if str(kwargs.get("device")).startswith("cuda"):
+                kwargs["device"] = CPU
+            kwargs.pop("pin_memory", None)  # there is no device to pin for
+            return factory(*args, **kwargs)
+
+        return create
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _replace_cuda_calls() -> None:
+    """Entries in torch itself."""
+    cuda = torch.cuda
+    # Buffers, masks, point-to-point and gather outputs are made on `torch.cuda.current_device()`.
+    cuda.current_device = lambda: CPU
+    # The all-to-all dispatcher, DDP's overlap and pipeline communication order work by streams and events.
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: _STREAM
+    cuda.stream = lambda _=None: contextlib.nullcontext()
+    # Pipeline communication waits for the device.
+    cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
+    # The seed of model parallelism and recomputation save and set the state of the "CUDA" generator.
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.manual_seed = cuda.random.manual_seed = torch.manual_seed
+    # Context parallelism and mbridge move tensors and modules with `.cuda()`.
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
+
+    # The optimizer sorts gradients by names such as "torch.cuda.FloatTensor".
+    real_type = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = real_type(self, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(result, str) and caller.startswith("megatron.core.optimizer"):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    torch.Tensor.type = type_name
+
+
+def _replace_cuda_in_megatron() -> None:
+    """Entries in Megatron-Core that only a machine without CUDA needs."""
+    proxy = _TorchOnCpu()
+    for name in _MODULES_THAT_SAY_CUDA:
+        _core(name).torch = proxy
+    # Its own setter goes to the CUDA generator by device index; it also warns that the CPU state changed.
+    random = _core("tensor_parallel.random")
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
+    # Split sizes become plain numbers only when they come from a GPU; Gloo's all-to-all takes no tensor.
+    _core("transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = lambda t, as_numpy=False, **_: (
+        t.numpy() if as_numpy and torch.is_tensor(t) else t
+    )
+
+
+def _fill_in_for_transformer_engine() -> None:
+    """Entries for the layers that TransformerEngine would have brought."""
+    # The router reads this name to see whether it may use it; a failed import leaves it unbound.
+    moe_utils = _core("transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    # Torch's own norms are refused under sequence parallelism; the mark by which their gradients are reduced
+    # over the tensor-parallel group is all that is missing.
+    def norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.Module:
+        kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        module = kind(hidden_size, eps=eps)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return module
+
+    _core("transformer.torch_norm").WrappedTorchNorm.__new__ = norm

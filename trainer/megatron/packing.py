@@ -1,0 +1,148 @@
+"""From a `TrainBatch` to micro-batches of packed trajectories. Pure.
+
+Everything per token is brought to the *predicting* position first: the model's output at position i is about
+token i+1, so the mask, the log-probs and the targets of token i+1 are moved to i once, for the whole batch.
+Routing rows stay: row i belongs to token i being fed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from async_rl.types import BoolArray, Float32Array, Int32Array, Int64Array, TrainBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """Which trajectories stand beside each other; none where a rank only keeps step with the others."""
+
+    trajectories: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Per-token arrays of a whole batch at the predicting positions; 0 at the end of each trajectory."""
+
+    labels: Int32Array  # [S] the token to predict
+    mask: BoolArray  # [S] whether predicting it is trained on
+    rollout_log_probs: Float32Array  # [S]
+    advantages: Float32Array  # [S]
+    lag: Int32Array  # [S] trainer version minus the version that sampled the token
+    trajectory: Int64Array  # [S] index of the trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Where the tokens of a micro-batch come from."""
+
+    source: Int64Array  # [t] index into the batch's tokens, -1 where padded
+    lengths: tuple[int, ...]  # padded lengths, sum t
+
+    @property
+    def real(self) -> BoolArray:
+        """`[t]` True where there is a token."""
+        return self.source >= 0
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], budget: int, ranks: int, align: int = 1
+) -> list[list[MicroBatch]]:
+    """Distribute trajectories over data-parallel ranks and cut each rank's share into micro-batches.
+
+    Shares are balanced in tokens (longest first, to the rank that has least). Within a rank a micro-batch
+    holds at most `budget` tokens, padding included; a longer trajectory stands alone. All ranks get the same
+    number of micro-batches, because experts and gradients are exchanged in step: some may be empty.
+
+    Args:
+        lengths: Tokens of each trajectory.
+        budget: Tokens of a micro-batch.
+        ranks: Data-parallel ranks.
+        align: Every trajectory is padded to a multiple of this.
+
+    Returns:
+        `[rank][micro-batch]`; every trajectory occurs once.
+    """
+    padded = [-(-n // align) * align for n in lengths]
+    by_length = sorted(range(len(padded)), key=lambda j: (-padded[j], j))
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for j in by_length:
+        rank = loads.index(min(loads))
+        shares[rank].append(j)
+        loads[rank] += padded[j]
+    bins = [_first_fit(share, padded, budget) for share in shares]
+    count = max((len(b) for b in bins), default=0)
+    return [
+        [MicroBatch(tuple(sorted(members))) for members in rank_bins]
+        + [MicroBatch(())] * (count - len(rank_bins))
+        for rank_bins in bins
+    ]
+
+
+def _first_fit(share: list[int], padded: list[int], budget: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for j in share:  # longest first
+        place = next((i for i, room in enumerate(free) if room >= padded[j]), None)
+        if place is None:
+            bins.append([j])
+            free.append(budget - padded[j])
+        else:
+            bins[place].append(j)
+            free[place] -= padded[j]
+    return bins
+
+
+def pack(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packing:
+    """Lay trajectories one after the other, each padded on its right to a multiple of `align`.
+
+    On the right of a causal sequence padding changes nothing for the real tokens. An empty micro-batch becomes
+    `align` tokens of padding, so that the rank takes part in every exchange.
+    """
+    if not micro_batch.trajectories:
+        return Packing(source=np.full(align, -1, np.int64), lengths=(align,))
+    parts, lengths = [], []
+    for j in micro_batch.trajectories:
+        start, end = int(offsets[j]), int(offsets[j + 1])
+        padding = -(end - start) % align
+        parts.append(np.arange(start, end, dtype=np.int64))
+        parts.append(np.full(padding, -1, np.int64))
+        lengths.append(end - start + padding)
+    return Packing(source=np.concatenate(parts), lengths=tuple(lengths))
+
+
+def targets(batch: TrainBatch, advantages: Float32Array) -> Targets:
+    """Bring a batch's per-token arrays to the predicting positions.
+
+    Args:
+        batch: The batch.
+        advantages: `[N]`, one a trajectory.
+    """
+    ends = batch.offsets[1:][np.diff(batch.offsets) > 0] - 1
+    trajectory = np.repeat(np.arange(batch.num_trajectories), np.diff(batch.offsets))
+    return Targets(
+        labels=shift_left(batch.token_ids, ends),
+        mask=shift_left(batch.loss_mask, ends),
+        rollout_log_probs=shift_left(batch.rollout_log_probs, ends),
+        advantages=advantages.astype(np.float32)[trajectory],
+        lag=shift_left(batch.trainer_version - batch.weight_versions, ends),
+        trajectory=trajectory,
+    )
+
+
+def shift_left(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Move the value of token i+1 to i; the last token of each trajectory (at `ends`) gets 0."""
+    moved = np.empty_like(values)
+    moved[:-1] = values[1:]
+    moved[ends] = 0
+    return moved
+
+
+def take(values: np.ndarray, packing: Packing) -> np.ndarray:
+    """`values` `[S, ...]` at the packed positions, 0 where padded."""
+    picked = values[np.maximum(packing.source, 0)]
+    picked[~packing.real] = 0
+    return picked
