@@ -1,16 +1,17 @@
 """Wires the parts of a run and drives the trainer.
 
 ```
- loop      consumes            waits for                         unblocked by                     produces
- train     batches (queue)     a batch ready by the bound        a group is put; a straggler ends  version n+1
- rollouts  tasks (feeder)      a slot, admission                 a trajectory ends; a new version  groups
- repair    quarantined engines an engine is quarantined          a call or an update failed        a serving engine
- watch     server processes    one of them ends                  it ends                           a quarantine
- stopper   the stop event      the first signal                  Ctrl-C                            a drain
+ loop      consumes          waits for                    unblocked by                       produces
+ train     batches (queue)   a batch ready by the bound   a group is put; a straggler ends   version n+1
+ rollouts  tasks (feeder)    a slot, admission            a trajectory ends; a new version   groups
+ repair    failed engines    a quarantine                 a call or an update failed         a serving engine
+ watch     processes         a server that ends           it ends                            a quarantine
+ stopper   the stop event    the first signal             Ctrl-C                             a drain
+ pulse     statistics        a second                     time                               gauges, the panel
 ```
 
-The order of a step is what keeps the bound hard: take a batch at version n, train, settle it, sync n+1 to the engines, and only
-then let new groups in, so that none is born stale.
+The order of a step is what keeps the bound hard: take a batch at version n, train, settle it, sync n+1 to the
+engines, and only then let new groups in, so that none is born stale.
 """
 
 from __future__ import annotations
@@ -35,7 +36,15 @@ from async_rl.metrics import Metrics, serve
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TakenBatch, TrajectoryQueue
-from async_rl.records import StepRecord, Summary, Totals, TrajectoryCounts, append_record, read_records, summarise
+from async_rl.records import (
+    StepRecord,
+    Summary,
+    Totals,
+    TrajectoryCounts,
+    append_record,
+    read_records,
+    summarise,
+)
 from async_rl.report import Progress
 from async_rl.rollout.dataset import TaskOrder, load_tasks
 from async_rl.rollout.feeder import Feeder
@@ -122,12 +131,14 @@ def check_model(config: Config, facts: EngineFacts) -> None:
     """
     if config.routing.replay != "off" and not facts.is_moe:
         raise ConfigError(
-            f"routing.replay is {config.routing.replay}, but {config.model.path} is a dense model without experts: set "
+            f"routing.replay is {config.routing.replay}, but {config.model.path} is a dense model "
+            f"without experts: set "
             "routing.replay=off"
         )
     if config.rollout.max_context_tokens > facts.context_length:
         raise ConfigError(
-            f"rollout.max_context_tokens is {config.rollout.max_context_tokens}, but {config.model.path} has a context of "
+            f"rollout.max_context_tokens is {config.rollout.max_context_tokens}, but "
+            f"{config.model.path} has a context of "
             f"{facts.context_length} tokens: lower it"
         )
 
@@ -190,7 +201,7 @@ class Orchestrator:
             backend=self._cluster.weight_backend,
             tp_size=config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1,
         )
-        self._phase = "first sync"
+        self._enter("bringing engines to the trainer's weights", progress)
         await sync.start(step, Path(config.model.path) if step == 0 else None)
 
         self._records = [r for r in read_records(self._dir / "metrics.jsonl") if r.step <= step]
@@ -214,7 +225,7 @@ class Orchestrator:
             queue.stop()
             await asyncio.Future()
 
-        self._phase = "training"
+        self._enter("training", progress)
         self._pool.restart_clock()
         begin = self._clock()
         async with services(
@@ -222,17 +233,20 @@ class Orchestrator:
             repair=lambda: self._repair(sync),
             watch=lambda: self._cluster.watch_engines(self._pool.quarantine),
             stopper=stopper,
+            pulse=lambda: self._pulse(queue, manager, progress),
         ):
             step = await self._train(trainer, sync, queue, manager, step, begin, progress)
             if self._stop.is_set():
-                self._phase = "draining"
+                self._enter("draining", progress)
                 try:
                     async with asyncio.timeout(config.run.drain_s):
                         await manager.drained.wait()
                 except TimeoutError:
-                    log.warning("some trajectories were still running after run.drain_s; they start again on resume")
+                    log.warning(
+                        "some trajectories were still running after run.drain_s; they start again on resume"
+                    )
         end = self._clock()
-        self._phase = "saving"
+        self._enter("writing the checkpoint and the Hugging Face export", progress)
         await self._save(trainer, checkpoints, step)
         await trainer.publish(str(self._dir / "hf"), step)
         await sync.close()
@@ -251,11 +265,18 @@ class Orchestrator:
             ),
         )
 
-    # -- start-up -----------------------------------------------------------------------------------------------
+    def _enter(self, phase: str, progress: Progress | None) -> None:
+        self._phase = phase
+        log.info("%s", phase)
+        if progress is not None:
+            progress.phase(phase)
+
+    # -- start-up
+    # -----------------------------------------------------------------------------------------------
 
     async def _start_trainer(self, checkpoints: Path) -> tuple[Trainer, int]:
         trainer = await self._cluster.start_trainer()
-        state = await trainer.setup(str(checkpoints) if checkpoints.is_dir() else None)
+        state = await trainer.setup(str(checkpoints))
         return trainer, state.step
 
     def _restore(self, tasks: Any, facts: EngineFacts, step: int) -> tuple[TrajectoryQueue, Feeder]:
@@ -279,7 +300,8 @@ class Orchestrator:
         feeder = Feeder(tasks, order, config.data.epochs, start=position.cursor, pending=position.pending)
         return queue, feeder
 
-    # -- the trainer's loop -------------------------------------------------------------------------------------
+    # -- the trainer's loop
+    # -------------------------------------------------------------------------------------
 
     async def _train(
         self,
@@ -336,7 +358,6 @@ class Orchestrator:
         return step
 
     async def _save(self, trainer: Trainer, checkpoints: Path, step: int) -> None:
-        checkpoints.mkdir(parents=True, exist_ok=True)
         await trainer.save_checkpoint(str(checkpoints), {"weight_version": step})
 
     def _show(self, batch: TakenBatch, record: StepRecord, trainer_idle: float) -> None:
@@ -367,7 +388,27 @@ class Orchestrator:
         m.trainer_idle_ratio.set(trainer_idle)
         m.engine_idle_ratio.set(self._pool.idle_share)
 
-    # -- engines that failed ------------------------------------------------------------------------------------
+    async def _pulse(
+        self, queue: TrajectoryQueue, manager: RolloutManager, progress: Progress | None
+    ) -> None:
+        """Show once a second what moves between steps."""
+        m = self._metrics
+        while True:
+            counts = queue.statistics()
+            m.trajectories_in_flight.set(counts.in_flight)
+            m.trajectories_queued.set(counts.queued)
+            m.queue_bytes.set(counts.bytes)
+            if progress is not None:
+                waits = (self._pool.waiting_for(), queue.waiting_for(), manager.waiting_for())
+                progress.flow(
+                    in_flight=counts.in_flight,
+                    queued=counts.queued,
+                    waiting_for="; ".join(wait for wait in waits if wait),
+                )
+            await asyncio.sleep(1.0)
+
+    # -- engines that failed
+    # ------------------------------------------------------------------------------------
 
     async def _repair(self, sync: WeightSync) -> None:
         """Bring quarantined engines back, one after the other."""
@@ -379,7 +420,8 @@ class Orchestrator:
             attempts[engine_id] = attempts.get(engine_id, 0) + 1
             if attempts[engine_id] > limit:
                 raise EngineError(
-                    f"engine {engine_id} failed {attempts[engine_id]} times, engine.max_restarts is {limit}; the last "
+                    f"engine {engine_id} failed {attempts[engine_id]} times, engine.max_restarts is "
+                    f"{limit}; the last "
                     f"cause: {cause}"
                 ) from cause
             try:
@@ -396,7 +438,8 @@ def _require_finite(result: StepResult) -> None:
         value = result.metrics[name]
         if not np.isfinite(value):
             raise NonFiniteLoss(
-                f"step {result.step}: {name} is {value}, expected a finite number: lower trainer.optimizer.lr, or look "
+                f"step {result.step}: {name} is {value}, expected a finite number: lower "
+                f"trainer.optimizer.lr, or look "
                 "at importance_ratio_mean in metrics.jsonl"
             )
 

@@ -1,12 +1,13 @@
 """Where processes run: Ray actors for everything that is not the driver. The only module that imports Ray.
 
 ```
- driver ──► EngineActor × engines     each owns one SGLang server process and its GPUs; calls go to the server by HTTP, not here
-        └─► RankActor × trainer ranks each owns one TrainerRank in a placement group of the trainer's own
+ driver ─┬─► EngineActor, one an engine   owns an SGLang server process and its GPUs; calls go by HTTP
+         └─► RankActor, one a rank        owns a TrainerRank, in a placement group of the trainer's own
 ```
 
-On one machine Ray is started here and stopped with the run; with `placement.ray_address` the same config runs on a cluster. Batches
-are read by trainer ranks from the driver's file where they share its host, and through Ray's object store elsewhere.
+On one machine Ray is started here and stopped with the run; with `placement.ray_address` the same config runs
+on a cluster. Batches are read by trainer ranks from the driver's file where they share its host, and through
+Ray's object store elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +29,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from async_rl import orchestrator
-from async_rl.config import Config, SGLangEngines, to_builtins
+from async_rl.config import Config, SGLangEngines, parse_config, to_builtins
 from async_rl.engines.facts import load_facts
 from async_rl.engines.protocol import Engine, GroupInvite, TensorSpec
 from async_rl.engines.server import SGLangServer
@@ -47,7 +48,9 @@ _OBJECT_STORE_BYTES: Final = 256 << 20
 """Of a Ray that we start: batches are files, so the store carries next to nothing."""
 
 
-async def run(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress | None = None) -> Summary:
+async def run(
+    config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress | None = None
+) -> Summary:
     """Run a config with its processes on Ray; see `async_rl.orchestrator.run`."""
     async with ray_cluster(config, run_dir) as cluster:
         return await orchestrator.run(config, run_dir, stop, cluster, progress=progress)
@@ -69,7 +72,8 @@ async def ray_cluster(config: Config, run_dir: Path) -> AsyncIterator[RayCluster
 
 
 def _connect(config: Config) -> None:
-    # Ray would otherwise set up a virtual environment of its own where the driver was started by a tool that makes some.
+    # Ray would otherwise set up a virtual environment of its own where the driver was started by a tool that
+    # makes some.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = config.placement.ray_address
     try:
@@ -85,17 +89,20 @@ def _connect(config: Config) -> None:
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
         where = f"join the Ray cluster at {address}" if address else "start Ray on this machine"
-        raise EnvironmentNotReady(f"could not {where}: {error}. Check placement.ray_address and `ray status`") from error
+        raise EnvironmentNotReady(
+            f"could not {where}: {error}. Check placement.ray_address and `ray status`"
+        ) from error
 
 
 def _cuda(device: str) -> bool:
     """Whether a part of the run that is set to `device` gets GPUs."""
     if device != "auto":
         return device == "cuda"
-    return ray.cluster_resources().get("GPU", 0) > 0
+    return bool(ray.cluster_resources().get("GPU", 0) > 0)  # type: ignore[no-untyped-call]
 
 
-# -- trainer ----------------------------------------------------------------------------------------------------
+# -- trainer
+# ----------------------------------------------------------------------------------------------------
 
 
 class _RankActor:
@@ -111,7 +118,9 @@ class _RankActor:
         """A host and free port of this node, and the node's id."""
         return *_free_address(), ray.get_runtime_context().get_node_id()
 
-    def make(self, worker: str, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
+    def make(
+        self, worker: str, config: dict[str, Any], rank: int, world_size: int, init_address: str
+    ) -> None:
         """Load and make the worker class that the config names."""
         sys.path.insert(0, config["_working_dir"])
         plain = {key: value for key, value in config.items() if key != "_working_dir"}
@@ -122,7 +131,9 @@ class _RankActor:
         return getattr(self._worker, method)(*arguments)
 
     def train_on_copy(self, frame: Any, step: int) -> Any:
-        """`train_step` on a batch that travelled through the object store, because its file is on another host."""
+        """`train_step` on a batch that travelled through the object store, because its file is on another
+        host.
+        """
         with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="async_rl_batch_") as file:
             file.write(frame)
             file.flush()
@@ -141,9 +152,7 @@ class RayTrainer(Trainer):
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """See `TrainerRank.setup`."""
-        state: TrainerState = await self._all(
-            self._config.trainer.start_timeout_s, "setup", checkpoint_dir
-        )
+        state: TrainerState = await self._all(self._config.trainer.start_timeout_s, "setup", checkpoint_dir)
         return state
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
@@ -210,11 +219,11 @@ class RayTrainer(Trainer):
                     f"trainer rank {rank} died during {method}; its last words are in {self._log_paths[rank]}"
                 ) from error
             except RayTaskError as error:
-                cause = error.cause if isinstance(error.cause, AsyncRLError) else None
-                raise cause or TrainerError(
-                    f"trainer rank {rank} failed in {method}: {str(error).strip().splitlines()[-1]}; see "
+                failure = TrainerError(
+                    f"trainer rank {rank} failed in {method}: {_last_line(error)}; see "
                     f"{self._log_paths[rank]}"
-                ) from error
+                )
+                raise _cause(error, failure) from error
 
         try:
             async with asyncio.timeout(limit_s):
@@ -230,17 +239,17 @@ class RayTrainer(Trainer):
         return answers[0].result()
 
 
-# -- engines ----------------------------------------------------------------------------------------------------
+# -- engines
+# ----------------------------------------------------------------------------------------------------
 
 
 class _EngineActor:
     """Owns one SGLang server process: it dies with this actor."""
 
-    def __init__(self, config: dict[str, Any], index: int, log_dir: str, loopback: bool) -> None:
-        from async_rl.config import parse_config
-
+    def __init__(self, config: dict[str, Any], index: int, log_dir: str, driver_node: str) -> None:
         parsed = parse_config(config)
         assert isinstance(parsed.engine, SGLangEngines)
+        elsewhere = ray.get_runtime_context().get_node_id() != driver_node
         self._server = SGLangServer(
             parsed.engine,
             parsed.model,
@@ -248,6 +257,7 @@ class _EngineActor:
             index=index,
             log_dir=Path(log_dir),
             seed=parsed.run.seed,
+            advertise_host=_node_address() if elsewhere else None,
         )
 
     async def start(self) -> tuple[str, str, str]:
@@ -260,12 +270,17 @@ class _EngineActor:
         await self._server.wait()
         return self._server.last_words()
 
+    async def died(self) -> str | None:
+        """Its last words when it has ended, else None."""
+        return await self._server.died()
+
     async def stop(self) -> None:
         """End the server process."""
         await self._server.stop()
 
 
-# -- the cluster ------------------------------------------------------------------------------------------------
+# -- the cluster
+# ------------------------------------------------------------------------------------------------
 
 
 class RayCluster(orchestrator.Cluster):
@@ -293,7 +308,8 @@ class RayCluster(orchestrator.Cluster):
             api_key = os.environ.get("ASYNC_RL_ENGINE_API_KEY")
             admin_key = os.environ.get("ASYNC_RL_ENGINE_ADMIN_KEY")
             for index, url in enumerate(engine.urls):
-                self._engines[f"engine-{index}"] = self._client(f"engine-{index}", url, api_key, admin_key)
+                engine_id = f"engine-{index}"
+                self._engines[engine_id] = self._client(engine_id, url, api_key, admin_key, died=None)
         else:
             gpus = self._config.placement.gpus_per_engine
             if gpus is None:
@@ -310,7 +326,9 @@ class RayCluster(orchestrator.Cluster):
                     num_gpus=gpus,
                     max_concurrency=8,
                     scheduling_strategy=_in_group(group, index),
-                ).remote(to_builtins(self._config), index, str(self._logs))
+                ).remote(
+                    to_builtins(self._config), index, str(self._logs), ray.get_runtime_context().get_node_id()
+                )
         async with Nursery() as nursery:
             for engine_id in self._engine_actors or self._engines:
                 self._restarted[engine_id] = asyncio.Event()
@@ -392,22 +410,28 @@ class RayCluster(orchestrator.Cluster):
         for actor in (*self._engine_actors.values(), *self._rank_actors):
             ray.kill(actor)
 
-    # -- helpers ------------------------------------------------------------------------------------------------
+    # -- helpers
+    # ------------------------------------------------------------------------------------------------
 
     async def _start_engine(self, engine_id: str) -> None:
         if engine_id in self._engine_actors:
+            actor = self._engine_actors[engine_id]
             try:
-                url, api_key, admin_key = await self._engine_actors[engine_id].start.remote()
+                url, api_key, admin_key = await actor.start.remote()
             except RayTaskError as error:
-                raise error.cause if isinstance(error.cause, AsyncRLError) else EnvironmentNotReady(
-                    f"{engine_id} did not start: {error}"
-                ) from error
-            old = self._engines.get(engine_id)
-            if old is None:
-                self._engines[engine_id] = self._client(engine_id, url, api_key, admin_key)
+                raise _cause(error, EnvironmentNotReady(f"{engine_id} did not start: {error}")) from error
+            if engine_id not in self._engines:  # a restarted server is found where it was
+                self._engines[engine_id] = self._client(engine_id, url, api_key, admin_key, actor.died.remote)
         await self._engines[engine_id].wait_ready()
 
-    def _client(self, engine_id: str, url: str, api_key: str | None, admin_key: str | None) -> Engine:
+    def _client(
+        self,
+        engine_id: str,
+        url: str,
+        api_key: str | None,
+        admin_key: str | None,
+        died: Callable[[], Awaitable[str | None]] | None,
+    ) -> Engine:
         engine = self._config.engine
         assert isinstance(engine, SGLangEngines)
         return SGLangEngine(
@@ -418,6 +442,7 @@ class RayCluster(orchestrator.Cluster):
             admin_key=admin_key,
             stall_s=engine.stall_s,
             request_timeout_s=engine.request_timeout_s,
+            died=died,
         )
 
 
@@ -436,7 +461,8 @@ async def _reserve(bundles: list[dict[str, float]], strategy: str, limit_s: floa
             await group.ready()
     except TimeoutError as error:
         raise EnvironmentNotReady(
-            f"Ray could not reserve {bundles} within {limit_s} s; the cluster has {ray.cluster_resources()}: lower "
+            f"Ray could not reserve {bundles} within {limit_s} s; the cluster has "
+            f"{ray.cluster_resources()}: lower "
             "engine.num_engines, trainer.num_ranks or placement.*, or add nodes"
         ) from error
     return group
@@ -452,14 +478,26 @@ async def _made(actor: Any, *arguments: Any) -> None:
     try:
         await actor.make.remote(*arguments)
     except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, AsyncRLError) else TrainerError(
-            f"a trainer rank could not be made: {str(error).strip().splitlines()[-1]}"
-        ) from error
+        failure = TrainerError(f"a trainer rank could not be made: {_last_line(error)}")
+        raise _cause(error, failure) from error
+
+
+def _cause(error: RayTaskError, otherwise: AsyncRLError) -> AsyncRLError:
+    """Our own error as it was raised in the actor, or one that says what happened there."""
+    return error.cause if isinstance(error.cause, AsyncRLError) else otherwise
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1]
+
+
+def _node_address() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _free_address() -> tuple[str, int]:
     """This node's address and a port that is free now."""
-    host = ray.util.get_node_ip_address()
+    host = _node_address()
     with socket.socket() as probe:
         probe.bind((host, 0))
         return host, probe.getsockname()[1]

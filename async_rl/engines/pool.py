@@ -6,9 +6,9 @@
                  └──rejoin()── QUARANTINED ◄────quarantine(error)──────┘
 ```
 
-Calls are given only to engines that serve at an attested weight version. A trajectory goes back to the engine that holds its
-prefix (sticky) unless that one is clearly busier than the least loaded; load is counted in tokens. Waiting is by event: whoever
-waits for an engine wakes the moment one serves.
+Calls are given only to engines that serve at an attested weight version. A trajectory goes back to the engine
+that holds its prefix (sticky) unless that one is clearly busier than the least loaded; load is counted in
+tokens. Waiting is by event: whoever waits for an engine wakes the moment one serves.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from async_rl.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _STICKY_SLACK: Final = 1.5
-"""The engine with the prefix is kept while its load is below this multiple of the least loaded one's: re-prefilling a
-trajectory costs about what half a trajectory's decoding does, so moving for less gains nothing."""
+"""The engine with the prefix is kept while its load is below this multiple of the least loaded one's: moving
+for less pays a prefill for next to nothing."""
 
 _MAX_HOMES: Final = 65536
-"""Remembered trajectory homes; the oldest are forgotten first, which costs a prefix-cache hit and nothing else."""
+"""Remembered trajectory homes; the oldest are forgotten first, which costs a prefix-cache hit, no more."""
 
 
 class EngineState(StrEnum):
@@ -115,7 +115,7 @@ class EnginePool:
         self._waiting = 0
         self._started = clock()
 
-    # -- membership ---------------------------------------------------------------------------------------------
+    # -- membership ---------------------------------------------------------------------------------------
 
     def add(self, engine: Engine) -> None:
         """Take an engine in; it serves nobody before `serve`."""
@@ -166,7 +166,7 @@ class EnginePool:
         if slot.strikes >= self._max_strikes:
             self.quarantine(engine_id, error)
 
-    # -- calls --------------------------------------------------------------------------------------------------
+    # -- calls --------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def lease(self, key: str, tokens: int) -> AsyncIterator[Lease]:
@@ -225,7 +225,7 @@ class EnginePool:
             slot.idle_since = self._clock()
         self._metrics.engine_running_requests.labels(slot.engine.engine_id).set(slot.running_calls)
 
-    # -- what others ask ----------------------------------------------------------------------------------------
+    # -- what others ask ----------------------------------------------------------------------------------
 
     def engines(self, *states: EngineState) -> Sequence[Engine]:
         """Engines in any of the states; all without an argument."""

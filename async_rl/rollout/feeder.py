@@ -1,7 +1,8 @@
 """Which task comes next: the data order, its epochs, and tasks that must be given out again.
 
-A *position* numbers every task ever given out in order (epoch · rows + index within the epoch's permutation); the ledger
-remembers positions, so that a restarted run neither skips nor repeats a task. Pure: no I/O, no waiting.
+A *position* numbers every task ever given out in order (epoch · rows + index within the epoch's permutation);
+the ledger remembers positions, so that a restarted run neither skips nor repeats a task. Pure: no I/O, no
+waiting.
 """
 
 from __future__ import annotations

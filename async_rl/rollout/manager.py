@@ -8,8 +8,8 @@
  trajectory    a slot               engines, tools, the reward     chunks, pool events          Trajectory
 ```
 
-A trajectory that fails is data: it is tried again, then dropped with its reason, and its siblings train without it. Only when most
-trajectories fail does the run end, with the last error as the cause.
+A trajectory that fails is data: it is tried again, then dropped with its reason, and its siblings train
+without it. Only when most trajectories fail does the run end, with the last error as the cause.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
+
+from async_rl.queue.trajectory_queue import TrajectoryQueue
 
 from async_rl.chat import ChatFormat
 from async_rl.config import Config
@@ -36,7 +38,6 @@ from async_rl.errors import (
 )
 from async_rl.loading import load_object
 from async_rl.metrics import Metrics
-from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.session import RolloutSession
 from async_rl.supervision import Nursery
@@ -48,7 +49,9 @@ _FAILURE_WINDOW: Final = 100
 _MIN_FAILURES: Final = 16
 """So many failures before their share can end a run: one bad first task must not."""
 
-RewardFunction = Callable[[Task, Completion], float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]]
+RewardFunction = Callable[
+    [Task, Completion], float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]
+]
 
 
 class RolloutManager:
@@ -118,10 +121,12 @@ class RolloutManager:
     def waiting_for(self) -> str | None:
         """What dispatching waits for, in words."""
         if self._waits_for_slot:
-            return f"a free slot of rollout.max_concurrent_trajectories = {self._config.rollout.max_concurrent_trajectories}"
+            return "a free slot of rollout.max_concurrent_trajectories = "
+            f"{self._config.rollout.max_concurrent_trajectories}"
         return None
 
-    # -- groups -------------------------------------------------------------------------------------------------
+    # -- groups
+    # -------------------------------------------------------------------------------------------------
 
     async def _run_group(self, task: Task, group_id: str, trajectory_ids: list[str]) -> None:
         """Run all siblings and hand in those that came to something. The caller's slot is the first one's."""
@@ -155,7 +160,8 @@ class RolloutManager:
             )
         )
 
-    # -- trajectories -------------------------------------------------------------------------------------------
+    # -- trajectories
+    # -------------------------------------------------------------------------------------------
 
     async def _run_trajectory(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory | None:
         """Try until it comes to something or `rollout.max_attempts` is reached; None when it never did."""
@@ -163,7 +169,9 @@ class RolloutManager:
             try:
                 trajectory = await self._attempt(task, group_id, trajectory_id)
             except (RolloutError, AlignmentError) as error:
-                log.warning("trajectory %s of task %s, attempt %d: %s", trajectory_id, task.task_id, attempt, error)
+                log.warning(
+                    "trajectory %s of task %s, attempt %d: %s", trajectory_id, task.task_id, attempt, error
+                )
                 self._count(failed=error)
                 if isinstance(error, PromptTooLong):
                     return None  # it would be too long again
@@ -198,7 +206,8 @@ class RolloutManager:
             stop_reason: StopReason = "length"  # what was sampled before the context was full is kept
         except TimeoutError as error:
             raise AgentLoopError(
-                f"agent loop {name} ran past rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}: raise it, or "
+                f"agent loop {name} ran past rollout.trajectory_timeout_s = "
+                f"{rollout.trajectory_timeout_s}: raise it, or "
                 "bound the loop's own waits"
             ) from error
         except AsyncRLError:
@@ -240,7 +249,9 @@ class RolloutManager:
             raise RewardError(f"reward {name} raised {type(error).__name__}: {error}") from error
         parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
         if "reward" not in parts:
-            raise RewardError(f"reward {name} returned the parts {sorted(parts)}, expected one called 'reward'")
+            raise RewardError(
+                f"reward {name} returned the parts {sorted(parts)}, expected one called 'reward'"
+            )
         for part, number in parts.items():
             if isinstance(number, bool | int | float) and math.isfinite(number):
                 parts[part] = float(number)
@@ -252,7 +263,9 @@ class RolloutManager:
         """The agent loop of a dotted path, made once; `run` keeps its state in its own variables."""
         if name not in self._loops:
             kind = load_object(name, what="agent loop")
-            arguments = self._config.rollout.agent_loop_args if name == self._config.rollout.agent_loop else {}
+            arguments = (
+                self._config.rollout.agent_loop_args if name == self._config.rollout.agent_loop else {}
+            )
             try:
                 self._loops[name] = kind(**arguments)
             except TypeError as error:
@@ -269,6 +282,7 @@ class RolloutManager:
         share = self._config.rollout.max_failed_share
         if failed is not None and failures >= _MIN_FAILURES and failures > share * len(self._recent):
             raise AsyncRLError(
-                f"{failures} of the last {len(self._recent)} trajectories failed, more than rollout.max_failed_share = "
+                f"{failures} of the last {len(self._recent)} trajectories failed, more than "
+                f"rollout.max_failed_share = "
                 f"{share} allows; the last one: {failed}"
             ) from failed

@@ -2,17 +2,19 @@
 
 ```
  agent loop ── generate() ──► one or more engine calls ──► Turn
-                               │ abort: keep tokens, wait for an engine, call again with what is left of the budget
+                               │ abort: keep tokens, wait for an engine, call again with the rest
                                │ engine died: the same, elsewhere
                                └ stop / length: the turn is over
 ```
 
-Everything sampled is kept as a segment under its own weight version the moment its call ends, however it ends. Nothing the model
-sampled is ever tokenised again: a call gets the token ids so far and appends what comes back.
+Everything sampled is kept as a segment under its own weight version the moment its call ends, however it
+ends. Nothing the model sampled is ever tokenised again: a call gets the token ids so far and appends what
+comes back.
 
-Routing follows the law of `docs/routing-replay.md`: a call's payload covers the whole sequence, so the newest one *replaces* the
-earlier ones (`replace`), or extends them (`splice`); payloads are decoded once the trajectory is finished, so those that were
-replaced cost nothing. Rows that no call reported are recovered by a prefill without new tokens, or marked invalid.
+Routing follows the law of `docs/routing-replay.md`: a call's payload covers the whole sequence, so the newest
+one *replaces* the earlier ones (`replace`), or extends them (`splice`); payloads are decoded once the
+trajectory is finished, so those that were replaced cost nothing. Rows that no call reported are recovered by
+a prefill without new tokens, or marked invalid.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
@@ -50,6 +52,7 @@ from async_rl.types import (
     RoutingTrace,
     Sampled,
     Segment,
+    StopReason,
     Task,
     Trajectory,
     VersionSpan,
@@ -92,8 +95,8 @@ class _Call:
 class RolloutSession:
     """See `async_rl.rollout.api.Session` for what agent loops may use; `finish` is the manager's.
 
-    Invariant: `segments` and the token buffer always describe the same sequence, also after a cancellation at any
-    await.
+    Invariant: `segments` and the token buffer always describe the same sequence, also after a cancellation at
+    any await.
     """
 
     def __init__(
@@ -137,7 +140,8 @@ class RolloutSession:
         self._last_turn: Turn | None = None
         self._started_s = clock()
 
-    # -- for agent loops ----------------------------------------------------------------------------------------
+    # -- for agent loops
+    # ----------------------------------------------------------------------------------------
 
     @property
     def remaining_tokens(self) -> int:
@@ -156,7 +160,8 @@ class RolloutSession:
         if len(prompt) >= self._config.max_context_tokens:
             raise PromptTooLong(
                 f"the prompt of task {self.task.task_id} has {len(prompt)} tokens, but "
-                f"rollout.max_context_tokens is {self._config.max_context_tokens}: raise it or shorten the prompt"
+                f"rollout.max_context_tokens is {self._config.max_context_tokens}: raise it or "
+                f"shorten the prompt"
             )
         self._append(Context(token_ids=prompt))
         self.messages.extend(messages)
@@ -191,7 +196,8 @@ class RolloutSession:
             unasked = 0 if ours else unasked + 1
             if unasked > _MAX_UNASKED_ABORTS:
                 raise EngineError(
-                    f"engines ended {unasked} calls of trajectory {self._trajectory_id} in a row, though nobody "
+                    f"engines ended {unasked} calls of trajectory {self._trajectory_id} in a row, "
+                    f"though nobody "
                     "interrupted them: see the engines' logs"
                 )
         self._num_turns += 1
@@ -212,7 +218,9 @@ class RolloutSession:
             PromptTooLong: When they do not fit; the trajectory then ends as it is.
         """
         if self._last_turn is None:
-            raise RuntimeError("session.add_messages needs a turn before it; put what comes first into session.start")
+            raise RuntimeError(
+                "session.add_messages needs a turn before it; put what comes first into session.start"
+            )
         token_ids = self._chat.append_ids(messages, after_length=self._last_turn.finish_reason == "length")
         if len(token_ids) >= self.remaining_tokens:
             raise PromptTooLong(
@@ -233,9 +241,12 @@ class RolloutSession:
         """The newest turn of the policy."""
         return self._last_turn
 
-    # -- engine calls -------------------------------------------------------------------------------------------
+    # -- engine calls
+    # -------------------------------------------------------------------------------------------
 
-    async def _call(self, budget: int, sampling: SamplingParams, *, resumed: bool) -> tuple[FinishReason, bool]:
+    async def _call(
+        self, budget: int, sampling: SamplingParams, *, resumed: bool
+    ) -> tuple[FinishReason, bool]:
         """Make one engine call and keep what came of it.
 
         Returns:
@@ -338,11 +349,10 @@ class RolloutSession:
         self._length = end
         self._segments.append(segment)
 
-    # -- for the manager ----------------------------------------------------------------------------------------
+    # -- for the manager
+    # ----------------------------------------------------------------------------------------
 
-    async def finish(
-        self, stop_reason: Literal["completed", "length", "max_turns"], reward_parts: dict[str, float]
-    ) -> Trajectory:
+    async def finish(self, stop_reason: StopReason, reward_parts: dict[str, float]) -> Trajectory:
         """Close the trajectory: decode its routing once, and check it against the tokens.
 
         Raises:
@@ -385,11 +395,14 @@ class RolloutSession:
                 raise
             trace = newer if trace is None else routing.splice(trace, newer)
         if trace is None:
-            trace = routing.empty(self._facts)
+            shape = (0, len(self._facts.moe_layers), self._facts.top_k)
+            trace = routing.make_trace(
+                np.empty(shape, np.uint8), self._facts.num_experts, routing.NEVER_COMPUTED
+            )
         trace = routing.fit(trace, self._length)
         routing.check(trace, self._length)
         self._metrics.routing_rows_total.inc(len(trace.valid))
-        self._metrics.routing_rows_invalid_total.inc(int(len(trace.valid) - np.count_nonzero(trace.valid)))
+        self._metrics.routing_rows_invalid_total.inc(routing.invalid_rows(trace))
         return trace
 
     def _rows_needed(self) -> int:
@@ -402,8 +415,8 @@ class RolloutSession:
         return end - 1
 
     async def _recover_rows(self, needed: int) -> None:
-        """Prefill once more, sampling nothing, for the rows that no call reported (its last call died or was aborted in
-        a queue). They are of the weights served now, and the trace's spans say so.
+        """Prefill once more, sampling nothing, for the rows that no call reported (its last call died or was
+        aborted in a queue). They are of the weights served now, and the trace's spans say so.
         """
         for _ in range(_MAX_RECOVERIES):
             async with self._pool.lease(self._trajectory_id, needed + 1) as lease:

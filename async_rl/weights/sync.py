@@ -10,7 +10,8 @@
                                serve       sessions that wait wake up
 ```
 
-An engine that fails any of this is quarantined with its old version and the others go on. Only when none is left does the run end.
+An engine that fails any of this is quarantined with its old version and the others go on. Only when none is
+left does the run end.
 """
 
 from __future__ import annotations
@@ -98,8 +99,9 @@ class WeightSync:
         self._tp_size = tp_size
         self._lock = asyncio.Lock()
         self.trainer_busy = asyncio.Lock()
-        """Held from the start of a trainer step to the end of its sync: in between, the trainer's weights are ahead of the
-        version the engines know, and nobody else may publish or send them."""
+        """Held from the start of a trainer step to the end of its sync: in between, the trainer's weights are
+        ahead of the version the engines know, and nobody else may publish or send them.
+        """
         self._published: dict[int, Path] = {}
         self._version = -1
         self._buckets: tuple[tuple[TensorSpec, ...], ...] = ()
@@ -145,7 +147,8 @@ class WeightSync:
             if not times:
                 causes = [str(self._pool.error_of(e.engine_id)) for e in engines]
                 raise WeightSyncError(
-                    f"no engine could be brought to weight version {version}: {'; '.join(causes) or 'none was serving'}"
+                    f"no engine could be brought to weight version {version}: "
+                    f"{'; '.join(causes) or 'none was serving'}"
                 )
             end = self._clock()
             standstill = max(t.interrupt_s + t.attest_s for t in times)
@@ -189,7 +192,8 @@ class WeightSync:
             await self._trainer.close_weight_group(group_name)
         self._groups.clear()
 
-    # -- one engine ---------------------------------------------------------------------------------------------
+    # -- one engine
+    # ---------------------------------------------------------------------------------------------
 
     async def _update_wave(self, engines: Sequence[Engine], version: int) -> list[_EngineTimes]:
         """Hold, interrupt, update, attest and serve some engines together; those that fail are quarantined."""
@@ -208,7 +212,9 @@ class WeightSync:
                     await self._attest(engine, version)
                     await engine.resume_generation(self._config.interrupt)
             except (EngineError, TimeoutError) as error:
-                self._pool.quarantine(engine.engine_id, _as_engine_error(error, engine, self._config.timeout_s))
+                self._pool.quarantine(
+                    engine.engine_id, _as_engine_error(error, engine, self._config.timeout_s)
+                )
                 return
             self._pool.serve(engine.engine_id, version)
             served = self._clock()
@@ -234,7 +240,8 @@ class WeightSync:
         health = await engine.health()
         if health.weight_version != version:
             raise VersionMismatch(
-                f"engine {engine.engine_id} reports weight version {health.weight_version} after an update to {version}"
+                f"engine {engine.engine_id} reports weight version {health.weight_version} after an "
+                f"update to {version}"
             )
 
     async def _catch_up_all(self) -> None:
@@ -248,12 +255,16 @@ class WeightSync:
         async with asyncio.timeout(self._config.timeout_s):
             health = await engine.health()
             if health.weight_version != self._version or self._version != 0:
-                await engine.update_weights(DiskUpdate(weight_version=self._version, path=str(path)), flush=True)
+                await engine.update_weights(
+                    DiskUpdate(weight_version=self._version, path=str(path)), flush=True
+                )
             await self._attest(engine, self._version)
         self._pool.serve(engine.engine_id, self._version)
 
     async def _open_group(self, engine: Engine) -> None:
-        """Make a process group of trainer rank 0 and one engine: a dead engine then hangs nobody else's update."""
+        """Make a process group of trainer rank 0 and one engine: a dead engine then hangs nobody else's
+        update.
+        """
         host, port = self._open_port()
         self._num_groups += 1
         invite = GroupInvite(
@@ -273,7 +284,8 @@ class WeightSync:
         if stale is not None:
             await self._trainer.close_weight_group(stale)
 
-    # -- files --------------------------------------------------------------------------------------------------
+    # -- files
+    # --------------------------------------------------------------------------------------------------
 
     async def _publish_files(self, version: int) -> None:
         path = self._directory / f"version_{version}"
@@ -288,4 +300,6 @@ class WeightSync:
 def _as_engine_error(error: EngineError | TimeoutError, engine: Engine, timeout_s: float) -> EngineError:
     if isinstance(error, EngineError):
         return error
-    return WeightSyncError(f"engine {engine.engine_id} did not take new weights within weights.timeout_s = {timeout_s}")
+    return WeightSyncError(
+        f"engine {engine.engine_id} did not take new weights within weights.timeout_s = {timeout_s}"
+    )
