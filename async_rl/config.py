@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
-import yaml
 
+from async_rl import yaml12
 from async_rl.errors import ConfigError
 
 Meta = msgspec.Meta
@@ -460,8 +460,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except OSError as e:
         raise ConfigError(f"cannot read the config {file}: {e.strerror}. Name an existing YAML file") from e
     try:
-        tree = yaml.safe_load(text) or {}
-    except yaml.YAMLError as e:
+        tree = yaml12.load(text) or {}
+    except yaml12.YAMLError as e:
         raise ConfigError(f"{file} is not valid YAML: {e}") from e
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}, expected a mapping of sections")
@@ -483,8 +483,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {override!r}: {parent!r} holds {child!r}, not a section")
         node = child
     try:
-        node[leaf] = yaml.safe_load(value)
-    except yaml.YAMLError as e:
+        node[leaf] = yaml12.load(value)
+    except yaml12.YAMLError as e:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {e}") from e
 
 

@@ -1,0 +1,64 @@
+"""The config as text: the reference page, the JSON schema, and one run's resolved YAML."""
+
+from __future__ import annotations
+
+import json
+from typing import get_args, get_type_hints
+
+import msgspec
+
+from async_rl import yaml12
+from async_rl.config import Config, describe_fields, to_builtins
+
+REQUIRED = ("model.path", "data.path")
+"""The settings without a default."""
+
+_HEAD = """# Settings
+
+Every setting of a run, with its type, its default and what it does. This page is written by `make docs` from
+`async_rl/config.py`; change it there.
+
+A config is a YAML file of these sections; only `model.path` and `data.path` have no default. On the command
+line `dotted.key=value` changes a setting for one run, for example `async-rl train run.yaml
+rollout.max_staleness=2`. Unknown keys and values out of range are refused with the nearest known key or the
+bound. `async-rl check run.yaml` prints what a config resolves to.
+"""
+
+
+def json_schema() -> str:
+    """JSON schema (2020-12) of a config file, for editors."""
+    schema = msgspec.json.encode(msgspec.json.schema(Config))
+    return msgspec.json.format(schema, indent=2).decode() + "\n"
+
+
+def markdown() -> str:
+    """The page `docs/config.md`: one table a section, in the order of the config."""
+    lines, section = [_HEAD], ""
+    abouts = _abouts()
+    for key, kind, default, text in describe_fields():
+        name = key.split(".")[0]
+        if name != section or key.endswith(".kind"):
+            section = name
+            title = f"{name}, {default}" if key.endswith(".kind") else name
+            lines += [
+                f"\n## {title}\n",
+                f"\n{abouts[title]}\n",
+                "\n| setting | type | default | |\n|---|---|---|---|\n",
+            ]
+        shown = f"`{json.dumps(default)}`" if key not in REQUIRED else "required"
+        escaped = kind.replace("|", "\\|")
+        lines.append(f"| `{key}` | {escaped} | {shown} | {text} |\n")
+    return "".join(lines)
+
+
+def resolved_yaml(config: Config) -> str:
+    """A config with every default filled in, as YAML that loads to the same config."""
+    return yaml12.dump(to_builtins(config))
+
+
+def _abouts() -> dict[str, str]:
+    """First paragraph of each section's docstring, by the section's title."""
+    hints = get_type_hints(Config)
+    titles: dict[str, type] = {name: hint for name, hint in hints.items() if isinstance(hint, type)}
+    titles |= {f"engine, {kind.__struct_config__.tag}": kind for kind in get_args(hints["engine"])}
+    return {title: " ".join((kind.__doc__ or "").split("\n\n")[0].split()) for title, kind in titles.items()}

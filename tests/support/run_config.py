@@ -1,0 +1,36 @@
+"""A config, a model folder and a dataset that pass every check; no weights, and nothing is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
+
+
+def write_run(folder: Path, **model: Any) -> Path:
+    """Write `run.yaml` with a model (its config.json changed by `model`) and two tasks; returns its path."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(MOE | model))
+    rows = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2 + 2?", "answer": "4"}]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "tasks.jsonl")},
+        "run": {"name": "tiny", "dir": str(folder / "runs"), "max_steps": 3},
+        "rollout": {"group_size": 2, "max_context_tokens": 128, "max_new_tokens": 32},
+        "trainer": {"groups_per_batch": 2},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path

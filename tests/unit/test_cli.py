@@ -1,0 +1,128 @@
+"""The command line: what it prints, what it imports, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from async_rl import reference, yaml12
+from async_rl.cli import main
+from async_rl.config import load_config
+from tests.support.run_config import write_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom async_rl.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print('\\n'.join(sys.modules))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "usage: async-rl" in out.stdout
+    modules = set(out.stdout.split())
+    heavy = {"torch", "ray", "transformers", "aiohttp", "numpy", "rich", "msgspec", "asyncio", "matplotlib"}
+    assert heavy & modules == set()
+    assert "async_rl.errors" in modules
+
+
+def test_check_prints_the_resolved_config_and_what_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    assert main(["check", str(path), "rollout.max_staleness=1"]) == 0
+    out = capsys.readouterr().out
+    (tmp_path / "resolved.yaml").write_text(out)
+    assert load_config(tmp_path / "resolved.yaml") == load_config(path, ["rollout.max_staleness=1"])
+    assert "# model: 3 of 3 layers with 8 experts, top 2" in out
+    assert "# data: 2 tasks" in out
+    assert "# groups dispatched and not yet trained, at most: 4" in out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.max_stalness=2", "did you mean 'max_staleness'"),
+        ("rollout.group_size=0", "rollout.group_size"),
+        ("model.path=/nowhere", "Set model.path"),
+        ("data.path=/nowhere.jsonl", "data.path"),
+        ("rollout.reward=agent_loops.rewards:exact_mach", "did you mean 'exact_match'"),
+        ("rollout.agent_loop=nothing_here:Loop", "nothing_here"),
+        ("rollout.agent_loop_args={wrong: 1}", "rollout.agent_loop_args"),
+        ("trainer.worker=no_such_package.worker:Worker", "no_such_package"),
+        ("trainer.worker=trainer", "expected `module:Class`"),
+        ("rollout.max_context_tokens=100000", "context of 512"),
+    ],
+)
+def test_one_sentence_and_exit_code_2_when_the_config_cannot_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    path = write_run(tmp_path)
+    assert main(["check", str(path), override]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("async-rl: ")
+    assert len(captured.err.splitlines()) == 1
+    assert said in captured.err
+
+
+def test_the_remedy_is_named_when_a_dense_model_is_to_replay_routing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, num_experts=0)
+    assert main(["check", str(path)]) == 2
+    assert "routing.replay=off" in capsys.readouterr().err
+    assert main(["check", str(path), "routing.replay=off"]) == 0
+
+
+def test_file_and_line_are_named_when_a_row_is_malformed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    with (tmp_path / "tasks.jsonl").open("a") as file:
+        file.write('{"answer": "no prompt"}\n')
+    assert main(["check", str(path)]) == 2
+    assert "tasks.jsonl:3" in capsys.readouterr().err
+
+
+def test_the_schema_is_json_that_knows_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {"model", "rollout", "weights", "trainer"} <= set(schema["$defs"]["Config"]["properties"])
+    assert schema["$defs"]["RolloutConfig"]["properties"]["group_size"]["minimum"] == 1
+
+
+def test_the_settings_page_is_current() -> None:
+    assert (ROOT / "docs" / "config.md").read_text() == reference.markdown(), "run `make docs`"
+
+
+def test_the_settings_page_tells_both_kinds_of_engine_apart() -> None:
+    page = reference.markdown()
+    assert page.index("## engine, sglang") < page.index("`engine.urls`")
+    assert page.index("## engine, simulated") < page.index("`engine.decode_step_s`")
+    assert page.count("| required |") == 2
+
+
+def test_the_resolved_config_loads_to_the_same_when_written(tmp_path: Path) -> None:
+    config = load_config(
+        write_run(tmp_path), ["engine={kind: simulated}", "rollout.agent_loop_args={a: [1]}"]
+    )
+    text = reference.resolved_yaml(config)
+    assert msgspec.convert(yaml.safe_load(text), type(config)) == config
+
+
+def test_usage_errors_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["trian", "run.yaml"])
+    assert ended.value.code == 2
+    assert "trian" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""A run from checks to summary, with the processes replaced: its folder, its signals, its ending."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import Config, load_config
+from async_rl.errors import ConfigError, EnvironmentNotReady, TrainerError
+from async_rl.records import StepRecord, Summary, Totals, TrajectoryCounts, append_record, summarise
+from async_rl.report import Progress
+from async_rl.supervision import Nursery, services
+from async_rl.train import train
+from tests.support.run_config import write_run
+
+
+def two_steps(run_dir: Path) -> Summary:
+    records = [StepRecord(step=i, weight_version=i, time_s=float(i), reward_mean=0.5) for i in (1, 2)]
+    for record in records:
+        append_record(run_dir / "metrics.jsonl", record)
+    counts = TrajectoryCounts(dispatched=8, trained=8, in_flight=0, queued=0)
+    return summarise(
+        records,
+        Totals(
+            trajectories=counts,
+            rl_seconds=2.0,
+            sampled_tokens=10,
+            engine_idle_share=0.0,
+            max_staleness=4,
+            routing_merge="replace",
+        ),
+    )
+
+
+async def finishes(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
+    return two_steps(run_dir)
+
+
+def test_a_run_leaves_config_summary_and_curves_in_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    assert train(path, ["run.seed=7"], finishes) == 0
+    folder = tmp_path / "runs" / "tiny"
+    assert load_config(folder / "config.yaml") == load_config(path, ["run.seed=7"])
+    assert json.loads((folder / "summary.json").read_text())["reward_last"] == 0.5
+    assert {"logs", "checkpoints", "hf", "reward.png"} <= {p.name for p in folder.iterdir()}
+    assert str(folder) in capsys.readouterr().out
+
+
+def test_nothing_is_made_when_the_config_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        train(write_run(tmp_path), ["data.path=/nowhere.jsonl"], finishes)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_second_life_is_refused_when_resume_is_never(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "step-000002"
+    assert train(path, ["run.resume=never"], finishes) == 0
+    checkpoint.mkdir()
+    with pytest.raises(ConfigError, match=r"run\.resume=auto"):
+        train(path, ["run.resume=never"], finishes)
+    assert train(path, ["run.resume=auto"], finishes) == 0
+
+
+def test_a_folder_is_refused_while_another_process_runs_in_it(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    assert train(path, [], finishes) == 0
+    with (tmp_path / "runs" / "tiny" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process"):
+            train(path, [], finishes)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TrainerError("rank 1 died"), 1),
+        (EnvironmentNotReady("no Ray here"), 3),
+        (KeyError("of our own making"), 1),
+    ],
+)
+def test_service_cause_and_log_are_named_when_a_service_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    async def fails() -> None:
+        raise error
+
+    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
+        async with services(steady=asyncio.Event().wait), Nursery() as nursery:  # type: ignore[arg-type]
+            nursery.start("trainer", fails())
+        return two_steps(run_dir)
+
+    assert train(write_run(tmp_path), [], launch) == code
+    log = tmp_path / "runs" / "tiny" / "logs" / "driver.log"
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("async-rl: trainer failed: ")
+    assert str(error) in last
+    assert last.endswith(f"log: {log}")
+    assert "Traceback" in log.read_text()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_drains_and_still_sums_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
+) -> None:
+    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
+        os.kill(os.getpid(), number)
+        await stop.wait()
+        return two_steps(run_dir)
+
+    assert train(write_run(tmp_path), [], launch) == code
+    assert (tmp_path / "runs" / "tiny" / "summary.json").exists()
+    assert "a checkpoint is written" in capsys.readouterr().out
+
+
+def test_the_second_signal_aborts_and_cleans_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cleaned = []
+
+    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await stop.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append(run_dir)
+        return two_steps(run_dir)
+
+    before = signal.getsignal(signal.SIGINT)
+    assert train(write_run(tmp_path), [], launch) == 130
+    assert len(cleaned) == 1
+    assert not (tmp_path / "runs" / "tiny" / "summary.json").exists()
+    assert "aborted by SIGINT" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,43 @@
+"""Scalars as people write them in a config."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from async_rl import yaml12
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("off", "off"),
+        ("no", "no"),
+        ("y", "y"),
+        ("true", True),
+        ("False", False),
+        ("1e-6", 1e-6),
+        ("1.5E3", 1500.0),
+        ("-.5", -0.5),
+        ("12", 12),
+        ("-3", -3),
+        ("null", None),
+        ("1.2.3", "1.2.3"),
+        ("'1e-6'", "1e-6"),
+        ("[off, 1e-6, true]", ["off", 1e-6, True]),
+        (".inf", math.inf),
+    ],
+)
+def test_scalars_are_read_as_yaml_1_2_has_them(text: str, value: Any) -> None:
+    read = yaml12.load(text)
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize("value", ["off", "1e-6", "true", "12", "", "a: b", 1e-6, True, None, math.inf])
+def test_what_is_written_reads_back_the_same(value: Any) -> None:
+    read = yaml12.load(yaml12.dump({"key": value}))["key"]
+    assert read == value
+    assert type(read) is type(value)
