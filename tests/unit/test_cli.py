@@ -114,11 +114,11 @@ def test_the_settings_page_tells_both_kinds_of_engine_apart() -> None:
 
 
 def test_the_resolved_config_loads_to_the_same_when_written(tmp_path: Path) -> None:
-    config = load_config(
-        write_run(tmp_path), ["engine={kind: simulated}", "rollout.agent_loop_args={a: [1]}"]
-    )
+    overrides = ["engine={kind: simulated}", "rollout.agent_loop_args={a: ['1e-6', 'off', '010']}"]
+    config = load_config(write_run(tmp_path), overrides)
     text = reference.resolved_yaml(config)
     assert msgspec.convert(yaml.safe_load(text), type(config)) == config
+    assert msgspec.convert(yaml12.load(text), type(config)) == config
 
 
 def test_usage_errors_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
