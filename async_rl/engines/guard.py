@@ -47,7 +47,8 @@ def main() -> int:
         select.select([server_fd], [], [], grace_s)
     _end_group()
     shutil.rmtree(scratch, ignore_errors=True)
-    return server.wait()
+    code = server.wait()
+    return code if code >= 0 else 128 - code  # a signal, as shells say it
 
 
 def _end_group() -> None:

@@ -85,9 +85,10 @@ class SGLangServer:
         self._host = advertise_host or config.host
         self._port = free_port(config.host)
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0
         self.log_path = log_dir / f"engine-{index}.log"
-        self.api_key = secrets.token_urlsafe(24)
-        self.admin_key = secrets.token_urlsafe(24)
+        self.api_key = secrets.token_hex(24)
+        self.admin_key = secrets.token_hex(24)
 
     @property
     def url(self) -> str:
@@ -125,6 +126,7 @@ class SGLangServer:
         guard = [sys.executable, "-I", str(_HERE / "guard.py"), str(os.getpid()), str(scratch), str(grace_s)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+            self._log_begin = log.tell()
             return subprocess.Popen(
                 [*guard, *self.command(), "--config", str(keys)],
                 stdin=subprocess.DEVNULL,
@@ -137,7 +139,9 @@ class SGLangServer:
     def command(self) -> list[str]:
         """The server's command line, without the keys."""
         config = self._config
-        launcher = [str(_HERE / "sglang_cpu.py")] if self._device == "cpu" else ["-m", "sglang.launch_server"]
+        # -P keeps the launcher's own folder off the path: our `sglang.py` lies there beside it.
+        cpu = self._device == "cpu"
+        launcher = ["-P", str(_HERE / "sglang_cpu.py")] if cpu else ["-m", "sglang.launch_server"]
         arguments = {
             "model-path": self._model.path,
             "dtype": self._model.dtype,
@@ -156,7 +160,7 @@ class SGLangServer:
         switches = ["incremental-streaming-output"]
         if self._routing:
             switches.append("enable-return-routed-experts")
-        if self._device == "cpu":
+        if cpu:
             arguments["attention-backend"] = "torch_native"
             arguments["max-total-tokens"] = config.max_total_tokens or _CPU_KV_TOKENS
             # On few cores a step can take long while trainers hold them; that is not a hang.
@@ -169,6 +173,8 @@ class SGLangServer:
     def _environment(self, scratch: Path) -> dict[str, str]:
         # SGLang's sockets go where temporary files go, and are left there.
         environment = {**os.environ, "TMPDIR": str(scratch), "TOKENIZERS_PARALLELISM": "false"}
+        # Connections of ours are idle between turns for as long as tools take.
+        environment |= {"SGLANG_TIMEOUT_KEEP_ALIVE": "60"}
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if self._device == "cpu":
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -201,6 +207,7 @@ class SGLangServer:
         code = "was not started" if self._process is None else f"ended with code {self.poll()}"
         try:
             with open(self.log_path, errors="replace") as log:
+                log.seek(self._log_begin)
                 lines = deque((line.rstrip() for line in log if line.strip()), maxlen=_LAST_WORDS_LINES)
         except FileNotFoundError:
             lines = deque()

@@ -1,0 +1,773 @@
+"""The client of a real SGLang server: its native HTTP API, token ids in, token ids streamed out.
+
+```
+generate ──POST /generate──► events ─► Chunk …  Chunk, Finish
+interrupt("abort")  ─POST /abort_request──────► every stream ends as an abort, its tokens and rows delivered
+update_weights      ─POST /update_weights_*───► flush ─► version read back and compared
+```
+
+What SGLang is asked for and what it answers was checked against 0.5.23; servers must run with
+`--incremental-streaming-output` and, where routing is replayed, `--enable-return-routed-experts`.
+`engines.server` starts them so, and `wait_ready` refuses others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Final, Literal, TypeVar, cast
+
+import aiohttp
+import msgspec
+import numpy as np
+import pybase64
+from yarl import URL
+
+from async_rl import routing
+from async_rl.engines.protocol import (
+    Chunk,
+    DiskUpdate,
+    DistributedUpdate,
+    EngineFacts,
+    EngineHealth,
+    Finish,
+    GenerateRequest,
+    GroupInvite,
+    InterruptMode,
+    RoutingPayload,
+    WeightUpdate,
+    check_partition,
+)
+from async_rl.engines.sse import EventReader
+from async_rl.errors import (
+    AlignmentError,
+    ConfigError,
+    EngineError,
+    EngineTimeout,
+    EnvironmentNotReady,
+    PromptTooLong,
+    VersionMismatch,
+    WeightSyncError,
+)
+from async_rl.types import RoutingTrace, VersionSpan
+
+T = TypeVar("T")
+
+_ABORT_RESEND_S: Final = 0.05
+"""A request that was still on its way through the server's HTTP process misses an abort: say it again."""
+
+_FLUSH_LIMIT_S: Final = 5.0
+"""How long a refused flush may be retried: what still runs after an abort is gone within one decode step."""
+
+_KEEP_ALIVE_S: Final = 4.0
+"""Below the 5 s after which SGLang closes an idle connection, so that no request meets a closing one."""
+
+_MIN_ROWS_TO_JUDGE: Final = 64
+"""With one expert a token a layer may honestly be all zero for a few rows; not for so many."""
+
+
+# -- the wire: only what is read or written, as SGLang names it ---------------------------------------------
+
+
+class _SamplingParams(msgspec.Struct, omit_defaults=True):
+    max_new_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: Literal[False, True] = True
+    no_stop_trim: Literal[False, True] = False
+
+
+class _GenerateBody(msgspec.Struct):
+    rid: str
+    input_ids: list[int]
+    sampling_params: _SamplingParams
+    return_routed_experts: bool
+    return_logprob: bool = True
+    stream: bool = True
+
+
+class _FinishReason(msgspec.Struct, gc=False):
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _WeightSpan(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int = 0
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    finish_reason: _FinishReason | None = None
+    weight_version: str | None = None
+    weight_versions: list[_WeightSpan] | None = None
+    cached_tokens: int = 0
+    routed_experts: msgspec.Raw = msgspec.Raw()
+
+
+class _ServerError(msgspec.Struct):
+    message: str = ""
+    code: int = 400
+
+
+class _Event(msgspec.Struct):
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+    error: _ServerError | None = None
+
+
+class _Answer(msgspec.Struct):
+    """Of a control request."""
+
+    success: bool = True
+    message: str = ""
+    error: Any = None
+
+
+class _ModelInfo(msgspec.Struct):
+    model_path: str = ""
+    weight_version: str | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    version: str = ""
+    context_length: int | None = None
+    enable_return_routed_experts: bool = False
+    incremental_streaming_output: bool = False
+    enable_hierarchical_cache: bool = False
+    pp_size: int = 1
+    speculative_algorithm: str | None = None
+    speculative_eagle_topk: int | None = None
+    moe_runner_backend: str | None = None
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_event = msgspec.json.Decoder(_Event).decode
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+class SGLangEngine:
+    """One SGLang server, seen from here. See `protocol.Engine`.
+
+    Invariant: no token, log-prob or routing row is delivered twice. SGLang says with every event how many
+    tokens the call has, so what an event repeats is cut off, and what is missing ends the call with an error.
+
+    Example:
+        >>> engine = SGLangEngine("engine-0", server.url, facts, api_key=server.api_key,
+        ...                       admin_key=server.admin_key, routing=True, died=server.died)
+        >>> await engine.wait_ready()
+        >>> async for event in engine.generate(request): ...
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        url: str,
+        facts: EngineFacts,
+        *,
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        routing: bool = False,
+        stall_s: float = 60.0,
+        request_timeout_s: float = 60.0,
+        start_timeout_s: float = 600.0,
+        died: Callable[[], Awaitable[str | None]] | None = None,
+        session: aiohttp.ClientSession | None = None,
+    ) -> None:
+        """Remember where it is; connects to nothing.
+
+        Args:
+            engine_id: Name in logs, metrics and segments.
+            url: `http://host:port`.
+            facts: What routing payloads are checked against.
+            api_key: Of the server, None when it asks for none.
+            admin_key: Of its control endpoints; None takes `api_key`.
+            routing: Whether calls will ask for routed experts; `wait_ready` then checks that it can.
+            stall_s: Longest silence of a running stream.
+            request_timeout_s: Longest answer to a control request, weight updates left out: their caller
+                bounds them.
+            start_timeout_s: Longest `wait_ready`.
+            died: Last words of the server's process when it has ended, else None.
+            session: Connections to share; None opens and closes an own session.
+        """
+        self._engine_id = engine_id
+        self._facts = facts
+        self._routing = routing
+        self._stall_s = stall_s
+        self._request_timeout_s = request_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._died = died
+        self._session = session
+        self._owns_session = session is None
+        self._url = URL(url)
+        self._generate_url = self._url / "generate"
+        self._headers = {"Content-Type": "application/json"} | _bearer(api_key)
+        self._admin_headers = {"Content-Type": "application/json"} | _bearer(admin_key or api_key)
+        self._context_length = facts.context_length
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._last_event_s = -math.inf
+        self._standing_still = False
+        self._resumed_s = -math.inf
+        self.num_short_chunks = 0
+        """Chunks whose tokens and log-probs differed in number and were cut to the shorter."""
+
+    @property
+    def engine_id(self) -> str:
+        """See `Engine.engine_id`."""
+        return self._engine_id
+
+    # -- generation ---------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
+        """See `Engine.generate`."""
+        self._check_length(request)
+        self._running += 1
+        self._idle.clear()
+        call = _Call(self, request)
+        response: aiohttp.ClientResponse | None = None
+        finish: Finish | None = None
+        try:
+            response = await self._post_generate(request)
+            reader, content = EventReader(), response.content
+            while data := await self._read(content, call):
+                for document, payload in reader.feed(data):
+                    if document == b"[DONE]":
+                        continue
+                    chunk, finish = call.take(document, payload)
+                    if chunk is not None:
+                        yield chunk
+            if finish is None:
+                raise EngineError(
+                    f"{self._engine_id} ended the stream of {request.request_id} without a finish"
+                )
+        except aiohttp.ClientError as e:
+            raise EngineError(f"{self._engine_id} at {self._url}: connection lost: {e!r}") from e
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+            if finish is None and response is not None:
+                response.close()
+                await self._abort(request.request_id)
+        yield finish
+
+    async def _post_generate(self, request: GenerateRequest) -> aiohttp.ClientResponse:
+        sampling = request.sampling
+        body = _GenerateBody(
+            rid=request.request_id,
+            input_ids=request.input_ids.tolist(),
+            sampling_params=_SamplingParams(
+                max_new_tokens=request.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                stop_token_ids=sampling.stop_token_ids,
+                stop=sampling.stop,
+                skip_special_tokens=False,
+                no_stop_trim=True,
+            ),
+            return_routed_experts=request.return_routing,
+        )
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                response = await self._open().post(
+                    self._generate_url, data=_encode(body), headers=self._headers
+                )
+        except TimeoutError as e:
+            raise EngineTimeout(
+                f"{self._engine_id} did not take a request within {self._request_timeout_s} s"
+            ) from e
+        if response.status != 200:
+            text = await response.text()
+            raise EngineError(f"{self._engine_id} answered {response.status} to a request: {text[:500]}")
+        return response
+
+    async def _read(self, content: aiohttp.StreamReader, call: _Call) -> bytes:
+        """The next read of a stream, b"" at its end.
+
+        A call that waits in the engine's queue may be silent for as long as the engine is busy with others,
+        and all calls may be while the engine is told to stand still.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    data = await content.readany()
+            except TimeoutError as e:
+                alive_s = self._resumed_s if call.delivered else max(self._resumed_s, self._last_event_s)
+                if self._standing_still or loop.time() - alive_s < self._stall_s:
+                    continue
+                raise EngineTimeout(
+                    f"{self._engine_id} was silent for {self._stall_s} s in the call "
+                    f"{call.request.request_id} after {call.delivered} tokens"
+                ) from e
+            self._last_event_s = loop.time()
+            return data
+
+    async def _abort(self, request_id: str) -> None:
+        """Free the slot of a call that we have left. SGLang notices by itself too, within seconds."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self._control("abort_request", {"rid": request_id})
+        except (EngineError, TimeoutError):
+            return  # it is gone, or too busy to listen: then it has to notice
+
+    def _check_length(self, request: GenerateRequest) -> None:
+        prompt, total = len(request.input_ids), len(request.input_ids) + request.max_new_tokens
+        if prompt < 1:
+            raise ValueError("a request without a prompt")
+        if prompt >= self._context_length or total > self._context_length:
+            raise PromptTooLong(
+                f"{prompt} tokens of prompt and {request.max_new_tokens} to sample do not fit the context of "
+                f"{self._context_length} tokens of {self._engine_id}: shorten the prompt, lower "
+                f"rollout.max_new_tokens or raise engine.context_length"
+            )
+
+    def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
+        """See `Engine.decode_routing`. `payload.data` is base64 of int32 `[rows, num_layers, top_k]`."""
+        facts = self._facts
+        if not facts.is_moe:
+            raise AlignmentError(f"{self._engine_id} sent routing of a model that has no experts")
+        try:
+            ids = np.frombuffer(pybase64.b64decode(payload.data, validate=True), "<i4")
+        except ValueError as e:
+            raise AlignmentError(f"{self._engine_id} sent routing that is not base64 of int32: {e}") from e
+        expected = payload.num_rows * facts.num_layers * facts.top_k
+        if ids.size != expected:
+            raise AlignmentError(
+                f"{self._engine_id} sent {ids.size} expert ids, expected {payload.num_rows} rows x "
+                f"{facts.num_layers} layers x {facts.top_k} = {expected}"
+            )
+        rows = ids.reshape(payload.num_rows, facts.num_layers, facts.top_k)
+        first, last = facts.moe_layers[0], facts.moe_layers[-1]
+        if last - first + 1 == len(facts.moe_layers):
+            rows = rows[:, first : last + 1]  # the common case, without a copy
+        else:
+            rows = rows[:, list(facts.moe_layers)]
+        try:
+            trace = routing.make_trace(rows, facts.num_experts, payload.weight_version)
+        except AlignmentError:
+            _check_layers_used(rows, facts, min_rows=1)
+            raise
+        if facts.top_k == 1:
+            _check_layers_used(rows, facts, min_rows=_MIN_ROWS_TO_JUDGE)
+        return trace
+
+    # -- interruption -------------------------------------------------------------------------------------
+
+    async def interrupt(self, mode: InterruptMode) -> None:
+        """See `Engine.interrupt`.
+
+        `abort` does not use /pause_generation: SGLang's takes a second. It aborts all requests and waits
+        until the last stream has ended on our side, which takes one decode step.
+        """
+        if mode != "abort":
+            self._standing_still = True
+            await self._command("pause_generation", {"mode": mode})
+            return
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                await self._command("abort_request", {"abort_all": True})
+                while self._running:
+                    try:
+                        async with asyncio.timeout(_ABORT_RESEND_S):
+                            await self._idle.wait()
+                    except TimeoutError:
+                        await self._command("abort_request", {"abort_all": True})
+        except TimeoutError as e:
+            raise EngineTimeout(
+                f"{self._engine_id} still runs {self._running} calls {self._request_timeout_s} s after they "
+                f"were aborted"
+            ) from e
+
+    async def resume_generation(self, mode: InterruptMode) -> None:
+        """See `Engine.resume_generation`. After `abort` there is nothing to undo."""
+        if mode != "abort":
+            await self._command("continue_generation", {"torch_empty_cache": False})
+        self._standing_still = False
+        self._resumed_s = asyncio.get_running_loop().time()
+
+    # -- weights ------------------------------------------------------------------------------------------
+
+    async def join_weight_group(self, invite: GroupInvite) -> None:
+        """See `Engine.join_weight_group`."""
+        await self._update_command(
+            "init_weights_update_group",
+            {
+                "master_address": invite.host,
+                "master_port": invite.port,
+                "rank_offset": invite.rank_offset,
+                "world_size": invite.world_size,
+                "group_name": invite.group_name,
+                "backend": invite.backend,
+            },
+        )
+
+    async def leave_weight_group(self, group_name: str) -> None:
+        """See `Engine.leave_weight_group`."""
+        await self._update_command("destroy_weights_update_group", {"group_name": group_name})
+
+    async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
+        """See `Engine.update_weights`. Bounded in time by its caller."""
+        version = str(update.weight_version)
+        if isinstance(update, DiskUpdate):
+            body = {"model_path": update.path, "weight_version": version, "flush_cache": flush}
+            await self._load("update_weights_from_disk", body, version)
+        else:
+            await self._load_distributed(update, version, flush)
+        served = (await self.health()).weight_version
+        if served != update.weight_version:
+            raise VersionMismatch(
+                f"{self._engine_id} serves weight version {served} after an update to {version}"
+            )
+
+    async def _load_distributed(self, update: DistributedUpdate, version: str, flush: bool) -> None:
+        await self._update_command("begin_weight_update", {})
+        try:
+            for number, bucket in enumerate(update.buckets, start=1):
+                last = number == len(update.buckets)
+                body = {
+                    "names": [spec.name for spec in bucket],
+                    "dtypes": [spec.dtype for spec in bucket],
+                    "shapes": [spec.shape for spec in bucket],
+                    "group_name": update.group_name,
+                    "load_format": "flattened_bucket",
+                    "flush_cache": flush and last,
+                    "weight_version": version if last else None,
+                }
+                await self._load("update_weights_from_distributed", body, version)
+        finally:
+            # Also after a failure: an open session would refuse every later update.
+            await self._update_command("end_weight_update", {})
+
+    async def _load(self, endpoint: str, body: dict[str, Any], version: str) -> None:
+        status, answer = await self._control(endpoint, body)
+        if status == 200 and answer.success:
+            return
+        if "Weights were updated" not in answer.message:
+            raise WeightSyncError(f"{self._engine_id} refused weight version {version}: {_words(answer)}")
+        # The weights are the new ones, only the flush was refused, and the server has not counted the
+        # version: finish both.
+        await self._flush()
+        await self._update_command(
+            "update_weight_version", {"new_version": version, "abort_all_requests": False}
+        )
+
+    async def _flush(self) -> None:
+        endpoint = (self._url / "flush_cache").with_query(timeout=_FLUSH_LIMIT_S)
+        try:
+            async with asyncio.timeout(_FLUSH_LIMIT_S + self._request_timeout_s):
+                async with self._open().post(endpoint, headers=self._admin_headers) as response:
+                    status, text = response.status, await response.text()
+        except (aiohttp.ClientError, TimeoutError) as e:
+            raise WeightSyncError(
+                f"{self._engine_id} did not answer to a flush of its prefix cache: {e!r}"
+            ) from e
+        if status != 200:
+            raise WeightSyncError(
+                f"{self._engine_id} has new weights but would not flush its prefix cache within "
+                f"{_FLUSH_LIMIT_S} s: {text.strip()}. Interrupt it by abort or retract before an update"
+            )
+
+    # -- health -------------------------------------------------------------------------------------------
+
+    async def health(self) -> EngineHealth:
+        """See `Engine.health`."""
+        info = await self._ask("model_info", _ModelInfo)
+        return EngineHealth(weight_version=self._version_of(info.weight_version), model_path=info.model_path)
+
+    async def wait_ready(self) -> None:
+        """See `Engine.wait_ready`. Also refuses a server that was started without what we need.
+
+        Raises:
+            ConfigError: When it runs with something that routing replay cannot live with.
+        """
+        delay_s = 0.02
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while not await self._answers():
+                    last_words = await self._died() if self._died is not None else None
+                    if last_words is not None:
+                        raise EnvironmentNotReady(f"{self._engine_id} did not start: {last_words}")
+                    # HTTP cannot tell when a server will be there: ask again, less often each time.
+                    await asyncio.sleep(delay_s)
+                    delay_s = min(delay_s * 1.5, 0.5)
+        except TimeoutError as e:
+            raise EnvironmentNotReady(
+                f"{self._engine_id} at {self._url} did not answer within engine.start_timeout_s = "
+                f"{self._start_timeout_s}"
+            ) from e
+        try:
+            self._check_server(await self._ask("server_info", _ServerInfo))
+            info = await self._ask("model_info", _ModelInfo)
+            if not (info.weight_version or "").isdecimal():
+                await self._command(
+                    "update_weight_version", {"new_version": "0", "abort_all_requests": False}
+                )
+        except EngineError as e:
+            raise EnvironmentNotReady(f"{self._engine_id} answers, but is of no use: {e}") from e
+
+    async def _answers(self) -> bool:
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                async with self._open().get(self._url / "ready", headers=self._headers) as response:
+                    return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    def _check_server(self, info: _ServerInfo) -> None:
+        who = f"{self._engine_id} at {self._url}"
+        if not info.incremental_streaming_output:
+            raise ConfigError(
+                f"{who} repeats all it has sampled with every token: start it with "
+                f"--incremental-streaming-output"
+            )
+        if self._routing:
+            if not info.enable_return_routed_experts:
+                raise ConfigError(
+                    f"{who} would silently leave out the routing: start it with "
+                    f"--enable-return-routed-experts, or set routing.replay=off"
+                )
+            holes = {
+                "--enable-hierarchical-cache (rows of loaded-back prefixes are stale)": (
+                    info.enable_hierarchical_cache
+                ),
+                f"--pp-size {info.pp_size} (rows of the stages are not gathered)": info.pp_size > 1,
+                "tree speculation (the cache moves, the rows do not)": (
+                    info.speculative_algorithm is not None and (info.speculative_eagle_topk or 1) > 1
+                ),
+                f"--moe-runner-backend {info.moe_runner_backend} (it bypasses the recorded top-k)": any(
+                    name in (info.moe_runner_backend or "") for name in ("trtllm", "mxfp4")
+                ),
+            }
+            for hole, found in holes.items():
+                if found:
+                    raise ConfigError(
+                        f"{who} runs with {hole}, which gives wrong routing: start it without, or set "
+                        f"routing.replay=off"
+                    )
+        if info.context_length is not None:
+            self._context_length = info.context_length
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        if self._owns_session and self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # -- HTTP ---------------------------------------------------------------------------------------------
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = make_session()
+        return self._session
+
+    async def _ask(self, endpoint: str, kind: type[T]) -> T:
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                async with self._open().get(self._url / endpoint, headers=self._headers) as response:
+                    status, text = response.status, await response.read()
+        except TimeoutError as e:
+            raise EngineTimeout(
+                f"{self._engine_id} did not answer /{endpoint} within {self._request_timeout_s} s"
+            ) from e
+        except aiohttp.ClientError as e:
+            raise EngineError(f"{self._engine_id} at {self._url} cannot be reached: {e!r}") from e
+        if status != 200:
+            raise EngineError(f"{self._engine_id} answered {status} to /{endpoint}: {text[:300]!r}")
+        return self._parse(text, endpoint, kind)
+
+    async def _command(self, endpoint: str, body: dict[str, Any]) -> None:
+        """A control request that must succeed, within `request_timeout_s`."""
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                await self._update_command(endpoint, body)
+        except TimeoutError as e:
+            raise EngineTimeout(
+                f"{self._engine_id} did not answer /{endpoint} within {self._request_timeout_s} s"
+            ) from e
+
+    async def _update_command(self, endpoint: str, body: dict[str, Any]) -> None:
+        """A control request that must succeed, in time its caller bounds."""
+        status, answer = await self._control(endpoint, body)
+        if status != 200 or not answer.success:
+            raise WeightSyncError(f"{self._engine_id} refused /{endpoint} ({status}): {_words(answer)}")
+
+    async def _control(self, endpoint: str, body: dict[str, Any]) -> tuple[int, _Answer]:
+        try:
+            async with self._open().post(
+                self._url / endpoint, data=_encode(body), headers=self._admin_headers
+            ) as response:
+                text = await response.read()
+        except aiohttp.ClientError as e:
+            raise EngineError(f"{self._engine_id} at {self._url} cannot be reached: {e!r}") from e
+        if response.status in (401, 403):
+            raise EngineError(f"{self._engine_id} refuses our admin key for /{endpoint}")
+        if not text:
+            return response.status, _Answer()
+        return response.status, self._parse(text, endpoint, _Answer)
+
+    def _parse(self, text: bytes, endpoint: str, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.DecodeError as e:
+            raise EngineError(f"{self._engine_id} answered /{endpoint} with {text[:200]!r}: {e}") from e
+
+    def _version_of(self, text: str | None) -> int:
+        if text is None or not text.isdecimal():
+            raise VersionMismatch(
+                f"{self._engine_id} serves weights of version {text!r}, which nobody published: versions are "
+                f"decimal integers"
+            )
+        return int(text)
+
+
+class _Call:
+    """The account of one call: what has been delivered of it, so that nothing is delivered twice."""
+
+    def __init__(self, engine: SGLangEngine, request: GenerateRequest) -> None:
+        self.request = request
+        self.delivered = 0
+        self._engine = engine
+        self._cut = False
+
+    def take(self, document: bytes, payload: bytearray | None) -> tuple[Chunk | None, Finish | None]:
+        """Read one event: the tokens that it adds, and the end of the call if it is the last."""
+        engine_id = self._engine.engine_id
+        try:
+            event = _decode_event(document)
+        except msgspec.DecodeError as e:
+            raise EngineError(f"{engine_id} sent an event that is not what was expected: {e}") from e
+        meta = event.meta_info
+        if event.error is not None or meta is None:
+            raise self._refusal(event.error or _ServerError(message="an event without meta_info"))
+        finish = meta.finish_reason
+        if finish is not None and finish.type == "abort" and finish.status_code is not None:
+            raise self._refusal(_ServerError(message=finish.message or "", code=finish.status_code))
+        chunk = self._account(event.output_ids, meta)
+        return chunk, (self._finish(meta, finish, payload) if finish is not None else None)
+
+    def _account(self, token_ids: list[int], meta: _Meta) -> Chunk | None:
+        """The new tokens of an event.
+
+        SGLang counts all tokens of the call in `completion_tokens`. An abort of a retracted request repeats
+        its last token and all its log-probs, so the new ones are at the end of both lists.
+        """
+        new = meta.completion_tokens - self.delivered
+        if new == 0:
+            return None
+        if self._cut or new < 0 or new > len(token_ids):
+            raise EngineError(
+                f"{self._engine.engine_id} counts {meta.completion_tokens} tokens of the call "
+                f"{self.request.request_id}, but {self.delivered} were delivered and {len(token_ids)} came"
+            )
+        if new < len(token_ids) and meta.finish_reason is None:
+            raise EngineError(
+                f"{self._engine.engine_id} repeats tokens in its stream: start it with "
+                f"--incremental-streaming-output"
+            )
+        token_ids = token_ids[len(token_ids) - new :]
+        entries = meta.output_token_logprobs
+        if len(entries) > new:
+            entries = entries[len(entries) - new :]
+        elif len(entries) < new:
+            self._engine.num_short_chunks += 1
+            self._cut = True
+            token_ids = token_ids[: len(entries)]
+            if not token_ids:
+                return None
+        self.delivered += len(token_ids)
+        # JSON has no NaN: it comes as null, and the caller is to see that the value is none.
+        log_probs = [math.nan if entry[0] is None else entry[0] for entry in entries]
+        return Chunk(token_ids=token_ids, log_probs=log_probs)
+
+    def _finish(self, meta: _Meta, finish: _FinishReason, payload: bytearray | None) -> Finish:
+        if finish.type not in ("stop", "length", "abort"):
+            raise EngineError(f"{self._engine.engine_id} finished for an unknown reason {finish.type!r}")
+        raw = memoryview(meta.routed_experts)  # with its quotes
+        data = memoryview(payload) if payload is not None else raw[1:-1]
+        routed = None
+        # Rows of tokens that could not be delivered would be rows too many.
+        if raw.nbytes and raw[0] == ord('"') and not self._cut:
+            routed = RoutingPayload(
+                data=data,
+                num_rows=len(self.request.input_ids) + self.delivered - 1,
+                weight_version=self._engine._version_of(meta.weight_version),
+            )
+        return Finish(
+            reason=cast(Literal["stop", "length", "abort"], finish.type),
+            version_spans=self._spans(meta),
+            routing=routed,
+            cached_tokens=meta.cached_tokens,
+        )
+
+    def _spans(self, meta: _Meta) -> tuple[VersionSpan, ...]:
+        if not self.delivered:
+            return ()
+        version_of = self._engine._version_of
+        reported = meta.weight_versions
+        if not reported:
+            version = version_of(meta.weight_version)
+            return (VersionSpan(start=0, end=self.delivered, weight_version=version),)
+        spans = tuple(
+            VersionSpan(
+                start=span.start, end=min(span.end, self.delivered), weight_version=version_of(span.version)
+            )
+            for span in reported
+            if span.start < min(span.end, self.delivered)
+        )
+        if not check_partition(spans, self.delivered):
+            raise EngineError(
+                f"{self._engine.engine_id} reports versions {reported} for {self.delivered} sampled tokens"
+            )
+        return spans
+
+    def _refusal(self, error: _ServerError) -> EngineError | PromptTooLong:
+        message = f"{self._engine.engine_id} refused the call {self.request.request_id}: {error.message}"
+        if error.code == 400 and "context length" in error.message:
+            return PromptTooLong(message)
+        return EngineError(message)
+
+
+def make_session() -> aiohttp.ClientSession:
+    """Connections without a bound on their number: the pool bounds the calls."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+    )
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _words(answer: _Answer) -> str:
+    if isinstance(answer.error, dict):
+        return str(answer.error.get("message", answer.error))
+    return answer.message or str(answer.error)
+
+
+def _check_layers_used(rows: np.ndarray, facts: EngineFacts, *, min_rows: int) -> None:
+    """Refuse a MoE layer that is zero in all rows: its kernel bypassed the recorded top-k."""
+    if len(rows) < min_rows:
+        return
+    unused = np.flatnonzero(~rows.any(axis=(0, 2)))
+    if unused.size:
+        layers = [facts.moe_layers[i] for i in unused.tolist()]
+        raise AlignmentError(
+            f"layers {layers} have experts, but all {len(rows)} rows are zero there: the server's MoE "
+            f"backend does not record its choice"
+        )
