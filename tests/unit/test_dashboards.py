@@ -1,0 +1,110 @@
+"""The shipped dashboards name only metrics that exist, and load."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from async_rl.metrics import Metrics
+
+MONITORING = Path(__file__).parents[2] / "monitoring"
+DASHBOARDS = sorted((MONITORING / "grafana" / "dashboards").glob("*.json"))
+
+
+def exposed() -> set[str]:
+    """Names of all series that a driver serves."""
+    names = set()
+    for family in Metrics().registry.collect():
+        suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
+        names |= {family.name + suffix for suffix in suffixes}
+    return names
+
+
+def expressions(node: Any) -> Iterator[str]:
+    """Every query of a dashboard, those of its variables included."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("expr", "definition") or (key == "query" and isinstance(value, str)):
+                yield value
+            else:
+                yield from expressions(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from expressions(value)
+
+
+def unknown(dashboard: Any) -> set[str]:
+    """Metric names in a dashboard that no driver serves."""
+    # The job's name, in quotes, looks like a prefix of ours: leave label values out.
+    named = {
+        name
+        for text in expressions(dashboard)
+        for name in re.findall(r"\basync_rl_\w+", re.sub(r'"[^"]*"', '""', text))
+    }
+    return named - exposed()
+
+
+def panels(dashboard: Any) -> list[Any]:
+    return [inner for panel in dashboard["panels"] for inner in (panel, *panel.get("panels", []))]
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
+def test_a_dashboard_names_only_metrics_that_exist(path: Path) -> None:
+    dashboard = json.loads(path.read_text())
+    assert unknown(dashboard) == set()
+    assert len(list(expressions(dashboard))) > 20
+
+
+def test_an_unknown_metric_is_seen() -> None:
+    dashboard = {"panels": [{"targets": [{"expr": "rate(async_rl_rewards_total[5m]) / async_rl_reward"}]}]}
+    assert unknown(dashboard) == {"async_rl_rewards_total"}
+
+
+def test_a_histogram_is_not_a_series_of_its_own() -> None:
+    assert unknown({"expr": "async_rl_staleness_versions"}) == {"async_rl_staleness_versions"}
+    assert unknown({"expr": "async_rl_staleness_versions_bucket"}) == set()
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
+def test_panels_have_ids_of_their_own_and_say_what_they_show(path: Path) -> None:
+    shown = panels(json.loads(path.read_text()))
+    ids = [panel["id"] for panel in shown]
+    assert len(set(ids)) == len(ids)
+    assert [p["title"] for p in shown if p["type"] != "row" and not p.get("description")] == []
+
+
+def test_the_dashboard_has_a_row_for_each_part() -> None:
+    dashboard = json.loads((MONITORING / "grafana" / "dashboards" / "async_rl.json").read_text())
+    rows = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
+    assert rows == ["Flow", "Staleness", "Weights", "Engines", "Routing", "Trainer"]
+
+
+def test_every_metric_is_on_the_dashboard() -> None:
+    text = (MONITORING / "grafana" / "dashboards" / "async_rl.json").read_text()
+    missing = {family.name for family in Metrics().registry.collect() if family.name not in text}
+    assert missing == set()
+
+
+def test_the_scraped_job_is_the_one_that_the_dashboard_asks_for() -> None:
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    jobs = {job["job_name"]: job for job in config["scrape_configs"]}
+    for job in jobs.values():
+        for discovery in job["file_sd_configs"]:
+            for name in discovery["files"]:
+                assert isinstance(yaml.safe_load((MONITORING / name).read_text()), list)
+    dashboard = (MONITORING / "grafana" / "dashboards" / "async_rl.json").read_text()
+    assert set(re.findall(r'job=\\"(\w+)\\"', dashboard)) <= set(jobs)
+
+
+def test_the_composed_services_mount_files_that_exist() -> None:
+    compose = yaml.safe_load((MONITORING / "docker-compose.yml").read_text())
+    mounts = [m.split(":")[0] for service in compose["services"].values() for m in service["volumes"]]
+    local = [mount for mount in mounts if mount.startswith("./")]
+    assert len(local) == 4
+    assert [mount for mount in local if not (MONITORING / mount).exists()] == []
