@@ -256,8 +256,8 @@ class SGLangEngine:
             if not self._running:
                 self._idle.set()
             if finish is None and response is not None:
-                response.close()
                 await self._abort(request.request_id)
+                response.close()
         yield finish
 
     async def _post_generate(self, request: GenerateRequest) -> aiohttp.ClientResponse:
