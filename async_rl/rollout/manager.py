@@ -32,6 +32,7 @@ from async_rl.errors import (
     AgentLoopError,
     AlignmentError,
     AsyncRLError,
+    EngineError,
     PromptTooLong,
     RewardError,
     RolloutError,
@@ -168,7 +169,7 @@ class RolloutManager:
         for attempt in range(1, self._config.rollout.max_attempts + 1):
             try:
                 trajectory = await self._attempt(task, group_id, trajectory_id)
-            except (RolloutError, AlignmentError) as error:
+            except (RolloutError, EngineError, AlignmentError) as error:
                 log.warning(
                     "trajectory %s of task %s, attempt %d: %s", trajectory_id, task.task_id, attempt, error
                 )

@@ -19,7 +19,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -196,37 +197,54 @@ class WeightSync:
     # ---------------------------------------------------------------------------------------------
 
     async def _update_wave(self, engines: Sequence[Engine], version: int) -> list[_EngineTimes]:
-        """Hold, interrupt, update, attest and serve some engines together; those that fail are quarantined."""
+        """Interrupt, update, attest and serve some engines together; those that fail are quarantined."""
+        mode, flush = self._config.interrupt, self._config.interrupt != "in_place"
+        interrupted: list[tuple[Engine, float]] = []
         results: list[_EngineTimes] = []
 
-        async def update(engine: Engine) -> None:
-            flush = self._config.interrupt != "in_place"
+        async def interrupt(engine: Engine) -> None:
             self._pool.hold(engine.engine_id)
             begin = self._clock()
-            try:
-                async with asyncio.timeout(self._config.timeout_s):
-                    await engine.interrupt(self._config.interrupt)
-                    interrupted = self._clock()
-                    await engine.update_weights(self._update_for(engine, version), flush=flush)
-                    transferred = self._clock()
-                    await self._attest(engine, version)
-                    await engine.resume_generation(self._config.interrupt)
-            except (EngineError, TimeoutError) as error:
-                self._pool.quarantine(
-                    engine.engine_id, _as_engine_error(error, engine, self._config.timeout_s)
-                )
-                return
-            self._pool.serve(engine.engine_id, version)
-            served = self._clock()
-            results.append(_EngineTimes(interrupted - begin, transferred - interrupted, served - transferred))
+            async with self._quarantined_on_failure(engine):
+                await engine.interrupt(mode)
+                interrupted.append((engine, self._clock() - begin))
+
+        async def update(engine: Engine, interrupt_s: float) -> None:
+            begin = self._clock()
+            async with self._quarantined_on_failure(engine):
+                await engine.update_weights(self._update_for(engine, version), flush=flush)
+                transferred = self._clock()
+                await self._attest(engine, version)
+                await engine.resume_generation(mode)
+                self._pool.serve(engine.engine_id, version)
+                results.append(_EngineTimes(interrupt_s, transferred - begin, self._clock() - transferred))
 
         async with Nursery() as nursery:
             for engine in engines:
-                nursery.start(f"update {engine.engine_id}", update(engine))
-            if self._config.transport == "distributed" and engines:
-                groups = [self._groups[e.engine_id] for e in engines if e.engine_id in self._groups]
-                nursery.start("send weights", self._trainer.send_weights(groups, self._config.bucket_bytes))
+                nursery.start(f"interrupt {engine.engine_id}", interrupt(engine))
+        # Only now: a broadcast into the group of an engine that cannot listen would wait for it.
+        async with Nursery() as nursery:
+            for engine, interrupt_s in interrupted:
+                nursery.start(f"update {engine.engine_id}", update(engine, interrupt_s))
+            groups = [self._groups[e.engine_id] for e, _ in interrupted if e.engine_id in self._groups]
+            if groups:
+                sending = self._trainer.send_weights(groups, self._config.bucket_bytes)
+                nursery.start("send weights", sending)
         return results
+
+    @asynccontextmanager
+    async def _quarantined_on_failure(self, engine: Engine) -> AsyncIterator[None]:
+        limit_s = self._config.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except EngineError as error:
+            self._pool.quarantine(engine.engine_id, error)
+        except TimeoutError:
+            message = (
+                f"engine {engine.engine_id} did not take new weights within weights.timeout_s = {limit_s}"
+            )
+            self._pool.quarantine(engine.engine_id, WeightSyncError(message))
 
     def _update_for(self, engine: Engine, version: int) -> WeightUpdate:
         if self._config.transport == "disk":
@@ -295,11 +313,3 @@ class WeightSync:
             stale = self._published.pop(old)
             if stale.parent == self._directory:
                 await asyncio.to_thread(shutil.rmtree, stale, ignore_errors=True)
-
-
-def _as_engine_error(error: EngineError | TimeoutError, engine: Engine, timeout_s: float) -> EngineError:
-    if isinstance(error, EngineError):
-        return error
-    return WeightSyncError(
-        f"engine {engine.engine_id} did not take new weights within weights.timeout_s = {timeout_s}"
-    )

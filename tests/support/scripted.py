@@ -1,0 +1,129 @@
+"""Engines and trainers that do what a test tells them, call by call."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from async_rl import routing
+from async_rl.engines.protocol import (
+    Chunk,
+    EngineHealth,
+    Finish,
+    GenerateRequest,
+    GroupInvite,
+    InterruptMode,
+    RoutingPayload,
+    TensorSpec,
+    WeightUpdate,
+)
+from async_rl.types import RoutingTrace, VersionSpan
+
+NUM_EXPERTS = 8
+TOP_K = 2
+
+Script = Callable[[GenerateRequest], Sequence[Chunk | Finish | Exception]]
+"""What one call delivers, in order; an exception is raised in its place."""
+
+
+def sampled(
+    count: int, reason: str, version: int, *, prompt: int, rows: bool = True, first: int = 100
+) -> list:
+    """The events of a call that samples `count` tokens (ids from `first`) and ends."""
+    events: list[Chunk | Finish] = []
+    if count:
+        ids = list(range(first, first + count))
+        events.append(Chunk(token_ids=ids, log_probs=[-0.5] * count))
+    spans = (VersionSpan(start=0, end=count, weight_version=version),) if count else ()
+    payload = None
+    if rows:
+        payload = RoutingPayload(data=bytes([version]), num_rows=prompt + count - 1, weight_version=version)
+    events.append(Finish(reason=reason, version_spans=spans, routing=payload))
+    return events
+
+
+class ScriptedEngine:
+    """Answers the n-th call with the n-th script; its routing rows carry the version they were computed under."""
+
+    def __init__(self, engine_id: str = "engine-0", scripts: Sequence[Script] = ()) -> None:
+        self.engine_id = engine_id
+        self.scripts = list(scripts)
+        self.requests: list[GenerateRequest] = []
+        self.log: list[str] = []
+        self.weight_version = 0
+        self.decoded = 0
+        self.fail_in: str | None = None
+        self.error: Exception | None = None
+        self.lie: int | None = None
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
+        # The session's buffer goes on changing after the call.
+        self.requests.append(
+            GenerateRequest(
+                request_id=request.request_id,
+                input_ids=request.input_ids.copy(),
+                max_new_tokens=request.max_new_tokens,
+                sampling=request.sampling,
+                return_routing=request.return_routing,
+            )
+        )
+        for event in self.scripts.pop(0)(request):
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
+        self.decoded += 1
+        return marked_trace(payload.num_rows, bytes(payload.data)[0])
+
+    def _step(self, name: str) -> None:
+        self.log.append(name)
+        if self.fail_in == name and self.error is not None:
+            raise self.error
+
+    async def interrupt(self, mode: InterruptMode) -> None:
+        self._step("interrupt")
+
+    async def resume_generation(self, mode: InterruptMode) -> None:
+        self._step("resume")
+
+    async def join_weight_group(self, invite: GroupInvite) -> None:
+        self._step("join")
+
+    async def leave_weight_group(self, group_name: str) -> None:
+        self._step("leave")
+
+    async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
+        self._step("update flush" if flush else "update")
+        self.weight_version = update.weight_version
+
+    async def health(self) -> EngineHealth:
+        self._step("health")
+        return EngineHealth(weight_version=self.weight_version if self.lie is None else self.lie)
+
+    async def wait_ready(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def marked_trace(num_rows: int, version: int) -> RoutingTrace:
+    """Rows `[num_rows, 1, 2]` that name their version: experts (version, version + 1) modulo 8."""
+    row = [version % NUM_EXPERTS, (version + 1) % NUM_EXPERTS]
+    rows = np.tile(np.array(row, np.uint8), (num_rows, 1, 1))
+    return routing.make_trace(rows, NUM_EXPERTS, version)
+
+
+class RecordingTrainer:
+    """Remembers what it was asked to do."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            self.calls.append((name, arguments))
+            if name == "plan_buckets":
+                return ((TensorSpec(name="w", dtype="float32", shape=(2,)),),)
+            return None
+
+        return call

@@ -1,0 +1,314 @@
+import asyncio
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from async_rl.chat import ChatFormat
+from async_rl.config import RolloutConfig, RoutingConfig
+from async_rl.engines.pool import EnginePool
+from async_rl.engines.protocol import Chunk, Engine, EngineFacts, Finish
+from async_rl.errors import EngineError, PromptTooLong
+from async_rl.metrics import Metrics
+from async_rl.rollout.session import RolloutSession
+from async_rl.supervision import Nursery
+from async_rl.types import Context, Sampled, Task, VersionSpan
+from tests.support.scripted import Script, ScriptedEngine, sampled
+
+FACTS = EngineFacts(
+    num_layers=1, moe_layers=(0,), num_experts=8, top_k=2, vocab_size=512, context_length=1024
+)
+PROMPT = 7
+
+
+class PlainChat:
+    """Seven tokens of prompt, two for each later message."""
+
+    stop_token_ids = (2,)
+
+    def prompt_ids(self, messages: Any, tools: Any = ()) -> np.ndarray:
+        return np.arange(PROMPT, dtype=np.int32)
+
+    def append_ids(self, messages: Any, *, after_length: bool = False) -> np.ndarray:
+        return np.full(2 * len(messages), 9, np.int32)
+
+    def decode(self, token_ids: Any) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Bench:
+    def __init__(self, *engines: ScriptedEngine, merge: str = "replace", replay: str = "r3", **rollout: Any):
+        self.pool = EnginePool(Metrics(), lambda: 0.0)
+        self.engines = engines
+        for engine in engines:
+            self.pool.add(cast(Engine, engine))
+            self.pool.serve(engine.engine_id, 0)
+        ids = count()
+        self.session = RolloutSession(
+            task=Task(task_id="t", messages=[]),
+            trajectory_id="0" * 32,
+            group_id="g",
+            pool=self.pool,
+            chat=cast(ChatFormat, PlainChat()),
+            facts=FACTS,
+            rollout=RolloutConfig(**{"max_context_tokens": 64, "max_new_tokens": 16, **rollout}),
+            routing_config=RoutingConfig(merge=merge, replay=replay),
+            metrics=Metrics(),
+            new_id=lambda: f"{next(ids):032d}",
+            clock=lambda: 0.0,
+        )
+
+    async def finish(self):
+        return await self.session.finish("completed", {"reward": 1.0})
+
+
+def bench(scripts: Sequence[Script], **changes: Any) -> Bench:
+    made = Bench(ScriptedEngine(scripts=scripts), **changes)
+    made.session.start([{"role": "user", "content": "hi"}])
+    return made
+
+
+def ids_of(trajectory) -> list[int]:
+    return trajectory.token_ids[PROMPT:].tolist()
+
+
+async def test_a_turn_is_one_segment_when_nothing_interrupts():
+    b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
+    turn = await b.session.generate()
+    trajectory = await b.finish()
+    assert turn.finish_reason == "stop"
+    assert turn.token_ids.tolist() == [100, 101, 102, 103, 104]
+    assert [type(s) for s in trajectory.segments] == [Context, Sampled]
+    assert len(trajectory.trace.rows) == trajectory.num_tokens - 1
+    assert trajectory.trace.valid.all()
+
+
+async def test_generation_resumes_with_its_tokens_and_a_smaller_budget_when_aborted():
+    b = bench(
+        [
+            lambda r: sampled(5, "abort", 0, prompt=PROMPT),
+            lambda r: sampled(3, "stop", 1, prompt=PROMPT + 5, first=200),
+        ]
+    )
+    turn = await b.session.generate()
+    trajectory = await b.finish()
+    first, second = b.engines[0].requests
+    assert second.input_ids.tolist() == [*range(PROMPT), 100, 101, 102, 103, 104]
+    assert second.max_new_tokens == first.max_new_tokens - 5
+    assert first.request_id != second.request_id
+    assert turn.token_ids.tolist() == ids_of(trajectory) == [100, 101, 102, 103, 104, 200, 201, 202]
+    assert [s.weight_version for s in trajectory.sampled] == [0, 1]
+    assert trajectory.outcome.num_interruptions == trajectory.outcome.num_resumes == 1
+
+
+async def test_case_11_routing_is_replaced_and_never_concatenated_when_resumed():
+    b = bench(
+        [
+            lambda r: sampled(5, "abort", 0, prompt=PROMPT),
+            lambda r: sampled(4, "abort", 1, prompt=PROMPT + 5),
+            lambda r: sampled(3, "stop", 2, prompt=PROMPT + 9),
+        ]
+    )
+    await b.session.generate()
+    trace = (await b.finish()).trace
+    assert len(trace.rows) == PROMPT + 12 - 1
+    assert (trace.rows[:, 0, 0] == 2).all()  # every row was computed under version 2
+    assert trace.spans == (VersionSpan(start=0, end=18, weight_version=2),)
+    assert b.engines[0].decoded == 1  # what was replaced was never decoded
+
+
+async def test_case_12_earlier_rows_stay_when_spliced_and_the_boundary_row_is_new():
+    b = bench(
+        [
+            lambda r: sampled(5, "abort", 0, prompt=PROMPT),
+            lambda r: sampled(3, "stop", 1, prompt=PROMPT + 5),
+        ],
+        merge="splice",
+    )
+    await b.session.generate()
+    trace = (await b.finish()).trace
+    boundary = PROMPT + 5 - 1
+    assert (trace.rows[:boundary, 0, 0] == 0).all()
+    assert (trace.rows[boundary:, 0, 0] == 1).all()
+    assert len(trace.rows) == PROMPT + 8 - 1
+
+
+async def test_an_abort_in_the_queue_is_ordinary_when_there_are_no_tokens_and_no_rows():
+    b = bench(
+        [
+            lambda r: sampled(0, "abort", 0, prompt=PROMPT, rows=False),
+            lambda r: sampled(3, "stop", 1, prompt=PROMPT),
+        ]
+    )
+    await b.session.generate()
+    trajectory = await b.finish()
+    assert [s.weight_version for s in trajectory.sampled] == [1]
+    assert trajectory.outcome.num_interruptions == 1
+
+
+async def test_rows_are_recovered_by_a_prefill_without_tokens_when_the_last_call_had_none():
+    b = bench(
+        [
+            lambda r: sampled(5, "abort", 0, prompt=PROMPT),
+            lambda r: sampled(11, "abort", 1, prompt=PROMPT + 5, rows=False),
+            lambda r: sampled(0, "length", 2, prompt=len(r.input_ids)),
+        ]
+    )
+    turn = await b.session.generate()
+    trajectory = await b.finish()
+    assert turn.finish_reason == "length"  # the budget of 16 was used up by 5 and 11
+    assert b.engines[0].requests[-1].max_new_tokens == 0
+    assert len(ids_of(trajectory)) == 16
+    assert trajectory.trace.valid.all()
+    assert (trajectory.trace.rows[:, 0, 0] == 2).all()
+
+
+async def test_missing_rows_are_marked_invalid_when_they_cannot_be_recovered():
+    def fail(request):
+        return [EngineError("gone")]
+
+    other = ScriptedEngine("engine-1", [lambda r: sampled(0, "abort", 0, prompt=1, rows=False)] * 4)
+    b = Bench(
+        ScriptedEngine("engine-0", [lambda r: sampled(16, "abort", 0, prompt=PROMPT, rows=False), fail]),
+        other,
+    )
+    b.session.start([{"role": "user", "content": "hi"}])
+    await b.session.generate()
+    trajectory = await b.finish()
+    assert not trajectory.trace.valid.any()
+    assert len(trajectory.trace.rows) == trajectory.num_tokens - 1
+
+
+async def test_tokens_seen_are_kept_when_the_engine_dies_and_another_goes_on():
+    def die(request):
+        return [Chunk(token_ids=[100, 101], log_probs=[-1.0, -2.0]), EngineError("connection lost")]
+
+    first = ScriptedEngine("engine-0", [die])
+    second = ScriptedEngine("engine-1", [lambda r: sampled(2, "stop", 0, prompt=PROMPT + 2, first=200)])
+    b = Bench(first, second)
+    b.session.start([{"role": "user", "content": "hi"}])
+    await b.session.generate()
+    trajectory = await b.finish()
+    assert ids_of(trajectory) == [100, 101, 200, 201]
+    assert trajectory.rollout_log_probs[PROMPT : PROMPT + 2].tolist() == [-1.0, -2.0]
+    assert [s.engine_id for s in trajectory.sampled] == ["engine-0", "engine-1"]
+    assert trajectory.outcome.num_failovers == 1
+    assert [e.engine_id for e in b.pool.engines() if b.pool.error_of(e.engine_id)] == ["engine-0"]
+
+
+async def test_one_call_becomes_two_segments_when_the_engine_changed_weights_in_between():
+    def two_versions(request):
+        spans = (
+            VersionSpan(start=0, end=2, weight_version=0),
+            VersionSpan(start=2, end=5, weight_version=1),
+        )
+        finish = sampled(5, "stop", 1, prompt=PROMPT)[-1]
+        return [
+            Chunk(token_ids=[1, 2, 3, 4, 5], log_probs=[-0.1] * 5),
+            Finish(reason="stop", version_spans=spans, routing=finish.routing),
+        ]
+
+    b = bench([two_versions])
+    await b.session.generate()
+    trajectory = await b.finish()
+    assert [(len(s.token_ids), s.weight_version) for s in trajectory.sampled] == [(2, 0), (3, 1)]
+    assert trajectory.oldest_weight_version == 0
+    assert trajectory.outcome.num_interruptions == trajectory.outcome.num_resumes == 1
+
+
+async def test_an_answer_is_refused_when_its_log_probs_are_not_finite():
+    def not_finite(request):
+        finish = sampled(2, "stop", 0, prompt=PROMPT)[-1]
+        return [Chunk(token_ids=[1, 2], log_probs=[-0.1, float("nan")]), finish]
+
+    second = ScriptedEngine("engine-1", [lambda r: sampled(3, "stop", 0, prompt=PROMPT)])
+    b = Bench(ScriptedEngine("engine-0", [not_finite]), second)
+    b.session.start([{"role": "user", "content": "hi"}])
+    await b.session.generate()
+    trajectory = await b.finish()
+    assert ids_of(trajectory) == [100, 101, 102]
+    assert np.isfinite(trajectory.rollout_log_probs).all()
+
+
+async def test_tokens_are_segments_when_the_caller_is_cancelled_mid_stream():
+    started = asyncio.Event()
+
+    class Hanging(ScriptedEngine):
+        async def generate(self, request):
+            yield Chunk(token_ids=[100, 101, 102], log_probs=[-1.0] * 3)
+            started.set()
+            await asyncio.Future()
+
+    b = Bench(Hanging())
+    b.session.start([{"role": "user", "content": "hi"}])
+    async with Nursery() as nursery:
+        task = nursery.start("turn", b.session.generate())
+        await started.wait()
+        task.cancel()
+    assert b.session.remaining_tokens == 64 - PROMPT - 3
+    assert b.session._segments[-1].token_ids.tolist() == [100, 101, 102]
+
+
+async def test_tool_tokens_are_context_and_get_rows_with_the_next_call():
+    b = bench(
+        [
+            lambda r: sampled(3, "stop", 0, prompt=PROMPT),
+            lambda r: sampled(2, "stop", 0, prompt=len(r.input_ids), first=200),
+        ]
+    )
+    await b.session.generate()
+    b.session.add_messages([{"role": "tool", "content": "4"}])
+    await b.session.generate()
+    trajectory = await b.finish()
+    assert ids_of(trajectory) == [100, 101, 102, 9, 9, 200, 201]
+    assert trajectory.response_mask[PROMPT:].tolist() == [True] * 3 + [False] * 2 + [True] * 2
+    assert trajectory.trace.valid.all()
+
+
+async def test_case_21_trailing_tool_rows_are_invalid_when_no_call_follows():
+    b = bench([lambda r: sampled(3, "stop", 0, prompt=PROMPT)])
+    await b.session.generate()
+    b.session.add_messages([{"role": "tool", "content": "4"}])
+    trace = (await b.finish()).trace
+    assert len(trace.rows) == PROMPT + 3 + 2 - 1
+    assert trace.valid.tolist() == [True] * (PROMPT + 2) + [False] * 2
+
+
+async def test_the_prompt_is_refused_when_it_leaves_no_room():
+    b = Bench(ScriptedEngine(), max_context_tokens=PROMPT, max_new_tokens=2)
+    with pytest.raises(PromptTooLong, match="max_context_tokens is 7"):
+        b.session.start([{"role": "user", "content": "hi"}])
+
+
+async def test_tool_results_are_refused_when_they_do_not_fit():
+    b = bench(
+        [lambda r: sampled(3, "stop", 0, prompt=PROMPT)], max_context_tokens=PROMPT + 4, max_new_tokens=3
+    )
+    await b.session.generate()
+    with pytest.raises(PromptTooLong):
+        b.session.add_messages([{"role": "tool", "content": "long"}])
+    assert b.session.remaining_tokens == 1
+
+
+async def test_the_turn_ends_by_length_when_the_context_is_full():
+    b = bench(
+        [lambda r: sampled(r.max_new_tokens, "length", 0, prompt=PROMPT)], max_context_tokens=PROMPT + 4
+    )
+    turn = await b.session.generate()
+    assert turn.finish_reason == "length"
+    assert b.session.remaining_tokens == 0
+
+
+async def test_the_trajectory_fails_when_an_engine_keeps_ending_calls_by_itself():
+    b = bench([lambda r: sampled(0, "abort", 0, prompt=PROMPT, rows=False)] * 20)
+    with pytest.raises(EngineError, match="nobody interrupted"):
+        await b.session.generate()
+
+
+async def test_no_routing_is_asked_for_when_replay_is_off():
+    b = bench([lambda r: sampled(3, "stop", 0, prompt=PROMPT, rows=False)], replay="off")
+    await b.session.generate()
+    assert (await b.finish()).trace is None
+    assert not b.engines[0].requests[0].return_routing

@@ -1,0 +1,177 @@
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from async_rl.config import WeightsConfig
+from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.engines.protocol import DistributedUpdate, Engine
+from async_rl.errors import EngineError, WeightSyncError
+from async_rl.metrics import Metrics
+from async_rl.supervision import first_error
+from async_rl.training import Trainer
+from async_rl.weights.sync import WeightSync
+from tests.support.scripted import RecordingTrainer, ScriptedEngine
+
+
+class Bench:
+    """A pool of scripted engines under a sync."""
+
+    def __init__(self, tmp_path: Path, engines: int = 2, **changes: Any) -> None:
+        self.pool = EnginePool(Metrics(), lambda: 0.0)
+        self.engines = [ScriptedEngine(f"engine-{index}") for index in range(engines)]
+        for engine in self.engines:
+            self.pool.add(cast(Engine, engine))
+        self.trainer = RecordingTrainer()
+        self.sync = WeightSync(
+            WeightsConfig(**changes),
+            pool=self.pool,
+            trainer=cast(Trainer, self.trainer),
+            directory=tmp_path,
+            metrics=Metrics(),
+            clock=lambda: 0.0,
+            open_port=lambda: ("127.0.0.1", 1),
+        )
+
+    async def start(self, version: int = 0) -> None:
+        await self.sync.start(version, Path("/model") if version == 0 else None)
+        for engine in self.engines:
+            engine.log.clear()
+        self.trainer.calls.clear()
+
+    def serving(self) -> dict[str, int]:
+        return {
+            e.engine_id: self.pool.version_of(e.engine_id) for e in self.pool.engines(EngineState.SERVING)
+        }
+
+
+async def test_engines_serve_the_new_version_when_all_took_it(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.start()
+    report = await bench.sync.sync(1)
+    assert bench.serving() == {"engine-0": 1, "engine-1": 1}
+    assert report.weight_version == 1
+    assert bench.engines[0].log == ["interrupt", "update flush", "health", "resume"]
+    assert bench.trainer.calls == [("publish", (str(tmp_path / "version_1"), 1))]
+
+
+async def test_the_cache_is_kept_when_interrupted_in_place(tmp_path):
+    bench = Bench(tmp_path, interrupt="in_place")
+    await bench.start()
+    await bench.sync.sync(1)
+    assert "update" in bench.engines[0].log
+
+
+async def test_an_engine_is_quarantined_when_its_update_fails_and_the_others_go_on(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.start()
+    bench.engines[0].fail_in, bench.engines[0].error = "update flush", EngineError("refused")
+    await bench.sync.sync(1)
+    assert bench.serving() == {"engine-1": 1}
+    assert bench.pool.version_of("engine-0") == 0
+
+
+async def test_an_engine_is_quarantined_when_it_reads_back_another_version(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.start()
+    bench.engines[1].lie = 0
+    await bench.sync.sync(1)
+    assert bench.serving() == {"engine-0": 1}
+
+
+async def test_the_run_ends_with_every_cause_when_no_engine_took_the_update(tmp_path):
+    bench = Bench(tmp_path, engines=1)
+    await bench.start()
+    bench.engines[0].fail_in, bench.engines[0].error = "interrupt", EngineError("gone")
+    with pytest.raises(WeightSyncError, match="gone"):
+        await bench.sync.sync(1)
+
+
+async def test_one_engine_serves_while_the_other_is_updated_when_rolling(tmp_path):
+    bench = Bench(tmp_path, rolling=True)
+    await bench.start()
+    serving_during: list[int] = []
+    for engine in bench.engines:
+        original = engine.update_weights
+
+        async def update(change, *, flush, original=original):
+            serving_during.append(len(bench.serving()))
+            await original(change, flush=flush)
+
+        engine.update_weights = update  # type: ignore[method-assign]
+    await bench.sync.sync(1)
+    assert serving_during == [1, 1]
+    assert bench.serving() == {"engine-0": 1, "engine-1": 1}
+
+
+async def test_a_restarted_engine_loads_the_published_version_before_it_serves(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.start()
+    await bench.sync.sync(1)
+    engine = bench.engines[0]
+    bench.pool.quarantine("engine-0", EngineError("killed"))
+    engine.weight_version = 0  # it came back with the model's own weights
+    engine.log.clear()
+    bench.pool.rejoin("engine-0")
+    await bench.sync.catch_up("engine-0")
+    assert engine.weight_version == 1
+    assert bench.serving() == {"engine-0": 1, "engine-1": 1}
+
+
+async def test_old_versions_leave_the_disk_when_newer_ones_are_published(tmp_path):
+    bench = Bench(tmp_path, keep_versions=2)
+    await bench.start()
+    for version in range(1, 5):
+        (tmp_path / f"version_{version}").mkdir()
+        await bench.sync.sync(version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version_3", "version_4"]
+
+
+async def test_weights_are_broadcast_into_each_engines_own_group_when_distributed(tmp_path):
+    bench = Bench(tmp_path, transport="distributed")
+    updates: list[DistributedUpdate] = []
+    await bench.sync.start(0, Path("/model"))
+    for engine in bench.engines:
+
+        async def update(change, *, flush, engine=engine):
+            updates.append(change)
+            engine.weight_version = change.weight_version
+
+        engine.update_weights = update  # type: ignore[method-assign]
+    await bench.sync.sync(1)
+    groups = {update.group_name for update in updates}
+    assert len(groups) == 2
+    sent = [arguments for name, arguments in bench.trainer.calls if name == "send_weights"]
+    assert set(sent[0][0]) == groups
+    assert updates[0].buckets[0][0].name == "w"
+    await bench.sync.close()
+    assert {a[0] for name, a in bench.trainer.calls if name == "close_weight_group"} == groups
+
+
+async def test_the_engine_is_quarantined_when_an_update_hangs(tmp_path):
+    bench = Bench(tmp_path, timeout_s=0.01)
+    await bench.start()
+
+    async def hang(change, *, flush):
+        await asyncio.Future()
+
+    bench.engines[0].update_weights = hang  # type: ignore[method-assign]
+    await bench.sync.sync(1)
+    assert bench.serving() == {"engine-1": 1}
+    assert "weights.timeout_s" in str(bench.pool.error_of("engine-0"))
+
+
+async def test_start_publishes_when_training_resumes_from_a_checkpoint(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.sync.start(7, None)
+    assert bench.serving() == {"engine-0": 7, "engine-1": 7}
+    assert ("publish", (str(tmp_path / "version_7"), 7)) in bench.trainer.calls
+
+
+async def test_start_fails_with_the_cause_when_an_engine_does_not_take_the_first_weights(tmp_path):
+    bench = Bench(tmp_path, engines=1)
+    bench.engines[0].fail_in, bench.engines[0].error = "health", EngineError("not there")
+    with pytest.raises(ExceptionGroup) as caught:
+        await bench.sync.start(0, Path("/model"))
+    assert "not there" in str(first_error(caught.value))
