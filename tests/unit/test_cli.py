@@ -126,3 +126,10 @@ def test_usage_errors_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -
         main(["trian", "run.yaml"])
     assert ended.value.code == 2
     assert "trian" in capsys.readouterr().err
+
+
+def test_the_module_is_the_same_command_as_train(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "async_rl.train", str(tmp_path / "missing.yaml")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"async-rl: cannot read the config {tmp_path / 'missing.yaml'}")
