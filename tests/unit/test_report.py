@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from async_rl.config import Config, parse_config
+from async_rl.config import Config, changed_fields, parse_config
 from async_rl.records import StepRecord, Totals, TrajectoryCounts, summarise
 from async_rl.report import (
     Progress,
@@ -115,6 +115,12 @@ def test_the_header_shows_what_differs_and_what_follows(tmp_path: Path) -> None:
     assert "rollout.temperature" not in text
     assert "engine." not in text
     assert list(derived_bounds(shown).values()) == [12, 6, 24, 10]
+
+
+def test_the_kind_of_engine_is_shown_when_it_is_not_sglang() -> None:
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "engine": {"kind": "simulated"}}
+    shown = changed_fields(parse_config(tree))
+    assert shown == {"model.path": "m", "data.path": "d", "engine.kind": "simulated"}
 
 
 def test_the_run_files_hold_the_summary_and_a_picture(tmp_path: Path) -> None:

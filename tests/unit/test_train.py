@@ -74,7 +74,7 @@ def test_a_folder_is_refused_while_another_process_runs_in_it(tmp_path: Path) ->
     path = write_run(tmp_path)
     assert train(path, [], finishes) == 0
     with (tmp_path / "runs" / "tiny" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         with pytest.raises(ConfigError, match="another process"):
             train(path, [], finishes)
 
