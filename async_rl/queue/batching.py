@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
 from async_rl import routing
+from async_rl.engines.protocol import EngineFacts
 from async_rl.errors import AlignmentError, DataError
 from async_rl.types import Context, Group, TrainBatch, Trajectory
 
 
-class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the routing rows of the model look like."""
-
-    num_layers: int
-    """Layers with experts."""
-    top_k: int
-    num_experts: int
-
-
 def assemble(
-    groups: Sequence[Group], version: int, batch_id: str, facts: RoutingFacts | None = None
+    groups: Sequence[Group], version: int, batch_id: str, facts: EngineFacts | None = None
 ) -> TrainBatch:
     """Pack whole groups into arrays of their own; see `plan` for the arguments and errors."""
     batch = plan(groups, version, batch_id, facts)
@@ -31,7 +22,7 @@ def assemble(
 
 
 def plan(
-    groups: Sequence[Group], version: int, batch_id: str, facts: RoutingFacts | None = None
+    groups: Sequence[Group], version: int, batch_id: str, facts: EngineFacts | None = None
 ) -> TrainBatch:
     """The batch with arrays of the right shapes and any content; they cost no memory until they are touched.
 
@@ -51,7 +42,7 @@ def plan(
     count, tokens = len(lengths), sum(lengths)
     rows = None
     if facts is not None:
-        rows = np.empty((tokens, facts.num_layers, facts.top_k), routing.id_dtype(facts.num_experts))
+        rows = np.empty((tokens, len(facts.moe_layers), facts.top_k), routing.id_dtype(facts.num_experts))
     return TrainBatch(
         batch_id=batch_id,
         trainer_version=version,

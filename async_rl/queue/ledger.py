@@ -26,7 +26,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -203,8 +203,9 @@ class Ledger:
             "UPDATE groups SET weight_version = ?, frame = ?, frame_bytes = ? WHERE group_id = ?",
             (version, frame, frame_bytes, group_id),
         )
-        for trajectory_id in trajectory_ids:
-            self._write("UPDATE trajectories SET state = 'queued' WHERE trajectory_id = ?", (trajectory_id,))
+        self._write(
+            "UPDATE trajectories SET state = 'queued' WHERE group_id = ? AND state = 'in_flight'", (group_id,)
+        )
         self._end_change()
 
     def train(self, group_ids: Iterable[str], step: int) -> None:
@@ -218,8 +219,12 @@ class Ledger:
         if unready or len({g.group_id for g in groups}) != len(groups):
             raise InvariantError(f"step {step} settles groups that are not queued, or one twice: {unready}")
         for group in groups:
+            self._write(
+                "UPDATE trajectories SET state = 'trained', step = ? WHERE group_id = ? AND state = 'queued'",
+                (step, group.group_id),
+            )
             for trajectory_id in group.queued:
-                self._settle(trajectory_id, "trained", step, None)
+                del self._owner[trajectory_id]
             self._counts["queued"] -= len(group.queued)
             self._counts["trained"] += len(group.queued)
             del self._groups[group.group_id]
@@ -236,12 +241,11 @@ class Ledger:
         if strange or len(set(chosen)) != len(chosen):
             raise InvariantError(f"drop ({reason}) of trajectories that are settled or unknown: {strange}")
         for trajectory_id in chosen:
-            group = self._groups[self._owner[trajectory_id]]
+            group = self._groups[self._owner.pop(trajectory_id)]
             state = "in_flight" if trajectory_id in group.in_flight else "queued"
             (group.in_flight if state == "in_flight" else group.queued).remove(trajectory_id)
             self._counts[state] -= 1
-            self._dropped[reason] += 1
-            self._settle(trajectory_id, "dropped", None, reason)
+            self._drop(trajectory_id, reason)
             if not group.in_flight and not group.queued:
                 del self._groups[group.group_id]
                 if reason in REDISPATCHED:
@@ -263,10 +267,9 @@ class Ledger:
             (step,),
         )
         for trajectory_id, position in undone:
-            self._settle(trajectory_id, "dropped", None, "restart")
+            self._drop(trajectory_id, "restart")
             self._make_pending(position)
         self._counts["trained"] -= len(undone)
-        self._dropped["restart"] += len(undone)
         self._end_change()
         self.flush()
         return self.data_position()
@@ -298,6 +301,16 @@ class Ledger:
     def outstanding(self) -> list[GroupRecord]:
         """Groups in flight or queued, by position."""
         return sorted(self._groups.values(), key=lambda group: group.position)
+
+    def group_of(self, trajectory_id: str) -> GroupRecord:
+        """The group of an outstanding trajectory.
+
+        Raises:
+            InvariantError: When it is settled or unknown.
+        """
+        if trajectory_id not in self._owner:
+            raise InvariantError(f"trajectory {trajectory_id} is settled already, or was never dispatched")
+        return self._groups[self._owner[trajectory_id]]
 
     def group(self, group_id: str) -> GroupRecord:
         """One outstanding group.
@@ -376,13 +389,11 @@ class Ledger:
             raise InvariantError(f"group {group_id} is not outstanding: settled already, or never dispatched")
         return group
 
-    def _settle(
-        self, trajectory_id: str, state: Literal["trained", "dropped"], step: int | None, reason: str | None
-    ) -> None:
-        self._owner.pop(trajectory_id, None)
+    def _drop(self, trajectory_id: str, reason: str) -> None:
+        self._dropped[reason] += 1
         self._write(
-            "UPDATE trajectories SET state = ?, step = ?, reason = ? WHERE trajectory_id = ?",
-            (state, step, reason, trajectory_id),
+            "UPDATE trajectories SET state = 'dropped', step = NULL, reason = ? WHERE trajectory_id = ?",
+            (reason, trajectory_id),
         )
 
     def _make_pending(self, position: int) -> None:

@@ -182,7 +182,7 @@ class Spool:
             if self._used_bytes + size > self.max_bytes:
                 raise SpoolFull(
                     f"{self.directory} holds {self._used_bytes} bytes, another {size} exceed queue.max_bytes "
-                    f"= {self.max_bytes}; raise it, or lower trainer.groups_per_batch or rollout.max_staleness"
+                    f"= {self.max_bytes}; raise it, or lower trainer.groups_per_batch or max_staleness"
                 )
             while self._free and self._total_bytes + size > self.max_bytes:
                 freed, evicted = self._free.pop(0)

@@ -1,0 +1,85 @@
+"""Any object of ours survives a frame; any damage of a frame is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from async_rl.codec import Frame, decode, encode
+from async_rl.errors import CorruptFrame
+from async_rl.types import Group
+from tests.support.trajectories import make_group
+
+DTYPES = ["bool", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"]
+
+any_array = st.sampled_from(DTYPES).flatmap(
+    lambda name: arrays.arrays(name, arrays.array_shapes(min_dims=0, min_side=0, max_side=7))
+)
+strided = any_array.map(lambda array: array[..., ::2] if array.ndim else array)
+plain = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text() | st.floats(allow_nan=False)
+tree: st.SearchStrategy[Any] = st.recursive(
+    plain | any_array | strided,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and a == b
+
+
+@given(st.lists(tree, max_size=4))
+def test_a_value_comes_back_the_same_whatever_it_is_made_of(value: list[Any]) -> None:
+    assert same(decode(b"".join(encode(value)), list), value)
+
+
+@given(st.lists(tree, max_size=4))
+def test_both_ways_of_writing_make_the_same_bytes(value: list[Any]) -> None:
+    frame = Frame(value)
+    target = np.full(frame.nbytes, 255, np.uint8)
+    frame.copy_into(target)
+    assert target.tobytes() == b"".join(encode(value))
+
+
+GROUP = b"".join(encode(make_group("g")))
+
+
+@given(st.integers(0, len(GROUP) - 1), st.integers(1, 255))
+def test_a_frame_is_refused_when_any_byte_is_changed(index: int, change: int) -> None:
+    damaged = bytearray(GROUP)
+    damaged[index] ^= change
+    with pytest.raises(CorruptFrame):
+        decode(damaged, Group)
+
+
+@given(st.integers(0, len(GROUP) - 1))
+def test_a_frame_is_refused_when_it_is_cut_anywhere(length: int) -> None:
+    with pytest.raises(CorruptFrame):
+        decode(GROUP[:length], Group)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise: bytes) -> None:
+    with pytest.raises(CorruptFrame):
+        decode(noise, Group)
+
+
+@given(st.integers(0, len(GROUP) - 1), st.binary(min_size=1, max_size=64))
+def test_a_frame_is_refused_when_a_stretch_of_it_is_overwritten(start: int, other: bytes) -> None:
+    damaged = bytearray(GROUP)
+    damaged[start : start + len(other)] = other[: len(GROUP) - start]
+    if bytes(damaged) == GROUP:
+        return
+    with pytest.raises(CorruptFrame):
+        decode(damaged, Group)

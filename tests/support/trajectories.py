@@ -1,0 +1,68 @@
+"""Builders of trajectories, groups and traces with content that differs wherever it may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from async_rl.engines.protocol import EngineFacts
+from async_rl.routing import make_trace
+from async_rl.types import Context, Group, Outcome, RoutingTrace, Sampled, Segment, Trajectory
+
+FACTS = EngineFacts(
+    num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2, vocab_size=512, context_length=512
+)
+
+
+def make_rows(count: int, seed: int = 0, layers: int = 2, top_k: int = 2, experts: int = 8) -> np.ndarray:
+    """`[count, layers, top_k]` ids, distinct within each row."""
+    random = np.random.default_rng(seed)
+    return np.argsort(random.random((count, layers, experts)), axis=-1)[..., :top_k].astype(np.int32)
+
+
+def make_trajectory(
+    trajectory_id: str,
+    group_id: str = "group",
+    *,
+    prompt: int = 3,
+    sampled: Sequence[tuple[int, int]] = ((4, 0),),
+    routing: bool = True,
+    reward: float | None = 1.0,
+) -> Trajectory:
+    """A trajectory of one prompt and, for each (tokens, weight version), a sampled segment."""
+    seed = sum(trajectory_id.encode())
+    random = np.random.default_rng(seed)
+    segments: list[Segment] = [Context(token_ids=random.integers(0, 512, prompt).astype(np.int32))]
+    for count, version in sampled:
+        segments.append(
+            Sampled(
+                token_ids=random.integers(0, 512, count).astype(np.int32),
+                rollout_log_probs=-random.random(count).astype(np.float32),
+                weight_version=version,
+                engine_id="engine-0",
+                finish_reason="stop",
+            )
+        )
+    rows = prompt + sum(count for count, _ in sampled) - 1
+    trace: RoutingTrace | None = make_trace(make_rows(rows, seed), 8, sampled[-1][1]) if routing else None
+    return Trajectory(
+        trajectory_id=trajectory_id,
+        group_id=group_id,
+        task_id="task",
+        segments=tuple(segments),
+        trace=trace,
+        outcome=Outcome(stop_reason="completed", reward=reward, num_interruptions=len(sampled) - 1),
+    )
+
+
+def make_group(group_id: str, size: int = 2, version: int = 0, tokens: int = 4, **others: bool) -> Group:
+    """Siblings named `<group>-0`, `<group>-1`, …; the i-th samples i tokens more than the first."""
+    return Group(
+        group_id=group_id,
+        task_id="task",
+        trajectories=tuple(
+            make_trajectory(f"{group_id}-{i}", group_id, sampled=((tokens + i, version),), **others)
+            for i in range(size)
+        ),
+    )

@@ -1,0 +1,148 @@
+"""Frames: what they keep, what they refuse, how they are written."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from async_rl.codec import ALIGNMENT, Frame, decode, encode, encoded_size, inspect, read_frame, write_frame
+from async_rl.errors import CorruptFrame
+from async_rl.types import Group, TrainBatch
+from tests.support.trajectories import make_group
+
+
+def frame_of(obj: object) -> bytes:
+    return b"".join(encode(obj))
+
+
+def test_a_group_comes_back_equal_when_encoded_and_decoded() -> None:
+    group = make_group("g", size=3)
+    back = decode(frame_of(group), Group)
+    assert [t.trajectory_id for t in back.trajectories] == ["g-0", "g-1", "g-2"]
+    for ours, theirs in zip(group.trajectories, back.trajectories, strict=True):
+        assert theirs.outcome == ours.outcome
+        assert np.array_equal(theirs.token_ids, ours.token_ids)
+        assert np.array_equal(theirs.rollout_log_probs, ours.rollout_log_probs)
+        assert ours.trace is not None
+        assert theirs.trace is not None
+        assert theirs.trace.spans == ours.trace.spans
+        assert np.array_equal(theirs.trace.rows, ours.trace.rows)
+
+
+def test_arrays_are_not_copied_when_encoded() -> None:
+    array = np.arange(1000, dtype=np.int32)
+    pieces = encode({"a": array})
+    array[0] = 77
+    views = [np.frombuffer(piece, np.int32) for piece in pieces if isinstance(piece, memoryview)]
+    assert [view[0] for view in views] == [77]
+    assert encoded_size(pieces) == len(b"".join(pieces))
+
+
+def test_arrays_are_aligned_read_only_views_when_decoded() -> None:
+    buffer = np.frombuffer(frame_of([np.ones(3, np.int8), np.arange(5.0)]), np.uint8)
+    aligned = np.empty(len(buffer) + ALIGNMENT, np.uint8)
+    start = -aligned.ctypes.data % ALIGNMENT
+    aligned = aligned[start : start + len(buffer)]
+    aligned[:] = buffer
+    for array in decode(aligned, list):
+        assert array.ctypes.data % ALIGNMENT == 0
+        assert not array.flags.writeable
+        assert np.shares_memory(array, aligned)
+
+
+def test_the_mapping_stays_alive_when_only_an_array_of_the_frame_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "frame"
+    write_frame(path, {"a": np.arange(100_000)})
+    array = read_frame(path, dict)["a"]
+    path.unlink()
+    gc.collect()
+    assert array[-1] == 99_999
+
+
+def test_the_same_bytes_are_made_when_a_frame_is_copied_into_place() -> None:
+    group = make_group("g")
+    frame = Frame(group)
+    target = np.full(frame.nbytes + 100, 255, np.uint8)
+    frame.copy_into(target)
+    assert target[: frame.nbytes].tobytes() == frame_of(group)
+    assert inspect(target) == msgspec.structs.replace(inspect(target), kind="Group", nbytes=frame.nbytes)
+
+
+def test_an_array_larger_than_a_chunk_is_whole_when_copied_into_place() -> None:
+    array = np.random.default_rng(0).integers(0, 255, (1 << 20) + 13, np.uint8)
+    frame = Frame([array])
+    target = np.zeros(frame.nbytes, np.uint8)
+    frame.copy_into(target)
+    assert np.array_equal(decode(target, list)[0], array)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), np.array(["a"]), np.array([None]), np.arange(3, dtype=">i4"), np.zeros(2, np.complex64)],
+    ids=["object", "strings", "objects", "big-endian", "complex"],
+)
+def test_encoding_is_refused_when_a_value_has_no_place_in_a_frame(value: object) -> None:
+    with pytest.raises(TypeError, match="cannot encode"):
+        encode([value])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda b: b"", "shorter than the prefix"),
+        (lambda b: b[:31], "shorter than the prefix"),
+        (lambda b: b[:-1], "cut short"),
+        (lambda b: b"pickle!!" + b[8:], "bad magic"),
+        (lambda b: b[:8] + b"\x63\0" + b[10:], "format version 99"),
+        (lambda b: b[:40] + bytes([b[40] ^ 1]) + b[41:], "head fails its checksum"),
+        (lambda b: b[:-1] + bytes([b[-1] ^ 1]), "payload .* fails its checksum"),
+    ],
+)
+def test_the_reason_is_named_when_a_frame_is_corrupt(change: object, reason: str) -> None:
+    damaged = change(frame_of(make_group("g")))  # type: ignore[operator]
+    with pytest.raises(CorruptFrame, match=reason):
+        decode(damaged, Group)
+
+
+def test_a_frame_is_refused_when_it_holds_another_type() -> None:
+    with pytest.raises(CorruptFrame, match="holds a Group, expected a TrainBatch"):
+        decode(frame_of(make_group("g")), TrainBatch)
+
+
+def test_damage_of_the_payload_passes_only_when_it_is_not_verified() -> None:
+    damaged = bytearray(frame_of([np.zeros(8)]))
+    damaged[-1] ^= 1
+    assert decode(damaged, list, verify=False)[0][-1] != 0
+    with pytest.raises(CorruptFrame):
+        decode(damaged, list)
+
+
+def test_an_array_is_refused_when_a_crafted_header_points_outside_the_payload() -> None:
+    frame = Frame([np.zeros(8)])
+    frame._header = frame._header.replace(msgspec.msgpack.encode([8]), msgspec.msgpack.encode([9]))
+    with pytest.raises(CorruptFrame, match="outside 64 of payload"):
+        decode(b"".join(frame.buffers()), list)
+
+
+def test_the_old_frame_stays_when_a_new_one_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "frame"
+    write_frame(path, [1])
+    with pytest.raises(TypeError):
+        write_frame(path, [object()])
+    assert read_frame(path, list) == [1]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_file_is_named_when_it_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "frame"
+    path.touch()
+    with pytest.raises(CorruptFrame, match=str(path)):
+        read_frame(path, list)
+
+
+def test_numpy_scalars_become_numbers_when_encoded() -> None:
+    assert decode(frame_of([np.float32(0.5), np.int64(7), np.bool_(True)]), list) == [0.5, 7, True]
