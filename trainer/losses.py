@@ -47,20 +47,6 @@ def clipped_policy_loss(
     )
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor, total: int) -> torch.Tensor:
-    """Sum of the masked values over a *global* number of tokens.
-
-    With the total of the whole batch the sum over all micro-batches and ranks is the mean over the batch, so
-    the result does not depend on how it was cut (a mean of means would weigh short micro-batches more).
-
-    Args:
-        values: `[n]`.
-        mask: `[n]` bool.
-        total: Masked tokens of the whole batch; 0 gives 0.
-    """
-    return (values * mask).sum() / max(total, 1)
-
-
 def vocab_parallel_log_probs(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -88,34 +74,34 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, temperature, group):
-        shifted = logits.float() / temperature
-        largest = shifted.max(dim=-1, keepdim=True).values
+        largest = logits.max(dim=-1, keepdim=True).values.float()
         _reduce(largest, dist.ReduceOp.MAX, group)
-        shifted -= largest
+        shifted = logits.float() - largest
+        if temperature != 1:
+            shifted /= temperature
         first = shifted.shape[-1] * (dist.get_rank(group) if _parallel(group) else 0)
         local = labels - first
         ours = (local >= 0) & (local < shifted.shape[-1])
         index = local.clamp(0, shifted.shape[-1] - 1)[:, None]
         predicted = shifted.gather(-1, index).squeeze(-1) * ours
-        probs = shifted.exp()
-        # sum p·x is taken before normalising: entropy = log Z - (Σ e^x · x) / Z.
-        sums = torch.stack([probs.sum(-1), (probs * shifted).sum(-1), predicted])
+        weights = shifted.exp()
+        # The entropy comes without a second softmax: log Z - (sum of e^x x) / Z.
+        sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, shifted), predicted])
         _reduce(sums, dist.ReduceOp.SUM, group)
         normaliser, weighted, predicted = sums
-        probs /= normaliser[:, None]
         log_normaliser = normaliser.log()
         entropy = log_normaliser - weighted / normaliser
-        ctx.save_for_backward(probs, index, ours)
+        ctx.save_for_backward(weights, normaliser, index, ours)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.mark_non_differentiable(entropy)
         return predicted - log_normaliser, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        probs, index, ours = ctx.saved_tensors
-        scale = (grad / ctx.temperature)[:, None]
-        gradient = probs * -scale
-        gradient.scatter_add_(-1, index, scale * ours[:, None])
+        weights, normaliser, index, ours = ctx.saved_tensors
+        scale = grad / ctx.temperature
+        gradient = weights * (-scale / normaliser)[:, None]
+        gradient.scatter_add_(-1, index, (scale * ours)[:, None])
         return gradient.to(ctx.dtype), None, None, None
 
 

@@ -54,7 +54,8 @@ def read_rows(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
             ) from e
         if ids.ndim != 1 or ids.shape != mask.shape or len(ids) < 2:
             raise ConfigError(
-                f"{path}:{number}: {ids.size} token_ids and {mask.size} loss_mask, expected equal lists of at least 2"
+                f"{path}:{number}: {ids.size} token_ids and {mask.size} loss_mask, expected equal lists "
+                "of at least 2"
             )
         rows.append((ids, mask))
     if not rows:

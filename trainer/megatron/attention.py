@@ -23,8 +23,7 @@ class Rectangle:
     take: torch.Tensor  # [rows * width] int64, packed position of each cell; padding repeats a real one
     rows: int
     width: int
-    cells: torch.Tensor  # [tokens] int64, the cells that are no padding
-    positions: torch.Tensor  # [tokens] int64, the packed positions they belong to
+    cells: torch.Tensor  # [tokens] int64, the cells that are no padding, in order
 
 
 @dataclasses.dataclass
@@ -36,12 +35,14 @@ class PackedTrajectories(PackedSeqParams):
 
     lengths: tuple[int, ...] = ()
     rectangles: tuple[Rectangle, ...] = ()
+    order: torch.Tensor | None = None  # [t] int64, where each packed token lies in the rectangles' tokens
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device, context_parallel: int) -> PackedTrajectories:
         """Describe trajectories of the given lengths, packed in order."""
         ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         longest = max(lengths)
+        rectangles, order = _rectangles(lengths, device) if context_parallel == 1 else ((), None)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=ends,
@@ -49,7 +50,8 @@ class PackedTrajectories(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=lengths,
-            rectangles=_rectangles(lengths, device) if context_parallel == 1 else (),
+            rectangles=rectangles,
+            order=order,
         )
 
 
@@ -101,17 +103,12 @@ class PackedAttention(torch.nn.Module):
         if self.context_group.size() > 1:
             return self._over_context_ranks(query, key, value, packed_seq_params.lengths)
         parts = [self._rectangle(query, key, value, r) for r in packed_seq_params.rectangles]
-        if len(parts) == 1:
-            out = parts[0]
-        else:
-            out = torch.cat(parts)
-        where = torch.cat([r.positions for r in packed_seq_params.rectangles])
-        return torch.empty_like(out).index_copy(0, where, out)
+        return torch.cat(parts).index_select(0, packed_seq_params.order)
 
     def _rectangle(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r: Rectangle
     ) -> torch.Tensor:
-        """Attend in one rectangle; returns `[tokens, heads * d]` in the order of `r.positions`."""
+        """Attend in one rectangle; returns `[tokens, heads * d]` in the order of `r.cells`."""
         repeat = query.shape[1] // key.shape[1]
 
         def cut(x: torch.Tensor, times: int) -> torch.Tensor:
@@ -163,8 +160,8 @@ def zigzag(lengths: tuple[int, ...], size: int, rank: int, device: torch.device)
     return torch.cat(parts)
 
 
-def _rectangles(lengths: tuple[int, ...], device: torch.device) -> tuple[Rectangle, ...]:
-    """Group sequences so that none is padded to more than half again its length."""
+def _rectangles(lengths: tuple[int, ...], device: torch.device) -> tuple[tuple[Rectangle, ...], torch.Tensor]:
+    """Group sequences so that none is padded to more than half again its length; also `order`."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -175,7 +172,7 @@ def _rectangles(lengths: tuple[int, ...], device: torch.device) -> tuple[Rectang
             groups[-1].append(i)
         else:
             groups.append([i])
-    rectangles = []
+    rectangles, positions = [], []
     for members in groups:
         width = lengths[members[0]]
         column = torch.arange(width)
@@ -189,7 +186,7 @@ def _rectangles(lengths: tuple[int, ...], device: torch.device) -> tuple[Rectang
                 rows=len(members),
                 width=width,
                 cells=real.nonzero()[:, 0].to(device),
-                positions=take[real].to(device),
             )
         )
-    return tuple(rectangles)
+        positions.append(take[real])
+    return tuple(rectangles), torch.cat(positions).argsort().to(device)

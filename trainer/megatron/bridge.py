@@ -70,7 +70,7 @@ def _te_name(name: str, moe_layers: set[str]) -> str:
 
 
 class _Spec:
-    """What both bridges need beside mbridge's own: the local spec, and config.json as transformers 5 has it."""
+    """What both bridges need beside mbridge's own: the local spec, config.json as transformers 5 has it."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, fields: dict[str, Any]) -> None:
         self._fields = fields
@@ -91,6 +91,16 @@ class _Spec:
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = PackedAttention
         return spec
+
+    def _weight_merge_across_tp(
+        self, name: str, weights: list[torch.Tensor], param: torch.Tensor
+    ) -> torch.Tensor:
+        """Without expert parallelism mbridge gathers experts over the tensor ranks, of which only the first
+        expert-tensor ranks hold different parts; the others are replicas.
+        """
+        if ".mlp.experts." in name:
+            weights = weights[: self.mpu.etp_size]
+        return super()._weight_merge_across_tp(name, weights, param)
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
         return {
@@ -261,7 +271,7 @@ def _views(models: list[torch.nn.Module]) -> list[_TransformerEngineNames]:
 
 
 class _ShardWriter:
-    """Writes tensors into safetensors files of at most `SHARD_BYTES`, and their index when there are several."""
+    """Writes tensors into safetensors files of at most `SHARD_BYTES`; if several, with their index."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

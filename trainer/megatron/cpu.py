@@ -41,6 +41,17 @@ _MODULES_THAT_SAY_CUDA = (
 """Modules of megatron.core that write `device="cuda"` literally on the paths this trainer takes."""
 
 
+_MODULES_THAT_WARN = (
+    "megatron.core",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "mbridge",
+)
+"""What this package imports of Megatron, each with notes of its own that kernels are absent."""
+
+
 def has_transformer_engine() -> bool:
     """Whether the fused layers can be used: TransformerEngine is there, and a GPU to run it."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
@@ -93,15 +104,15 @@ def declare_torchvision_ops() -> None:
 def _quiet_import_without_compiling() -> Iterator[None]:
     """Import Megatron-Core with `torch.compile` as a no-op.
 
-    Its small fusions go through `torch.compile`, bound while it is imported. On a CPU they need a C++ compiler
-    and a second of compilation for every new sequence length, and packed micro-batches always have a new one.
+    Its small fusions go through `torch.compile`, bound while it is imported. On a CPU they need a C++
+    compiler and a second of compilation for every new length, and packed micro-batches always have a new one.
     """
     real = torch.compile
     torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a dozen notes that Apex and TransformerEngine are absent
-            for name in ("megatron.core", "megatron.core.models.gpt", "mbridge"):
+            warnings.simplefilter("ignore")
+            for name in _MODULES_THAT_WARN:
                 importlib.import_module(name)
             yield
     finally:

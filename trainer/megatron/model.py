@@ -1,4 +1,4 @@
-"""The Megatron model of one rank: process groups, layout, layers, optimizer, and one schedule over micro-batches."""
+"""The Megatron model of one rank: process groups, layers, optimizer, and a schedule over micro-batches."""
 
 from __future__ import annotations
 
@@ -207,12 +207,13 @@ class MegatronModel:
         pp = self.config.pipeline_model_parallel_size
         if self.config.num_layers % pp:
             raise ConfigError(
-                f"trainer.layout.pp is {pp}, but the model has {self.config.num_layers} layers: pp must divide them"
+                f"trainer.layout.pp is {pp}, but the model has {self.config.num_layers} layers: pp must "
+                "divide them"
             )
 
     @property
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers, dense parameters before experts; they hold the main parameters of this rank."""
+        """The torch optimizers, dense parameters before experts; they hold this rank's main parameters."""
         chained = (
             self.optimizer.chained_optimizers
             if isinstance(self.optimizer, ChainedOptimizer)
@@ -264,7 +265,7 @@ class MegatronModel:
     def run(
         self, micro_batches: Sequence[Inputs], loss: LossFunction[Result], *, forward_only: bool = False
     ) -> list[Result]:
-        """Run one schedule over micro-batches, with gradients summed over them and divided by all their tokens.
+        """Run one schedule over micro-batches; gradients are summed and divided by all trained tokens.
 
         Args:
             micro_batches: This rank's; every data-parallel rank must bring the same number.
@@ -338,7 +339,6 @@ class MegatronModel:
 
 def _transformer_config(recompute: str, replay: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "perform_initialization": False,  # every parameter is loaded
         "calculate_per_token_loss": True,  # gradients are divided by the tokens of the whole batch, see `run`
         "moe_enable_routing_replay": replay,
         "moe_token_dispatcher_type": "alltoall",

@@ -99,8 +99,8 @@ def _first_fit(share: list[int], padded: list[int], budget: int) -> list[list[in
 def pack(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packing:
     """Lay trajectories one after the other, each padded on its right to a multiple of `align`.
 
-    On the right of a causal sequence padding changes nothing for the real tokens. An empty micro-batch becomes
-    `align` tokens of padding, so that the rank takes part in every exchange.
+    On the right of a causal sequence padding changes nothing for the real tokens. An empty micro-batch
+    becomes `align` tokens of padding, so that the rank takes part in every exchange.
     """
     if not micro_batch.trajectories:
         return Packing(source=np.full(align, -1, np.int64), lengths=(align,))

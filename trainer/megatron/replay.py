@@ -5,8 +5,8 @@ TrainBatch.routed_experts [S, L_moe, K] uint8 ─ check_rows ─► per micro-ba
     ─► RouterReplayAdapter.micro_batch ─► one target a router ─► gate weights gathered from current scores
 ```
 
-Megatron-Core's own `RouterReplay` does the replaying; its rows are local tokens of local routers, it validates
-nothing, knows no token without a row, and leaves bookkeeping to the caller. This module adds these:
+Megatron-Core's own `RouterReplay` does the replaying; its rows are local tokens of local routers, it
+validates nothing, knows no token without a row, and leaves bookkeeping to the caller. This module adds these:
 
 - Routers are addressed by `layer_number`, never by their place in Megatron's global list, which has other
   orders with dense layers, pipeline stages or a second model in the process.
@@ -53,7 +53,7 @@ class MaskedRouterReplay(RouterReplay):
         self.layer_number = layer_number
 
     def set_target_indices(self, topk_indices: torch.Tensor, *, recomputed: bool = False) -> None:
-        """Take `[tokens, K] int64` for the next forward pass, and for its recomputation if there will be one."""
+        """Take `[tokens, K] int64` for the next forward pass and, if there will be one, its recomputation."""
         self.target_topk_idx = topk_indices
         if recomputed:
             self.replay_backward_list.append(topk_indices)
@@ -73,8 +73,8 @@ class MaskedRouterReplay(RouterReplay):
             return super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         if ids is None or ids.shape != (scores.shape[0], topk):
             raise AlignmentError(
-                f"layer {self.layer_number}: the router sees {scores.shape[0]} tokens and picks {topk} experts, "
-                f"but its replay target is {None if ids is None else tuple(ids.shape)}"
+                f"layer {self.layer_number}: the router sees {scores.shape[0]} tokens and picks {topk} "
+                f"experts, but its replay target is {None if ids is None else tuple(ids.shape)}"
             )
         native = ids[:, :1] == NATIVE
         if native.any():
@@ -214,7 +214,8 @@ def check_rows(
         raise AlignmentError(f"routing rows are {rows.dtype}, expected uint8 or uint16")
     if num_experts != config.num_moe_experts:
         raise AlignmentError(
-            f"routing rows are of a model with {num_experts} experts, but the trainer's has {config.num_moe_experts}"
+            f"routing rows are of a model with {num_experts} experts, but the trainer's has "
+            f"{config.num_moe_experts}"
         )
     for j in range(len(offsets) - 1) if trajectories is None else trajectories:
         start, end = int(offsets[j]), int(offsets[j + 1])
@@ -222,8 +223,8 @@ def check_rows(
             continue
         if valid[end - 1]:
             raise AlignmentError(
-                f"trajectory {j} has {end - start} tokens and as many routing rows, expected one less: its last "
-                "token was never fed. Rows of several segments laid end to end look like this"
+                f"trajectory {j} has {end - start} tokens and as many routing rows, expected one less: its "
+                "last token was never fed. Rows of several segments laid end to end look like this"
             )
         _check_trajectory(rows[start:end][valid[start:end]], j, layers, config)
 
@@ -244,8 +245,8 @@ def _check_trajectory(
         if empty.any():
             number = layers[int(empty.argmax())]
             raise AlignmentError(
-                f"trajectory {j} has only zeros in layer {number - 1} over all its {len(rows)} rows: the engine "
-                "did not record that layer"
+                f"trajectory {j} has only zeros in layer {number - 1} over all its {len(rows)} rows: the "
+                "engine did not record that layer"
             )
     ordered = np.sort(rows, axis=2)
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)

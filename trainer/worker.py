@@ -1,0 +1,407 @@
+"""One rank of the trainer: `TrainerWorker` turns batches of trajectories into new weights.
+
+```
+train_step(batch) ─ check routing rows ─ advantages ─ plan micro-batches ─► [old log-probs: forward only]
+    ─► forward and backward over micro-batches, rows replayed ─► metrics agreed ─► finite? ─► optimizer step
+```
+
+The loss is a mean over the trained tokens of the whole batch, so it does not depend on how the batch was cut.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from async_rl.codec import read_frame
+from async_rl.config import Config, LossConfig, parse_config
+from async_rl.engines.protocol import GroupInvite, TensorSpec
+from async_rl.errors import NonFiniteLoss
+from async_rl.training import StepResult, TrainerState
+from async_rl.types import Float32Array, Int64Array, TrainBatch
+from async_rl.weights.transports import WeightGroup, fill_buckets, plan_buckets, send_buckets, spec_of
+from trainer import checkpoint
+from trainer.advantages import group_advantages
+from trainer.corrections import truncated_importance_weights
+from trainer.losses import clipped_policy_loss, vocab_parallel_log_probs
+from trainer.megatron.model import (
+    Inputs,
+    MegatronModel,
+    choose_device,
+    start_process_groups,
+    stop_process_groups,
+)
+from trainer.megatron.packing import Targets, pack, plan_micro_batches, targets
+from trainer.megatron.replay import check_rows
+from trainer.ranks import together
+from trainer.schedule import linear_warmup
+
+_SUMS = (
+    "loss",
+    "ppo_kl",
+    "clip_fraction",
+    "entropy",
+    "log_prob_diff",
+    "log_prob_abs_diff",
+    "importance_ratio_mean",
+    "importance_truncated_fraction",
+    "lag0_log_prob_abs_diff",
+    "lag0_tokens",
+)
+"""What a micro-batch sums over its trained tokens; all but the lag-0 pair become means over the batch."""
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """One micro-batch on this rank."""
+
+    inputs: Inputs
+    logits_of: torch.Tensor  # [n] int64, rows of the logits that are trained on
+    tokens: Int64Array  # [n] their indices in the batch, at the predicting position
+    labels: torch.Tensor  # [n] int64
+
+
+class TrainerWorker:
+    """`async_rl.training.TrainerRank` on Megatron-Core."""
+
+    def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
+        """Take the whole run config as plain values; nothing is built yet."""
+        self._config: Config = parse_config(config)
+        self._rank, self._world_size, self._init_address = rank, world_size, init_address
+        self._steps = 0
+        self._model: MegatronModel | None = None
+        self._groups: dict[str, WeightGroup] = {}
+        self._specs: list[TensorSpec] = []
+
+    @property
+    def model(self) -> MegatronModel:
+        """The model, once `setup` has built it."""
+        assert self._model is not None, "setup comes first"
+        return self._model
+
+    def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        """Join the other ranks, build the model and load the newest checkpoint of a folder, if there is one.
+
+        Args:
+            checkpoint_dir: A folder of checkpoints, which may be empty or missing, or one checkpoint itself;
+                None starts from the model's own weights.
+
+        Raises:
+            ConfigError: When model, layout and routing replay do not go together.
+            EnvironmentNotReady: When the ranks do not find each other.
+            CheckpointError: When the checkpoint cannot be loaded.
+        """
+        config, trainer = self._config, self._config.trainer
+        device = choose_device(trainer.device)
+        start_process_groups(
+            self._rank,
+            self._world_size,
+            self._init_address,
+            trainer.layout,
+            timeout_s=max(trainer.start_timeout_s, trainer.step_timeout_s),
+            seed=config.run.seed,
+        )
+        self._model = MegatronModel(
+            config.model.path,
+            getattr(torch, config.model.dtype),
+            device,
+            trainer.optimizer,
+            recompute=trainer.recompute,
+            replay=config.routing.replay == "r3",
+        )
+        found = checkpoint.find(checkpoint_dir) if checkpoint_dir is not None else None
+        if found is None:
+            return TrainerState(step=0)
+        state = checkpoint.load(found, self._model, self._layout)
+        self._steps = state.step
+        return state
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        """What a checkpoint depends on."""
+        return {"num_ranks": self._world_size, **msgspec.to_builtins(self._config.trainer.layout)}
+
+    # -- training
+
+    def train_step(self, batch_path: str, step: int) -> StepResult:
+        """Consume the `TrainBatch` frame at a path; see `train_on`."""
+        with together(doing=f"cannot read the batch {batch_path}"):
+            batch = read_frame(batch_path, TrainBatch)
+        return self.train_on(batch, step)
+
+    def train_on(self, batch: TrainBatch, step: int) -> StepResult:
+        """Take one optimizer step on a batch.
+
+        Args:
+            batch: The same on every rank.
+            step: The number of this step, from 1; reported back.
+
+        Returns:
+            The same on every rank.
+
+        Raises:
+            AlignmentError: When routing rows do not fit; nothing was changed.
+            NonFiniteLoss: When the loss or the gradient norm is not finite; nothing was changed.
+        """
+        begin = time.perf_counter()
+        trainer = self._config.trainer
+        advantages = group_advantages(
+            batch.rewards, batch.group_index, normalize=trainer.loss.normalize_advantages
+        )
+        wanted = targets(batch, advantages)
+        placed = self._place(batch, wanted)
+        old = (
+            self._old_log_probs(placed, batch.num_tokens)
+            if trainer.loss.old_log_probs == "recompute"
+            else None
+        )
+        trained = int(wanted.mask.sum())
+        sums = self._reduce(self._forward_backward(placed, wanted, old))
+        metrics = _means(sums, trained)
+        if not math.isfinite(metrics["loss"]):
+            raise NonFiniteLoss(_nonfinite("loss", metrics["loss"], step, batch))
+        optimizer = trainer.optimizer
+        norm = self.model.step(linear_warmup(self._steps, optimizer.lr, optimizer.warmup_steps))
+        if not math.isfinite(norm):
+            raise NonFiniteLoss(_nonfinite("gradient norm", norm, step, batch))
+        self._steps += 1
+        return StepResult(
+            step=step,
+            metrics=metrics
+            | _routing_counts(batch)
+            | {
+                "grad_norm": norm,
+                "tokens": float(batch.num_tokens),
+                "trained_tokens": float(trained),
+                "step_s": time.perf_counter() - begin,
+            },
+        )
+
+    def _place(self, batch: TrainBatch, wanted: Targets) -> list[_Placed]:
+        """Cut the batch, check this rank's routing rows and bring its micro-batches to the device."""
+        model = self.model
+        lengths = np.diff(batch.offsets).tolist()
+        plan = plan_micro_batches(
+            lengths,
+            self._config.trainer.micro_batch_tokens,
+            ranks=parallel_state.get_data_parallel_world_size(),
+            align=model.alignment,
+        )[parallel_state.get_data_parallel_rank()]
+        if model.replay is not None:
+            mine = [j for micro_batch in plan for j in micro_batch.trajectories]
+            with together():
+                check_rows(
+                    batch.routed_experts,
+                    batch.routing_valid,
+                    batch.offsets,
+                    batch.num_experts,
+                    model.config,
+                    mine,
+                )
+        placed = []
+        for micro_batch in plan:
+            inputs, source = model.place(
+                pack(micro_batch, batch.offsets, model.alignment),
+                batch.token_ids,
+                batch.routed_experts,
+                batch.routing_valid,
+            )
+            rows = np.flatnonzero((source >= 0) & wanted.mask[source])
+            tokens = source[rows]
+            placed.append(
+                _Placed(
+                    inputs=inputs,
+                    logits_of=torch.from_numpy(rows).to(model.device),
+                    tokens=tokens,
+                    labels=torch.from_numpy(wanted.labels[tokens].astype(np.int64)).to(model.device),
+                )
+            )
+        return placed
+
+    def _log_probs(self, micro_batch: _Placed, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the trained tokens under the sampling temperature, and entropies, `[n]` each."""
+        return vocab_parallel_log_probs(
+            logits.index_select(0, micro_batch.logits_of),
+            micro_batch.labels,
+            self._config.rollout.temperature,
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    def _old_log_probs(self, placed: list[_Placed], num_tokens: int) -> Float32Array:
+        """The trainer's log-probs at the start of the update, `[S]`; this rank's tokens only.
+
+        The micro-batches and the replayed rows are those of the update itself: with one optimizer step a
+        batch, any difference to the update's own log-probs is an error somewhere, and `ppo_kl` shows it.
+        """
+        old = np.zeros(num_tokens, np.float32)
+
+        def keep(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, None]:
+            log_probs, _ = self._log_probs(placed[index], logits)
+            old[placed[index].tokens] = log_probs.cpu().numpy()
+            return log_probs.sum(), 0, None
+
+        self.model.run([p.inputs for p in placed], keep, forward_only=True)
+        return old
+
+    def _forward_backward(
+        self, placed: list[_Placed], wanted: Targets, old: Float32Array | None
+    ) -> torch.Tensor:
+        """Accumulate the gradients of the batch; returns this rank's sums, in the order of `_SUMS`."""
+        loss_config = self._config.trainer.loss
+
+        def policy_loss(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+            micro_batch = placed[index]
+            log_probs, entropy = self._log_probs(micro_batch, logits)
+            rollout, advantages, lag = (
+                torch.from_numpy(values[micro_batch.tokens]).to(log_probs.device)
+                for values in (wanted.rollout_log_probs, wanted.advantages, wanted.lag)
+            )
+            if old is None:
+                proximal, start = rollout, log_probs.detach()
+            else:
+                proximal = start = torch.from_numpy(old[micro_batch.tokens]).to(log_probs.device)
+            summed, sums = _policy_sums(
+                loss_config, log_probs, entropy, proximal, start, rollout, advantages, lag
+            )
+            return summed, len(micro_batch.tokens), sums
+
+        parts = self.model.run([p.inputs for p in placed], policy_loss)
+        empty = torch.zeros(len(_SUMS), dtype=torch.float64, device=self.model.device)
+        return sum(parts, empty)
+
+    def _reduce(self, sums: torch.Tensor) -> dict[str, float]:
+        """Add the sums of all ranks. Tensor ranks hold the same ones, stages before the last none."""
+        dist.all_reduce(sums)
+        sums /= parallel_state.get_tensor_model_parallel_world_size()
+        return dict(zip(_SUMS, sums.tolist(), strict=True))
+
+    # -- weights
+
+    def publish(self, directory: str, weight_version: int) -> None:
+        """Write the current weights as a Hugging Face folder, atomically."""
+        self.model.bridge.save_hf(self.model.chunks, directory)
+
+    def open_weight_group(self, invite: GroupInvite) -> None:
+        """Rank 0 joins a weight-update group; the others return at once."""
+        if self._rank == 0:
+            self._groups[invite.group_name] = WeightGroup(invite, self._config.weights.timeout_s)
+
+    def close_weight_group(self, group_name: str) -> None:
+        """Leave it; a group that is not open is left alone."""
+        group = self._groups.pop(group_name, None)
+        if group is not None:
+            group.close()
+
+    def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """What `send_weights` will broadcast, in its order."""
+        if not self._specs:
+            self._specs = [spec_of(name, tensor) for name, tensor in self._export()]
+        return plan_buckets(self._specs, bucket_bytes)
+
+    def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+        """Broadcast the current weights, bucket by bucket, into each of the groups."""
+        buckets = self.plan_buckets(bucket_bytes)
+        tensors = self._export()
+        try:
+            if self._rank == 0:
+                groups = {name: self._groups[name] for name in group_names if name in self._groups}
+                send_buckets(fill_buckets(tensors, buckets, self.model.device), groups)
+        finally:
+            collections.deque(tensors, maxlen=0)  # gathering is collective: all ranks go through all of it
+
+    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.model.bridge.export_hf(self.model.chunks)
+
+    # -- the end
+
+    def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        """Write `step_<N>` into a folder, atomically, and remove all but the newest `keep_checkpoints`."""
+        keep = self._config.trainer.keep_checkpoints
+        checkpoint.save(directory, self.model, self._steps, extra, self._layout, keep)
+
+    def close(self) -> None:
+        """Leave all process groups."""
+        for name in list(self._groups):
+            self.close_weight_group(name)
+        stop_process_groups()
+        self._model = None
+
+
+def _policy_sums(
+    config: LossConfig,
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
+    proximal: torch.Tensor,
+    start: torch.Tensor,
+    rollout: torch.Tensor,
+    advantages: torch.Tensor,
+    lag: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss of one micro-batch's trained tokens, and its other sums in the order of `_SUMS`.
+
+    `ppo_kl` is the k1 estimator, the mean of proximal minus current log-probs over tokens of the behaviour
+    policy, as the field reports it; it may be negative. The log-prob differences compare the trainer at the
+    start of the update (`start`) with the engine.
+
+    Source: k1: John Schulman, "Approximating KL Divergence" (2020).
+    """
+    weights, ratios = truncated_importance_weights(proximal, rollout, config.importance_cap)
+    policy = clipped_policy_loss(log_probs, proximal, advantages, weights, config.clip_low, config.clip_high)
+    summed = policy.loss.sum()
+    with torch.no_grad():
+        difference = start - rollout
+        fresh = lag == 0
+        cap = math.inf if config.importance_cap is None else config.importance_cap
+        sums = torch.stack(
+            [
+                values.sum(dtype=torch.float64)
+                for values in (
+                    policy.loss,
+                    proximal - log_probs,
+                    policy.clipped,
+                    entropy,
+                    difference,
+                    difference.abs(),
+                    ratios,
+                    (ratios > cap).float(),
+                    difference.abs() * fresh,
+                    fresh.float(),
+                )
+            ]
+        )
+    return summed, sums
+
+
+def _means(sums: dict[str, float], trained: int) -> dict[str, float]:
+    fresh, fresh_sum = sums.pop("lag0_tokens"), sums.pop("lag0_log_prob_abs_diff")
+    means = {name: value / max(trained, 1) for name, value in sums.items()}
+    means["lag0_log_prob_abs_diff"] = fresh_sum / fresh if fresh else math.nan
+    return means
+
+
+def _routing_counts(batch: TrainBatch) -> dict[str, float]:
+    """Rows the batch should carry (one less than tokens, a trajectory), and how many of them it lacks."""
+    if batch.routing_valid is None:
+        return {"routing_rows": 0.0, "routing_rows_invalid": 0.0}
+    rows = int(np.maximum(np.diff(batch.offsets) - 1, 0).sum())
+    return {
+        "routing_rows": float(rows),
+        "routing_rows_invalid": float(rows - int(np.count_nonzero(batch.routing_valid))),
+    }
+
+
+def _nonfinite(what: str, value: float, step: int, batch: TrainBatch) -> str:
+    return (
+        f"the {what} of step {step} (batch {batch.batch_id}) is {value}, expected a finite number; the "
+        "weights were left as they are. Lower trainer.optimizer.lr, or look for non-finite log-probs in it"
+    )
