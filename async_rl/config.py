@@ -199,6 +199,7 @@ class SimulatedEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag
     num_layers: Annotated[int, Meta(ge=1, description="Layers in the routing payload.")] = 2
     num_experts: Annotated[int, Meta(ge=2, description="Experts of a layer.")] = 8
     top_k: Annotated[int, Meta(ge=1, description="Experts a token is sent to.")] = 2
+    max_restarts: Annotated[int, Meta(ge=0, description="Restarts of one engine before the run ends.")] = 3
     stall_s: Annotated[
         float,
         Meta(gt=0, description="A stream without a chunk for so long counts as a dead engine, seconds."),

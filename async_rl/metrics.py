@@ -99,7 +99,7 @@ class Metrics:
         )
         self.stage_wait_seconds = histogram(
             "stage_wait_seconds",
-            "Waiting of one piece of work in one stage (admission, engine, siblings, queue).",
+            "Waiting of one piece of work in one stage (admission, engine, queue).",
             SECONDS,
             "stage",
         )

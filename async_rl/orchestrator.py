@@ -284,18 +284,19 @@ class Orchestrator:
         config = self._config
         ledger = Ledger(self._dir / "ledger.sqlite")
         spool = Spool(self._dir / "spool", config.queue.max_bytes)
-        position = ledger.rollback(step)
+        ledger.rollback(step)
         queue = TrajectoryQueue(
-            ledger=ledger,
-            spool=spool,
+            ledger,
+            spool,
             groups_per_batch=config.trainer.groups_per_batch,
             max_staleness=config.rollout.max_staleness,
             overage=config.rollout.overage,
             facts=facts if config.routing.replay != "off" else None,
             version=step,
             metrics=self._metrics,
+            clock=self._clock,
         )
-        queue.restore()
+        position = queue.restore()
         order = TaskOrder(len(tasks), config.run.seed, config.data.shuffle)
         feeder = Feeder(tasks, order, config.data.epochs, start=position.cursor, pending=position.pending)
         return queue, feeder
@@ -363,28 +364,11 @@ class Orchestrator:
     def _show(self, batch: TakenBatch, record: StepRecord, trainer_idle: float) -> None:
         """Bring the instruments up to date with a step."""
         m = self._metrics
-        for gauge, value in (
-            (m.reward, record.reward_mean),
-            (m.loss, record.loss),
-            (m.ppo_kl, record.ppo_kl),
-            (m.clip_fraction, record.clip_fraction),
-            (m.entropy_nats, record.entropy),
-            (m.grad_norm, record.grad_norm),
-            (m.importance_ratio_mean, record.importance_ratio_mean),
-            (m.log_prob_diff_nats, record.log_prob_diff),
-            (m.log_prob_abs_diff_nats, record.log_prob_abs_diff),
-            (m.lag0_log_prob_abs_diff_nats, record.lag0_log_prob_abs_diff),
-        ):
-            gauge.set(float("nan") if value is None else value)
+        m.observe_step(record)
         for staleness in batch.staleness:
             m.staleness_versions.observe(staleness)
         for length in batch.lengths:
             m.trajectory_tokens.observe(length)
-        m.trained_tokens_total.inc(record.trained_tokens)
-        m.tokens_per_second.set(record.tokens_per_s)
-        m.trainer_weight_version.set(record.weight_version)
-        m.train_step_seconds.observe(record.step_s)
-        m.batch_wait_seconds.observe(record.wait_s)
         m.trainer_idle_ratio.set(trainer_idle)
         m.engine_idle_ratio.set(self._pool.idle_share)
 
@@ -413,7 +397,7 @@ class Orchestrator:
     async def _repair(self, sync: WeightSync) -> None:
         """Bring quarantined engines back, one after the other."""
         attempts: dict[str, int] = {}
-        limit = self._config.engine.max_restarts if isinstance(self._config.engine, SGLangEngines) else 0
+        limit = self._config.engine.max_restarts
         while True:
             engine_id = await self._pool.wait_quarantined()
             cause = self._pool.error_of(engine_id)

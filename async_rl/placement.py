@@ -460,9 +460,9 @@ async def _reserve(bundles: list[dict[str, float]], strategy: str, limit_s: floa
         async with asyncio.timeout(limit_s):
             await group.ready()
     except TimeoutError as error:
+        there = ray.cluster_resources()  # type: ignore[no-untyped-call]
         raise EnvironmentNotReady(
-            f"Ray could not reserve {bundles} within {limit_s} s; the cluster has "
-            f"{ray.cluster_resources()}: lower "
+            f"Ray could not reserve {bundles} within {limit_s} s; the cluster has {there}: lower "
             "engine.num_engines, trainer.num_ranks or placement.*, or add nodes"
         ) from error
     return group

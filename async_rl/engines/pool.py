@@ -176,12 +176,15 @@ class EnginePool:
             key: Trajectory id; calls of one trajectory prefer one engine.
             tokens: Tokens the call will hold there at most, prompt and answer.
         """
-        while (slot := self._choose(key)) is None:
+        if (slot := self._choose(key)) is None:
+            begin = self._clock()
             self._waiting += 1
             try:
-                await self._changed.wait()
+                while (slot := self._choose(key)) is None:
+                    await self._changed.wait()
             finally:
                 self._waiting -= 1
+            self._metrics.stage_wait_seconds.labels("engine").observe(self._clock() - begin)
         self._enter(slot, tokens)
         try:
             yield Lease(self, slot)

@@ -22,8 +22,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from async_rl.queue.trajectory_queue import TrajectoryQueue
-
 from async_rl.chat import ChatFormat
 from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
@@ -39,6 +37,7 @@ from async_rl.errors import (
 )
 from async_rl.loading import load_object
 from async_rl.metrics import Metrics
+from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.session import RolloutSession
 from async_rl.supervision import Nursery

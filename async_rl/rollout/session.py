@@ -401,8 +401,6 @@ class RolloutSession:
             )
         trace = routing.fit(trace, self._length)
         routing.check(trace, self._length)
-        self._metrics.routing_rows_total.inc(len(trace.valid))
-        self._metrics.routing_rows_invalid_total.inc(routing.invalid_rows(trace))
         return trace
 
     def _rows_needed(self) -> int:

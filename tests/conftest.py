@@ -1,0 +1,18 @@
+"""What several kinds of tests share."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "calculator"
+
+
+@pytest.fixture(scope="session")
+def calculator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the quickstart's untrained model (`model/`) and its tasks (`data/tasks.jsonl`)."""
+    folder = tmp_path_factory.mktemp("calculator")
+    for script, arguments in (("make_model.py", ["model"]), ("make_data.py", ["model", "data"])):
+        subprocess.run([sys.executable, EXAMPLE / script, *arguments], cwd=folder, check=True)
+    return folder

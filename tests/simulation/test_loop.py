@@ -1,0 +1,207 @@
+"""The whole loop on simulated engines: all but engines and trainer is what a real run uses."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from async_rl import orchestrator
+from async_rl.config import Config, apply_override, parse_config
+from async_rl.errors import AsyncRLError
+from async_rl.queue.ledger import Ledger
+from async_rl.records import Summary
+from async_rl.supervision import first_error
+from async_rl.types import Completion, Task
+from tests.support.local_cluster import LocalCluster
+
+
+def count_tokens(task: Task, completion: Completion) -> float:
+    return float(len(completion.text))
+
+
+def always_fail(task: Task, completion: Completion) -> float:
+    raise RuntimeError("no such key")
+
+
+class FlakyReward:
+    """Fails every third time."""
+
+    calls = 0
+
+    @classmethod
+    def score(cls, task: Task, completion: Completion) -> float:
+        cls.calls += 1
+        if cls.calls % 3 == 0:
+            raise RuntimeError("flaky")
+        return 1.0
+
+
+def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"name": "sim", "dir": str(tmp_path), "max_steps": 6, "drain_s": 5},
+        "model": {"path": str(calculator / "model"), "dtype": "float32"},
+        "data": {"path": str(calculator / "data" / "tasks.jsonl")},
+        "engine": {"kind": "simulated", "num_engines": 2, "decode_step_s": 0.001, "mean_new_tokens": 24},
+        "rollout": {
+            "group_size": 4,
+            "max_concurrent_trajectories": 32,
+            "max_staleness": 2,
+            "max_context_tokens": 256,
+            "max_new_tokens": 64,
+            "reward": f"{__name__}:count_tokens",
+        },
+        "trainer": {"groups_per_batch": 4, "checkpoint_every": 2},
+    }
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
+
+
+async def run(config: Config, cluster: LocalCluster, stop: asyncio.Event | None = None) -> Summary:
+    run_dir = Path(config.run.dir) / config.run.name
+    for name in ("checkpoints", "logs"):
+        (run_dir / name).mkdir(parents=True, exist_ok=True)
+    return await orchestrator.run(config, run_dir, stop or asyncio.Event(), cluster)
+
+
+def assert_conserved(summary: Summary) -> None:
+    assert summary.trajectories.unaccounted == 0
+    assert summary.staleness_max <= summary.max_staleness
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "retract"])
+async def test_a_run_trains_every_step_and_accounts_for_every_trajectory(calculator, tmp_path, interrupt):
+    config = make_config(calculator, tmp_path, f"weights.interrupt={interrupt}")
+    cluster = LocalCluster(config, step_s=0.02)
+    summary = await run(config, cluster)
+    assert summary.weight_versions == 6
+    assert summary.trajectories.trained == 6 * 16
+    assert_conserved(summary)
+    assert summary.interrupted_share is not None
+    assert summary.interrupted_share > 0
+    assert summary.routing.rows_checked > 0
+    assert summary.routing.rows_invalid == 0
+    trained = [i for batch in cluster.trainer.batches for i in batch.trajectory_ids]
+    assert len(set(trained)) == len(trained)
+
+
+async def test_in_place_updates_and_splice_go_together(calculator, tmp_path):
+    config = make_config(calculator, tmp_path, "weights.interrupt=in_place", "routing.merge=splice")
+    summary = await run(config, LocalCluster(config, step_s=0.02))
+    assert summary.trajectories.trained == 6 * 16
+    assert_conserved(summary)
+
+
+@pytest.mark.parametrize("overage", ["wait", "drop"])
+async def test_the_bound_is_never_exceeded_when_there_is_no_staleness_to_spare(calculator, tmp_path, overage):
+    config = make_config(calculator, tmp_path, "rollout.max_staleness=0", f"rollout.overage={overage}")
+    summary = await run(config, LocalCluster(config))
+    assert summary.staleness_max == 0
+    assert_conserved(summary)
+
+
+async def test_rolling_updates_keep_engines_generating(calculator, tmp_path):
+    config = make_config(calculator, tmp_path, "weights.rolling=true")
+    summary = await run(config, LocalCluster(config, step_s=0.02))
+    assert_conserved(summary)
+    assert summary.trajectories.trained == 6 * 16
+
+
+async def test_a_run_goes_on_when_an_engine_dies_and_is_restarted(calculator, tmp_path):
+    config = make_config(calculator, tmp_path)
+    cluster = LocalCluster(config, step_s=0.05)
+    original = cluster.trainer.train_step
+
+    async def kill_then_train(path: str, step: int):
+        if step == 2:
+            cluster.engines[0].die()
+        return await original(path, step)
+
+    cluster.trainer.train_step = kill_then_train  # type: ignore[method-assign]
+    summary = await run(config, cluster)
+    assert cluster.restarts == ["engine-0"]
+    assert summary.trajectories.trained == 6 * 16
+    assert_conserved(summary)
+
+
+async def test_siblings_train_without_a_trajectory_when_its_reward_fails(calculator, tmp_path):
+    FlakyReward.calls = 0
+    config = make_config(
+        calculator, tmp_path, f"rollout.reward={__name__}:FlakyReward.score", "rollout.max_attempts=1"
+    )
+    summary = await run(config, LocalCluster(config))
+    assert summary.trajectories.dropped["error"] > 0
+    assert_conserved(summary)
+
+
+async def test_the_run_ends_with_the_cause_when_every_reward_fails(calculator, tmp_path):
+    config = make_config(calculator, tmp_path, f"rollout.reward={__name__}:always_fail")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await run(config, LocalCluster(config))
+    error = first_error(caught.value)
+    assert isinstance(error, AsyncRLError)
+    assert "max_failed_share" in str(error)
+    assert "no such key" in str(error)
+
+
+async def test_a_run_ends_when_its_data_does(calculator, tmp_path):
+    lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines()[:10]
+    short = tmp_path / "short.jsonl"
+    short.write_text("\n".join(lines) + "\n")
+    config = make_config(calculator, tmp_path, f"data.path={short}", "data.epochs=1", "run.max_steps=50")
+    summary = await run(config, LocalCluster(config))
+    assert summary.weight_versions == 2  # ten groups are two batches of four; two groups are left
+    assert summary.trajectories.queued == 8
+    assert_conserved(summary)
+
+
+async def test_a_stopped_run_continues_where_it_was(calculator, tmp_path):
+    config = make_config(calculator, tmp_path, "run.max_steps=8")
+    stop, cluster = asyncio.Event(), LocalCluster(config, step_s=0.02)
+    original = cluster.trainer.train_step
+
+    async def stop_after_three(path: str, step: int):
+        if step == 3:
+            stop.set()
+        return await original(path, step)
+
+    cluster.trainer.train_step = stop_after_three  # type: ignore[method-assign]
+    first = await run(config, cluster, stop)
+    assert first.weight_versions == 3
+    assert first.trajectories.in_flight == 0  # drained
+    assert_conserved(first)
+
+    later = LocalCluster(config)
+    second = await run(config, later)
+    assert second.trajectories.trained == 8 * 16
+    assert_conserved(second)
+    before = {i for batch in cluster.trainer.batches for i in batch.trajectory_ids}
+    after = {i for batch in later.trainer.batches for i in batch.trajectory_ids}
+    assert not before & after
+
+
+async def test_what_was_trained_after_the_checkpoint_comes_again_when_the_trainer_breaks(
+    calculator, tmp_path
+):
+    config = make_config(calculator, tmp_path)
+    cluster = LocalCluster(config)
+    cluster.trainer.fail_at = 4  # steps 1 to 3 are done, the checkpoint is of step 2
+    with pytest.raises(BaseExceptionGroup):
+        await run(config, cluster)
+    again = LocalCluster(config)
+    summary = await run(config, again)
+    assert [batch.trainer_version for batch in again.trainer.batches] == [2, 3, 4, 5]
+    assert summary.weight_versions == 6
+    assert summary.trajectories.dropped["restart"] > 0
+    assert_conserved(summary)
+    ledger = Ledger(tmp_path / "sim" / "ledger.sqlite")
+    assert ledger.audit().holds
+    ledger.close()
+
+
+async def test_the_summary_file_can_be_read_by_programs(calculator, tmp_path):
+    config = make_config(calculator, tmp_path, "run.max_steps=1")
+    summary = await run(config, LocalCluster(config))
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary

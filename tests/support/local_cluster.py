@@ -1,0 +1,132 @@
+"""A cluster inside the test's own event loop: simulated engines and a trainer that only checks and counts."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from async_rl.codec import read_frame
+from async_rl.config import Config, SimulatedEngines
+from async_rl.engines.facts import load_facts
+from async_rl.engines.protocol import Engine
+from async_rl.engines.simulated import SimulatedEngine
+from async_rl.errors import EngineError
+from async_rl.training import StepResult, Trainer, TrainerState
+from async_rl.types import TrainBatch
+
+
+_FIGURES = (
+    "loss",
+    "ppo_kl",
+    "clip_fraction",
+    "entropy",
+    "grad_norm",
+    "log_prob_diff",
+    "log_prob_abs_diff",
+    "lag0_log_prob_abs_diff",
+    "importance_ratio_mean",
+    "importance_truncated_fraction",
+)
+
+
+class CheckingTrainer:
+    """Consumes batches as a trainer does and refuses any that breaks a promise."""
+
+    def __init__(self, config: Config, step_s: float = 0.0) -> None:
+        self.config = config
+        self.step_s = step_s
+        self.batches: list[TrainBatch] = []
+        self.step = 0
+        self.fail_at: int | None = None
+
+    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        path = Path(checkpoint_dir or "") / "latest.json"
+        if checkpoint_dir and path.exists():
+            self.step = msgspec.json.decode(path.read_bytes())["step"]
+        return TrainerState(step=self.step)
+
+    async def train_step(self, batch_path: str, step: int) -> StepResult:
+        batch = read_frame(batch_path, TrainBatch)
+        assert step == self.step + 1
+        self.check(batch)
+        await asyncio.sleep(self.step_s)
+        if self.fail_at == step:
+            raise RuntimeError("the trainer broke")
+        self.batches.append(batch)
+        self.step = step
+        trained = int(batch.loss_mask.sum())
+        zeros = dict.fromkeys(_FIGURES, 0.0)
+        rows = 0 if batch.routing_valid is None else batch.num_tokens - batch.num_trajectories
+        return StepResult(
+            step=step,
+            metrics=zeros
+            | {
+                "tokens": batch.num_tokens,
+                "trained_tokens": trained,
+                "routing_rows": rows,
+                "routing_rows_invalid": 0,
+                "step_s": self.step_s,
+            },
+        )
+
+    def check(self, batch: TrainBatch) -> None:
+        assert batch.trainer_version == self.step
+        assert len(set(batch.trajectory_ids)) == batch.num_trajectories
+        sampled = batch.weight_versions[batch.loss_mask]
+        assert len(sampled)
+        assert sampled.min() >= batch.trainer_version - self.config.rollout.max_staleness
+        assert sampled.max() <= batch.trainer_version
+        assert np.isfinite(batch.rollout_log_probs).all()
+        if batch.routing_valid is not None:
+            last = batch.offsets[1:] - 1
+            assert not batch.routing_valid[last].any()
+            inner = np.ones(batch.num_tokens, bool)
+            inner[last] = False
+            # Every row that predicts a sampled token is there.
+            feeds_sampled = np.zeros(batch.num_tokens, bool)
+            feeds_sampled[:-1] = batch.loss_mask[1:]
+            assert batch.routing_valid[feeds_sampled & inner].all()
+
+    async def publish(self, directory: str, weight_version: int) -> None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / "latest.json").write_bytes(msgspec.json.encode({"step": self.step}))
+
+    async def close(self) -> None: ...
+
+
+class LocalCluster:
+    """See `async_rl.orchestrator.Cluster`."""
+
+    weight_backend = "gloo"
+
+    def __init__(self, config: Config, step_s: float = 0.0, policy: Any = None) -> None:
+        assert isinstance(config.engine, SimulatedEngines)
+        facts = load_facts(config.model.path)
+        self.engines = [
+            SimulatedEngine(f"engine-{i}", config.engine, seed=config.run.seed, facts=facts, policy=policy)
+            for i in range(config.engine.num_engines)
+        ]
+        self.trainer = CheckingTrainer(config, step_s)
+        self.restarts: list[str] = []
+
+    async def start_engines(self) -> list[Engine]:
+        return list(self.engines)
+
+    async def start_trainer(self) -> Trainer:
+        return self.trainer  # type: ignore[return-value]
+
+    async def restart_engine(self, engine_id: str) -> None:
+        self.restarts.append(engine_id)
+        next(e for e in self.engines if e.engine_id == engine_id).restart()
+
+    async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
+        await asyncio.Future()
+
+    def open_port(self) -> tuple[str, int]:
+        return "127.0.0.1", 0
