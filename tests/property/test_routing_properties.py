@@ -1,0 +1,85 @@
+"""Over random interruptions, each row of a merged trace is what the law says; spans partition the rows."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.routing import NEVER_COMPUTED, check, fit, invalid_rows, make_trace, replace, splice
+from async_rl.types import RoutingTrace
+from tests.support.trajectories import make_rows
+
+calls = st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=6)
+"""Per engine call: tokens sampled, and whether rows came with them."""
+
+
+def reported(num_tokens: int, version: int) -> RoutingTrace:
+    return make_trace(make_rows(num_tokens - 1, seed=version), 8, version)
+
+
+def version_of(trace: RoutingTrace) -> list[int]:
+    return [span.weight_version for span in trace.spans for _ in range(span.start, span.end)]
+
+
+@given(st.integers(1, 4), calls)
+def test_rows_are_those_of_the_last_response_that_had_some_when_replaced(
+    prompt: int, calls: list[tuple[int, bool]]
+) -> None:
+    tokens, merged, last = prompt, None, None
+    for version, (sampled, has_rows) in enumerate(calls):
+        tokens += sampled
+        new = reported(tokens, version) if has_rows else None
+        merged, last = replace(merged, new), last if new is None else new
+    if last is None:
+        assert merged is None
+        return
+    assert merged is not None
+    fitted = fit(merged, tokens)
+    check(fitted, tokens)
+    assert np.array_equal(fitted.rows[: len(last.rows)], last.rows)
+    assert invalid_rows(fitted) == tokens - 1 - len(last.rows)
+
+
+@given(st.integers(1, 4), calls, st.booleans())
+def test_each_row_is_of_the_first_response_that_covered_it_when_spliced(
+    prompt: int, calls: list[tuple[int, bool]], fit_between: bool
+) -> None:
+    tokens = prompt
+    merged: RoutingTrace | None = None
+    expected: list[tuple[int, np.ndarray]] = []
+    for version, (sampled, has_rows) in enumerate(calls):
+        tokens += sampled
+        if not has_rows:
+            continue
+        new = reported(tokens, version)
+        merged = splice(merged, new)
+        expected += [(version, row) for row in new.rows[len(expected) :]]
+        if fit_between:
+            merged = fit(merged, tokens) if merged is not None else None
+    if merged is None:
+        assert not expected
+        return
+    fitted = fit(merged, tokens)
+    check(fitted, tokens)
+    missing = tokens - 1 - len(expected)
+    assert version_of(fitted) == [v for v, _ in expected] + [NEVER_COMPUTED] * missing
+    for row, (_, wanted) in zip(fitted.rows, expected, strict=False):
+        assert np.array_equal(row, wanted)
+
+
+@given(st.integers(1, 3), calls, st.data())
+def test_a_splice_from_a_later_start_equals_one_of_the_full_sequence(
+    prompt: int, calls: list[tuple[int, bool]], data: st.DataObject
+) -> None:
+    tokens, whole, delta = prompt, None, None
+    for version, (sampled, _) in enumerate(calls):
+        tokens += sampled
+        new = reported(tokens, version)
+        start = data.draw(st.integers(0, 0 if delta is None else len(delta.rows)))
+        part = make_trace(new.rows[start:], 8, version)
+        whole, delta = splice(whole, new), splice(delta, part, start=start)
+        assert whole is not None
+        assert delta is not None
+        assert np.array_equal(whole.rows, delta.rows)
+        assert whole.spans == delta.spans

@@ -1,0 +1,215 @@
+"""Who owns which trajectory: states, settlement once, restarts."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import AsyncRLError, InvariantError
+from async_rl.queue.ledger import Conservation, DataPosition, Ledger
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+@pytest.fixture
+def ledger(path: Path) -> Iterator[Ledger]:
+    ledger = Ledger(path)
+    yield ledger
+    ledger.close()
+
+
+def dispatch(ledger: Ledger, *positions: int, size: int = 2) -> None:
+    for p in positions:
+        ledger.dispatch(f"g{p}", f"task-{p}", p, [f"g{p}-{i}" for i in range(size)], version=0)
+
+
+def queue(ledger: Ledger, *positions: int, size: int = 2) -> None:
+    for p in positions:
+        ids = [f"g{p}-{i}" for i in range(size)]
+        ledger.queue(f"g{p}", ids, version=0, frame=f"slab-{p}", frame_bytes=100)
+
+
+def reopened(ledger: Ledger, path: Path) -> Ledger:
+    """What a new process finds after the old one was killed; it wrote what was flushed."""
+    ledger.flush()
+    return Ledger(path)
+
+
+def test_a_trajectory_is_counted_once_wherever_it_is(ledger: Ledger) -> None:
+    dispatch(ledger, 0, 1, 2, 3)
+    queue(ledger, 0, 1)
+    ledger.train(["g0"], step=1)
+    ledger.drop(["g2-0"], "error")
+    expected = Conservation(dispatched=8, in_flight=3, queued=2, trained=2, dropped={"error": 1})
+    assert ledger.counts() == expected
+    assert ledger.audit() == expected
+
+
+def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Ledger) -> None:
+    dispatch(ledger, 0, 1, 2)
+    queue(ledger, 1, 2)
+    ledger.train(["g1"], step=1)
+    before = ledger.counts()
+    for forbidden in (
+        lambda: dispatch(ledger, 0),
+        lambda: ledger.dispatch("g9", "task", 9, ["g0-0"], 0),
+        lambda: ledger.dispatch("g9", "task", 9, [], 0),
+        lambda: queue(ledger, 1),
+        lambda: queue(ledger, 2),
+        lambda: queue(ledger, 7),
+        lambda: queue(ledger, 0, size=1),
+        lambda: queue(ledger, 0, size=3),
+        lambda: ledger.train(["g0"], 2),
+        lambda: ledger.train(["g1"], 2),
+        lambda: ledger.train(["g2", "g2"], 2),
+        lambda: ledger.train(["g2", "g1"], 2),
+        lambda: ledger.drop(["g1-0"], "error"),
+        lambda: ledger.drop(["g0-0", "g0-0"], "error"),
+        lambda: ledger.drop(["g0-0", "nobody"], "error"),
+        lambda: ledger.group("g1"),
+        lambda: ledger.group_of("g1-0"),
+    ):
+        with pytest.raises(InvariantError):
+            forbidden()
+    assert ledger.audit() == before
+
+
+def test_the_group_can_be_queued_without_those_that_were_dropped(ledger: Ledger) -> None:
+    dispatch(ledger, 0, size=3)
+    ledger.drop(["g0-2"], "error")
+    queue(ledger, 0, size=2)
+    ledger.train(["g0"], 1)
+    assert ledger.audit() == Conservation(
+        dispatched=3, in_flight=0, queued=0, trained=2, dropped={"error": 1}
+    )
+
+
+def test_a_group_is_gone_when_its_last_trajectory_was_dropped(ledger: Ledger) -> None:
+    dispatch(ledger, 0)
+    ledger.drop(["g0-0"], "error")
+    assert ledger.group_of("g0-1").group_id == "g0"
+    ledger.drop(["g0-1"], "error")
+    assert ledger.outstanding() == []
+    assert ledger.data_position() == DataPosition(cursor=1, pending=())
+
+
+def test_an_id_is_refused_at_the_next_flush_when_it_was_settled_before(ledger: Ledger) -> None:
+    dispatch(ledger, 0)
+    ledger.drop(["g0-0", "g0-1"], "error")
+    dispatch(ledger, 0)
+    with pytest.raises(InvariantError, match="dispatched twice"):
+        ledger.flush()
+    ledger._changes.clear()  # nothing more can come of this ledger
+
+
+def test_everything_is_there_when_it_was_flushed_before_a_kill(ledger: Ledger, path: Path) -> None:
+    dispatch(ledger, 0, 1, 2)
+    queue(ledger, 0, 1)
+    ledger.train(["g0"], 1)
+    ledger.drop(["g2-0"], "error")
+    again = reopened(ledger, path)
+    assert again.counts() == ledger.counts()
+    assert again.outstanding() == ledger.outstanding()
+    assert again.group("g1").frame == "slab-1"
+    again.close()
+
+
+def test_a_dispatch_never_happened_when_it_was_not_flushed_before_a_kill(ledger: Ledger, path: Path) -> None:
+    dispatch(ledger, 0)
+    ledger.flush()
+    dispatch(ledger, 1)
+    again = Ledger(path)
+    assert again.rollback(0) == DataPosition(cursor=1, pending=(0,))
+    again.close()
+
+
+def test_tasks_are_neither_skipped_nor_repeated_when_rolled_back_to_a_step(
+    ledger: Ledger, path: Path
+) -> None:
+    dispatch(ledger, 0, 1, 2, 3, 4, 5)
+    queue(ledger, 0, 1, 2, 3)
+    ledger.train(["g0"], step=1)
+    ledger.train(["g1"], step=2)
+    ledger.train(["g2"], step=3)
+    ledger.drop(["g4-0", "g4-1"], "error")
+    again = reopened(ledger, path)
+    position = again.rollback(step=1)
+    # 0 was trained, 3 is queued, 4 was used up; 1 and 2 were trained too late, 5 was in flight
+    assert position == DataPosition(cursor=6, pending=(1, 2, 5))
+    assert [group.group_id for group in again.outstanding()] == ["g3"]
+    assert again.audit() == Conservation(
+        dispatched=12, in_flight=0, queued=2, trained=2, dropped={"error": 2, "restart": 6}
+    )
+    assert again.rollback(step=1) == position
+    assert again.audit().dropped == {"error": 2, "restart": 6}
+    again.close()
+
+
+def test_a_pending_position_is_used_up_when_it_is_dispatched_anew(ledger: Ledger, path: Path) -> None:
+    dispatch(ledger, 0, 1)
+    again = reopened(ledger, path)
+    assert again.rollback(0).pending == (0, 1)
+    again.dispatch("new", "task-0", 0, ["new-0"], version=0)
+    assert again.data_position() == DataPosition(cursor=2, pending=(1,))
+    third = reopened(again, path)
+    assert third.data_position() == DataPosition(cursor=2, pending=(1,))
+    third.close()
+    again.close()
+
+
+@pytest.mark.parametrize(("reason", "pending"), [("error", ()), ("overage", ()), ("corrupt", (0,))])
+def test_a_task_comes_again_when_it_was_not_at_fault(
+    ledger: Ledger, reason: str, pending: tuple[int, ...]
+) -> None:
+    dispatch(ledger, 0)
+    queue(ledger, 0)
+    ledger.drop(["g0-0", "g0-1"], reason)
+    assert ledger.data_position().pending == pending
+
+
+def test_a_group_that_was_partly_trained_comes_again_once_when_rolled_back(
+    ledger: Ledger, path: Path
+) -> None:
+    dispatch(ledger, 0, size=3)
+    ledger.drop(["g0-2"], "error")
+    queue(ledger, 0, size=2)
+    ledger.train(["g0"], 5)
+    again = reopened(ledger, path)
+    assert again.rollback(4).pending == (0,)
+    assert again.audit().dropped == {"error": 1, "restart": 2}
+    again.close()
+
+
+def test_changes_wait_for_another_try_when_the_database_cannot_be_written(ledger: Ledger, path: Path) -> None:
+    dispatch(ledger, 0)
+    other = sqlite3.connect(path, timeout=0, isolation_level=None)
+    ledger._database.execute("PRAGMA busy_timeout = 0")
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(AsyncRLError, match="database is locked"):
+        ledger.flush()
+    other.execute("ROLLBACK")
+    other.close()
+    assert ledger.audit().in_flight == 2
+
+
+def test_a_ledger_of_another_version_is_refused(ledger: Ledger, path: Path) -> None:
+    ledger.close()
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE meta SET value = 99")
+    database.close()
+    with pytest.raises(AsyncRLError, match="schema 99"):
+        Ledger(path)
+
+
+def test_a_wrong_count_is_found_by_an_audit(ledger: Ledger) -> None:
+    dispatch(ledger, 0)
+    ledger.flush()
+    ledger._database.execute("DELETE FROM trajectories WHERE trajectory_id = 'g0-1'")
+    with pytest.raises(InvariantError, match="its tables hold"):
+        ledger.audit()

@@ -1,0 +1,138 @@
+"""Admission and age: the arithmetic, and every small world to its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from async_rl.staleness import Backlog, batch_is_safe, may_admit, staleness
+
+
+def test_staleness_is_the_age_of_the_oldest_token_at_consumption() -> None:
+    assert staleness(7, 4) == 3
+
+
+@pytest.mark.parametrize(
+    ("outstanding", "bound", "lag", "admitted"),
+    [(0, 0, 0, True), (1, 0, 0, True), (2, 0, 0, False), (5, 2, 0, True), (6, 2, 0, False), (4, 2, 1, False)],
+)
+def test_a_slot_is_free_when_fewer_are_outstanding_than_versions_can_consume(
+    outstanding: int, bound: int, lag: int, admitted: bool
+) -> None:
+    assert may_admit(outstanding, groups_per_batch=2, max_staleness=bound, lag=lag) is admitted
+
+
+@pytest.mark.parametrize(
+    ("ready", "in_flight", "safe"),
+    [
+        ({5: 2}, {}, True),
+        ({5: 1}, {5: 1}, False),  # too few
+        ({6: 2}, {5: 1}, False),  # one in flight must go now
+        ({6: 2}, {6: 2}, True),  # the rest fills the next batch
+        ({6: 2}, {6: 3}, False),  # one too many for it
+        ({6: 3}, {6: 2, 7: 2}, False),
+        ({6: 3}, {6: 1, 7: 2}, True),
+        ({9: 2}, {4: 3}, True),  # late already: waiting would not help
+        ({5: 3}, {}, True),  # one will be late, but nobody could help it
+    ],
+)
+def test_a_batch_goes_when_the_rest_can_still_be_in_time(
+    ready: dict[int, int], in_flight: dict[int, int], safe: bool
+) -> None:
+    assert batch_is_safe(ready, in_flight, version=5, groups_per_batch=2) is safe
+
+
+def test_the_earliest_deadlines_go_first_and_within_one_the_first_that_finished() -> None:
+    backlog = Backlog(groups_per_batch=3, max_staleness=2, overage="wait")
+    for name, oldest in (("a", 1), ("b", 0), ("c", 0), ("d", 1)):
+        backlog.dispatch(name, oldest)
+    for name in "dcab":
+        backlog.finish(name)
+    assert backlog.select(version=1) == ["c", "b", "d"]
+
+
+def test_a_group_gets_time_when_it_was_sampled_by_newer_weights_than_feared() -> None:
+    backlog = Backlog(groups_per_batch=1, max_staleness=0, overage="wait")
+    backlog.dispatch("a", 3)
+    backlog.finish("a", 4)
+    assert backlog.overdue(version=4) == []
+    assert backlog.select(version=4) == ["a"]
+
+
+def test_only_groups_in_time_are_taken_when_late_ones_are_dropped() -> None:
+    backlog = Backlog(groups_per_batch=1, max_staleness=1, overage="drop")
+    backlog.dispatch("late", 0)
+    backlog.dispatch("slow", 0)
+    backlog.dispatch("fresh", 3)
+    backlog.finish("late")
+    backlog.finish("fresh")
+    assert backlog.overdue(version=3) == ["late"]
+    assert backlog.select(version=3) == ["fresh"]
+
+
+def test_a_group_is_gone_when_it_was_removed() -> None:
+    backlog = Backlog(groups_per_batch=1, max_staleness=1, overage="wait")
+    backlog.dispatch("a", 0)
+    backlog.dispatch("b", 0)
+    with pytest.raises(ValueError, match="outstanding already"):
+        backlog.dispatch("a", 0)
+    backlog.finish("a")
+    backlog.remove("a")
+    backlog.remove("b")
+    assert (backlog.outstanding, "a" in backlog, backlog.select(0)) == (0, False, None)
+    with pytest.raises(KeyError):
+        backlog.remove("a")
+
+
+World = tuple[int, bool, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
+"""How far engines lag behind the next version, whether a batch is being trained, and the numbers of ready and
+unfinished groups by deadline, relative to the next version to be consumed."""
+
+
+def successors(world: World, batch: int, bound: int) -> list[World]:
+    """Every next world, by one dispatch, finish, drop, take, settle or sync."""
+    lag, training, ready_items, flying_items = world
+    ready, flying = Counter(dict(ready_items)), Counter(dict(flying_items))
+    following = []
+
+    def add(lag: int, training: bool, ready: Counter[int], flying: Counter[int]) -> None:
+        following.append((lag, training, tuple(sorted((+ready).items())), tuple(sorted((+flying).items()))))
+
+    if may_admit(ready.total() + flying.total(), batch, bound, lag):
+        add(lag, training, ready, flying + Counter([bound - lag]))
+    for deadline in flying:
+        add(lag, training, ready + Counter([deadline]), flying - Counter([deadline]))
+        add(lag, training, ready + Counter([deadline + 1]), flying - Counter([deadline]))
+        add(lag, training, ready, flying - Counter([deadline]))
+    if not training and batch_is_safe(ready, flying, 0, batch):
+        left = sorted(ready.elements())[batch:]
+        taken = sorted(ready.elements())[:batch]
+        assert taken[0] >= 0, f"a group past its deadline is consumed: {world}"
+        add(lag + 1, True, Counter(d - 1 for d in left), Counter({d - 1: n for d, n in flying.items()}))
+    if training:
+        add(lag, False, ready, flying)  # settled; engines still serve the old version
+    if lag and not training:
+        add(lag - 1, False, ready, flying)  # synced
+    return following
+
+
+@pytest.mark.parametrize(("batch", "bound"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (3, 1)])
+def test_nothing_is_late_and_nothing_stands_still_in_any_world_that_can_be_reached(
+    batch: int, bound: int
+) -> None:
+    start: World = (0, False, (), ())
+    seen, open_worlds = {start}, [start]
+    while open_worlds:
+        world = open_worlds.pop()
+        lag, training, ready, flying = world
+        assert all(deadline >= 0 for deadline, _ in (*ready, *flying)), f"somebody is late: {world}"
+        following = successors(world, batch, bound)
+        if not flying and not training and not lag and sum(n for _, n in ready) >= batch:
+            assert batch_is_safe(dict(ready), {}, 0, batch), f"a batch is ready and stands still: {world}"
+        assert following, f"nothing can happen any more: {world}"
+        for other in following:
+            if other not in seen and other[0] <= bound + 1:
+                seen.add(other)
+                open_worlds.append(other)
+    assert len(seen) > 3
