@@ -76,6 +76,22 @@ def build_tiny_qwen3(
     return _save(Qwen3ForCausalLM, config, path, std, seed)
 
 
+def write_byte_tokenizer(path: Path, *, vocab_size: int) -> None:
+    """Write a tokenizer of all bytes, two special tokens (0 and 1) and fillers; none of them ends a text."""
+    declare_torchvision_ops()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<pad>", "<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens += [f"<filler-{number}>" for number in range(vocab_size - len(tokens))]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>").save_pretrained(
+        path
+    )
+
+
 def _save(model_class, config, path: Path, std: float, seed: int) -> Path:
     generator = torch.Generator().manual_seed(seed)
     model = model_class(config).float()

@@ -1,0 +1,90 @@
+"""A real SGLang server on the CPU with a tiny Qwen3-MoE, and a second set of weights to update it to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.engines.facts import load_facts
+from async_rl.engines.server import SGLangServer
+from async_rl.engines.sglang import SGLangEngine
+from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
+
+VOCAB_SIZE = 300
+CONTEXT_LENGTH = 2048
+MAX_RUNNING = 4
+
+
+class SGLangWorld:
+    """One server for all tests of a session; each test gets a client of its own.
+
+    `weights[v]` is the folder of weight version v. In float32, so that what is equal is equal.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.weights = [folder / f"weights_{version}" for version in range(2)]
+        for seed, path in enumerate(self.weights):
+            build_tiny_qwen3_moe(
+                path,
+                vocab_size=VOCAB_SIZE,
+                hidden_size=64,
+                max_position_embeddings=CONTEXT_LENGTH,
+                std=0.15,
+                seed=seed,
+            )
+            write_byte_tokenizer(path, vocab_size=VOCAB_SIZE)
+            _never_stop(path)
+        self.facts = load_facts(self.weights[0])
+        self.server = SGLangServer(
+            SGLangEngines(max_running_requests=MAX_RUNNING, max_total_tokens=4 * CONTEXT_LENGTH),
+            ModelConfig(path=str(self.weights[0]), dtype="float32"),
+            routing=True,
+            index=0,
+            log_dir=folder,
+            seed=0,
+        )
+
+    def engine(self) -> SGLangEngine:
+        """A client of the server."""
+        return SGLangEngine(
+            "engine-0",
+            self.server.url,
+            self.facts,
+            api_key=self.server.api_key,
+            admin_key=self.server.admin_key,
+            routing=True,
+            start_timeout_s=100,
+            died=self.server.died,
+        )
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        _run(self._start())
+
+    def stop(self) -> None:
+        """End it."""
+        _run(self.server.stop())
+
+    async def _start(self) -> None:
+        await self.server.start()
+        engine = self.engine()
+        try:
+            await engine.wait_ready()
+        finally:
+            await engine.close()
+
+
+def _never_stop(model: Path) -> None:
+    """Take the end-of-text token away: calls last until they are interrupted or have what they asked for."""
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps(config | {"eos_token_id": None}))
+
+
+def _run(work) -> None:
+    """Run a coroutine on a loop of its own, beside the one a test framework may have."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, work).result()
