@@ -160,7 +160,7 @@ class TrajectoryQueue:
         self._clock = clock
         self._ready: dict[str, _Ready] = {}
         self._taken: dict[str, _Taken] = {}
-        self._packing = False
+        self._packing: frozenset[str] = frozenset()
         self._largest = 0
         self._stopped = self._ended = False
         self._waits: list[str] = []
@@ -303,7 +303,7 @@ class TrajectoryQueue:
             InvariantError: When it is settled, unknown or in a taken batch.
         """
         group = self._ledger.group(group_id)
-        if group_id not in self._backlog:
+        if group_id not in self._backlog or group_id in self._packing:
             raise InvariantError(f"group {group_id} is in a batch that the trainer has")
         self._drop(sorted(group.in_flight | group.queued), reason)
         self._backlog.remove(group_id)
@@ -445,18 +445,13 @@ class TrajectoryQueue:
     # -- work off the loop --------------------------------------------------------------------------------
 
     async def _pack_off_loop(self, version: int, chosen: Sequence[str]) -> TakenBatch | None:
-        """Pack these groups; None when some were damaged, or were put back because we were cancelled."""
-        groups = tuple(self._ready.pop(group_id) for group_id in chosen)
-        for group_id in chosen:
-            self._backlog.remove(group_id)
-        self._next, self._packing = version + 1, True
-        packed, cancelled = _Packed(), None
+        """Pack these groups, which stay ready until it is done; None when some of them were damaged."""
+        groups = tuple(self._ready[group_id] for group_id in chosen)
+        self._packing = frozenset(chosen)
         try:
             packed, cancelled = await self._off_loop(lambda: self._pack(version, groups))
         finally:
-            self._packing = False
-            if packed.batch is None or cancelled is not None:
-                self._put_back(version, groups)
+            self._packing = frozenset()
         for group_id in packed.corrupt:
             self.drop_group(group_id, "corrupt")
         if cancelled is not None:
@@ -465,18 +460,13 @@ class TrajectoryQueue:
             raise cancelled
         if packed.batch is None or packed.ref is None:
             return None
-        self._taken[packed.batch.batch_id] = _Taken(ref=packed.ref, groups=groups)
         for group in groups:
+            self._backlog.remove(group.group_id)
+            del self._ready[group.group_id]
             self._observe("queue", group.since)
+        self._next = version + 1
+        self._taken[packed.batch.batch_id] = _Taken(ref=packed.ref, groups=groups)
         return packed.batch
-
-    def _put_back(self, version: int, groups: Sequence[_Ready]) -> None:
-        self._next = version
-        for group in groups:
-            self._backlog.dispatch(group.group_id, group.oldest)
-            self._backlog.finish(group.group_id, group.oldest)
-            self._ready[group.group_id] = group
-        self._wake()
 
     def _pack(self, version: int, ready: Sequence[_Ready]) -> _Packed:
         """Read, verify and pack; runs in a thread."""

@@ -1,0 +1,469 @@
+"""The queue: who waits for what, what a batch says of itself, cancellation, restart."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.codec import read_frame
+from async_rl.errors import CorruptFrame, InvariantError, SpoolFull
+from async_rl.metrics import Metrics
+from async_rl.queue.ledger import Ledger
+from async_rl.queue.spool import Spool, SpoolRef
+from async_rl.queue.trajectory_queue import TakenBatch, TrajectoryQueue
+from async_rl.supervision import Nursery
+from async_rl.types import TrainBatch
+from tests.support.trajectories import FACTS, make_group, make_trajectory
+
+
+class Run:
+    """One life of a queue on a folder; `again` is the next one after a crash."""
+
+    def __init__(self, folder: Path, step: int = 0, max_bytes: int = 64 << 20, **settings: Any) -> None:
+        self.folder, self.settings = folder, settings
+        self.ledger = Ledger(folder / "ledger.sqlite")
+        self.ledger.rollback(step)
+        self.spool = Spool(folder / "spool", max_bytes)
+        self.queue = TrajectoryQueue(
+            self.ledger,
+            self.spool,
+            **{"groups_per_batch": 2, "max_staleness": 1, "facts": FACTS, "version": step, **settings},
+        )
+        self.position = self.queue.restore()
+        self.next = self.position.cursor
+
+    def dispatch(self, name: str, size: int = 2, version: int = 0) -> None:
+        self.queue.dispatched(name, f"task-{name}", self.next, [f"{name}-{i}" for i in range(size)], version)
+        self.next += 1
+
+    async def ready(self, *names: str, version: int = 0, **others: int) -> None:
+        for name in names:
+            self.dispatch(name, version=version)
+            await self.queue.put(make_group(name, version=version, **others))
+
+    async def take(self, version: int = 0) -> TakenBatch:
+        batch = await self.queue.take(version)
+        assert batch is not None
+        return batch
+
+    def again(self, step: int = 0) -> Run:
+        return Run(self.folder, step, **self.settings)
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Run]:
+    run = Run(tmp_path)
+    yield run
+    run.ledger.audit()
+    run.queue.close()
+
+
+@asynccontextmanager
+async def held(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str
+) -> AsyncIterator[Callable[[], None]]:
+    """Calls of a method wait in their thread; the block begins when asked to, and ends by letting them go."""
+    original, go = getattr(owner, name), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        assert go.wait(30)
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, slow)
+    try:
+        yield go.set
+    finally:
+        go.set()
+
+
+async def settled() -> None:
+    """Let everybody run until all wait."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let everybody run, threads too, until something holds."""
+    while not condition():  # noqa: ASYNC110  what ends in a thread tells nobody
+        await asyncio.sleep(0)
+
+
+def damage(ref: SpoolRef) -> None:
+    with open(ref.path, "r+b") as file:
+        file.seek(ref.nbytes - 1)
+        file.write(b"\xff")
+
+
+async def test_a_group_goes_through_the_whole_queue(run: Run) -> None:
+    assert await run.queue.admit()
+    await run.ready("a", "b", "c")
+    batch = await run.take(0)
+    assert (batch.group_ids, batch.staleness) == (("a", "b"), (0, 0, 0, 0))
+    assert batch.trajectory_ids == ("a-0", "a-1", "b-0", "b-1")
+    assert (batch.lengths, batch.num_tokens, batch.num_sampled_tokens) == ((7, 8, 7, 8), 30, 18)
+    assert (batch.rewards, batch.resumes) == ((1.0,) * 4, (0,) * 4)
+    assert (batch.routing_rows, batch.routing_rows_invalid) == (26, 0)
+    packed = read_frame(batch.path, TrainBatch)
+    assert packed.trajectory_ids == batch.trajectory_ids
+    assert np.diff(packed.offsets).tolist() == list(batch.lengths)
+    run.queue.settle(batch, 1)
+    counts = run.queue.statistics()
+    assert (counts.trained, counts.queued, counts.in_flight, counts.dropped) == (4, 2, 0, {})
+    assert (counts.groups_ready, counts.bytes) == (1, 64 << 10)
+    with pytest.raises(CorruptFrame):
+        read_frame(batch.path, TrainBatch)
+
+
+async def test_a_batch_cannot_be_settled_twice(run: Run) -> None:
+    await run.ready("a", "b")
+    batch = await run.take()
+    run.queue.settle(batch, 1)
+    with pytest.raises(InvariantError, match="settled already"):
+        run.queue.settle(batch, 1)
+
+
+async def test_admission_opens_when_engines_serve_the_next_version_and_not_before(run: Run) -> None:
+    await run.ready("a", "b", "c", "d")
+    async with Nursery() as nursery:
+        admitted = nursery.start("feeder", run.queue.admit())
+        await settled()
+        assert not admitted.done()
+        assert run.queue.waiting_for() == (
+            "admit: 4 groups are outstanding, all that a batch of 2 and a staleness of 1 allow while engines "
+            "serve version 0"
+        )
+        batch = await run.take(0)
+        run.queue.settle(batch, 1)
+        await settled()
+        assert not admitted.done()
+        run.queue.advance(1)
+        assert await admitted
+    assert run.queue.waiting_for() is None
+
+
+async def test_a_slot_is_free_when_a_group_was_dropped(run: Run) -> None:
+    for name in "abcd":
+        run.dispatch(name)
+    async with Nursery() as nursery:
+        admitted = nursery.start("feeder", run.queue.admit())
+        await settled()
+        assert not admitted.done()
+        run.queue.drop_trajectories(["a-0"], "error")
+        await settled()
+        assert not admitted.done()
+        run.queue.drop_trajectories(["a-1"], "error")
+        assert await admitted
+
+
+async def test_admission_closes_when_the_spool_could_not_hold_another_group(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_bytes=384 << 10, max_staleness=5)
+    await run.ready("a", "b", tokens=6000)  # slabs of 160 kB each
+    async with Nursery() as nursery:
+        admitted = nursery.start("feeder", run.queue.admit())
+        await settled()
+        assert run.queue.waiting_for() == f"admit: the spool holds {run.spool.used_bytes} of 393216 bytes"
+        run.queue.settle(await run.take(), 1)
+        run.queue.advance(1)
+        assert await admitted
+    run.queue.close()
+
+
+async def test_put_waits_for_a_step_when_the_spool_is_full(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_bytes=384 << 10, max_staleness=5)
+    await run.ready("a", "b", tokens=6000)
+    run.dispatch("c")
+    async with Nursery() as nursery:
+        put = nursery.start("put", run.queue.put(make_group("c", tokens=6000)))
+        batch = await run.take()
+        await until(lambda: run.queue.waiting_for() is not None)
+        assert (
+            run.queue.waiting_for()
+            == f"put: a step that frees some of {run.spool.used_bytes} bytes in the spool"
+        )
+        assert run.queue.statistics().groups_in_flight == 1
+        run.queue.settle(batch, 1)
+        await put
+    assert run.queue.statistics().groups_ready == 1
+    run.queue.close()
+
+
+async def test_put_fails_clearly_when_the_spool_is_too_small_for_one_batch(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_bytes=256 << 10)
+    await run.ready("a", tokens=6000)
+    run.dispatch("b")
+    with pytest.raises(SpoolFull, match="raise it"):
+        await run.queue.put(make_group("b", tokens=6000))
+    assert run.queue.statistics().in_flight == 2
+    run.queue.close()
+
+
+async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_staleness=1)
+    run.dispatch("old", version=0)
+    await run.ready("a", version=0)
+    await run.ready("b", version=0)
+    run.queue.settle(await run.take(0), 1)
+    run.queue.advance(1)
+    await run.ready("c", "d", version=1)
+    async with Nursery() as nursery:
+        taking = nursery.start("trainer", run.queue.take(1))
+        await settled()
+        assert run.queue.waiting_for() == (
+            "take: 1 of 1 groups in flight must go before the 2 ready ones, or they would grow older than 1"
+        )
+        await run.queue.put(make_group("old", version=0))
+        batch = await taking
+    assert batch is not None
+    assert batch.group_ids == ("old", "c")
+    assert batch.staleness == (1, 1, 0, 0)
+    run.queue.close()
+
+
+async def test_late_groups_are_dropped_and_counted_when_batches_do_not_wait(tmp_path: Path) -> None:
+    metrics = Metrics()
+    run = Run(tmp_path, max_staleness=0, overage="drop", metrics=metrics)
+    await run.ready("late", version=0)
+    run.queue.advance(1)
+    await run.ready("b", "c", version=1)
+    batch = await run.take(1)
+    assert batch.group_ids == ("b", "c")
+    counts = run.queue.statistics()
+    assert counts.dropped == {"overage": 2}
+    assert metrics.trajectories_dropped_total.labels(reason="overage")._value.get() == 2
+    assert metrics.trajectories_dispatched_total._value.get() == 6
+    run.queue.settle(batch, 2)
+    assert metrics.trajectories_trained_total._value.get() == 4
+    assert run.spool.used_bytes == 0
+    run.queue.close()
+
+
+async def test_a_trajectory_above_the_bound_is_never_handed_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run.ready("a", "b")
+    monkeypatch.setattr(run.queue._backlog, "overdue", lambda version: [])
+    monkeypatch.setattr(run.queue._backlog, "select", lambda version: ["a", "b"])
+    with pytest.raises(InvariantError, match=r"staleness 2 exceeds rollout\.max_staleness = 1"):
+        await run.queue.take(2)
+    assert run.queue.statistics().groups_ready == 2
+
+
+async def test_a_group_sampled_by_older_weights_than_was_said_is_dropped_not_trained(run: Run) -> None:
+    run.queue.advance(3)
+    run.dispatch("a", version=3)
+    await run.queue.put(make_group("a", version=1))
+    await run.ready("b", "c", version=3)
+    batch = await run.take(3)
+    assert batch.group_ids == ("b", "c")
+    assert run.queue.statistics().dropped == {"overage": 2}
+
+
+async def test_a_group_is_trained_without_those_that_failed(run: Run) -> None:
+    run.dispatch("a", size=3)
+    run.queue.drop_trajectories(["a-2"], "error")
+    await run.queue.put(make_group("a", size=2))
+    await run.ready("b")
+    batch = await run.take()
+    assert len(batch.trajectory_ids) == 4
+    run.queue.settle(batch, 1)
+    assert run.queue.statistics().dropped == {"error": 1}
+
+
+async def test_what_does_not_fit_the_ledger_is_refused_when_put(run: Run) -> None:
+    run.dispatch("a", size=3)
+    with pytest.raises(InvariantError, match="put with"):
+        await run.queue.put(make_group("a", size=2))
+    with pytest.raises(InvariantError, match="not outstanding"):
+        await run.queue.put(make_group("unknown"))
+    await run.queue.put(make_group("a", size=3))
+    with pytest.raises(InvariantError):
+        await run.queue.put(make_group("a", size=3))
+    with pytest.raises(InvariantError, match="queued groups"):
+        run.queue.drop_trajectories(["a-0"], "error")
+    assert run.queue.statistics().queued == 3
+
+
+async def test_a_ready_group_can_be_dropped_and_a_taken_one_cannot(run: Run) -> None:
+    await run.ready("a", "b", "c")
+    run.queue.drop_group("c", "error")
+    batch = await run.take()
+    with pytest.raises(InvariantError, match="the trainer has"):
+        run.queue.drop_group("a", "error")
+    run.queue.settle(batch, 1)
+    assert run.spool.used_bytes == 0
+
+
+async def test_a_damaged_frame_is_dropped_and_the_next_group_takes_its_place(run: Run) -> None:
+    await run.ready("a", "b", "c")
+    damage(run.queue._ready["a"].ref)
+    batch = await run.take()
+    assert batch.group_ids == ("b", "c")
+    assert run.queue.statistics().dropped == {"corrupt": 2}
+    assert run.ledger.data_position().pending == (0,)
+
+
+async def test_a_trajectory_that_sampled_nothing_has_no_age(run: Run) -> None:
+    run.dispatch("a", size=1)
+    empty = make_trajectory("a-0", "a", sampled=((0, 0),))
+    group = make_group("a", size=1)
+    await run.queue.put(type(group)(group_id="a", task_id="task", trajectories=(empty,)))
+    await run.ready("b")
+    assert (await run.take(1)).staleness == (0, 1, 1)
+
+
+async def test_nobody_waits_any_more_when_the_queue_is_stopped(run: Run) -> None:
+    for name in "abcd":
+        run.dispatch(name)
+    async with Nursery() as nursery:
+        admitted = nursery.start("feeder", run.queue.admit())
+        taken = nursery.start("trainer", run.queue.take(0))
+        await settled()
+        assert run.queue.waiting_for() is not None
+        run.queue.stop()
+    assert (admitted.result(), taken.result()) == (False, None)
+    await run.queue.put(make_group("a"))  # what is in flight is kept
+    assert run.queue.statistics().groups_ready == 1
+
+
+async def test_the_last_batches_are_handed_out_when_the_data_has_ended(run: Run) -> None:
+    await run.ready("a", "b", "c")
+    run.dispatch("d")
+    run.queue.end_of_data()
+    assert not await run.queue.admit()
+    run.queue.settle(await run.take(0), 1)
+    async with Nursery() as nursery:
+        taken = nursery.start("trainer", run.queue.take(1))
+        await settled()
+        assert not taken.done()  # d may still come
+        run.queue.drop_group("d", "error")
+        assert await taken is None
+    assert run.queue.statistics().queued == 2
+
+
+async def test_a_group_is_queued_whole_when_put_is_cancelled_while_it_writes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.dispatch("a")
+    async with held(monkeypatch, run.spool, "put") as go:
+        async with Nursery() as nursery:
+            putting = nursery.start("put", run.queue.put(make_group("a")))
+            await settled()
+            putting.cancel()
+            await settled()
+            assert not putting.done()
+            go()
+            await until(putting.done)
+    assert putting.cancelled()
+    counts = run.queue.statistics()
+    assert (counts.in_flight, counts.queued, counts.groups_ready) == (0, 2, 1)
+
+
+async def test_a_group_is_in_flight_whole_when_put_is_cancelled_and_fails(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.dispatch("a")
+
+    def full(_: object) -> None:
+        raise SpoolFull("full")
+
+    monkeypatch.setattr(run.spool, "put", full)
+    async with held(monkeypatch, run.spool, "put") as go:
+        async with Nursery() as nursery:
+            putting = nursery.start("put", run.queue.put(make_group("a")))
+            await settled()
+            putting.cancel()
+            go()
+    assert putting.cancelled()
+    assert run.queue.statistics().groups_in_flight == 1
+
+
+async def test_groups_are_ready_again_when_take_is_cancelled_while_it_packs(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run.ready("a", "b", "c")
+    async with held(monkeypatch, run.queue._batches, "put_filled") as go:
+        async with Nursery() as nursery:
+            taking = nursery.start("take", run.queue.take(0))
+            await settled()
+            with pytest.raises(InvariantError, match="the trainer has"):
+                run.queue.drop_group("a", "error")
+            taking.cancel()
+            go()
+    assert taking.cancelled()
+    assert run.queue.statistics().groups_ready == 3
+    assert run.queue._batches.used_bytes == 0
+    monkeypatch.undo()
+    assert (await run.take(0)).group_ids == ("a", "b")
+
+
+async def test_finished_work_is_kept_when_the_driver_dies(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    await first.ready("a", "b", "c")
+    first.dispatch("d")
+    first.ledger.flush()
+    taken = await first.take(0)  # by a trainer that will not finish its step
+
+    second = first.again()
+    assert second.position.pending == (3,)
+    counts = second.queue.statistics()
+    assert (counts.queued, counts.in_flight, counts.dropped) == (6, 0, {"restart": 2})
+    assert not second.queue._batches.used_bytes
+    batch = await second.take(0)
+    assert batch.trajectory_ids == taken.trajectory_ids
+    second.queue.settle(batch, 1)
+
+    third = second.again(step=0)  # the checkpoint of step 1 was not written
+    assert third.position.pending == (0, 1, 3)
+    assert third.queue.statistics().groups_ready == 1
+    third.ledger.audit()
+    for run in (first, second, third):
+        run.queue.close()
+
+
+async def test_a_damaged_or_lost_frame_is_settled_when_work_is_restored(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    await first.ready("a", "b", "c")
+    refs = {name: first.queue._ready[name].ref for name in "abc"}
+    damage(refs["a"])
+    Path(refs["b"].path).unlink()
+    first.spool.put(make_group("orphan"))
+
+    second = first.again()
+    assert second.position.pending == (0, 1)
+    assert second.queue.statistics().dropped == {"corrupt": 4}
+    assert list(second.queue._ready) == ["c"]
+    assert second.spool.used_bytes == 64 << 10
+    second.ledger.audit()
+    for run in (first, second):
+        run.queue.close()
+
+
+async def test_a_frame_of_another_group_is_not_taken_for_the_lost_one(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    await first.ready("a")
+    path = first.queue._ready["a"].ref.path
+    first.spool.free(first.queue._ready["a"].ref)
+    assert first.spool.put(make_group("other")).path == path
+    second = first.again()
+    assert second.queue.statistics().dropped == {"corrupt": 2}
+    for run in (first, second):
+        run.queue.close()
+
+
+async def test_groups_of_a_later_life_are_consumed_within_the_bound_when_the_trainer_went_back(
+    tmp_path: Path,
+) -> None:
+    first = Run(tmp_path, step=7)
+    await first.ready("a", "b", version=7)
+    second = first.again(step=4)
+    assert [entry.oldest for entry in second.queue._ready.values()] == [4, 4]
+    assert await second.take(4)
+    for run in (first, second):
+        run.queue.close()
