@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Final, Literal, TypeVar, cast
+from contextlib import suppress
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
@@ -37,8 +38,8 @@ from async_rl.engines.protocol import (
     InterruptMode,
     RoutingPayload,
     WeightUpdate,
-    check_partition,
 )
+from async_rl.engines.sglang_wire import CallAccount, encode_request, parse_version
 from async_rl.engines.sse import EventReader
 from async_rl.errors import (
     AlignmentError,
@@ -50,7 +51,7 @@ from async_rl.errors import (
     VersionMismatch,
     WeightSyncError,
 )
-from async_rl.types import RoutingTrace, VersionSpan
+from async_rl.types import RoutingTrace
 
 T = TypeVar("T")
 
@@ -65,62 +66,6 @@ _KEEP_ALIVE_S: Final = 4.0
 
 _MIN_ROWS_TO_JUDGE: Final = 64
 """With one expert a token a layer may honestly be all zero for a few rows; not for so many."""
-
-
-# -- the wire: only what is read or written, as SGLang names it ---------------------------------------------
-
-
-class _SamplingParams(msgspec.Struct, omit_defaults=True):
-    max_new_tokens: int
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = -1
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    skip_special_tokens: Literal[False, True] = True
-    no_stop_trim: Literal[False, True] = False
-
-
-class _GenerateBody(msgspec.Struct):
-    rid: str
-    input_ids: list[int]
-    sampling_params: _SamplingParams
-    return_routed_experts: bool
-    return_logprob: bool = True
-    stream: bool = True
-
-
-class _FinishReason(msgspec.Struct, gc=False):
-    type: str
-    message: str | None = None
-    status_code: int | None = None
-
-
-class _WeightSpan(msgspec.Struct, gc=False):
-    version: str
-    start: int
-    end: int
-
-
-class _Meta(msgspec.Struct):
-    completion_tokens: int = 0
-    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
-    finish_reason: _FinishReason | None = None
-    weight_version: str | None = None
-    weight_versions: list[_WeightSpan] | None = None
-    cached_tokens: int = 0
-    routed_experts: msgspec.Raw = msgspec.Raw()
-
-
-class _ServerError(msgspec.Struct):
-    message: str = ""
-    code: int = 400
-
-
-class _Event(msgspec.Struct):
-    output_ids: list[int] = []
-    meta_info: _Meta | None = None
-    error: _ServerError | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -149,15 +94,12 @@ class _ServerInfo(msgspec.Struct):
 
 
 _encode = msgspec.json.Encoder().encode
-_decode_event = msgspec.json.Decoder(_Event).decode
-_decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 class SGLangEngine:
     """One SGLang server, seen from here. See `protocol.Engine`.
 
-    Invariant: no token, log-prob or routing row is delivered twice. SGLang says with every event how many
-    tokens the call has, so what an event repeats is cut off, and what is missing ends the call with an error.
+    Invariant: no token, log-prob or routing row is delivered twice; `sglang_wire.CallAccount` sees to it.
 
     Example:
         >>> engine = SGLangEngine("engine-0", server.url, facts, api_key=server.api_key,
@@ -232,7 +174,7 @@ class SGLangEngine:
         self._check_length(request)
         self._running += 1
         self._idle.clear()
-        call = _Call(self, request)
+        call = CallAccount(self._engine_id, request)
         response: aiohttp.ClientResponse | None = None
         finish: Finish | None = None
         try:
@@ -252,6 +194,7 @@ class SGLangEngine:
         except aiohttp.ClientError as e:
             raise EngineError(f"{self._engine_id} at {self._url}: connection lost: {e!r}") from e
         finally:
+            self.num_short_chunks += call.cut_short
             self._running -= 1
             if not self._running:
                 self._idle.set()
@@ -261,26 +204,10 @@ class SGLangEngine:
         yield finish
 
     async def _post_generate(self, request: GenerateRequest) -> aiohttp.ClientResponse:
-        sampling = request.sampling
-        body = _GenerateBody(
-            rid=request.request_id,
-            input_ids=request.input_ids.tolist(),
-            sampling_params=_SamplingParams(
-                max_new_tokens=request.max_new_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                stop_token_ids=sampling.stop_token_ids,
-                stop=sampling.stop,
-                skip_special_tokens=False,
-                no_stop_trim=True,
-            ),
-            return_routed_experts=request.return_routing,
-        )
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 response = await self._open().post(
-                    self._generate_url, data=_encode(body), headers=self._headers
+                    self._generate_url, data=encode_request(request), headers=self._headers
                 )
         except TimeoutError as e:
             raise EngineTimeout(
@@ -291,7 +218,7 @@ class SGLangEngine:
             raise EngineError(f"{self._engine_id} answered {response.status} to a request: {text[:500]}")
         return response
 
-    async def _read(self, content: aiohttp.StreamReader, call: _Call) -> bytes:
+    async def _read(self, content: aiohttp.StreamReader, call: CallAccount) -> bytes:
         """The next read of a stream, b"" at its end.
 
         A call that waits in the engine's queue may be silent for as long as the engine is busy with others,
@@ -307,8 +234,8 @@ class SGLangEngine:
                 if self._standing_still or loop.time() - alive_s < self._stall_s:
                     continue
                 raise EngineTimeout(
-                    f"{self._engine_id} was silent for {self._stall_s} s in the call "
-                    f"{call.request.request_id} after {call.delivered} tokens"
+                    f"{self._engine_id} was silent for {self._stall_s} s in a call, after "
+                    f"{call.delivered} of its tokens"
                 ) from e
             self._last_event_s = loop.time()
             return data
@@ -483,7 +410,8 @@ class SGLangEngine:
     async def health(self) -> EngineHealth:
         """See `Engine.health`."""
         info = await self._ask("model_info", _ModelInfo)
-        return EngineHealth(weight_version=self._version_of(info.weight_version), model_path=info.model_path)
+        version = parse_version(self._engine_id, info.weight_version)
+        return EngineHealth(weight_version=version, model_path=info.model_path)
 
     async def wait_ready(self) -> None:
         """See `Engine.wait_ready`. Also refuses a server that was started without what we need.
@@ -491,6 +419,10 @@ class SGLangEngine:
         Raises:
             ConfigError: When it runs with something that routing replay cannot live with.
         """
+        if self._standing_still:  # an update failed halfway; a server that was restarted is not paused
+            with suppress(EngineError):
+                await self.resume_generation("retract")
+            self._standing_still = False
         delay_s = 0.02
         try:
             async with asyncio.timeout(self._start_timeout_s):
@@ -621,121 +553,6 @@ class SGLangEngine:
             return msgspec.json.decode(text, type=kind)
         except msgspec.DecodeError as e:
             raise EngineError(f"{self._engine_id} answered /{endpoint} with {text[:200]!r}: {e}") from e
-
-    def _version_of(self, text: str | None) -> int:
-        if text is None or not text.isdecimal():
-            raise VersionMismatch(
-                f"{self._engine_id} serves weights of version {text!r}, which nobody published: versions are "
-                f"decimal integers"
-            )
-        return int(text)
-
-
-class _Call:
-    """The account of one call: what has been delivered of it, so that nothing is delivered twice."""
-
-    def __init__(self, engine: SGLangEngine, request: GenerateRequest) -> None:
-        self.request = request
-        self.delivered = 0
-        self._engine = engine
-        self._cut = False
-
-    def take(self, document: bytes, payload: bytearray | None) -> tuple[Chunk | None, Finish | None]:
-        """Read one event: the tokens that it adds, and the end of the call if it is the last."""
-        engine_id = self._engine.engine_id
-        try:
-            event = _decode_event(document)
-        except msgspec.DecodeError as e:
-            raise EngineError(f"{engine_id} sent an event that is not what was expected: {e}") from e
-        meta = event.meta_info
-        if event.error is not None or meta is None:
-            raise self._refusal(event.error or _ServerError(message="an event without meta_info"))
-        finish = meta.finish_reason
-        if finish is not None and finish.type == "abort" and finish.status_code is not None:
-            raise self._refusal(_ServerError(message=finish.message or "", code=finish.status_code))
-        chunk = self._account(event.output_ids, meta)
-        return chunk, (self._finish(meta, finish, payload) if finish is not None else None)
-
-    def _account(self, token_ids: list[int], meta: _Meta) -> Chunk | None:
-        """The new tokens of an event.
-
-        SGLang counts all tokens of the call in `completion_tokens`. An abort of a retracted request repeats
-        its last token and all its log-probs, so the new ones are at the end of both lists.
-        """
-        new = meta.completion_tokens - self.delivered
-        if new == 0:
-            return None
-        if self._cut or new < 0 or new > len(token_ids):
-            raise EngineError(
-                f"{self._engine.engine_id} counts {meta.completion_tokens} tokens of the call "
-                f"{self.request.request_id}, but {self.delivered} were delivered and {len(token_ids)} came"
-            )
-        if new < len(token_ids) and meta.finish_reason is None:
-            raise EngineError(
-                f"{self._engine.engine_id} repeats tokens in its stream: start it with "
-                f"--incremental-streaming-output"
-            )
-        token_ids = token_ids[len(token_ids) - new :]
-        entries = meta.output_token_logprobs
-        if len(entries) > new:
-            entries = entries[len(entries) - new :]
-        elif len(entries) < new:
-            self._engine.num_short_chunks += 1
-            self._cut = True
-            token_ids = token_ids[: len(entries)]
-            if not token_ids:
-                return None
-        self.delivered += len(token_ids)
-        # JSON has no NaN: it comes as null, and the caller is to see that the value is none.
-        log_probs = [math.nan if entry[0] is None else entry[0] for entry in entries]
-        return Chunk(token_ids=token_ids, log_probs=log_probs)
-
-    def _finish(self, meta: _Meta, finish: _FinishReason, payload: bytearray | None) -> Finish:
-        if finish.type not in ("stop", "length", "abort"):
-            raise EngineError(f"{self._engine.engine_id} finished for an unknown reason {finish.type!r}")
-        raw = memoryview(meta.routed_experts)  # with its quotes
-        data = memoryview(payload) if payload is not None else raw[1:-1]
-        routed = None
-        # Rows of tokens that could not be delivered would be rows too many.
-        if raw.nbytes and raw[0] == ord('"') and not self._cut:
-            routed = RoutingPayload(
-                data=data,
-                num_rows=len(self.request.input_ids) + self.delivered - 1,
-                weight_version=self._engine._version_of(meta.weight_version),
-            )
-        return Finish(
-            reason=cast(Literal["stop", "length", "abort"], finish.type),
-            version_spans=self._spans(meta),
-            routing=routed,
-            cached_tokens=meta.cached_tokens,
-        )
-
-    def _spans(self, meta: _Meta) -> tuple[VersionSpan, ...]:
-        if not self.delivered:
-            return ()
-        version_of = self._engine._version_of
-        reported = meta.weight_versions
-        if not reported:
-            version = version_of(meta.weight_version)
-            return (VersionSpan(start=0, end=self.delivered, weight_version=version),)
-        spans = tuple(
-            VersionSpan(
-                start=span.start, end=min(span.end, self.delivered), weight_version=version_of(span.version)
-            )
-            for span in reported
-            if span.start < min(span.end, self.delivered)
-        )
-        if not check_partition(spans, self.delivered):
-            raise EngineError(
-                f"{self._engine.engine_id} reports versions {reported} for {self.delivered} sampled tokens"
-            )
-        return spans
-
-    def _refusal(self, error: _ServerError) -> EngineError | PromptTooLong:
-        message = f"{self._engine.engine_id} refused the call {self.request.request_id}: {error.message}"
-        if error.code == 400 and "context length" in error.message:
-            return PromptTooLong(message)
-        return EngineError(message)
 
 
 def make_session() -> aiohttp.ClientSession:
