@@ -43,7 +43,7 @@ def sampled(
 
 
 class ScriptedEngine:
-    """Answers the n-th call with the n-th script; its routing rows carry the version they were computed under."""
+    """Answers the n-th call with the n-th script; its routing rows name the version they are of."""
 
     def __init__(self, engine_id: str = "engine-0", scripts: Sequence[Script] = ()) -> None:
         self.engine_id = engine_id
