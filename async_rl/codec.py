@@ -6,10 +6,10 @@
 │ magic, format version, sizes, crc32c of the payload, crc32c of all before the payload
 ```
 
-The header is the msgpack of (name of the type, object); each array in it is an extension of (dtype, offset,
-shape). Arrays are little-endian, C-contiguous and 64-byte aligned, so a reader maps a frame and looks at it
-without a copy. A frame is a prefix of the buffer it lies in: what follows it (the rest of a slab) is not
-looked at. Nothing is ever unpickled.
+The header is the msgpack of (name of the type, object); each array in it is an extension of (code of the
+dtype, offset, shape). Arrays are little-endian, C-contiguous and 64-byte aligned: a reader maps a frame and
+looks at it without a copy. A frame is a prefix of the buffer it lies in: what follows it (the rest of a slab)
+is not looked at. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ _PREFIX = struct.Struct("<8sHHIQI")  # magic, version, reserved, header bytes, p
 _HEAD_CRC = struct.Struct("<I")
 _PREFIX_BYTES = _PREFIX.size + _HEAD_CRC.size
 _header = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
-_described = msgspec.msgpack.Decoder(tuple[str, int, tuple[int, ...]])
 _ARRAY = 1
 """Code of the msgpack extension that stands for an array."""
 
-_DTYPES = {
-    np.dtype(name).newbyteorder("<").str: np.dtype(name).newbyteorder("<")
+_DTYPES = tuple(
+    np.dtype(name).newbyteorder("<")
     for name in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
-}
+)
+"""Place in this tuple is the code of the type in a frame: append only."""
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_DESCRIBED = tuple(struct.Struct(f"<BQ{ndim}Q") for ndim in range(9))  # dtype, offset, shape
 _CHUNK = 256 << 10
 """Bytes copied before they are summed: the sum then reads them from the second-level cache. It holds the
 interpreter lock, so a payload is summed in pieces too: the event loop gets its turn between them."""
@@ -104,12 +106,11 @@ class Frame:
             if offset > position:
                 payload[position:offset] = 0
                 crc = google_crc32c.extend(crc, payload[position:offset])
-            for begin in range(0, flat.nbytes, _CHUNK):
-                chunk = flat[begin : begin + _CHUNK]
-                copy = payload[offset + begin : offset + begin + len(chunk)]
-                copy[:] = chunk
+            position = offset + len(flat)
+            for begin in range(offset, position, _CHUNK):
+                copy = payload[begin : min(begin + _CHUNK, position)]
+                copy[:] = flat[begin - offset : begin - offset + _CHUNK]
                 crc = google_crc32c.extend(crc, copy)
-            position = offset + flat.nbytes
         target[: self._start] = np.frombuffer(self._head(crc), np.uint8)
 
     def place(self, obj: S, target: Bytes) -> S:
@@ -141,13 +142,17 @@ class Frame:
             return value.item()
         if not isinstance(value, np.ndarray):
             raise TypeError(f"cannot encode a {type(value).__name__}: only msgpack types and numpy arrays")
-        if value.dtype.str not in _DTYPES:
-            raise TypeError(f"cannot encode an array of {value.dtype}: known are {', '.join(_DTYPES)}")
+        code = _CODES.get(value.dtype)
+        if code is None or value.ndim >= len(_DESCRIBED):
+            raise TypeError(
+                f"cannot encode an array of {value.ndim} dimensions of {value.dtype}: known are "
+                f"{', '.join(dtype.name for dtype in _DTYPES)}, little-endian, up to {len(_DESCRIBED) - 1}"
+            )
         offset = _align(self._end)
-        self._arrays.append((offset, np.asarray(value, order="C").reshape(-1).view(np.uint8)))
+        flat = value.reshape(-1) if value.flags.c_contiguous else value.ravel()
+        self._arrays.append((offset, flat.view(np.uint8)))
         self._end = offset + value.nbytes
-        described = (value.dtype.str, offset, value.shape)
-        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(described))
+        return msgspec.msgpack.Ext(_ARRAY, _DESCRIBED[value.ndim].pack(code, offset, *value.shape))
 
     def _head(self, payload_crc: int) -> bytes:
         prefix = _PREFIX.pack(_MAGIC, FORMAT_VERSION, 0, len(self._header), self._payload_bytes, payload_crc)
@@ -188,14 +193,15 @@ def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
         raise CorruptFrame(f"payload of {len(payload)} bytes fails its checksum")
 
     def array(code: int, described: memoryview) -> npt.NDArray[Any]:
-        if code != _ARRAY:
-            raise CorruptFrame(f"header holds an extension of unknown code {code}")
-        name, offset, shape = _described.decode(described)
-        dtype = _DTYPES.get(name)
-        if dtype is None:
-            raise CorruptFrame(f"array of unknown dtype {name!r}")
+        ndim = (len(described) - _DESCRIBED[0].size) // 8
+        if code != _ARRAY or not 0 <= ndim < len(_DESCRIBED) or len(described) != _DESCRIBED[ndim].size:
+            raise CorruptFrame(f"header holds an unknown extension, {code} of {len(described)} bytes")
+        name, offset, *shape = _DESCRIBED[ndim].unpack(described)
+        if name >= len(_DTYPES):
+            raise CorruptFrame(f"array of unknown dtype {name}")
+        dtype = _DTYPES[name]
         size = math.prod(shape, start=dtype.itemsize)
-        if min(offset, size, *shape) < 0 or offset + size > len(payload):
+        if offset + size > len(payload):
             raise CorruptFrame(f"array at {offset} of {size} bytes lies outside {len(payload)} of payload")
         return np.ndarray(shape, dtype, payload, offset)
 

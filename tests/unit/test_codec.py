@@ -123,7 +123,7 @@ def test_damage_of_the_payload_passes_only_when_it_is_not_verified() -> None:
 
 def test_an_array_is_refused_when_a_crafted_header_points_outside_the_payload() -> None:
     frame = Frame([np.zeros(8)])
-    frame._header = frame._header.replace(msgspec.msgpack.encode([8]), msgspec.msgpack.encode([9]))
+    frame._header = frame._header.replace((8).to_bytes(8, "little"), (9).to_bytes(8, "little"))
     with pytest.raises(CorruptFrame, match="outside 64 of payload"):
         decode(b"".join(frame.buffers()), list)
 

@@ -1,0 +1,364 @@
+"""The data plane against the physical limit: a group to another process, a batch, a decision.
+
+python benchmarks/trajectory_queue.py [--quick] [--json FILE] [--directory DIR]
+
+Each row is measured in turns with its reference in one run, and shown as their ratio: absolute times are
+those of this machine, the ratios carry over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import pickle
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from async_rl.codec import Frame, encode, encoded_size
+from async_rl.engines.protocol import EngineFacts
+from async_rl.queue import batching
+from async_rl.queue.spool import FrameReader, Spool
+from async_rl.routing import make_trace
+from async_rl.staleness import Backlog
+from async_rl.types import Context, Group, Outcome, Sampled, Trajectory
+
+LAYERS, TOP_K, EXPERTS, GROUP = 48, 8, 128, 8
+FACTS = EngineFacts(
+    num_layers=LAYERS,
+    moe_layers=tuple(range(LAYERS)),
+    num_experts=EXPERTS,
+    top_k=TOP_K,
+    vocab_size=1 << 17,
+    context_length=1 << 15,
+)
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One line of the table; times in microseconds."""
+
+    what: str
+    size: str
+    p50_us: float
+    p99_us: float
+    reference: str = ""
+    reference_us: float = 0.0
+    ratio: float = 0.0
+    ratio_low: float = 0.0
+    ratio_high: float = 0.0
+    target: str = ""
+
+
+def trajectory(tokens: int, name: str, ids: np.ndarray) -> Trajectory:
+    """Half prompt, half sampled; `ids` is a stock of routing rows to cut from."""
+    half = tokens // 2
+    return Trajectory(
+        trajectory_id=name,
+        group_id="group",
+        task_id="task",
+        segments=(
+            Context(token_ids=np.arange(half, dtype=np.int32)),
+            Sampled(
+                token_ids=np.arange(tokens - half, dtype=np.int32),
+                rollout_log_probs=np.full(tokens - half, -0.5, np.float32),
+                weight_version=0,
+                engine_id="engine-0",
+                finish_reason="stop",
+            ),
+        ),
+        trace=make_trace(ids[: tokens - 1], EXPERTS, 0),
+        outcome=Outcome(stop_reason="completed", reward=1.0),
+    )
+
+
+def make_ids(tokens: int) -> np.ndarray:
+    """Distinct within a row, cheap to make: eight neighbours from a random start."""
+    start = np.random.default_rng(0).integers(0, EXPERTS, (tokens, LAYERS, 1))
+    return ((start + np.arange(TOP_K)) % EXPERTS).astype(np.uint8)
+
+
+def group_of(tokens: int, ids: np.ndarray) -> Group:
+    """Siblings with arrays of their own."""
+    return Group(
+        group_id="group",
+        task_id="task",
+        trajectories=tuple(trajectory(tokens, f"{i:032x}", ids.copy()) for i in range(GROUP)),
+    )
+
+
+def in_turns(repetitions: int, **contestants: Callable[[], float]) -> dict[str, np.ndarray]:
+    """Seconds of each, one after the other in each repetition, after two rounds to warm up."""
+    measured = {name: np.empty(repetitions) for name in contestants}
+    for round_ in range(-2, repetitions):
+        for name, contestant in contestants.items():
+            seconds = contestant()
+            if round_ >= 0:
+                measured[name][round_] = seconds
+    return measured
+
+
+def timed(work: Callable[[], Any]) -> Callable[[], float]:
+    """Seconds that the work takes."""
+
+    def run() -> float:
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    return run
+
+
+def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarray, target: str = "") -> Row:
+    """Ours against the reference of the same rounds."""
+    ratios = np.percentile(ours / np.median(other), [25, 50, 75])
+    return Row(
+        what=what,
+        size=size,
+        p50_us=float(np.median(ours)) * 1e6,
+        p99_us=float(np.percentile(ours, 99)) * 1e6,
+        reference=reference,
+        reference_us=float(np.median(other)) * 1e6,
+        ratio=float(ratios[1]),
+        ratio_low=float(ratios[0]),
+        ratio_high=float(ratios[2]),
+        target=target,
+    )
+
+
+def read_frames(connection: Connection) -> None:
+    """The other process: read what it is told to, answer when it has it."""
+    reader = FrameReader()
+    while (message := connection.recv()) is not None:
+        kind, content, verify = message
+        if kind == "frame":
+            group = reader.read(content, Group, verify=verify)
+            last = group.trajectories[-1].trace.rows[-1, -1, -1]
+        elif kind == "pickle":
+            last = pickle.loads(content).trajectories[-1].trace.rows[-1, -1, -1]
+        else:
+            last = msgspec.msgpack.decode(content)["trajectories"][-1]["rows"][-1][-1][-1]
+        connection.send(int(last))
+
+
+def as_lists(group: Group) -> dict[str, Any]:
+    """The naive way: arrays as lists of numbers."""
+    return {
+        "trajectories": [
+            {
+                "token_ids": t.token_ids.tolist(),
+                "log_probs": t.rollout_log_probs.tolist(),
+                "rows": t.trace.rows.tolist() if t.trace is not None else [],
+            }
+            for t in group.trajectories
+        ]
+    }
+
+
+def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetitions: int) -> list[Row]:
+    """A group from here into the hands of the other process, answered."""
+    rows = []
+    for tokens in lengths:
+        group = group_of(tokens, make_ids(tokens))
+        size = encoded_size(encode(group))
+        source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+
+        def ours(verify: bool, group: Group = group) -> Callable[[], float]:
+            def run() -> float:
+                begin = time.perf_counter()
+                ref = spool.put(group)
+                connection.send(("frame", ref.path, verify))
+                connection.recv()
+                seconds = time.perf_counter() - begin
+                spool.free(ref)
+                return seconds
+
+            return run
+
+        def exchange(kind: str, content: Callable[[], bytes]) -> float:
+            connection.send((kind, content(), None))
+            return float(connection.recv())
+
+        times = in_turns(
+            max(10, min(repetitions, (1 << 33) // size)),
+            memcpy=timed(lambda t=target, s=source: np.copyto(t, s)),
+            live=ours(verify=False),
+            verified=ours(verify=True),
+        )
+        name = f"8 x {tokens // 1024}k, {size / 1e6:.0f} MB"
+        rows.append(row("put, read", name, times["live"], "memcpy", times["memcpy"], "<= 1.5"))
+        rows.append(row("put, read and verify", name, times["verified"], "memcpy", times["memcpy"]))
+        naive = {"pickle": lambda g=group: exchange("pickle", lambda: pickle.dumps(g, protocol=5))}
+        if tokens == lengths[0]:  # larger ones take minutes
+            naive["msgpack of lists"] = lambda g=group: exchange(
+                "lists", lambda: msgspec.msgpack.encode(as_lists(g))
+            )
+        slow = in_turns(3, **{what: timed(work) for what, work in naive.items()})
+        rows += [
+            row(f"{what} through a pipe", name, times_, "put, read", times["live"])
+            for what, times_ in slow.items()
+        ]
+    return rows
+
+
+def pack(spool: Spool, repetitions: int) -> list[Row]:
+    """64 trajectories, mean 6k tokens, into one batch frame, as `TrajectoryQueue.take` does it."""
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(0, 0.8, 64), 0.05, 5.3)
+    lengths = (lengths * 6000 / lengths.mean()).astype(int).clip(16, 32768)
+    ids = make_ids(int(lengths.max()))
+    trajectories = [trajectory(int(n), f"{i:032x}", ids.copy()) for i, n in enumerate(lengths)]
+    groups = [
+        Group(group_id=f"g{i}", task_id="task", trajectories=tuple(trajectories[i * 8 : i * 8 + 8]))
+        for i in range(8)
+    ]
+    plan = batching.plan(groups, 0, "batch", FACTS)
+    size = Frame(plan).nbytes
+    packed = sum(array.nbytes for array in vars_of(plan))
+    source, target = np.ones(packed, np.uint8), np.zeros(packed, np.uint8)
+
+    def ours() -> float:
+        begin = time.perf_counter()
+        planned = batching.plan(groups, 0, "batch", FACTS)
+        ref = spool.put_filled(planned, lambda batch: batching.fill(batch, groups))
+        seconds = time.perf_counter() - begin
+        spool.free(ref)
+        return seconds
+
+    filled = batching.assemble(groups, 0, "batch", FACTS)
+    times = in_turns(
+        repetitions,
+        memcpy=timed(lambda: np.copyto(target, source)),
+        fill=timed(lambda: batching.fill(filled, groups)),
+        ours=ours,
+    )
+    name = f"64 x 6k, {packed / 1e6:.0f} MB"
+    memory = Row(
+        what="memory of a batch (bytes)",
+        size=name,
+        p50_us=size,
+        p99_us=size,
+        reference="packed bytes",
+        reference_us=packed,
+        ratio=size / packed,
+        ratio_low=size / packed,
+        ratio_high=size / packed,
+        target="<= 1.05",
+    )
+    return [
+        row("assemble a batch", name, times["fill"], "memcpy", times["memcpy"], "<= 2"),
+        row("assemble into a frame, summed", name, times["ours"], "memcpy", times["memcpy"]),
+        memory,
+    ]
+
+
+def vars_of(struct: msgspec.Struct) -> list[np.ndarray]:
+    """The arrays of a struct."""
+    values = (getattr(struct, name) for name in struct.__struct_fields__)
+    return [value for value in values if isinstance(value, np.ndarray)]
+
+
+def decide(repetitions: int) -> list[Row]:
+    """Admission and selection with 512 groups outstanding, a third of them in flight."""
+    backlog = Backlog(groups_per_batch=128, max_staleness=4, overage="wait")
+    for i in range(512):
+        backlog.dispatch(f"g{i}", i // 128)
+        if i % 3:
+            backlog.finish(f"g{i}")
+    count = 1000
+
+    def per_call(call: Callable[[], Any]) -> Callable[[], float]:
+        def run() -> float:
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            return (time.perf_counter() - begin) / count
+
+        return run
+
+    times = in_turns(
+        repetitions,
+        empty=per_call(lambda: None),
+        admit=per_call(lambda: backlog.may_admit(lag=1)),
+        wait=per_call(lambda: backlog.select(4)),
+        select=per_call(lambda: backlog.select(0)),
+    )
+    assert backlog.select(4) is None
+    assert len(backlog.select(0) or ()) == 128
+    return [
+        row("admission decision", "512 groups", times["admit"], "empty call", times["empty"], "<= 0.2 us"),
+        row("decision to wait", "512 groups", times["wait"], "empty call", times["empty"], "<= 5 us"),
+        row("decision, B = 128", "512 groups", times["select"], "empty call", times["empty"]),
+    ]
+
+
+def show(rows: list[Row]) -> None:
+    """As a table."""
+    table = Table(title="trajectory queue")
+    for column in ("", "size", "p50", "p99", "reference", "its p50", "ratio", "quartiles", "target"):
+        table.add_column(column, justify="left" if column in ("", "size", "reference", "target") else "right")
+    for r in rows:
+        table.add_row(
+            r.what,
+            r.size,
+            _time(r.p50_us),
+            _time(r.p99_us),
+            r.reference,
+            _time(r.reference_us),
+            f"{r.ratio:.2f}",
+            f"{r.ratio_low:.2f}-{r.ratio_high:.2f}",
+            r.target,
+        )
+    Console(width=150).print(table)
+
+
+def _time(microseconds: float) -> str:
+    if microseconds > 1e7:
+        return f"{microseconds / 1e6:.0f} M"
+    return f"{microseconds / 1000:.2f} ms" if microseconds >= 100 else f"{microseconds:.2f} us"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller, about 15 s")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    shared = Path("/dev/shm")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=shared if shared.is_dir() else Path(tempfile.gettempdir()),
+        help="folder of the spool: shared memory where there is some",
+    )
+    options = parser.parse_args()
+    repetitions = 20 if options.quick else 100
+    folder = Path(tempfile.mkdtemp(prefix="async-rl-benchmark-", dir=options.directory))
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=read_frames, args=(theirs,))
+    process.start()
+    try:
+        spool = Spool(folder, max_bytes=None)
+        rows = hand_over(spool, ours, [2048, 8192] if options.quick else [2048, 8192, 32768], repetitions)
+        rows += pack(spool, repetitions // 4)
+        rows += decide(repetitions)
+    finally:
+        ours.send(None)
+        process.join()
+        shutil.rmtree(folder)
+    show(rows)
+    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB, spool in {folder}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(msgspec.to_builtins(rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()

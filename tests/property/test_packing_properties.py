@@ -1,0 +1,61 @@
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.train_batches import random_batch
+from trainer.megatron.packing import MicroBatch, pack, plan_micro_batches, shift_left, take, targets
+
+lengths_of_batches = st.lists(st.integers(1, 60), min_size=1, max_size=30)
+
+
+@given(lengths_of_batches, st.integers(1, 100), st.integers(1, 5), st.sampled_from([1, 2, 8]))
+def test_every_trajectory_is_planned_once_when_ranks_keep_step(lengths, budget, ranks, align):
+    plan = plan_micro_batches(lengths, budget, ranks, align)
+    assert sorted(j for rank in plan for m in rank for j in m.trajectories) == list(range(len(lengths)))
+    assert len({len(rank) for rank in plan}) == 1
+    for rank in plan:
+        for micro_batch in rank:
+            padded = sum(-(-lengths[j] // align) * align for j in micro_batch.trajectories)
+            assert padded <= budget or len(micro_batch.trajectories) == 1
+
+
+@given(lengths_of_batches, st.integers(2, 5))
+def test_shares_differ_by_at_most_the_longest_trajectory_when_balanced(lengths, ranks):
+    plan = plan_micro_batches(lengths, 1000, ranks)
+    loads = [sum(lengths[j] for m in rank for j in m.trajectories) for rank in plan]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+@given(lengths_of_batches, st.sampled_from([1, 2, 8]), st.data())
+def test_packing_is_a_permutation_with_padding_when_aligned(lengths, align, data):
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    chosen = tuple(data.draw(st.sets(st.sampled_from(range(len(lengths))), min_size=0)))
+    packing = pack(MicroBatch(chosen), offsets, align)
+    expected = np.concatenate([np.arange(offsets[j], offsets[j + 1]) for j in chosen]) if chosen else []
+    np.testing.assert_array_equal(packing.source[packing.real], expected)
+    assert sum(packing.lengths) == len(packing.source)
+    assert all(length % align == 0 for length in packing.lengths)
+    values = take(np.arange(offsets[-1]) + 1, packing)
+    assert (values[~packing.real] == 0).all()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_values_move_to_the_predicting_position_when_shifted(lengths):
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    values = np.arange(1, offsets[-1] + 1)
+    moved = shift_left(values, offsets[1:] - 1)
+    for start, end in pairwise(offsets):
+        assert moved[start:end].tolist() == [*values[start + 1 : end], 0]
+
+
+def test_targets_belong_to_the_next_token_when_a_batch_is_shifted():
+    batch = random_batch(lengths=(5, 4), prompt=2)
+    advantages = np.array([2.0, -3.0], np.float32)
+    wanted = targets(batch, advantages)
+    assert wanted.labels[:4].tolist() == batch.token_ids[1:5].tolist()
+    assert wanted.mask.tolist() == [False, True, True, True, False, False, True, True, False]
+    assert wanted.advantages.tolist() == [2.0] * 5 + [-3.0] * 4
+    assert wanted.lag[1] == batch.trainer_version - batch.weight_versions[2]
+    assert int(wanted.mask.sum()) == int(batch.loss_mask.sum())
