@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
-from megatron.core.utils import unwrap_model
 
 from async_rl.errors import CheckpointError
 from async_rl.training import TrainerState
 from trainer.megatron.model import MegatronModel
+from trainer.megatron.state import rank_state, restore
 from trainer.ranks import together
 
 FORMAT = 1
@@ -77,7 +76,7 @@ def save(
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
     with written():
-        _write(scratch / _part(dist.get_rank()), lambda file: torch.save(_state(model), file))
+        _write(scratch / _part(dist.get_rank()), lambda file: torch.save(rank_state(model), file))
     with written():
         if first:
             meta = {"format": FORMAT, "step": step, "layout": layout, "extra": extra}
@@ -110,7 +109,10 @@ def load(path: Path, model: MegatronModel, layout: dict[str, int]) -> TrainerSta
             raise CheckpointError(
                 f"{part} cannot be read: {e}. Remove {path} to resume from an older checkpoint"
             ) from e
-        _restore(model, state, path)
+        try:
+            restore(model, state)
+        except ValueError as e:
+            raise CheckpointError(f"{path} is of another model: {e}") from e
     return TrainerState(step=meta["step"], extra=meta["extra"])
 
 
@@ -133,54 +135,3 @@ def _read_meta(path: Path) -> dict[str, Any]:
     if meta.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {meta.get('format')!r}, this version reads {FORMAT}")
     return meta
-
-
-def _state(model: MegatronModel) -> dict[str, Any]:
-    return {
-        "parameters": [_parameters(chunk) for chunk in model.chunks],
-        "main_parameters": _main_parameters(model),
-        "optimizers": [optimizer.state_dict() for optimizer in model.inner_optimizers],
-        "random": {
-            "torch": torch.get_rng_state(),
-            "device": torch.cuda.get_rng_state(),
-            "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
-        },
-    }
-
-
-def _restore(model: MegatronModel, state: dict[str, Any], path: Path) -> None:
-    for chunk, saved in zip(model.chunks, state["parameters"], strict=True):
-        _copy(_parameters(chunk), saved, path)
-    # A bfloat16 model is trained through float32 copies; a float32 one is its own.
-    mains = _main_parameters(model)
-    _copy(dict(enumerate(mains)), dict(enumerate(state["main_parameters"])), path)
-    for optimizer, saved in zip(model.inner_optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    torch.set_rng_state(state["random"]["torch"].cpu())
-    torch.cuda.set_rng_state(state["random"]["device"].cpu()) if model.device.type == "cuda" else None
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["random"]["megatron"])
-
-
-def _parameters(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    state = unwrap_model(chunk).state_dict()
-    return {name: value.detach() for name, value in state.items() if torch.is_tensor(value)}
-
-
-def _main_parameters(model: MegatronModel) -> list[torch.Tensor]:
-    if model.config.params_dtype == torch.float32:
-        return []
-    return [
-        parameter.detach()
-        for optimizer in model.inner_optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
-
-
-@torch.no_grad()
-def _copy(into: dict[Any, torch.Tensor], saved: dict[Any, torch.Tensor], path: Path) -> None:
-    shapes = {name: tuple(t.shape) for name, t in into.items()}
-    if shapes != {name: tuple(t.shape) for name, t in saved.items()}:
-        raise CheckpointError(f"{path} is of another model: names or shapes of its parameters differ")
-    for name, tensor in into.items():
-        tensor.copy_(saved[name])

@@ -20,8 +20,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from async_rl.codec import read_frame
 from async_rl.config import Config, LossConfig, parse_config
@@ -166,8 +164,8 @@ class TrainerWorker:
             else None
         )
         trained = int(wanted.mask.sum())
-        sums = self._reduce(self._forward_backward(placed, wanted, old))
-        metrics = _means(sums, trained)
+        sums = self.model.sum_over_ranks(self._forward_backward(placed, wanted, old)).tolist()
+        metrics = _means(dict(zip(_SUMS, sums, strict=True)), trained)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteLoss(_nonfinite("loss", metrics["loss"], step, batch))
         optimizer = trainer.optimizer
@@ -194,9 +192,9 @@ class TrainerWorker:
         plan = plan_micro_batches(
             lengths,
             self._config.trainer.micro_batch_tokens,
-            ranks=parallel_state.get_data_parallel_world_size(),
+            ranks=model.data_parallel_size,
             align=model.alignment,
-        )[parallel_state.get_data_parallel_rank()]
+        )[model.data_parallel_rank]
         if model.replay is not None:
             mine = [j for micro_batch in plan for j in micro_batch.trajectories]
             with together():
@@ -234,7 +232,7 @@ class TrainerWorker:
             logits.index_select(0, micro_batch.logits_of),
             micro_batch.labels,
             self._config.rollout.temperature,
-            parallel_state.get_tensor_model_parallel_group(),
+            self.model.tensor_group,
         )
 
     def _old_log_probs(self, placed: list[_Placed], num_tokens: int) -> Float32Array:
@@ -278,12 +276,6 @@ class TrainerWorker:
         parts = self.model.run([p.inputs for p in placed], policy_loss)
         empty = torch.zeros(len(_SUMS), dtype=torch.float64, device=self.model.device)
         return sum(parts, empty)
-
-    def _reduce(self, sums: torch.Tensor) -> dict[str, float]:
-        """Add the sums of all ranks. Tensor ranks hold the same ones, stages before the last none."""
-        dist.all_reduce(sums)
-        sums /= parallel_state.get_tensor_model_parallel_world_size()
-        return dict(zip(_SUMS, sums.tolist(), strict=True))
 
     # -- weights
 

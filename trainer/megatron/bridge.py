@@ -92,16 +92,6 @@ class _Spec:
                 layer.submodules.self_attention.submodules.core_attention = PackedAttention
         return spec
 
-    def _weight_merge_across_tp(
-        self, name: str, weights: list[torch.Tensor], param: torch.Tensor
-    ) -> torch.Tensor:
-        """Without expert parallelism mbridge gathers experts over the tensor ranks, of which only the first
-        expert-tensor ranks hold different parts; the others are replicas.
-        """
-        if ".mlp.experts." in name:
-            weights = weights[: self.mpu.etp_size]
-        return super()._weight_merge_across_tp(name, weights, param)
-
     def _get_gptmodel_args(self) -> dict[str, Any]:
         return {
             "vocab_size": self.hf_config.vocab_size,

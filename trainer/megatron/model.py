@@ -204,6 +204,12 @@ class MegatronModel:
             raise ConfigError(
                 f"trainer.layout.ep is {ep}, but the model has {experts} experts: ep must divide them"
             )
+        etp = self.config.expert_tensor_parallel_size
+        if experts and ep == 1 and etp != tp:
+            # Megatron then takes experts for dense parameters and does not add up tensor ranks' gradients.
+            raise ConfigError(
+                f"trainer.layout has ep=1, tp={tp} and etp={etp}: without expert parallelism set etp={tp}"
+            )
         pp = self.config.pipeline_model_parallel_size
         if self.config.num_layers % pp:
             raise ConfigError(
@@ -220,6 +226,26 @@ class MegatronModel:
             else [self.optimizer]
         )
         return [part.optimizer for part in chained if part.optimizer is not None]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks among which a batch's trajectories are shared out."""
+        return int(parallel_state.get_data_parallel_world_size())
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return int(parallel_state.get_data_parallel_rank())
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """The ranks that share the vocabulary."""
+        return parallel_state.get_tensor_model_parallel_group()
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up what `run` gave on all ranks: tensor ranks hold the same, stages before the last nothing."""
+        dist.all_reduce(values)
+        return values / self.config.tensor_model_parallel_size
 
     @property
     def alignment(self) -> int:

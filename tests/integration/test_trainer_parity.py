@@ -1,0 +1,136 @@
+"""The Megatron model against Hugging Face's own, weights in and out."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from async_rl.errors import ConfigError
+from tests.support.tiny_model import build_tiny_qwen3, build_tiny_qwen3_moe
+from tests.support.train_batches import random_batch
+from tests.support.trainers import log_probs_of, native_rows, started, trainer_config, weights
+from trainer.megatron import bridge
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+
+
+def hf_log_probs(path, batch, temperature=1.0):
+    """Hugging Face's log-probs of the trained tokens at the predicting positions, and its experts."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    result = np.zeros(batch.num_tokens, np.float32)
+    for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        ids = torch.from_numpy(batch.token_ids[start:end].astype(np.int64))
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0]
+        log_probs = torch.log_softmax(logits / temperature, -1)[:-1].gather(1, ids[1:, None])[:, 0]
+        result[start : end - 1] = log_probs * torch.from_numpy(batch.loss_mask[start + 1 : end])
+    return result
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    """Three layers, the first dense."""
+    return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", dense_layers=(0,))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_equal_hf_when_the_moe_model_is_float32(moe, temperature):
+    batch = random_batch(layers=2, routing=False)
+    with started(trainer_config(moe, replay=False, temperature=temperature)) as worker:
+        ours = log_probs_of(worker, batch)
+    reference = hf_log_probs(moe, batch, temperature)
+    assert np.abs(ours - reference).max() < 1e-4
+    assert reference.std() > 0.1
+
+
+def test_log_probs_equal_hf_when_the_model_is_dense_and_tied(tmp_path):
+    path = build_tiny_qwen3(tmp_path / "dense")
+    batch = random_batch(routing=False)
+    with started(trainer_config(path, replay=False)) as worker:
+        ours = log_probs_of(worker, batch)
+        names = set(weights(worker))
+    assert np.abs(ours - hf_log_probs(path, batch)).max() < 1e-4
+    assert "lm_head.weight" not in names
+
+
+def test_chosen_experts_equal_hf_when_routing_is_native(moe):
+    from transformers import AutoModelForCausalLM
+
+    batch = random_batch(layers=2)
+    with started(trainer_config(moe)) as worker:
+        rows = native_rows(worker, batch)
+    model = AutoModelForCausalLM.from_pretrained(moe, dtype=torch.float32).eval()
+    start, end = batch.offsets[2], batch.offsets[3]
+    ids = torch.from_numpy(batch.token_ids[start:end].astype(np.int64))[None]
+    with torch.no_grad():
+        router_logits = model(ids, output_router_logits=True).router_logits
+    assert len(router_logits) == 2
+    for column, logits in enumerate(router_logits):
+        expected = logits.topk(2).indices.sort(-1).values.numpy()
+        np.testing.assert_array_equal(np.sort(rows[start:end, column], -1), expected)
+
+
+def test_export_is_bitwise_what_was_loaded(moe):
+    original = load_file(moe / "model.safetensors")
+    with started(trainer_config(moe)) as worker:
+        exported = weights(worker)
+    assert set(exported) == set(original)
+    assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
+
+
+def test_published_folder_is_a_complete_model_when_written_in_shards(moe, tmp_path, monkeypatch):
+    (moe / "tokenizer_config.json").write_text("{}")
+    monkeypatch.setattr(bridge, "SHARD_BYTES", 40_000)
+    target = tmp_path / "versions" / "version_7"
+    with started(trainer_config(moe)) as worker:
+        worker.publish(str(target), 7)
+        worker.publish(str(target), 7)  # replaces what is there
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    original = load_file(moe / "model.safetensors")
+    assert set(index["weight_map"]) == set(original)
+    assert len(set(index["weight_map"].values())) > 1
+    for name, file in index["weight_map"].items():
+        with safe_open(target / file, "pt") as shard:
+            assert torch.equal(shard.get_tensor(name), original[name])
+    assert (target / "tokenizer_config.json").is_file()
+    assert [p.name for p in target.parent.iterdir()] == ["version_7"]
+    batch = random_batch(layers=2)
+    np.testing.assert_array_equal(hf_log_probs(target, batch), hf_log_probs(moe, batch))
+
+
+def test_bfloat16_model_says_so_when_published(moe, tmp_path):
+    with started(trainer_config(moe, dtype="bfloat16")) as worker:
+        result = worker.train_on(random_batch(layers=2), 1)
+        worker.publish(str(tmp_path / "out"), 1)
+    assert np.isfinite(result.metrics["loss"])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama", "head_dim": 16}, "type 'llama'; the trainer knows qwen3, qwen3_moe"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+            "rope_type = 'linear'",
+        ),
+    ],
+)
+def test_model_is_refused_when_the_trainer_does_not_know_it(moe, tmp_path, change, words):
+    config = json.loads((moe / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=words), started(trainer_config(tmp_path)):
+        pass
+
+
+def test_model_is_refused_when_the_folder_is_missing(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"), started(trainer_config(tmp_path / "none")):
+        pass

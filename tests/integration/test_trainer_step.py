@@ -1,0 +1,233 @@
+"""Whole trainer steps on real Megatron-Core, one rank."""
+
+import json
+import math
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from async_rl.codec import write_frame
+from async_rl.errors import CheckpointError, CorruptFrame, NonFiniteLoss, TrainerError
+from tests.support.tiny_model import build_tiny_qwen3_moe
+from tests.support.train_batches import random_batch
+from tests.support.trainers import gradients, log_probs_of, started, trainer_config, weights
+from trainer import checkpoint
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_layers=2)
+
+
+def replace(batch, **fields):
+    return msgspec.structs.replace(batch, **fields)
+
+
+def test_step_does_not_depend_on_the_cut_into_micro_batches(moe):
+    batch = random_batch(layers=2)
+    results = []
+    for budget in (1, 40, 10_000):  # each trajectory alone, some together, all together
+        with started(trainer_config(moe, micro_batch_tokens=budget)) as worker:
+            results.append((worker.train_on(batch, 1).metrics, gradients(worker), weights(worker)))
+    (reference, reference_gradients, reference_weights), *others = results
+    assert reference["grad_norm"] > 0.1
+    for metrics, gradient, weight in others:
+        for key in reference.keys() - {"step_s"}:
+            assert metrics[key] == pytest.approx(reference[key], abs=1e-5, nan_ok=True), key
+        for name, expected in reference_gradients.items():
+            torch.testing.assert_close(gradient[name], expected, atol=1e-6, rtol=1e-4)
+        for name, expected in reference_weights.items():
+            torch.testing.assert_close(weight[name], expected, atol=2e-4, rtol=0)
+
+
+def test_log_probs_do_not_depend_on_neighbours_when_packed(moe):
+    batch = random_batch(layers=2, lengths=(40, 3, 17, 17, 9, 28, 5))
+    results = []
+    for budget in (1, 10_000):
+        with started(trainer_config(moe, micro_batch_tokens=budget)) as worker:
+            results.append(log_probs_of(worker, batch))
+    np.testing.assert_allclose(results[0], results[1], atol=1e-5)
+
+
+def test_metrics_match_numpy_when_computed_by_hand(moe):
+    batch = random_batch(layers=2)
+    config = trainer_config(moe, loss={"importance_cap": 1.2})
+    with started(config) as worker:
+        old = log_probs_of(worker, batch)
+        metrics = worker.train_on(batch, 1).metrics
+    # `old` is at the predicting position; the batch's own arrays are one later.
+    mask, rollout = batch.loss_mask[1:], batch.rollout_log_probs[1:][batch.loss_mask[1:]]
+    difference = old[:-1][mask].astype(np.float64) - rollout
+    trajectory = np.repeat(np.arange(6), np.diff(batch.offsets))[1:][mask]
+    rewards = batch.rewards.reshape(3, 2).astype(np.float64)
+    advantages = ((rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)).ravel()
+    weight = np.minimum(np.exp(difference), 1.2)
+    assert metrics["loss"] == pytest.approx(-(weight * advantages[trajectory]).mean(), abs=1e-5)
+    assert metrics["log_prob_diff"] == pytest.approx(difference.mean(), abs=1e-5)
+    assert metrics["log_prob_abs_diff"] == pytest.approx(np.abs(difference).mean(), abs=1e-5)
+    assert metrics["importance_ratio_mean"] == pytest.approx(np.exp(difference).mean(), abs=1e-4)
+    assert metrics["importance_truncated_fraction"] == pytest.approx((np.exp(difference) > 1.2).mean())
+    fresh = (batch.weight_versions[1:] == batch.trainer_version)[mask]
+    assert metrics["lag0_log_prob_abs_diff"] == pytest.approx(np.abs(difference[fresh]).mean(), abs=1e-5)
+    assert metrics["ppo_kl"] == 0
+    assert metrics["tokens"] == batch.num_tokens
+    assert metrics["trained_tokens"] == mask.sum()
+    assert metrics["routing_rows"] == batch.num_tokens - 6
+    assert metrics["routing_rows_invalid"] == 0
+
+
+def test_ppo_kl_compares_with_the_engine_when_rollout_log_probs_are_the_proximal_ones(moe):
+    batch = random_batch(layers=2)
+    with started(trainer_config(moe, loss={"old_log_probs": "rollout"})) as worker:
+        current = log_probs_of(worker, batch)[:-1][batch.loss_mask[1:]]
+        metrics = worker.train_on(batch, 1).metrics
+    difference = current - batch.rollout_log_probs[1:][batch.loss_mask[1:]]
+    assert metrics["ppo_kl"] == pytest.approx(-difference.mean(), abs=1e-5)
+    assert metrics["log_prob_abs_diff"] == pytest.approx(np.abs(difference).mean(), abs=1e-5)
+    assert metrics["importance_ratio_mean"] == 1
+    assert metrics["clip_fraction"] > 0
+
+
+def test_lag0_difference_is_nan_when_nothing_was_sampled_at_this_version(moe):
+    batch = random_batch(layers=2)
+    stale = replace(batch, trainer_version=batch.trainer_version + 1)
+    with started(trainer_config(moe)) as worker:
+        assert math.isnan(worker.train_on(stale, 1).metrics["lag0_log_prob_abs_diff"])
+
+
+def test_weights_stay_when_the_loss_is_not_finite(moe):
+    batch = random_batch(layers=2)
+    broken = batch.rollout_log_probs.copy()
+    broken[10] = np.nan
+    with started(trainer_config(moe)) as worker:
+        before = weights(worker)
+        with pytest.raises(NonFiniteLoss, match=r"loss of step 5 .*batch-0.* is nan"):
+            worker.train_on(replace(batch, rollout_log_probs=broken), 5)
+        assert all(torch.equal(weights(worker)[name], tensor) for name, tensor in before.items())
+        assert math.isfinite(worker.train_on(batch, 5).metrics["loss"])
+
+
+def test_weights_stay_when_the_gradient_is_not_finite(moe):
+    with started(trainer_config(moe)) as worker:
+        before = weights(worker)
+        worker.train_on(random_batch(layers=2), 1)
+        stepped = weights(worker)
+        parameter = next(worker.model.chunks[0].parameters())
+        parameter.main_grad[0] = math.inf
+        assert worker.model.step(1e-3) == math.inf
+        after = weights(worker)
+    assert any(not torch.equal(before[name], stepped[name]) for name in before)
+    assert all(torch.equal(after[name], stepped[name]) for name in stepped)
+
+
+def test_rewarded_tokens_become_likelier_when_trained(moe):
+    """One token is rewarded wherever it was written; on-policy log-probs stand for the engine's."""
+    wanted = 7
+    rng = np.random.default_rng(0)
+    with started(trainer_config(moe, optimizer={"lr": 3e-3}, micro_batch_tokens=512)) as worker:
+        shares = []
+        for step in range(1, 9):
+            batch = random_batch(step, layers=2, lengths=(8,) * 32, group_size=8, prompt=7)
+            tokens = batch.token_ids.copy()
+            last = batch.offsets[1:] - 1
+            tokens[last] = rng.choice([wanted, 11, 13, 17], len(last))
+            rewards = (tokens[last] == wanted).astype(np.float32)
+            batch = replace(batch, token_ids=tokens, rewards=rewards)
+            log_probs = log_probs_of(worker, batch)
+            shares.append(np.exp(log_probs[last - 1])[rewards > 0].mean())
+            on_policy = np.zeros(batch.num_tokens, np.float32)
+            on_policy[1:] = log_probs[:-1]
+            metrics = worker.train_on(replace(batch, rollout_log_probs=on_policy), step).metrics
+            assert metrics["log_prob_abs_diff"] < 1e-6
+    assert shares[-1] > 2 * shares[0]
+
+
+def test_training_goes_on_bit_for_bit_when_resumed(moe, tmp_path):
+    batches = [random_batch(seed, layers=2) for seed in range(4)]
+    config = trainer_config(moe, optimizer={"lr": 1e-3, "warmup_steps": 3}, keep_checkpoints=2)
+    with started(config, tmp_path / "none") as worker:
+        for step in (1, 2):
+            worker.train_on(batches[step - 1], step)
+        worker.save_checkpoint(str(tmp_path), {"weight_version": 2, "note": "data position"})
+        expected = [worker.train_on(batches[step - 1], step).metrics for step in (3, 4)]
+        expected_weights = weights(worker)
+    for folder in (tmp_path, tmp_path / "step_00000002"):
+        with started(config, folder) as worker:
+            assert worker._steps == 2
+            for step, metrics in zip((3, 4), expected, strict=True):
+                again = worker.train_on(batches[step - 1], step).metrics
+                assert {k: v for k, v in again.items() if k != "step_s"} == {
+                    k: v for k, v in metrics.items() if k != "step_s"
+                }
+            assert all(torch.equal(t, expected_weights[name]) for name, t in weights(worker).items())
+
+
+def test_bfloat16_training_goes_on_bit_for_bit_when_resumed(moe, tmp_path):
+    config = trainer_config(moe, dtype="bfloat16")
+    batch = random_batch(layers=2)
+    with started(config) as worker:
+        worker.train_on(batch, 1)
+        worker.save_checkpoint(str(tmp_path), {})
+        worker.train_on(batch, 2)
+        expected = weights(worker)
+    with started(config, tmp_path) as worker:
+        worker.train_on(batch, 2)
+        assert all(torch.equal(t, expected[name]) for name, t in weights(worker).items())
+
+
+def test_only_the_newest_checkpoints_stay_when_more_are_written(moe, tmp_path):
+    with started(trainer_config(moe, keep_checkpoints=2)) as worker:
+        for step in (1, 2, 3):
+            worker.train_on(random_batch(layers=2), step)
+            worker.save_checkpoint(str(tmp_path), {"step": step})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
+    (tmp_path / "step_00000003" / "meta.json").unlink()  # as if it had never become complete
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_00000002"
+
+
+def test_checkpoint_is_refused_when_damaged_or_of_another_layout(moe, tmp_path):
+    config = trainer_config(moe)
+    with started(config) as worker:
+        worker.save_checkpoint(str(tmp_path), {})
+    folder = tmp_path / "step_00000000"
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"layout": meta["layout"] | {"num_ranks": 2}}))
+    with (
+        pytest.raises(CheckpointError, match=r"written with layout .*'num_ranks': 2"),
+        started(config, tmp_path),
+    ):
+        pass
+    (folder / "meta.json").write_text(json.dumps(meta))
+    part = folder / "rank_00000.pt"
+    part.write_bytes(part.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"rank_00000.pt cannot be read"), started(config, tmp_path):
+        pass
+
+
+def test_checkpoint_error_names_the_folder_when_it_cannot_be_written(moe, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with started(trainer_config(moe)) as worker:
+        with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*file"):
+            worker.save_checkpoint(str(tmp_path / "file"), {})
+
+
+def test_batch_is_read_from_its_frame_when_trained(moe, tmp_path):
+    batch = random_batch(layers=2)
+    path = tmp_path / "batch"
+    write_frame(path, batch)
+    with started(trainer_config(moe)) as worker:
+        from_file = worker.train_step(str(path), 1)
+    with started(trainer_config(moe)) as worker:
+        direct = worker.train_on(batch, 1)
+    assert from_file.metrics["loss"] == direct.metrics["loss"]
+    assert from_file.step == 1
+    path.write_bytes(path.read_bytes()[:-64])
+    with started(trainer_config(moe)) as worker:
+        with pytest.raises(CorruptFrame):
+            worker.train_step(str(path), 1)
+        with pytest.raises(TrainerError, match=r"cannot read the batch"):
+            worker.train_step(str(tmp_path / "missing"), 1)

@@ -1,0 +1,75 @@
+"""Our end of a distributed weight update against SGLang's own code for the other end, in another process."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from async_rl.engines.protocol import GroupInvite
+from async_rl.errors import WeightSyncError
+from async_rl.weights.transports import WeightGroup, fill_buckets, plan_buckets, send_buckets, spec_of
+
+RECEIVER = """
+import sys, json
+import torch
+library = torch.library.Library("torchvision", "DEF")
+for operator in ("nms", "qnms"):
+    library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+from sglang.srt.utils.common import init_custom_process_group
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+address, name, buckets, out = json.loads(sys.argv[1])
+group = init_custom_process_group(
+    backend="gloo", init_method=f"tcp://{address}", world_size=2, rank=1, group_name=name
+)
+received = {}
+for bucket in buckets:
+    names, dtypes, shapes = zip(*bucket)
+    flat = FlattenedTensorBucket.empty(names, dtypes, shapes, "cpu")
+    torch.distributed.broadcast(flat.get_flattened_tensor(), src=0, group=group)
+    received |= {name: tensor.clone() for name, tensor in flat.reconstruct_tensors()}
+torch.save(received, out)
+torch.distributed.destroy_process_group(group)
+"""
+
+
+def invite(name: str) -> GroupInvite:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    return GroupInvite(
+        group_name=name, backend="gloo", host="127.0.0.1", port=port, world_size=2, rank_offset=1
+    )
+
+
+def test_tensors_arrive_bitwise_when_sglang_receives(tmp_path):
+    torch.manual_seed(0)
+    tensors = [
+        ("model.embed", torch.randn(40, 8)),
+        ("layer.gate", torch.randn(3, 5).bfloat16()),
+        ("layer.norm", torch.randn(8)),
+        ("head", torch.randn(8, 40)),
+    ]
+    buckets = plan_buckets([spec_of(name, t) for name, t in tensors], 1500)
+    assert len(buckets) == 2
+    where = invite("weights-engine-0-1")
+    plan = [[(s.name, s.dtype, s.shape) for s in bucket] for bucket in buckets]
+    argument = json.dumps([f"127.0.0.1:{where.port}", where.group_name, plan, str(tmp_path / "got")])
+    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", RECEIVER, argument], env=environment) as receiver:
+        group = WeightGroup(where, timeout_s=60)
+        send_buckets(fill_buckets(tensors, buckets, torch.device("cpu")), {where.group_name: group})
+        assert receiver.wait(60) == 0
+        group.close()
+    got = torch.load(tmp_path / "got")
+    assert list(got) == [name for name, _ in tensors]
+    assert all(torch.equal(got[name], tensor) for name, tensor in tensors)
+
+
+def test_opening_fails_when_no_engine_joins():
+    with pytest.raises(WeightSyncError, match="did not join the weight-update group alone"):
+        WeightGroup(invite("alone"), timeout_s=1)

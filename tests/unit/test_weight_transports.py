@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from async_rl.engines.protocol import TensorSpec
+from async_rl.errors import WeightSyncError
+from async_rl.weights.transports import fill_buckets, plan_buckets, send_buckets, size_of, spec_of
+
+
+def specs(*shapes: tuple[int, ...], dtype: str = "float32") -> list[TensorSpec]:
+    return [TensorSpec(name=f"t{i}", dtype=dtype, shape=shape) for i, shape in enumerate(shapes)]
+
+
+class FakeWork:
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def wait(self) -> None:
+        if self.fails:
+            raise RuntimeError("connection reset by peer")
+
+
+class FakeGroup:
+    def __init__(self, fails_at: int = 10**9) -> None:
+        self.fails_at, self.sent = fails_at, []
+
+    def broadcast(self, data: torch.Tensor) -> FakeWork:
+        self.sent.append(data.clone())
+        return FakeWork(len(self.sent) > self.fails_at)
+
+
+def test_buckets_keep_order_and_size_when_planned():
+    plan = plan_buckets(specs((10,), (10,), (5,), (30,), (1,)), 80)
+    assert [[s.name for s in bucket] for bucket in plan] == [["t0", "t1"], ["t2"], ["t3"], ["t4"]]
+    assert all(sum(map(size_of, bucket)) <= 80 for bucket in plan if len(bucket) > 1)
+
+
+def test_a_bucket_ends_when_the_next_tensor_would_be_misaligned():
+    mixed = [*specs((3,), dtype="bfloat16"), TensorSpec(name="f", dtype="float32", shape=(2,))]
+    assert [[s.name for s in bucket] for bucket in plan_buckets(mixed, 1000)] == [["t0"], ["f"]]
+
+
+def test_bucket_bytes_are_those_of_the_tensors_when_filled():
+    tensors = [("a", torch.randn(2, 3)), ("b", torch.randn(4).bfloat16()), ("c", torch.randn(0, 3))]
+    plan = plan_buckets([spec_of(name, t) for name, t in tensors], 1000)
+    (data,) = fill_buckets(tensors, plan, torch.device("cpu"))
+    assert data[:24].view(torch.float32).view(2, 3).equal(tensors[0][1])
+    assert data[24:32].view(torch.bfloat16).equal(tensors[1][1])
+
+
+def test_filling_refuses_when_a_tensor_is_not_the_planned_one():
+    plan = plan_buckets(specs((2,), (3,)), 1000)
+    with pytest.raises(WeightSyncError, match="t1"):
+        list(fill_buckets([("t0", torch.zeros(2)), ("other", torch.zeros(3))], plan, torch.device("cpu")))
+    with pytest.raises(WeightSyncError, match="nothing"):
+        list(fill_buckets([("t0", torch.zeros(2))], plan, torch.device("cpu")))
+
+
+def test_other_groups_get_everything_when_one_fails():
+    good, bad = FakeGroup(), FakeGroup(fails_at=1)
+    send_buckets([torch.full((2,), i, dtype=torch.uint8) for i in range(4)], {"good": good, "bad": bad})
+    assert [int(sent[0]) for sent in good.sent] == [0, 1, 2, 3]
+    assert len(bad.sent) == 2
+
+
+def test_sending_fails_when_no_group_is_left():
+    with pytest.raises(WeightSyncError, match="bad"):
+        send_buckets([torch.zeros(1, dtype=torch.uint8)] * 3, {"bad": FakeGroup(fails_at=0)})
