@@ -198,39 +198,61 @@ class WeightSync:
 
     async def _update_wave(self, engines: Sequence[Engine], version: int) -> list[_EngineTimes]:
         """Interrupt, update, attest and serve some engines together; those that fail are quarantined."""
-        mode, flush = self._config.interrupt, self._config.interrupt != "in_place"
-        interrupted: list[tuple[Engine, float]] = []
         results: list[_EngineTimes] = []
 
-        async def interrupt(engine: Engine) -> None:
-            self._pool.hold(engine.engine_id)
-            begin = self._clock()
-            async with self._quarantined_on_failure(engine):
-                await engine.interrupt(mode)
-                interrupted.append((engine, self._clock() - begin))
+        async def bring(engine: Engine) -> None:
+            interrupt_s = await self._interrupt(engine)
+            if interrupt_s is not None:
+                await self._load(engine, version, interrupt_s, results)
 
-        async def update(engine: Engine, interrupt_s: float) -> None:
-            begin = self._clock()
-            async with self._quarantined_on_failure(engine):
-                await engine.update_weights(self._update_for(engine, version), flush=flush)
-                transferred = self._clock()
-                await self._attest(engine, version)
-                await engine.resume_generation(mode)
-                self._pool.serve(engine.engine_id, version)
-                results.append(_EngineTimes(interrupt_s, transferred - begin, self._clock() - transferred))
-
+        if self._config.transport == "disk":
+            async with Nursery() as nursery:
+                for engine in engines:
+                    nursery.start(f"update {engine.engine_id}", bring(engine))
+            return results
         async with Nursery() as nursery:
-            for engine in engines:
-                nursery.start(f"interrupt {engine.engine_id}", interrupt(engine))
+            interrupts = [
+                (engine, nursery.start(f"interrupt {engine.engine_id}", self._interrupt(engine)))
+                for engine in engines
+            ]
         # Only now: a broadcast into the group of an engine that cannot listen would wait for it.
-        async with Nursery() as nursery:
-            for engine, interrupt_s in interrupted:
-                nursery.start(f"update {engine.engine_id}", update(engine, interrupt_s))
-            groups = [self._groups[e.engine_id] for e, _ in interrupted if e.engine_id in self._groups]
-            if groups:
+        listening = [
+            (engine, done.result())
+            for engine, done in interrupts
+            if done.result() is not None and engine.engine_id in self._groups
+        ]
+        if listening:
+            async with Nursery() as nursery:
+                for engine, interrupt_s in listening:
+                    loading = self._load(engine, version, interrupt_s or 0.0, results)
+                    nursery.start(f"update {engine.engine_id}", loading)
+                groups = [self._groups[engine.engine_id] for engine, _ in listening]
                 sending = self._trainer.send_weights(groups, self._config.bucket_bytes)
                 nursery.start("send weights", sending)
         return results
+
+    async def _interrupt(self, engine: Engine) -> float | None:
+        """Stop an engine; seconds that took, or None when it failed."""
+        self._pool.hold(engine.engine_id)
+        begin = self._clock()
+        async with self._quarantined_on_failure(engine):
+            await engine.interrupt(self._config.interrupt)
+            return self._clock() - begin
+        return None
+
+    async def _load(
+        self, engine: Engine, version: int, interrupt_s: float, results: list[_EngineTimes]
+    ) -> None:
+        """Update an engine that stands still, and let it serve again."""
+        begin = self._clock()
+        async with self._quarantined_on_failure(engine):
+            flush = self._config.interrupt != "in_place"
+            await engine.update_weights(self._update_for(engine, version), flush=flush)
+            transferred = self._clock()
+            await self._attest(engine, version)
+            await engine.resume_generation(self._config.interrupt)
+            self._pool.serve(engine.engine_id, version)
+            results.append(_EngineTimes(interrupt_s, transferred - begin, self._clock() - transferred))
 
     @asynccontextmanager
     async def _quarantined_on_failure(self, engine: Engine) -> AsyncIterator[None]:

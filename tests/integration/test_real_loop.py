@@ -1,0 +1,175 @@
+"""The whole loop for real: SGLang servers and Megatron-Core ranks under Ray, on a CPU, on an untrained model.
+
+An untrained model answers at random and at length, so that weight updates find many answers half written.
+"""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from async_rl import placement
+from async_rl.codec import read_frame
+from async_rl.config import Config, apply_override, parse_config
+from async_rl.queue.ledger import Ledger
+from async_rl.records import Summary, read_records
+from async_rl.supervision import Nursery
+from async_rl.types import Completion, Task, TrainBatch
+from tests.support.recording_worker import FOLDER
+
+pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(400)]
+
+
+def share_of_digits(task: Task, completion: Completion) -> float:
+    return sum(c.isdigit() for c in completion.text) / max(1, len(completion.text))
+
+
+def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"name": "real", "dir": str(tmp_path), "max_steps": 4, "drain_s": 5},
+        "model": {"path": str(calculator / "model"), "dtype": "float32"},
+        "data": {"path": str(calculator / "data" / "tasks.jsonl")},
+        "engine": {
+            "num_engines": 2,
+            "device": "cpu",
+            "max_running_requests": 16,
+            "max_total_tokens": 16384,
+            "context_length": 512,
+        },
+        "rollout": {
+            "agent_loop": "agent_loops.tool_loop:ToolLoop",
+            "agent_loop_args": {"tools": ["agent_loops.calculator:calculator"]},
+            "reward": f"{__name__}:share_of_digits",
+            "group_size": 4,
+            "max_concurrent_trajectories": 24,
+            "max_staleness": 3,
+            "max_context_tokens": 384,
+            "max_new_tokens": 96,
+        },
+        "trainer": {
+            "worker": "tests.support.recording_worker:RecordingWorker",
+            "device": "cpu",
+            "num_ranks": 2,
+            "layout": {"ep": 2},
+            "groups_per_batch": 3,
+            "optimizer": {"lr": 1e-3},
+        },
+    }
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
+
+
+async def run(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Summary, Path, list[TrainBatch]]:
+    run_dir = Path(config.run.dir) / config.run.name
+    for name in ("checkpoints", "logs"):
+        (run_dir / name).mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv(FOLDER, str(run_dir / "seen"))
+    summary = await placement.run(config, run_dir, asyncio.Event())
+    seen = sorted((run_dir / "seen").iterdir(), key=lambda path: int(path.stem))
+    return summary, run_dir, [read_frame(path, TrainBatch) for path in seen]
+
+
+def assert_sound(summary: Summary, batches: list[TrainBatch], config: Config) -> None:
+    """What must be true of any run."""
+    assert summary.trajectories.unaccounted == 0
+    trained = [i for batch in batches for i in batch.trajectory_ids]
+    assert len(set(trained)) == len(trained) == summary.trajectories.trained
+    assert summary.staleness_max <= config.rollout.max_staleness
+    assert summary.ppo_kl_mean is not None
+    for batch in batches:
+        assert batch.routing_valid is not None
+        last = np.zeros(batch.num_tokens, bool)
+        last[batch.offsets[1:] - 1] = True
+        # T - 1 rows for each trajectory, and none for the token that was never fed.
+        assert (batch.routing_valid == ~last).all()
+        assert batch.routed_experts is not None
+        assert batch.routed_experts.max() < batch.num_experts
+    # Equal weights, float32: the trainer's log-probs are the engine's.
+    assert summary.log_prob_abs_diff_mean is not None
+    assert summary.log_prob_abs_diff_mean < 1e-4
+
+
+async def test_engines_and_trainer_learn_together_with_weights_from_disk(calculator, tmp_path, monkeypatch):
+    config = make_config(calculator, tmp_path)
+    summary, run_dir, batches = await run(config, monkeypatch)
+    assert_sound(summary, batches, config)
+    assert summary.weight_versions == 4
+    assert summary.interrupted_share is not None
+    assert summary.interrupted_share > 0
+    mixed = [
+        set(batch.weight_versions[start:end].tolist()) - {-1}
+        for batch in batches
+        for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
+    ]
+    assert any(len(versions) > 1 for versions in mixed)  # partial rollouts reached the trainer
+    records = read_records(run_dir / "metrics.jsonl")
+    assert [record.weight_version for record in records] == [1, 2, 3, 4]
+    assert all(np.isfinite(record.grad_norm) and record.grad_norm > 0 for record in records)
+    assert len({record.reward_mean for record in records}) > 1
+    assert (run_dir / "hf" / "model.safetensors").exists()
+    assert (run_dir / "checkpoints" / "step_00000004").is_dir()
+
+
+async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
+    calculator, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO", logger="async_rl")
+    config = make_config(
+        calculator,
+        tmp_path,
+        "weights.transport=distributed",
+        "weights.bucket_bytes=262144",
+        "routing.merge=splice",
+        "trainer.num_ranks=1",
+        "trainer.layout.ep=1",
+        "trainer.checkpoint_every=2",
+        "run.max_steps=6",
+    )
+    run_dir = Path(config.run.dir) / config.run.name
+    killed: list[int] = []
+
+    async def kill_an_engine_after_two_steps() -> None:
+        while not killed:
+            await asyncio.sleep(0.1)
+            if len(read_records(run_dir / "metrics.jsonl")) >= 2:
+                killed.append(kill_scheduler())
+
+    async with Nursery() as nursery:
+        running = nursery.start("run", run(config, monkeypatch))
+        nursery.start("kill", kill_an_engine_after_two_steps())
+    summary, _, batches = running.result()
+    assert killed
+    assert_sound(summary, batches, config)
+    assert summary.weight_versions == 6
+    assert "is quarantined" in caplog.text
+    assert "is back" in caplog.text
+
+    resumed = make_config(
+        calculator,
+        tmp_path,
+        "trainer.num_ranks=1",
+        "trainer.layout.ep=1",
+        "run.max_steps=7",
+        "engine.num_engines=1",
+    )
+    again, _, batches = await run(resumed, monkeypatch)
+    assert_sound(again, batches, resumed)
+    assert len(batches) == 7
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    assert ledger.audit().holds
+    ledger.close()
+
+
+def kill_scheduler() -> int:
+    """SIGKILL the scheduler of one engine, the process that holds the model."""
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if "sglang::scheduler" in " ".join(process.info["cmdline"] or [process.info["name"]]):
+            os.kill(process.pid, signal.SIGKILL)
+            return process.pid
+    raise AssertionError("found no scheduler of an SGLang server")
