@@ -1,0 +1,97 @@
+"""The guard around a server process, with `sleep` for a server."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_rl.engines import guard
+
+SERVER = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
+
+
+def start(scratch: Path, command: list[str], *, grace_s: float = 0.0) -> subprocess.Popen[str]:
+    scratch.mkdir()
+    (scratch / "socket").touch()
+    arguments = [str(os.getpid()), str(scratch), str(grace_s), *command]
+    return subprocess.Popen(
+        [sys.executable, "-I", guard.__file__, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_gone(pid: int) -> None:
+    """Return when a process that may not be our child has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([descriptor], [], [], 10)[0], f"process {pid} is still there"
+    finally:
+        os.close(descriptor)
+
+
+def test_its_exit_code_is_passed_on_when_the_server_ends(tmp_path: Path) -> None:
+    with start(tmp_path / "scratch", [sys.executable, "-c", "raise SystemExit(7)"]) as process:
+        assert process.wait(10) == 7
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_the_whole_group_ends_when_the_guard_is_told_to(tmp_path: Path) -> None:
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SERVER!r}])"
+    with start(tmp_path / "scratch", [sys.executable, "-c", child]) as process:
+        grandchild = int(process.stdout.readline())
+        process.terminate()
+        assert process.wait(10) == 128 + signal.SIGKILL
+        wait_gone(grandchild)
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_the_server_may_end_in_order_when_there_is_grace(tmp_path: Path) -> None:
+    polite = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); " + SERVER
+    with start(tmp_path / "scratch", [sys.executable, "-c", polite], grace_s=10) as process:
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait(15) == 3
+
+
+def test_shared_memory_is_unlinked_when_the_server_leaves_some(tmp_path: Path) -> None:
+    mapped = Path(f"/dev/shm/async_rl_guard_test_{os.getpid()}")
+    command = (
+        f"import mmap; f = open({str(mapped)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096); "
+        + SERVER
+    )
+    with start(tmp_path / "scratch", [sys.executable, "-c", command]) as process:
+        process.stdout.readline()
+        assert mapped.exists()
+        process.terminate()
+        process.wait(10)
+    assert not mapped.exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_server_ends_when_its_starter_is_gone(tmp_path: Path, how: signal.Signals) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    starter = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-I', {guard.__file__!r}, str(os.getpid()),\n"
+        f"    {str(scratch)!r}, '0', sys.executable, '-c', {SERVER!r}], start_new_session=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as process:
+        server = int(process.stdout.readline())
+        process.send_signal(how)
+        process.wait(10)
+        wait_gone(server)
+        assert process.stdout.read() == ""  # at its end: the guard, which holds it too, has ended
+    assert not scratch.exists()

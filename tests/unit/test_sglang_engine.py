@@ -1,0 +1,530 @@
+"""The client of SGLang against a server that says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+
+from async_rl.engines.protocol import DiskUpdate, DistributedUpdate, TensorSpec
+from async_rl.errors import (
+    AlignmentError,
+    ConfigError,
+    EngineError,
+    EngineTimeout,
+    EnvironmentNotReady,
+    PromptTooLong,
+    VersionMismatch,
+    WeightSyncError,
+)
+from tests.support.engine_calls import Call, call, request
+from tests.support.fake_sglang import CUT, GOOD_SERVER, HANG, FakeSGLang, event, facts, finish
+
+PROMPT = [5, 6, 7]
+STOP = finish("stop", matched=2)
+
+
+def payload(rows: int, layers: int = 3, top_k: int = 2) -> tuple[str, np.ndarray]:
+    """Base64 as SGLang sends it, and the ids in it; the first layer is dense."""
+    ids = np.random.default_rng(rows).permuted(
+        np.tile(np.arange(8, dtype=np.int32), (rows, layers, 1)), axis=-1
+    )
+    ids = np.ascontiguousarray(ids[..., :top_k])
+    ids[:, 0] = 0
+    return base64.b64encode(ids.tobytes()).decode(), ids
+
+
+@pytest.fixture
+def server() -> FakeSGLang:
+    return FakeSGLang()
+
+
+# -- streams --------------------------------------------------------------------------------------------
+
+
+async def test_tokens_rows_and_versions_are_delivered_when_a_stream_ends(server: FakeSGLang) -> None:
+    encoded, ids = payload(6)
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
+    server.streams = [
+        [
+            event([10], 1),
+            event([11, 12], 3, log_probs=[-1.0, -2.0]),
+            event(
+                [2],
+                4,
+                finish_reason=STOP,
+                routed_experts=encoded,
+                weight_version="4",
+                weight_versions=spans,
+                cached_tokens=2,
+            ),
+        ]
+    ]
+    async with server.client() as engine:
+        ended = await call(engine, PROMPT, 8)
+    assert ended.token_ids == [10, 11, 12, 2]
+    assert ended.log_probs == [-0.5, -1.0, -2.0, -0.5]
+    assert ended.finish.reason == "stop"
+    assert [(s.start, s.end, s.weight_version) for s in ended.finish.version_spans] == [(0, 1, 3), (1, 4, 4)]
+    assert ended.finish.cached_tokens == 2
+    assert np.array_equal(ended.trace.rows, ids[:, 1:])
+    assert ended.trace.rows.dtype == np.uint8
+    assert [s.weight_version for s in ended.trace.spans] == [4]
+
+
+async def test_ids_and_both_keys_are_sent_when_a_call_is_made(server: FakeSGLang) -> None:
+    server.streams = [[event([1], 1, finish_reason=finish("length"))]]
+    async with server.client() as engine:
+        await call(engine, PROMPT, 1, temperature=0.5, stop=[9])
+        await engine.interrupt("abort")
+    (body,) = server.requests("generate")
+    assert body["input_ids"] == PROMPT
+    assert body["stream"] is True
+    assert body["return_logprob"] is True
+    assert body["return_routed_experts"] is True
+    sampling = body["sampling_params"]
+    assert sampling["max_new_tokens"] == 1
+    assert sampling["temperature"] == 0.5
+    assert sampling["stop_token_ids"] == [9]
+    assert sampling["skip_special_tokens"] is False
+    assert server.keys["generate"] == "Bearer api"
+    assert server.keys["abort_request"] == "Bearer admin"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+async def test_a_stream_is_the_same_when_it_comes_in_other_pieces(server: FakeSGLang, size: int) -> None:
+    encoded, ids = payload(3000)
+    whole = event([10], 1) + event([11], 2, finish_reason=STOP, routed_experts=encoded)
+    head = whole[:600]
+    pieces = [head[i : i + size] for i in range(0, len(head), size)] + [whole[600:]]
+    server.streams = [pieces]
+    async with server.client(facts=facts(max_position_embeddings=4096)) as engine:
+        ended = await call(engine, list(range(2999)), 8)
+    assert ended.token_ids == [10, 11]
+    assert np.array_equal(ended.trace.rows, ids[:, 1:])
+
+
+async def test_nothing_comes_twice_when_an_abort_repeats_the_last_token(server: FakeSGLang) -> None:
+    last = event(
+        [11], 2, log_probs=[-1.0, -2.0], finish_reason=finish("abort", message="Abort in waiting queue")
+    )
+    server.streams = [[event([10], 1, log_probs=[-1.0]), event([11], 2, log_probs=[-2.0]), last]]
+    async with server.client() as engine:
+        ended = await call(engine, PROMPT, 8)
+    assert ended.token_ids == [10, 11]
+    assert ended.log_probs == [-1.0, -2.0]
+    assert ended.finish.reason == "abort"
+    assert ended.finish.routing is None
+
+
+async def test_a_call_ends_with_nothing_when_it_never_left_the_queue(server: FakeSGLang) -> None:
+    meta = {"finish_reason": finish("abort", message="Abort in waiting queue"), "weight_version": "7"}
+    server.streams = [[event([], 0, **meta)]]
+    async with server.client() as engine:
+        ended = await call(engine, PROMPT, 8)
+    assert ended.token_ids == []
+    assert ended.finish.version_spans == ()
+    assert ended.finish.routing is None
+
+
+async def test_the_common_prefix_is_kept_when_log_probs_are_missing(server: FakeSGLang) -> None:
+    encoded, _ = payload(5)
+    last = event([11, 12], 3, log_probs=[-2.0], finish_reason=finish("abort"), routed_experts=encoded)
+    server.streams = [[event([10], 1), last]]
+    async with server.client() as engine:
+        ended = await call(engine, PROMPT, 8)
+        assert engine.num_short_chunks == 1
+    assert ended.token_ids == [10, 11]
+    assert ended.log_probs == [-0.5, -2.0]
+    assert [s.end for s in ended.finish.version_spans] == [2]
+    assert ended.finish.routing is None
+
+
+async def test_the_server_is_named_when_it_streams_everything_anew(server: FakeSGLang) -> None:
+    server.streams = [[event([10], 1), event([10, 11], 2)]]
+    async with server.client() as engine:
+        running = Call(engine, request(PROMPT, 8))
+        with pytest.raises(EngineError, match="--incremental-streaming-output"):
+            await running.run()
+    assert running.token_ids == [10]
+
+
+async def test_the_tokens_so_far_are_kept_when_one_is_lost_on_the_way(server: FakeSGLang) -> None:
+    server.streams = [[event([10], 1), event([12], 3)]]
+    async with server.client() as engine:
+        running = Call(engine, request(PROMPT, 8))
+        with pytest.raises(EngineError, match="counts 3 tokens"):
+            await running.run()
+    assert running.token_ids == [10]
+
+
+async def test_a_null_log_prob_is_nan_when_the_server_computed_none(server: FakeSGLang) -> None:
+    server.streams = [[event([10], 1, log_probs=[None], finish_reason=finish("length"))]]
+    async with server.client() as engine:
+        ended = await call(engine, PROMPT, 1)
+    assert math.isnan(ended.log_probs[0])
+
+
+async def test_an_error_is_raised_when_the_connection_is_lost(server: FakeSGLang) -> None:
+    server.streams = [[event([10], 1), CUT]]
+    async with server.client() as engine:
+        running = Call(engine, request(PROMPT, 8))
+        with pytest.raises(EngineError, match="connection lost"):
+            await running.run()
+    assert running.token_ids == [10]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (b'data: {"output_ids": 7}\n\n', "not what was expected"),
+        (b"data: {nonsense\n\n", "not what was expected"),
+        (b"", "without a finish"),
+        (event([1], 1, finish_reason=finish("whim")), "unknown reason"),
+        (event([1], 1, finish_reason=finish("abort", status_code=500, message="boom")), "boom"),
+        (
+            event([1], 1, finish_reason=STOP, weight_versions=[{"version": "0", "start": 1, "end": 1}]),
+            "versions",
+        ),
+    ],
+)
+async def test_an_error_is_raised_when_a_stream_makes_no_sense(
+    server: FakeSGLang, part: bytes, words: str
+) -> None:
+    server.streams = [[part]]
+    async with server.client() as engine:
+        with pytest.raises(EngineError, match=words):
+            await call(engine, PROMPT, 8)
+
+
+async def test_a_foreign_version_is_refused_when_nobody_published_it(server: FakeSGLang) -> None:
+    server.streams = [[event([1], 1, finish_reason=STOP, weight_version="default")]]
+    async with server.client() as engine:
+        with pytest.raises(VersionMismatch, match="'default'"):
+            await call(engine, PROMPT, 8)
+
+
+async def test_the_prompt_is_too_long_when_the_server_says_so(server: FakeSGLang) -> None:
+    message = "The input (9 tokens) is longer than the model's context length (8 tokens)."
+    server.streams = [
+        [b'data: {"error":{"message":"%s","code":400}}\n\n' % message.encode()],
+        [b'data: {"error":{"message":"temperature must be finite","code":400}}\n\n'],
+    ]
+    async with server.client() as engine:
+        with pytest.raises(PromptTooLong, match="longer than the model's context"):
+            await call(engine, PROMPT, 8)
+        with pytest.raises(EngineError, match="temperature must be finite"):
+            await call(engine, PROMPT, 8)
+
+
+async def test_a_call_times_out_when_its_stream_stalls(server: FakeSGLang) -> None:
+    server.streams = [[event([10], 1), HANG]]
+    async with server.client(stall_s=0.05) as engine:
+        with pytest.raises(EngineTimeout, match=r"silent for 0\.05 s"):
+            await call(engine, PROMPT, 8)
+
+
+def open_after(seconds: float) -> asyncio.Event:
+    """An event that is set later."""
+    gate = asyncio.Event()
+    asyncio.get_running_loop().call_later(seconds, gate.set)
+    return gate
+
+
+async def test_a_call_waits_when_the_engine_was_told_to_stand_still(server: FakeSGLang) -> None:
+    gate = asyncio.Event()
+    server.streams = [[event([10], 1), gate, event([11], 2, finish_reason=STOP)]]
+    async with server.client(stall_s=0.05) as engine:
+        running = Call(engine, request(PROMPT, 8))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(running.run())
+            await running.has_tokens(1)
+            await engine.interrupt("retract")
+            await open_after(0.2).wait()
+            gate.set()
+            await engine.resume_generation("retract")
+    assert running.token_ids == [10, 11]
+
+
+async def test_a_queued_call_waits_when_the_engine_is_busy_with_others(server: FakeSGLang) -> None:
+    ticks = [open_after(0.04 * i) for i in range(1, 6)]
+    busy = [part for i, tick in enumerate(ticks, start=1) for part in (tick, event([i], i))]
+    server.streams = [
+        [*busy, event([9], 6, finish_reason=STOP)],
+        [open_after(0.18), event([1], 1, finish_reason=STOP)],
+    ]
+    async with server.client(stall_s=0.1) as engine:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(call(engine, PROMPT, 8))
+            queued = group.create_task(call(engine, PROMPT, 8))
+    assert sorted(len(task.result().token_ids) for task in (running, queued)) == [1, 6]
+
+
+async def test_the_engine_is_told_when_a_stream_is_left(server: FakeSGLang) -> None:
+    server.streams = [[event([10], 1), HANG]]
+    async with server.client() as engine:
+        asked = request(PROMPT, 8)
+        async with aclosing(engine.generate(asked)) as stream:
+            await anext(stream)
+    assert server.requests("abort_request") == [{"rid": asked.request_id}]
+
+
+# -- routing --------------------------------------------------------------------------------------------
+
+
+async def decode(server: FakeSGLang, encoded: str, **changed):
+    server.streams = [[event([1, 2], 2, finish_reason=STOP, routed_experts=encoded)]]
+    async with server.client(facts=facts(**changed)) as engine:
+        return (await call(engine, PROMPT, 8)).trace
+
+
+async def test_a_payload_is_refused_when_an_element_is_missing(server: FakeSGLang) -> None:
+    _, ids = payload(4)
+    encoded = base64.b64encode(ids.reshape(-1)[:-1].tobytes()).decode()
+    with pytest.raises(AlignmentError, match="sent 23 expert ids, expected 4 rows"):
+        await decode(server, encoded)
+
+
+async def test_a_payload_is_refused_when_it_is_not_base64(server: FakeSGLang) -> None:
+    with pytest.raises(AlignmentError, match="not base64"):
+        await decode(server, "@@@@")
+
+
+async def test_a_payload_is_refused_when_a_moe_layer_is_all_zero(server: FakeSGLang) -> None:
+    _, ids = payload(4)
+    ids[:, 2] = 0
+    with pytest.raises(AlignmentError, match=r"layers \[2\] have experts"):
+        await decode(server, base64.b64encode(ids.tobytes()).decode())
+
+
+@pytest.mark.parametrize(("place", "value", "words"), [(0, 8, "expert id 8"), (0, -1, "expert id -1")])
+async def test_a_payload_is_refused_when_an_id_is_out_of_range(
+    server: FakeSGLang, place: int, value: int, words: str
+) -> None:
+    _, ids = payload(4)
+    ids[1, 1, place] = value
+    with pytest.raises(AlignmentError, match=words):
+        await decode(server, base64.b64encode(ids.tobytes()).decode())
+
+
+async def test_a_payload_is_refused_when_an_expert_is_named_twice(server: FakeSGLang) -> None:
+    _, ids = payload(4)
+    ids[1, 1] = 3
+    with pytest.raises(AlignmentError, match=r"\[3, 3\] of row 1, layer 0 are not distinct"):
+        await decode(server, base64.b64encode(ids.tobytes()).decode())
+
+
+async def test_one_expert_a_token_may_be_the_first_when_rows_are_few(server: FakeSGLang) -> None:
+    few = np.zeros((4, 3, 1), np.int32)
+    trace = await decode(server, base64.b64encode(few.tobytes()).decode(), num_experts_per_tok=1)
+    assert trace.rows.shape == (4, 2, 1)
+
+
+async def test_one_expert_a_token_is_refused_when_a_layer_is_zero_in_many_rows(server: FakeSGLang) -> None:
+    many = np.zeros((100, 3, 1), np.int32)
+    server.streams = [
+        [event([1, 2], 2, finish_reason=STOP, routed_experts=base64.b64encode(many.tobytes()).decode())]
+    ]
+    known = facts(num_experts_per_tok=1, max_position_embeddings=200)
+    async with server.client(facts=known) as engine:
+        ended = await call(engine, list(range(99)), 8)
+        with pytest.raises(AlignmentError, match="does not record its choice"):
+            _ = ended.trace
+
+
+# -- interruption and weights ---------------------------------------------------------------------------
+
+
+async def test_aborts_are_repeated_when_a_request_missed_the_first(server: FakeSGLang) -> None:
+    release = asyncio.Event()
+
+    def abort(body):
+        if len(server.requests("abort_request")) == 3:
+            release.set()
+        return 200, {}
+
+    server.answers["abort_request"] = abort
+    async with server.client() as engine:
+        engine._running = 1  # a call that only ends once the third abort has come
+        engine._idle.clear()
+
+        async def end() -> None:
+            await release.wait()
+            engine._running = 0
+            engine._idle.set()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(end())
+            await engine.interrupt("abort")
+    assert server.requests("abort_request") == [{"abort_all": True}] * 3
+
+
+async def test_an_interrupt_times_out_when_calls_do_not_end(server: FakeSGLang) -> None:
+    server.streams = [[event([10], 1), HANG]]
+    async with server.client(request_timeout_s=0.1) as engine:
+        async with aclosing(engine.generate(request(PROMPT, 8))) as stream:
+            await anext(stream)
+            with pytest.raises(EngineTimeout, match="still runs 1 calls"):
+                await engine.interrupt("abort")
+
+
+def accept_version(server: FakeSGLang):
+    """An update endpoint that takes the weights."""
+
+    def update(body):
+        if body.get("weight_version") is not None:
+            server.answers["model_info"] = (
+                200,
+                {"model_path": "m", "weight_version": body["weight_version"]},
+            )
+        return 200, {"success": True, "message": "ok"}
+
+    return update
+
+
+async def test_an_update_is_read_back_when_it_is_done(server: FakeSGLang) -> None:
+    server.answers["update_weights_from_disk"] = accept_version(server)
+    async with server.client() as engine:
+        await engine.update_weights(DiskUpdate(weight_version=4, path="/w"), flush=True)
+        assert (await engine.health()).weight_version == 4
+    assert server.requests("update_weights_from_disk") == [
+        {"model_path": "/w", "weight_version": "4", "flush_cache": True}
+    ]
+
+
+async def test_an_update_fails_when_another_version_is_read_back(server: FakeSGLang) -> None:
+    async with server.client() as engine:
+        with pytest.raises(VersionMismatch, match="serves weight version 0 after an update to 4"):
+            await engine.update_weights(DiskUpdate(weight_version=4, path="/w"), flush=True)
+
+
+async def test_the_version_counts_once_when_the_flush_was_refused_at_first(server: FakeSGLang) -> None:
+    message = "Weights were updated, but the cache was not flushed because requests are still running"
+    server.answers["update_weights_from_disk"] = (400, {"success": False, "message": message})
+
+    def count(body):
+        server.answers["model_info"] = (200, {"weight_version": body["new_version"]})
+        return 200, {"success": True}
+
+    server.answers["update_weight_version"] = count
+    async with server.client() as engine:
+        await engine.update_weights(DiskUpdate(weight_version=4, path="/w"), flush=True)
+    assert len(server.requests("update_weights_from_disk")) == 1
+    assert len(server.requests("flush_cache")) == 1
+    assert server.requests("update_weight_version") == [{"new_version": "4", "abort_all_requests": False}]
+
+
+async def test_an_update_fails_when_the_server_refuses_it(server: FakeSGLang) -> None:
+    server.answers["update_weights_from_disk"] = (400, {"success": False, "message": "no such folder"})
+    async with server.client() as engine:
+        with pytest.raises(WeightSyncError, match="no such folder"):
+            await engine.update_weights(DiskUpdate(weight_version=4, path="/w"), flush=True)
+    assert server.requests("flush_cache") == []
+
+
+def distributed() -> DistributedUpdate:
+    first = TensorSpec(name="a", dtype="float32", shape=(2, 3))
+    second = TensorSpec(name="b", dtype="bfloat16", shape=(4,))
+    return DistributedUpdate(weight_version=5, group_name="g", buckets=((first,), (second,)))
+
+
+async def test_only_the_last_bucket_flushes_and_counts_when_weights_are_broadcast(server: FakeSGLang) -> None:
+    server.answers["update_weights_from_distributed"] = accept_version(server)
+    async with server.client() as engine:
+        await engine.update_weights(distributed(), flush=True)
+    first, second = server.requests("update_weights_from_distributed")
+    assert (first["names"], first["shapes"], first["flush_cache"], first["weight_version"]) == (
+        ["a"],
+        [[2, 3]],
+        False,
+        None,
+    )
+    assert (second["names"], second["dtypes"], second["flush_cache"], second["weight_version"]) == (
+        ["b"],
+        ["bfloat16"],
+        True,
+        "5",
+    )
+    assert {first["load_format"], second["load_format"]} == {"flattened_bucket"}
+    order = [name for name, _ in server.asked if "weight" in name]
+    assert (order[0], order[-1]) == ("begin_weight_update", "end_weight_update")
+
+
+async def test_the_session_is_closed_when_a_bucket_fails(server: FakeSGLang) -> None:
+    server.answers["update_weights_from_distributed"] = (400, {"success": False, "message": "bad shape"})
+    async with server.client() as engine:
+        with pytest.raises(WeightSyncError, match="bad shape"):
+            await engine.update_weights(distributed(), flush=True)
+    assert len(server.requests("end_weight_update")) == 1
+
+
+# -- start ----------------------------------------------------------------------------------------------
+
+
+async def test_a_server_is_at_version_zero_when_it_starts_without_a_number(server: FakeSGLang) -> None:
+    server.answers["model_info"] = (200, {"weight_version": "default"})
+    async with server.client(routing=True) as engine:
+        await engine.wait_ready()
+    assert server.requests("update_weight_version") == [{"new_version": "0", "abort_all_requests": False}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"incremental_streaming_output": False}, "--incremental-streaming-output"),
+        (
+            {"enable_return_routed_experts": False},
+            "--enable-return-routed-experts, or set routing.replay=off",
+        ),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"pp_size": 2}, "--pp-size 2"),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "tree speculation"),
+        ({"moe_runner_backend": "flashinfer_trtllm"}, "bypasses the recorded top-k"),
+    ],
+)
+async def test_a_server_is_refused_when_its_routing_would_be_wrong(
+    server: FakeSGLang, changed: dict, words: str
+) -> None:
+    server.answers["server_info"] = (200, GOOD_SERVER | changed)
+    async with server.client(routing=True) as engine:
+        with pytest.raises(ConfigError, match=words):
+            await engine.wait_ready()
+
+
+async def test_a_server_without_routing_will_do_when_none_is_needed(server: FakeSGLang) -> None:
+    server.answers["server_info"] = (200, GOOD_SERVER | {"enable_return_routed_experts": False, "pp_size": 2})
+    async with server.client(routing=False) as engine:
+        await engine.wait_ready()
+    assert server.requests("server_info") == [None]
+
+
+async def test_waiting_ends_with_its_last_words_when_the_server_died(server: FakeSGLang) -> None:
+    server.answers["ready"] = (503, {})
+
+    async def died() -> str | None:
+        return "CUDA out of memory" if len(server.requests("ready")) > 1 else None
+
+    async with server.client(died=died) as engine:
+        with pytest.raises(EnvironmentNotReady, match="CUDA out of memory"):
+            await engine.wait_ready()
+
+
+async def test_waiting_ends_when_nobody_answers_in_time(server: FakeSGLang) -> None:
+    server.answers["ready"] = (503, {})
+    async with server.client(start_timeout_s=0.1) as engine:
+        with pytest.raises(EnvironmentNotReady, match=r"engine\.start_timeout_s = 0\.1"):
+            await engine.wait_ready()
+
+
+async def test_a_wrong_key_is_named_when_the_server_refuses_it(server: FakeSGLang) -> None:
+    server.answers["server_info"] = (401, {"error": "Unauthorized"})
+    async with server.client() as engine:
+        with pytest.raises(EnvironmentNotReady, match="401"):
+            await engine.wait_ready()
+        server.answers["pause_generation"] = (401, {"error": "Unauthorized"})
+        with pytest.raises(EngineError, match="refuses our admin key"):
+            await engine.interrupt("retract")

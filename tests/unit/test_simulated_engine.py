@@ -1,0 +1,196 @@
+"""What the simulated engine does beyond the contract: faults, markers, and time that costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import numpy as np
+import pytest
+
+from async_rl.config import SimulatedEngines
+from async_rl.engines.protocol import DiskUpdate
+from async_rl.engines.simulated import Fault, SimulatedEngine, routing_rows
+from async_rl.errors import AlignmentError, EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
+from tests.support.engine_calls import Call, call, request
+from tests.support.virtual_time import run_virtual
+
+PROMPT = list(range(40, 60))
+CONFIG = SimulatedEngines(max_running_requests=2, decode_step_s=0.01, prefill_tokens_per_s=1000.0)
+
+
+def engine(*faults: Fault, seed: int = 1, **settings) -> SimulatedEngine:
+    made = SimulatedEngine(
+        "engine-0", CONFIG, seed=seed, policy=lambda prefix, rng: 3 + rng.randrange(90), **settings
+    )
+    made.faults.extend(faults)
+    return made
+
+
+def test_a_call_takes_prefill_and_steps_when_time_is_virtual() -> None:
+    async def main() -> float:
+        await call(engine(), PROMPT, 1000)
+        return asyncio.get_running_loop().time()
+
+    begin = time.monotonic()
+    assert run_virtual(main()) == pytest.approx(20 / 1000 + 1000 * 0.01)
+    assert time.monotonic() - begin < 5
+
+
+def test_calls_queue_when_all_slots_are_taken() -> None:
+    async def main() -> list[float]:
+        subject, ends = engine(), []
+
+        async def one() -> None:
+            await call(subject, PROMPT, 100)
+            ends.append(asyncio.get_running_loop().time())
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(5):
+                group.create_task(one())
+        return ends
+
+    ends = run_virtual(main())
+    assert [round(end) for end in ends] == [1, 1, 2, 2, 3]
+
+
+def test_a_run_repeats_itself_when_the_seed_is_the_same() -> None:
+    def sample(seed: int) -> tuple[list[int], list[float]]:
+        ended = run_virtual(call(engine(seed=seed), PROMPT, 30))
+        return ended.token_ids, ended.log_probs
+
+    assert sample(1) == sample(1)
+    assert sample(1)[0] != sample(2)[0]
+
+
+def test_siblings_differ_when_they_are_sampled_with_temperature() -> None:
+    async def main() -> tuple[Call, Call]:
+        subject = engine()
+        return await call(subject, PROMPT, 30, temperature=1.0), await call(
+            subject, PROMPT, 30, temperature=1.0
+        )
+
+    first, second = run_virtual(main())
+    assert first.token_ids != second.token_ids
+
+
+def test_a_script_answers_when_a_policy_is_given() -> None:
+    words = [7, 8, 9]
+
+    def policy(prefix, rng):
+        return words[len(prefix) - len(PROMPT)] if len(prefix) < len(PROMPT) + 3 else None
+
+    subject = SimulatedEngine("engine-0", CONFIG, policy=policy)
+    ended = run_virtual(call(subject, PROMPT, 10, stop=[11]))
+    assert ended.token_ids == [7, 8, 9, 11]
+    assert ended.finish.reason == "stop"
+
+
+def test_rows_name_the_version_that_fed_them_when_an_update_does_not_flush() -> None:
+    async def main() -> tuple[Call, Call]:
+        subject = engine()
+        await call(subject, PROMPT, 0)
+        await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=False)
+        mixed = await call(subject, PROMPT, 3)
+        await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
+        return mixed, await call(subject, PROMPT, 3)
+
+    mixed, fresh = run_virtual(main())
+    fed = np.array(mixed.sequence[:-1], np.int32)
+    versions = np.ones(22, np.int32)
+    assert np.array_equal(fresh.trace.rows, routing_rows(fed, versions, fresh.engine.facts))
+    versions[:16] = 0  # one page of the prefix
+    assert np.array_equal(mixed.trace.rows, routing_rows(fed, versions, mixed.engine.facts))
+
+
+def test_everything_fails_until_a_restart_when_the_engine_dies() -> None:
+    async def main() -> None:
+        subject = engine(Fault("die", after_tokens=3))
+        dying, other = Call(subject, request(PROMPT, 9)), Call(subject, request(PROMPT, 900))
+        results = await asyncio.gather(dying.run(), other.run(), return_exceptions=True)
+        assert [type(result) for result in results] == [EngineError, EngineError]
+        assert len(dying.token_ids) == 3
+        assert len(other.token_ids) >= 3
+        with pytest.raises(EngineError, match="cannot be reached"):
+            await subject.health()
+        with pytest.raises(EnvironmentNotReady):
+            await subject.wait_ready()
+        subject.restart()
+        await subject.wait_ready()
+        assert (await subject.health()).weight_version == 0
+        assert len((await call(subject, PROMPT, 4)).token_ids) == 4
+
+    run_virtual(main())
+
+
+def test_a_call_times_out_when_the_engine_hangs() -> None:
+    async def main() -> None:
+        subject = engine(Fault("hang", after_tokens=2))
+        hanging = Call(subject, request(PROMPT, 9))
+        with pytest.raises(EngineTimeout, match=r"silent for 60\.0 s"):
+            await hanging.run()
+        assert len(hanging.token_ids) == 2
+        assert asyncio.get_running_loop().time() > 60
+        assert len((await call(subject, PROMPT, 4)).token_ids) == 4
+
+    run_virtual(main())
+
+
+def test_one_row_too_many_is_refused_when_it_is_decoded() -> None:
+    ended = run_virtual(call(engine(Fault("wrong_rows")), PROMPT, 4))
+    with pytest.raises(AlignmentError, match="sent 24 routing rows, expected 23"):
+        _ = ended.trace
+
+
+def test_one_log_prob_is_no_number_when_that_fault_is_due() -> None:
+    ended = run_virtual(call(engine(Fault("nan", after_tokens=2)), PROMPT, 5))
+    assert [math.isnan(value) for value in ended.log_probs] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("lose", 4), ("repeat", 6)])
+def test_the_engine_counts_other_tokens_when_a_chunk_goes_wrong(kind: str, count: int) -> None:
+    ended = run_virtual(call(engine(Fault(kind)), PROMPT, 5))
+    assert len(ended.token_ids) == count
+    assert ended.finish.version_spans[-1].end == 5
+
+
+def test_the_version_counts_once_when_a_flush_is_refused_at_first() -> None:
+    async def main() -> tuple[int, int]:
+        subject = engine(Fault("refuse_flush"))
+        await call(subject, PROMPT, 0)
+        await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
+        return (await subject.health()).weight_version, (await call(subject, PROMPT, 0)).finish.cached_tokens
+
+    assert run_virtual(main()) == (1, 0)
+
+
+def test_the_old_version_is_reported_when_an_update_fails_halfway() -> None:
+    async def main() -> int:
+        subject = engine(Fault("partial_update"))
+        with pytest.raises(WeightSyncError, match="halfway to version 1"):
+            await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
+        return (await subject.health()).weight_version
+
+    assert run_virtual(main()) == 0
+
+
+def test_an_update_waits_when_calls_run_uninterrupted() -> None:
+    async def main() -> float:
+        subject = engine(update_s=2.0)
+        async with asyncio.TaskGroup() as group:
+            running = Call(subject, request(PROMPT, 100))
+            group.create_task(running.run())
+            await running.has_tokens(1)
+            await subject.update_weights(DiskUpdate(weight_version=1, path=""), flush=True)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(0.02 + 1.0 + 2.0)
+
+
+def test_virtual_time_says_so_when_nothing_can_happen_any_more() -> None:
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="deadlock"):
+        run_virtual(main())
