@@ -100,7 +100,7 @@ class TrainerWorker:
             CheckpointError: When the checkpoint cannot be loaded.
         """
         config, trainer = self._config, self._config.trainer
-        device = choose_device(trainer.device)
+        device = choose_device(trainer.device, self._rank)
         start_process_groups(
             self._rank,
             self._world_size,

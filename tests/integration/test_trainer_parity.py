@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, TrainerError
 from tests.support.tiny_model import build_tiny_qwen3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import log_probs_of, native_rows, started, trainer_config, weights
@@ -134,3 +134,33 @@ def test_model_is_refused_when_the_trainer_does_not_know_it(moe, tmp_path, chang
 def test_model_is_refused_when_the_folder_is_missing(tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json"), started(trainer_config(tmp_path / "none")):
         pass
+
+
+def test_error_names_the_folder_when_weights_cannot_be_published(moe, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with started(trainer_config(moe)) as worker:
+        with pytest.raises(TrainerError, match=r"cannot write .*file/version_1"):
+            worker.publish(str(tmp_path / "file" / "version_1"), 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"tp": 2}, "without expert parallelism set etp=2"),
+        ({"tp": 4, "etp": 4}, "tp must divide both"),
+        ({"ep": 3}, "8 experts: ep must divide them"),
+        ({"pp": 2}, "3 layers: pp must divide them"),
+    ],
+)
+def test_layout_is_refused_when_the_model_does_not_fit(moe, layout, words):
+    with started(trainer_config(moe)) as worker:
+        for size, value in layout.items():
+            field = {
+                "tp": "tensor_model_parallel_size",
+                "etp": "expert_tensor_parallel_size",
+                "ep": "expert_model_parallel_size",
+                "pp": "pipeline_model_parallel_size",
+            }[size]
+            setattr(worker.model.config, field, value)
+        with pytest.raises(ConfigError, match=words):
+            worker.model._check_layout()

@@ -1,6 +1,5 @@
 """Two ranks on Gloo give what one rank gives, in every layout."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tests.support.trainers import started, trainer_config, weights
 
 pytestmark = [
     pytest.mark.megatron,
+    pytest.mark.timeout(300),  # two processes import everything and come up twelve times, for all tests
     pytest.mark.filterwarnings("ignore:::megatron"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -65,18 +65,14 @@ def run_rank(rank: int, model: str, addresses: dict[str, str], out: str) -> None
         torch.save((metrics, trained, state.step, same, refusal), f"{out}/{name} {rank}")
 
 
-def free_address() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Results of one rank, and of two ranks in every layout."""
     out = tmp_path_factory.mktemp("ranks")
     model = build_tiny_qwen3_moe(out / "model", num_layers=4)
-    addresses = {key: free_address() for name in LAYOUTS for key in (name, f"{name} again")}
+    # Files, not ports: a port that was free when it was picked may be taken when it is its turn.
+    names = [key for name in LAYOUTS for key in (name, f"{name} again")]
+    addresses = {key: f"file://{out}/rendezvous-{i}" for i, key in enumerate(names)}
     ranks = mp.spawn(run_rank, (str(model), addresses, str(out)), nprocs=2, join=False)
     with started(trainer_config(model, micro_batch_tokens=40)) as worker:
         metrics = [worker.train_on(batch, step).metrics for step, batch in enumerate(batches(), 1)]

@@ -8,6 +8,7 @@ one call of the fused kernel. On the right of a causal rectangle padding is neve
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -34,15 +35,12 @@ class PackedTrajectories(PackedSeqParams):
     """
 
     lengths: tuple[int, ...] = ()
-    rectangles: tuple[Rectangle, ...] = ()
-    order: torch.Tensor | None = None  # [t] int64, where each packed token lies in the rectangles' tokens
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device, context_parallel: int) -> PackedTrajectories:
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> PackedTrajectories:
         """Describe trajectories of the given lengths, packed in order."""
         ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         longest = max(lengths)
-        rectangles, order = _rectangles(lengths, device) if context_parallel == 1 else ((), None)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=ends,
@@ -50,9 +48,12 @@ class PackedTrajectories(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=lengths,
-            rectangles=rectangles,
-            order=order,
         )
+
+    @functools.cached_property
+    def rectangles(self) -> tuple[tuple[Rectangle, ...], torch.Tensor]:
+        """The rectangles, and `[t] int64` where each packed token lies among their tokens."""
+        return _rectangles(self.lengths, self.cu_seqlens_q.device)
 
 
 class PackedAttention(torch.nn.Module):
@@ -102,8 +103,9 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None, "this trainer always packs"
         if self.context_group.size() > 1:
             return self._over_context_ranks(query, key, value, packed_seq_params.lengths)
-        parts = [self._rectangle(query, key, value, r) for r in packed_seq_params.rectangles]
-        return torch.cat(parts).index_select(0, packed_seq_params.order)
+        rectangles, order = packed_seq_params.rectangles
+        parts = [self._rectangle(query, key, value, rectangle) for rectangle in rectangles]
+        return torch.cat(parts).index_select(0, order)
 
     def _rectangle(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r: Rectangle
@@ -161,7 +163,7 @@ def zigzag(lengths: tuple[int, ...], size: int, rank: int, device: torch.device)
 
 
 def _rectangles(lengths: tuple[int, ...], device: torch.device) -> tuple[tuple[Rectangle, ...], torch.Tensor]:
-    """Group sequences so that none is padded to more than half again its length; also `order`."""
+    """Group sequences so that none is padded to more than half again its length."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)

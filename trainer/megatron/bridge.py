@@ -7,6 +7,7 @@ who gathers what) stays mbridge's. Its configs come from the model's own config.
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from transformers import AutoConfig
 from async_rl.errors import ConfigError
 from trainer.megatron.attention import PackedAttention
 from trainer.megatron.cpu import has_transformer_engine
+from trainer.ranks import together
 
 SHARD_BYTES = 4 << 30
 """Largest safetensors file that `save_hf` writes; a single larger tensor stands alone."""
@@ -195,24 +197,31 @@ class HFBridge:
         """Write a complete Hugging Face folder: weights, config, tokenizer, generation config.
 
         Written beside and renamed: the folder appears when it is complete. Rank 0 writes, all wait for it.
+
+        Raises:
+            TrainerError: On all ranks, when it cannot be written.
         """
         final = Path(directory)
+        tensors = self.export_hf(models)
+        with together(doing=f"cannot write {final}"):
+            try:
+                if dist.get_rank() == 0:
+                    self._write(tensors, final)
+            finally:
+                collections.deque(tensors, maxlen=0)  # gathering is collective: all ranks go through all
+
+    def _write(self, tensors: Iterator[tuple[str, torch.Tensor]], final: Path) -> None:
         scratch = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-        writer = dist.get_rank() == 0
-        if writer:
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir(parents=True)
-        shards = _ShardWriter(scratch) if writer else None
-        for name, tensor in self.export_hf(models):
-            if shards is not None:
-                shards.add(name, tensor)
-        if shards is not None:
-            shards.finish()
-            self._copy_companions(scratch)
-            if final.exists():
-                shutil.rmtree(final)
-            scratch.rename(final)
-        dist.barrier()
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        shards = _ShardWriter(scratch)
+        for name, tensor in tensors:
+            shards.add(name, tensor)
+        shards.finish()
+        self._copy_companions(scratch)
+        if final.exists():
+            shutil.rmtree(final)
+        scratch.rename(final)
 
     def _copy_companions(self, directory: Path) -> None:
         """Copy everything of the source folder that is no weight, and note the type of the weights."""

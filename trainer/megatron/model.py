@@ -50,11 +50,12 @@ LossFunction = Callable[[int, torch.Tensor], tuple[torch.Tensor, int, Result]]
 """(index of the micro-batch, logits `[t, V / tp]`) → (summed loss, trained tokens, anything)."""
 
 
-def choose_device(device: str) -> torch.device:
-    """Resolve `trainer.device`.
+def choose_device(device: str, rank: int = 0) -> torch.device:
+    """Resolve `trainer.device` and make it this process's; ranks that see several GPUs take turns.
 
     Raises:
         EnvironmentNotReady: When CUDA is asked for and absent.
+        ConfigError: When the CPU is asked for beside a GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise EnvironmentNotReady(
@@ -65,11 +66,10 @@ def choose_device(device: str) -> torch.device:
             "trainer.device is cpu, but this machine has a GPU, and Megatron-Core takes it: hide it with "
             "CUDA_VISIBLE_DEVICES= or set trainer.device=auto"
         )
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def start_process_groups(
@@ -80,7 +80,8 @@ def start_process_groups(
     Args:
         rank: This process.
         world_size: All of them.
-        init_address: `host:port` where rank 0 listens; not used by a rank that is alone.
+        init_address: `host:port` where rank 0 listens, or a URL that torch.distributed knows; not used by a
+            rank that is alone.
         layout: Parallel sizes.
         timeout_s: Longest wait in an exchange, seconds.
         seed: Of the generators that initialisation and dropout would use.
@@ -92,7 +93,7 @@ def start_process_groups(
     where: dict[str, Any] = (
         {"store": dist.HashStore()}
         if world_size == 1
-        else {"init_method": f"tcp://{init_address.removeprefix('tcp://')}"}
+        else {"init_method": init_address if "://" in init_address else f"tcp://{init_address}"}
     )
     try:
         dist.init_process_group(
@@ -199,6 +200,11 @@ class MegatronModel:
                 f"trainer.layout.tp is {tp}, but the model has {heads} attention heads in {groups} groups: "
                 "tp must divide both"
             )
+        vocab = self.bridge.hf_config.vocab_size
+        if vocab % tp:
+            raise ConfigError(
+                f"trainer.layout.tp is {tp}, but the vocabulary has {vocab} tokens: tp must divide it"
+            )
         ep, experts = self.config.expert_model_parallel_size, self.config.num_moe_experts or 0
         if ep > 1 and experts % ep:
             raise ConfigError(
@@ -285,7 +291,7 @@ class MegatronModel:
             mine = source[first : first + part]  # sequence parallelism: routers see a slice
             known = (mine >= 0) & valid[np.maximum(mine, 0)]
             routing = to_targets(rows[np.maximum(mine, 0)], known, self.device)
-        packed = PackedTrajectories.of(packing.lengths, self.device, cp)
+        packed = PackedTrajectories.of(packing.lengths, self.device)
         return Inputs(torch.from_numpy(ids)[None].to(self.device), packed, routing), source
 
     def run(
