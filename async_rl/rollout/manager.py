@@ -199,7 +199,7 @@ class RolloutManager:
         loop = self._agent_loop(name)
         try:
             async with asyncio.timeout(rollout.trajectory_timeout_s):
-                await loop.run(task, session)
+                ended = await loop.run(task, session)
         except PromptTooLong:
             if session.last_turn is None:
                 raise
@@ -216,7 +216,7 @@ class RolloutManager:
             raise AgentLoopError(f"agent loop {name} raised {type(error).__name__}: {error}") from error
         else:
             length = session.last_turn is not None and session.last_turn.finish_reason == "length"
-            stop_reason = "length" if length else "completed"
+            stop_reason = ended or ("length" if length else "completed")
         if session.last_turn is None:
             raise AgentLoopError(
                 f"agent loop {name} returned without a turn: await session.generate() at least once in run()"
