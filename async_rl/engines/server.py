@@ -175,6 +175,9 @@ class SGLangServer:
         environment = {**os.environ, "TMPDIR": str(scratch), "TOKENIZERS_PARALLELISM": "false"}
         # Connections of ours are idle between turns for as long as tools take.
         environment |= {"SGLANG_TIMEOUT_KEEP_ALIVE": "60"}
+        # When one of its processes dies, a server is to end at once; it would debug itself for up to a
+        # minute first, while its calls wait.
+        environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if self._device == "cpu":
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -138,7 +138,7 @@ async def test_a_server_can_be_killed_and_started_again(sglang_world: SGLangWorl
         task = asyncio.create_task(running.run())
         await running.has_tokens(3)
         first = group_of(server.pid)
-        os.kill(first[-1], signal.SIGKILL)  # the youngest: a child of the server proper
+        os.kill(max(first), signal.SIGKILL)  # the youngest: a child of the server proper
         with pytest.raises(EngineError):
             await task
         await server.wait()
