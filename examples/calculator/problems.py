@@ -1,0 +1,42 @@
+"""The task of the quickstart: arithmetic that a tiny model cannot do in its head, and a calculator can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from agent_loops.calculator import calculator
+from agent_loops.tools import Tool
+
+TOOLS = [Tool(calculator).schema]
+_OPERATORS = ("*", "+", "-")
+
+
+def draw_expressions(count: int, rng: np.random.Generator) -> list[str]:
+    """Different expressions of a number of three digits and one of two, such as `374 * 52`."""
+    expressions: dict[str, None] = {}
+    while len(expressions) < count:
+        a, b = rng.integers(100, 1000), rng.integers(10, 100)
+        expressions[f"{a} {rng.choice(_OPERATORS)} {b}"] = None
+    return list(expressions)
+
+
+def question(expression: str) -> list[dict[str, Any]]:
+    """The messages a task begins with."""
+    return [{"role": "user", "content": f"What is {expression}?"}]
+
+
+def direct_answer(expression: str) -> list[dict[str, Any]]:
+    """The rest of a conversation without the tool."""
+    return [{"role": "assistant", "content": f"{expression} = {calculator(expression)}."}]
+
+
+def answer_with_tool(expression: str) -> list[dict[str, Any]]:
+    """The rest of a conversation in which the calculator is asked first."""
+    function = {"name": "calculator", "arguments": {"expression": expression}}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "name": "calculator", "content": calculator(expression)},
+        *direct_answer(expression),
+    ]

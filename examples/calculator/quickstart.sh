@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# From nothing to a trained model: build a tiny MoE, warm-start it, train it by RL. `make quickstart` calls this.
+#
+# What is there already is used again: delete models/ and data/ to start over, runs/calculator to train anew.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+here=examples/calculator base=models/calculator-base warm=models/calculator-warm data=data/calculator
+# One OpenMP thread a process: threads that spin for each other stall a machine of few cores.
+export OMP_NUM_THREADS=1
+
+if [ ! -d "$warm" ]; then
+    echo "1/3  building a tiny Qwen3-MoE, its tokenizer and the task"
+    python "$here/make_model.py" "$base"
+    python "$here/make_data.py" "$base" "$data"
+    echo "2/3  warm start: the model learns the format, and to use the calculator now and then (about 1.5 minutes)"
+    python -m trainer.sft "$base" "$data/sft.jsonl" "$warm" \
+        --steps 600 --batch-sequences 64 --lr 5e-3 --warmup 30 --report-every 50
+else
+    echo "1/3  2/3  $warm is there already"
+fi
+echo "3/3  reinforcement learning: two SGLang servers and two Megatron ranks on this CPU (about 4 minutes)"
+exec async-rl train "$here/config.yaml" "$@"
