@@ -1,0 +1,184 @@
+import asyncio
+import threading
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from agent_loops.calculator import calculator
+from agent_loops.tools import Tool, load_tool
+from async_rl.errors import ConfigError, ToolError
+
+HOURS = [6, 18]
+
+
+class Place(msgspec.Struct):
+    city: str
+    country: str = "NO"
+
+
+def forecast(
+    place: Place, days: int = 1, *, unit: Literal["C", "F"] = "C", hours: list[int] = HOURS
+) -> dict[str, Any]:
+    """Forecast the weather
+    of a place.
+
+    Args:
+        place: Where,
+            and in which country.
+        days (int): How far ahead.
+
+    Returns:
+        What it will be like.
+    """
+    return {"city": place.city, "days": days, "unit": unit, "hours": hours}
+
+
+def test_schema_says_types_defaults_and_descriptions_when_the_function_is_documented():
+    function = Tool(forecast).schema["function"]
+    assert function["name"] == "forecast"
+    assert function["description"] == "Forecast the weather of a place."
+    parameters = function["parameters"]
+    assert parameters["required"] == ["place"]
+    assert parameters["properties"]["place"]["description"] == "Where, and in which country."
+    assert parameters["properties"]["days"] == {
+        "type": "integer",
+        "default": 1,
+        "description": "How far ahead.",
+    }
+    assert parameters["properties"]["unit"]["enum"] == ["C", "F"]
+    assert parameters["$defs"]["Place"]["properties"]["city"] == {"type": "string"}
+
+
+def test_schema_of_the_calculator_is_what_the_quickstart_was_tuned_with():
+    assert Tool(calculator).schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "expression": {
+                "type": "string",
+                "description": "Numbers with + - * / // % ** and parentheses.",
+            }
+        },
+        "required": ["expression"],
+    }
+
+
+async def test_result_is_json_when_it_is_not_a_string():
+    result = await Tool(forecast).call({"place": {"city": "Oslo"}, "days": 3}, timeout_s=5)
+    assert msgspec.json.decode(result) == {"city": "Oslo", "days": 3, "unit": "C", "hours": [6, 18]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({}, "missing required field `place`"),
+        ({"place": {"city": "Oslo"}, "days": "3"}, "Expected `int`, got `str`"),
+        ({"place": {"city": "Oslo"}, "day": 3}, "unknown field `day`"),
+        ({"place": {"city": "Oslo"}, "unit": "K"}, "Invalid enum value 'K'"),
+    ],
+)
+async def test_tool_error_says_what_is_wrong_when_arguments_do_not_fit(arguments: dict[str, Any], error: str):
+    with pytest.raises(ToolError, match=error):
+        await Tool(forecast).call(arguments, timeout_s=5)
+
+
+async def test_tool_error_quotes_the_exception_when_the_tool_raises():
+    with pytest.raises(ToolError, match="calculator: ZeroDivisionError"):
+        await Tool(calculator).call({"expression": "1 / 0"}, timeout_s=5)
+
+
+async def test_tool_error_says_so_when_the_result_is_not_json():
+    def odd() -> object:
+        """Return something odd."""
+        return object()
+
+    with pytest.raises(ToolError, match="odd: the result is not JSON"):
+        await Tool(odd).call({}, timeout_s=5)
+
+
+async def test_event_loop_goes_on_when_a_sync_tool_hangs():
+    release, returned = threading.Event(), threading.Event()
+
+    def hang() -> str:
+        """Wait until released."""
+        release.wait(60)
+        returned.set()
+        return "late"
+
+    with pytest.raises(ToolError, match=r"hang: no result within 0\.05 s"):
+        await Tool(hang).call({}, timeout_s=0.05)
+    release.set()  # its late result goes nowhere, without a warning
+    assert await asyncio.to_thread(returned.wait, 10)
+
+
+async def test_async_tool_is_cancelled_when_it_runs_past_its_time():
+    cancelled = asyncio.Event()
+
+    async def hang() -> str:
+        """Wait for ever."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return ""
+
+    with pytest.raises(ToolError, match="no result within"):
+        await Tool(hang).call({}, timeout_s=0.02)
+    assert cancelled.is_set()
+
+
+async def test_timeout_of_the_tools_own_is_not_taken_for_ours():
+    async def fetch() -> str:
+        """Fetch something."""
+        raise TimeoutError("the server is slow")
+
+    with pytest.raises(ToolError, match="fetch: TimeoutError: the server is slow"):
+        await Tool(fetch).call({}, timeout_s=5)
+
+
+async def test_run_goes_on_when_a_sync_tool_calls_exit():
+    def leave() -> str:
+        """Leave."""
+        raise SystemExit(3)
+
+    with pytest.raises(ToolError, match="SystemExit: 3"):
+        await Tool(leave).call({}, timeout_s=5)
+
+
+def test_config_error_asks_for_annotations_when_a_parameter_has_none():
+    def untyped(a, b: int):  # type: ignore[no-untyped-def]
+        """Add."""
+
+    with pytest.raises(ConfigError, match="'untyped': parameter 'a' must be"):
+        Tool(untyped)
+
+
+def test_config_error_refuses_when_parameters_are_variadic():
+    def variadic(*numbers: int):  # type: ignore[no-untyped-def]
+        """Add."""
+
+    with pytest.raises(ConfigError, match=r"parameter '\*numbers: int'"):
+        Tool(variadic)
+
+
+def test_config_error_asks_for_a_docstring_when_there_is_none():
+    def silent(a: int) -> int:
+        return a
+
+    with pytest.raises(ConfigError, match="'silent' has no docstring"):
+        Tool(silent)
+
+
+def test_config_error_says_so_when_a_type_cannot_be_described():
+    def strange(lock: threading.Event) -> str:
+        """Take a lock."""
+        return ""
+
+    with pytest.raises(ConfigError, match="'strange'"):
+        Tool(strange)
+
+
+def test_load_tool_refuses_when_the_path_names_no_function():
+    assert load_tool("agent_loops.calculator:calculator").name == "calculator"
+    with pytest.raises(ConfigError, match="expected a function or a Tool"):
+        load_tool("agent_loops.calculator:_MAX_BITS")
