@@ -55,9 +55,15 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _EngineTimes(msgspec.Struct, frozen=True):
+    engine_id: str
     interrupt_s: float
     transfer_s: float
     attest_s: float
+
+    @property
+    def standstill_s(self) -> float:
+        """Time without requests beyond the transfer."""
+        return self.interrupt_s + self.attest_s
 
 
 class WeightSync:
@@ -152,7 +158,7 @@ class WeightSync:
                     f"{'; '.join(causes) or 'none was serving'}"
                 )
             end = self._clock()
-            standstill = max(t.interrupt_s + t.attest_s for t in times)
+            standstill = max(t.standstill_s for t in times)
             transfer = max(t.transfer_s for t in times)
             for phase, seconds in (
                 ("interrupt", max(t.interrupt_s for t in times)),
@@ -252,7 +258,11 @@ class WeightSync:
             await self._attest(engine, version)
             await engine.resume_generation(self._config.interrupt)
             self._pool.serve(engine.engine_id, version)
-            results.append(_EngineTimes(interrupt_s, transferred - begin, self._clock() - transferred))
+            times = _EngineTimes(
+                engine.engine_id, interrupt_s, transferred - begin, self._clock() - transferred
+            )
+            log.info("weight version %d: %s", version, times)
+            results.append(times)
 
     @asynccontextmanager
     async def _quarantined_on_failure(self, engine: Engine) -> AsyncIterator[None]:
