@@ -41,6 +41,7 @@ from async_rl.engines.protocol import (
 )
 from async_rl.engines.sglang_wire import CallAccount, encode_request, parse_version
 from async_rl.engines.sse import EventReader
+from async_rl.engines.streams import Answer, ConnectionLost, StreamClient
 from async_rl.errors import (
     AlignmentError,
     ConfigError,
@@ -60,9 +61,6 @@ _ABORT_RESEND_S: Final = 0.05
 
 _FLUSH_LIMIT_S: Final = 5.0
 """How long a refused flush may be retried: what still runs after an abort is gone within one decode step."""
-
-_KEEP_ALIVE_S: Final = 4.0
-"""Below the 5 s after which SGLang closes an idle connection, so that no request meets a closing one."""
 
 _MIN_ROWS_TO_JUDGE: Final = 64
 """With one expert a token a layer may honestly be all zero for a few rows; not for so many."""
@@ -137,7 +135,7 @@ class SGLangEngine:
                 bounds them.
             start_timeout_s: Longest `wait_ready`.
             died: Last words of the server's process when it has ended, else None.
-            session: Connections to share; None opens and closes an own session.
+            session: Connections for control requests, to share; None opens and closes an own session.
         """
         self._engine_id = engine_id
         self._facts = facts
@@ -149,8 +147,8 @@ class SGLangEngine:
         self._session = session
         self._owns_session = session is None
         self._url = URL(url)
-        self._generate_url = self._url / "generate"
         self._headers = {"Content-Type": "application/json"} | _bearer(api_key)
+        self._streams = StreamClient(str(self._url / "generate"), self._headers)
         self._admin_headers = {"Content-Type": "application/json"} | _bearer(admin_key or api_key)
         self._context_length = facts.context_length
         self._running = 0
@@ -175,12 +173,12 @@ class SGLangEngine:
         self._running += 1
         self._idle.clear()
         call = CallAccount(self._engine_id, request)
-        response: aiohttp.ClientResponse | None = None
         finish: Finish | None = None
+        answer: Answer | None = None
         try:
-            response = await self._post_generate(request)
-            reader, content = EventReader(), response.content
-            while data := await self._read(content, call):
+            answer = await self._post_generate(request)
+            reader = EventReader()
+            while data := await self._read(answer, call):
                 for document, payload in reader.feed(data):
                     if document == b"[DONE]":
                         continue
@@ -191,34 +189,33 @@ class SGLangEngine:
                 raise EngineError(
                     f"{self._engine_id} ended the stream of {request.request_id} without a finish"
                 )
-        except aiohttp.ClientError as e:
-            raise EngineError(f"{self._engine_id} at {self._url}: connection lost: {e!r}") from e
+        except ConnectionLost as e:
+            raise EngineError(f"{self._engine_id} at {self._url}: connection lost: {e}") from e
         finally:
             self.num_short_chunks += call.cut_short
             self._running -= 1
             if not self._running:
                 self._idle.set()
-            if finish is None and response is not None:
-                await self._abort(request.request_id)
-                response.close()
+            if answer is not None:
+                if finish is None:
+                    await self._abort(request.request_id)
+                answer.close()
         yield finish
 
-    async def _post_generate(self, request: GenerateRequest) -> aiohttp.ClientResponse:
+    async def _post_generate(self, request: GenerateRequest) -> Answer:
         try:
-            async with asyncio.timeout(self._request_timeout_s):
-                response = await self._open().post(
-                    self._generate_url, data=encode_request(request), headers=self._headers
-                )
+            answer = await self._streams.post(encode_request(request), timeout_s=self._request_timeout_s)
         except TimeoutError as e:
             raise EngineTimeout(
                 f"{self._engine_id} did not take a request within {self._request_timeout_s} s"
             ) from e
-        if response.status != 200:
-            text = await response.text()
-            raise EngineError(f"{self._engine_id} answered {response.status} to a request: {text[:500]}")
-        return response
+        if answer.status != 200:
+            async with answer:
+                text = await answer.read(timeout_s=self._request_timeout_s)
+            raise EngineError(f"{self._engine_id} answered {answer.status} to a request: {text[:500]!r}")
+        return answer
 
-    async def _read(self, content: aiohttp.StreamReader, call: CallAccount) -> bytes:
+    async def _read(self, answer: Answer, call: CallAccount) -> bytes:
         """The next read of a stream, b"" at its end.
 
         A call that waits in the engine's queue may be silent for as long as the engine is busy with others,
@@ -227,8 +224,7 @@ class SGLangEngine:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                async with asyncio.timeout(self._stall_s):
-                    data = await content.readany()
+                data = await answer.read(timeout_s=self._stall_s)
             except TimeoutError as e:
                 alive_s = self._resumed_s if call.delivered else max(self._resumed_s, self._last_event_s)
                 if self._standing_still or loop.time() - alive_s < self._stall_s:
@@ -492,6 +488,7 @@ class SGLangEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
+        self._streams.close()
         if self._owns_session and self._session is not None:
             await self._session.close()
             self._session = None
@@ -500,7 +497,10 @@ class SGLangEngine:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = make_session()
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+                connector=aiohttp.TCPConnector(keepalive_timeout=2.0),
+            )
         return self._session
 
     async def _ask(self, endpoint: str, kind: type[T]) -> T:
@@ -553,18 +553,6 @@ class SGLangEngine:
             return msgspec.json.decode(text, type=kind)
         except msgspec.DecodeError as e:
             raise EngineError(f"{self._engine_id} answered /{endpoint} with {text[:200]!r}: {e}") from e
-
-
-def make_session() -> aiohttp.ClientSession:
-    """Connections without a bound on their number: the pool bounds the calls."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-    return aiohttp.ClientSession(
-        connector=connector,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-    )
 
 
 def _bearer(key: str | None) -> dict[str, str]:
