@@ -56,7 +56,7 @@ from async_rl.types import RoutingTrace
 
 T = TypeVar("T")
 
-_ABORT_RESEND_S: Final = 0.05
+_ABORT_RESEND_S: Final = 0.02
 """A request that was still on its way through the server's HTTP process misses an abort: say it again."""
 
 _FLUSH_LIMIT_S: Final = 5.0

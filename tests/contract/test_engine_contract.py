@@ -156,6 +156,8 @@ async def test_a_call_ends_with_nothing_when_it_is_aborted_in_the_queue(subject:
         queued = Call(subject.engine, request(PROMPT, LONG))
         ended = group.create_task(queued.run())
         await queued.started.wait()
+        for one in running:  # by then it has arrived; their slots are taken for as long as they run
+            await one.has_tokens(len(one.token_ids) + 20)
         await subject.engine.interrupt("abort")
         await ended
     assert queued.token_ids == []
