@@ -306,7 +306,11 @@ def _figures(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def _number(value: Any, digits: int = 3) -> str:
-    return f"{value:,.{digits}f}" if is_finite(value) else "n/a"
+    if not is_finite(value):
+        return "n/a"
+    # A difference of 1e-7 is not 0: it is what tells a right replay from a lucky one.
+    tiny = 0 < abs(value) < 10**-digits
+    return f"{value:.1e}" if tiny else f"{value:,.{digits}f}"
 
 
 def _percent(share: Figure) -> str:
