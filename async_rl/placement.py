@@ -440,6 +440,8 @@ class RayCluster(orchestrator.Cluster):
             load_facts(self._config.model.path),
             api_key=api_key,
             admin_key=admin_key,
+            routing=self._config.routing.replay != "off",
+            start_timeout_s=engine.start_timeout_s,
             stall_s=engine.stall_s,
             request_timeout_s=engine.request_timeout_s,
             died=died,
