@@ -52,7 +52,7 @@ from async_rl.errors import (
     VersionMismatch,
     WeightSyncError,
 )
-from async_rl.types import RoutingTrace
+from async_rl.types import ExpertIdArray, RoutingTrace
 
 T = TypeVar("T")
 
@@ -61,6 +61,9 @@ _ABORT_RESEND_S: Final = 0.02
 
 _FLUSH_LIMIT_S: Final = 5.0
 """How long a refused flush may be retried: what still runs after an abort is gone within one decode step."""
+
+_BLOCK_BYTES: Final = 1 << 18
+"""Of a routing payload that are decoded at once: with what they become, they fit the second-level cache."""
 
 _MIN_ROWS_TO_JUDGE: Final = 64
 """With one expert a token a layer may honestly be all zero for a few rows; not for so many."""
@@ -261,21 +264,9 @@ class SGLangEngine:
         if not facts.is_moe:
             raise AlignmentError(f"{self._engine_id} sent routing of a model that has no experts")
         try:
-            ids = np.frombuffer(pybase64.b64decode(payload.data, validate=True), "<i4")
+            rows = _decode_rows(payload, facts)
         except ValueError as e:
             raise AlignmentError(f"{self._engine_id} sent routing that is not base64 of int32: {e}") from e
-        expected = payload.num_rows * facts.num_layers * facts.top_k
-        if ids.size != expected:
-            raise AlignmentError(
-                f"{self._engine_id} sent {ids.size} expert ids, expected {payload.num_rows} rows x "
-                f"{facts.num_layers} layers x {facts.top_k} = {expected}"
-            )
-        rows = ids.reshape(payload.num_rows, facts.num_layers, facts.top_k)
-        first, last = facts.moe_layers[0], facts.moe_layers[-1]
-        if last - first + 1 == len(facts.moe_layers):
-            rows = rows[:, first : last + 1]  # the common case, without a copy
-        else:
-            rows = rows[:, list(facts.moe_layers)]
         try:
             trace = routing.make_trace(rows, facts.num_experts, payload.weight_version)
         except AlignmentError:
@@ -563,6 +554,38 @@ def _words(answer: _Answer) -> str:
     if isinstance(answer.error, dict):
         return str(answer.error.get("message", answer.error))
     return answer.message or str(answer.error)
+
+
+def _decode_rows(payload: RoutingPayload, facts: EngineFacts) -> ExpertIdArray:
+    """Base64 of int32 `[rows, num_layers, K]` to narrow ids `[rows, L_moe, K]`, block by block.
+
+    Each block stays in the cache from the base64 to the narrow ids: a quarter of the time that four passes
+    over the whole take, which is mostly touching fresh memory.
+    """
+    numbers = facts.num_layers * facts.top_k
+    expected = payload.num_rows * numbers
+    if len(payload.data) != -(-expected * 4 // 3) * 4:
+        found = (len(payload.data) * 3 // 4 - bytes(payload.data[-2:]).count(b"=")) // 4
+        raise AlignmentError(
+            f"{found} expert ids came, expected {payload.num_rows} rows x {facts.num_layers} layers x "
+            f"{facts.top_k} = {expected}"
+        )
+    first, last = facts.moe_layers[0], facts.moe_layers[-1]
+    together = last - first + 1 == len(facts.moe_layers)
+    layers: slice | list[int] = slice(first, last + 1) if together else list(facts.moe_layers)
+    dtype = routing.id_dtype(facts.num_experts)
+    rows: ExpertIdArray = np.empty((payload.num_rows, len(facts.moe_layers), facts.top_k), dtype)
+    # Three rows of 4-byte ids are a whole number of base64's groups of three bytes.
+    step = 3 * max(1, _BLOCK_BYTES // (3 * 4 * numbers))
+    for begin in range(0, payload.num_rows, step):
+        text = payload.data[begin * numbers * 16 // 3 : (begin + step) * numbers * 16 // 3]
+        ids = np.frombuffer(pybase64.b64decode(text, validate=True), "<u4")
+        block = ids.reshape(-1, facts.num_layers, facts.top_k)[:, layers]
+        if (largest := int(block.max(initial=0))) >= facts.num_experts:
+            found = largest - (1 << 32) if largest >> 31 else largest
+            raise AlignmentError(f"expert id {found} outside [0, {facts.num_experts})")
+        rows[begin : begin + len(block)] = block
+    return rows
 
 
 def _check_layers_used(rows: np.ndarray, facts: EngineFacts, *, min_rows: int) -> None:

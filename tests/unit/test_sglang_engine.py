@@ -10,7 +10,8 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from async_rl.engines.protocol import DiskUpdate, DistributedUpdate, TensorSpec
+from async_rl.engines.protocol import DiskUpdate, DistributedUpdate, RoutingPayload, TensorSpec
+from async_rl.engines.sglang import SGLangEngine
 from async_rl.errors import (
     AlignmentError,
     ConfigError,
@@ -282,16 +283,32 @@ async def decode(server: FakeSGLang, encoded: str, **changed):
         return (await call(engine, PROMPT, 8)).trace
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 10_921, 10_922, 10_923, 20_001])
+@pytest.mark.parametrize(("num_experts", "dtype"), [(256, np.uint8), (300, np.uint16)])
+def test_every_block_is_decoded_when_a_payload_has_several(
+    num_rows: int, num_experts: int, dtype: type
+) -> None:
+    first = np.random.default_rng(num_rows).integers(num_experts, size=(num_rows, 3, 1), dtype=np.int32)
+    ids = np.concatenate([first, (first + 7) % num_experts], axis=-1)
+    ids[:1] = num_experts - 1, num_experts - 2
+    known = facts(num_experts=num_experts, mlp_only_layers=[1])
+    engine = SGLangEngine("engine-0", "http://nowhere", known)
+    data = base64.b64encode(ids.tobytes())
+    trace = engine.decode_routing(RoutingPayload(data=data, num_rows=num_rows, weight_version=3))
+    assert np.array_equal(trace.rows, ids[:, [0, 2]])
+    assert trace.rows.dtype == dtype
+
+
 async def test_a_payload_is_refused_when_an_element_is_missing(server: FakeSGLang) -> None:
     _, ids = payload(4)
     encoded = base64.b64encode(ids.reshape(-1)[:-1].tobytes()).decode()
-    with pytest.raises(AlignmentError, match="sent 23 expert ids, expected 4 rows"):
+    with pytest.raises(AlignmentError, match="23 expert ids came, expected 4 rows"):
         await decode(server, encoded)
 
 
 async def test_a_payload_is_refused_when_it_is_not_base64(server: FakeSGLang) -> None:
     with pytest.raises(AlignmentError, match="not base64"):
-        await decode(server, "@@@@")
+        await decode(server, "@" * 128)
 
 
 async def test_a_payload_is_refused_when_a_moe_layer_is_all_zero(server: FakeSGLang) -> None:
