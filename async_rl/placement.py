@@ -83,10 +83,10 @@ def _connect(config: Config) -> None:
                 include_dashboard=False,
                 log_to_driver=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,
             )
         else:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
         where = f"join the Ray cluster at {address}" if address else "start Ray on this machine"
         raise EnvironmentNotReady(
@@ -294,16 +294,20 @@ class RayCluster(orchestrator.Cluster):
         self._engines: dict[str, Engine] = {}
         self._rank_actors: list[Any] = []
         self._restarted: dict[str, asyncio.Event] = {}
+        self._facts = load_facts(config.model.path)
         self.weight_backend = "nccl" if _cuda(config.trainer.device) else "gloo"
 
     async def start_engines(self) -> list[Engine]:
         """Start all engines of the config and wait until they answer."""
         engine = self._config.engine
         if not isinstance(engine, SGLangEngines):
-            return [
-                SimulatedEngine(f"engine-{index}", engine, seed=self._config.run.seed + index)
-                for index in range(engine.num_engines)
-            ]
+            for index in range(engine.num_engines):
+                engine_id = f"engine-{index}"
+                self._engines[engine_id] = SimulatedEngine(
+                    engine_id, engine, seed=self._config.run.seed + index, facts=self._facts
+                )
+                self._restarted[engine_id] = asyncio.Event()
+            return list(self._engines.values())
         if engine.urls:
             api_key = os.environ.get("ASYNC_RL_ENGINE_API_KEY")
             admin_key = os.environ.get("ASYNC_RL_ENGINE_ADMIN_KEY")
@@ -337,9 +341,12 @@ class RayCluster(orchestrator.Cluster):
 
     async def restart_engine(self, engine_id: str) -> None:
         """Stop the server process and start it anew; an external server is only waited for."""
-        if engine_id in self._engine_actors:
-            await self._engine_actors[engine_id].stop.remote()
-        if engine_id in self._engines:
+        engine = self._engines[engine_id]
+        if isinstance(engine, SimulatedEngine):
+            engine.restart()
+        else:
+            if engine_id in self._engine_actors:
+                await self._engine_actors[engine_id].stop.remote()
             await self._start_engine(engine_id)
         self._restarted[engine_id].set()
 
@@ -437,7 +444,7 @@ class RayCluster(orchestrator.Cluster):
         return SGLangEngine(
             engine_id,
             url,
-            load_facts(self._config.model.path),
+            self._facts,
             api_key=api_key,
             admin_key=admin_key,
             routing=self._config.routing.replay != "off",
