@@ -23,7 +23,7 @@ from async_rl.chat import ChatFormat, load_chat_format
 
 NUM_TASKS = 2000
 NUM_CONVERSATIONS = 8000
-TOOL_SHARE = 0.3
+TOOL_SHARE = 0.33
 """Of the warm start's conversations that use the calculator."""
 
 

@@ -10,15 +10,13 @@ from agent_loops.calculator import calculator
 from agent_loops.tools import Tool
 
 TOOLS = [Tool(calculator).schema]
-_OPERATORS = ("*", "+", "-")
 
 
 def draw_expressions(count: int, rng: np.random.Generator) -> list[str]:
-    """Different expressions of a number of three digits and one of two, such as `374 * 52`."""
+    """Different products of a number of three digits and one of two, such as `374 * 52`."""
     expressions: dict[str, None] = {}
     while len(expressions) < count:
-        a, b = rng.integers(100, 1000), rng.integers(10, 100)
-        expressions[f"{a} {rng.choice(_OPERATORS)} {b}"] = None
+        expressions[f"{rng.integers(100, 1000)} * {rng.integers(10, 100)}"] = None
     return list(expressions)
 
 

@@ -1,0 +1,62 @@
+"""The quickstart's model and data; the `calculator` fixture builds them as `make quickstart` does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from agent_loops.calculator import calculator as evaluate
+from async_rl.chat import load_chat_format
+from async_rl.config import DataConfig, load_config
+from async_rl.rollout.dataset import load_tasks
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
+
+
+def test_model_is_the_same_bytes_when_it_is_built_again(calculator: Path, tmp_path: Path):
+    subprocess.run(
+        [sys.executable, EXAMPLE / "make_model.py", tmp_path], check=True, stdout=subprocess.DEVNULL
+    )
+    for name in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
+        assert (tmp_path / name).read_bytes() == (calculator / "model" / name).read_bytes(), name
+
+
+def test_weights_fit_the_config_and_the_tokenizer(calculator: Path):
+    config = json.loads((calculator / "model" / "config.json").read_text())
+    weights = load_file(calculator / "model" / "model.safetensors")
+    assert weights["lm_head.weight"].shape == (config["vocab_size"], config["hidden_size"])
+    assert len(load_chat_format(calculator / "model").tokenizer) == config["vocab_size"]
+    experts = [name for name in weights if name.endswith("experts.0.down_proj.weight")]
+    assert len(experts) == config["num_hidden_layers"]
+
+
+def test_digits_are_tokens_of_their_own(calculator: Path):
+    tokenizer = load_chat_format(calculator / "model").tokenizer
+    assert len(tokenizer.encode("1234567890", add_special_tokens=False)) == 10
+
+
+def test_tasks_have_right_answers(calculator: Path):
+    tasks = load_tasks(DataConfig(path=str(calculator / "data" / "tasks.jsonl")))
+    assert len(tasks) >= 1000
+    assert all(task.answer == evaluate(task.metadata["expression"]) for task in tasks)
+    assert all(task.metadata["expression"] in task.messages[0]["content"] for task in tasks)
+
+
+def test_about_a_third_of_the_warm_start_calls_the_tool_and_none_of_it_is_a_task(calculator: Path):
+    chat = load_chat_format(calculator / "model")
+    rows = [json.loads(line) for line in (calculator / "data" / "sft.jsonl").read_text().splitlines()]
+    texts = [chat.decode(np.asarray(row["token_ids"])[np.asarray(row["loss_mask"], bool)]) for row in rows]
+    assert 0.3 < np.mean(["<tool_call>" in text for text in texts]) < 0.36
+    tasks = load_tasks(DataConfig(path=str(calculator / "data" / "tasks.jsonl")))
+    asked = {task.metadata["expression"] for task in tasks}
+    assert not asked & {text.rpartition("</tool_call>")[2].partition(" =")[0] for text in texts}
+
+
+def test_trajectory_is_short_enough_for_the_examples_config(calculator: Path):
+    config = load_config(EXAMPLE / "config.yaml")
+    rows = [json.loads(line) for line in (calculator / "data" / "sft.jsonl").read_text().splitlines()]
+    assert max(len(row["token_ids"]) for row in rows) < config.rollout.max_context_tokens
+    assert 25 <= max(sum(row["loss_mask"]) for row in rows) <= 40

@@ -1,0 +1,178 @@
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.chat import ChatFormat, load_chat_format
+from async_rl.errors import ConfigError
+
+QUESTION = [{"role": "user", "content": "What is 123 * 45?"}]
+CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "123 * 45"}}}
+CONVERSATION = [
+    *QUESTION,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "5535"},
+    {"role": "assistant", "content": "123 * 45 = 5535."},
+]
+TURN = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+THINKING = (
+    # Like Qwen3: only the newest assistant message shows an (empty) thought.
+    "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + m.content + '<|im_end|>\\n' }}"
+    "{% else %}" + TURN + "{% endif %}{% endfor %}" + PROMPT
+)
+
+
+@pytest.fixture(scope="module")
+def chat(calculator: Path) -> ChatFormat:
+    return load_chat_format(calculator / "model")
+
+
+def text_of(chat: ChatFormat, token_ids: np.ndarray) -> str:
+    tokenizer: Any = chat.tokenizer
+    return tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+
+
+def with_template(chat: ChatFormat, template: str | None) -> ChatFormat:
+    tokenizer = copy.copy(chat.tokenizer)
+    tokenizer.chat_template = template
+    return ChatFormat(tokenizer)
+
+
+def test_prompt_ends_where_the_policy_begins(chat: ChatFormat):
+    ids = chat.prompt_ids(QUESTION)
+    assert ids.dtype == np.int32
+    assert text_of(chat, ids) == ("<|im_start|>user\nWhat is 123 * 45?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_prompt_names_the_tools_when_there_are_some(chat: ChatFormat):
+    text = text_of(chat, chat.prompt_ids(QUESTION, [{"type": "function", "function": {"name": "f"}}]))
+    assert '<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools>' in text
+
+
+def test_appended_tokens_begin_after_the_end_of_turn_that_the_policy_wrote(chat: ChatFormat):
+    ids = chat.append_ids([{"role": "tool", "content": "5535"}])
+    assert text_of(chat, ids) == (
+        "\n<|im_start|>user\n<tool_response>\n5535\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_end_of_turn_is_put_in_when_the_policy_did_not_write_it(chat: ChatFormat):
+    message = [{"role": "user", "content": "Go on."}]
+    whole = chat.append_ids(message, after_length=True)
+    assert whole[0] == chat.end_of_turn_id
+    np.testing.assert_array_equal(whole[1:], chat.append_ids(message))
+
+
+def test_neighbouring_tool_results_share_a_block_when_they_are_appended_together(chat: ChatFormat):
+    text = text_of(chat, chat.append_ids([{"role": "tool", "content": part} for part in "ab"]))
+    assert text.count("<|im_start|>user") == 1
+    assert text.count("<tool_response>") == 2
+
+
+def test_policy_is_asked_for_another_turn_when_nothing_is_appended(chat: ChatFormat):
+    assert text_of(chat, chat.append_ids([])) == "\n<|im_start|>assistant\n"
+
+
+def test_message_may_hold_any_text_when_it_is_appended(chat: ChatFormat):
+    marker = "ASSISTANTMARKER"
+    assert marker in text_of(chat, chat.append_ids([{"role": "user", "content": marker}]))
+
+
+def test_decoded_text_keeps_tool_call_tags_and_drops_special_tokens(chat: ChatFormat):
+    ids = chat.tokenizer.encode("<tool_call>\n{}\n</tool_call><|im_end|>", add_special_tokens=False)
+    assert chat.decode(ids) == "<tool_call>\n{}\n</tool_call>"
+    assert chat.decode(np.asarray(ids, np.int32)) == chat.decode(ids)
+
+
+def test_loss_covers_what_the_assistant_wrote_and_its_end_of_turn(chat: ChatFormat):
+    ids, mask = chat.encode_conversation(CONVERSATION)
+    assert ids.dtype == np.int32
+    assert text_of(chat, ids[mask]) == (
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "123 * 45"}}\n</tool_call><|im_end|>'
+        "123 * 45 = 5535.<|im_end|>"
+    )
+
+
+def test_conversation_begins_with_the_very_tokens_of_the_prompt(chat: ChatFormat):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    ids, mask = chat.encode_conversation(CONVERSATION, tools)
+    prompt = chat.prompt_ids(QUESTION, tools)
+    np.testing.assert_array_equal(ids[: len(prompt)], prompt)
+    assert mask.argmax() == len(prompt)
+
+
+@pytest.mark.parametrize("messages", [[], QUESTION, CONVERSATION[:3]])
+def test_conversation_is_refused_when_no_assistant_has_the_last_word(chat: ChatFormat, messages: list):
+    with pytest.raises(ConfigError, match="does not end with an assistant message"):
+        chat.encode_conversation(messages)
+
+
+def test_turns_join_when_the_template_drops_earlier_thoughts(chat: ChatFormat):
+    thinking = with_template(chat, THINKING)
+    assert text_of(chat, thinking.append_ids([{"role": "user", "content": "Hm?"}])) == (
+        "\n<|im_start|>user\nHm?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids, mask = thinking.encode_conversation([*QUESTION, {"role": "assistant", "content": "5535"}])
+    assert text_of(chat, ids[mask]) == "<think>\n\n</think>\n\n5535<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        (None, "the tokenizer has no chat template"),
+        ("{{ raise_exception('no such role') }}", r"roles \[user, assistant\]: no such role"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out an assistant's content"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "expected a special token"),
+        ("{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}", "expected a special token"),
+    ],
+)
+def test_config_error_when_a_template_cannot_be_used(chat: ChatFormat, template: str | None, error: str):
+    with pytest.raises(ConfigError, match=error):
+        with_template(chat, template)
+
+
+def test_config_error_when_generation_prompt_and_message_do_not_fit(chat: ChatFormat):
+    odd = with_template(chat, "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT.replace("\\n", ": "))
+    with pytest.raises(ConfigError, match="does not continue"):
+        odd.encode_conversation(CONVERSATION[:1] + CONVERSATION[-1:])
+
+
+def test_policy_stops_at_every_token_that_the_model_folder_names(calculator: Path, tmp_path: Path):
+    shutil.copytree(calculator / "model", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    chat = load_chat_format(tmp_path)
+    assert chat.stop_token_ids == (7, 9, chat.end_of_turn_id)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert load_chat_format(tmp_path).stop_token_ids == (7, chat.end_of_turn_id)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not a JSON object"):
+        load_chat_format(tmp_path)
+
+
+def test_config_error_names_the_folder_when_it_holds_no_tokenizer(tmp_path: Path):
+    with pytest.raises(ConfigError, match="there is no folder"):
+        load_chat_format(tmp_path / "none")
+    with pytest.raises(ConfigError, match=f"{tmp_path}.*no tokenizer; expected one of tokenizer.json"):
+        load_chat_format(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("nonsense")
+    with pytest.raises(ConfigError, match=f"{tmp_path}.*the tokenizer cannot be read"):
+        load_chat_format(tmp_path)
+
+
+def test_torch_is_not_imported_when_a_chat_format_is_loaded(calculator: Path):
+    program = (
+        "import sys; from async_rl.chat import load_chat_format; "
+        "load_chat_format(sys.argv[1]).append_ids([]); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, calculator / "model"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
