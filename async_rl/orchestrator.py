@@ -271,8 +271,7 @@ class Orchestrator:
         if progress is not None:
             progress.phase(phase)
 
-    # -- start-up
-    # -----------------------------------------------------------------------------------------------
+    # -- start-up --------------------------------------------------------------------------------------
 
     async def _start_trainer(self, checkpoints: Path) -> tuple[Trainer, int]:
         trainer = await self._cluster.start_trainer()
@@ -301,8 +300,7 @@ class Orchestrator:
         feeder = Feeder(tasks, order, config.data.epochs, start=position.cursor, pending=position.pending)
         return queue, feeder
 
-    # -- the trainer's loop
-    # -------------------------------------------------------------------------------------
+    # -- the trainer's loop ----------------------------------------------------------------------------
 
     async def _train(
         self,
@@ -391,8 +389,7 @@ class Orchestrator:
                 )
             await asyncio.sleep(1.0)
 
-    # -- engines that failed
-    # ------------------------------------------------------------------------------------
+    # -- engines that failed ---------------------------------------------------------------------------
 
     async def _repair(self, sync: WeightSync) -> None:
         """Bring quarantined engines back, one after the other."""

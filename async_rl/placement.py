@@ -101,8 +101,7 @@ def _cuda(device: str) -> bool:
     return bool(ray.cluster_resources().get("GPU", 0) > 0)  # type: ignore[no-untyped-call]
 
 
-# -- trainer
-# ----------------------------------------------------------------------------------------------------
+# -- trainer ------------------------------------------------------------------------------------------
 
 
 class _RankActor:
@@ -239,8 +238,7 @@ class RayTrainer(Trainer):
         return answers[0].result()
 
 
-# -- engines
-# ----------------------------------------------------------------------------------------------------
+# -- engines ------------------------------------------------------------------------------------------
 
 
 class _EngineActor:
@@ -279,8 +277,7 @@ class _EngineActor:
         await self._server.stop()
 
 
-# -- the cluster
-# ------------------------------------------------------------------------------------------------
+# -- the cluster --------------------------------------------------------------------------------------
 
 
 class RayCluster(orchestrator.Cluster):
@@ -417,8 +414,7 @@ class RayCluster(orchestrator.Cluster):
         for actor in (*self._engine_actors.values(), *self._rank_actors):
             ray.kill(actor)
 
-    # -- helpers
-    # ------------------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------
 
     async def _start_engine(self, engine_id: str) -> None:
         if engine_id in self._engine_actors:

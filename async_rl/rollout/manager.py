@@ -18,6 +18,7 @@ import asyncio
 import inspect
 import logging
 import math
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
@@ -125,33 +126,35 @@ class RolloutManager:
             f"{self._config.rollout.max_concurrent_trajectories}"
         return None
 
-    # -- groups
-    # -------------------------------------------------------------------------------------------------
+    # -- groups ----------------------------------------------------------------------------------------
 
     async def _run_group(self, task: Task, group_id: str, trajectory_ids: list[str]) -> None:
         """Run all siblings and hand in those that came to something. The caller's slot is the first one's."""
         finished: dict[str, Trajectory] = {}
+        failed: dict[str, str] = {}
 
         async def one(trajectory_id: str, has_slot: bool) -> None:
             if not has_slot:
                 await self._slots.acquire()
             try:
-                trajectory = await self._run_trajectory(task, group_id, trajectory_id)
+                result = await self._run_trajectory(task, group_id, trajectory_id)
             finally:
                 self._slots.release()
-            if trajectory is not None:
-                finished[trajectory_id] = trajectory
+            if isinstance(result, Trajectory):
+                finished[trajectory_id] = result
+            else:
+                failed[trajectory_id] = result
 
         async with Nursery() as siblings:
             for index, trajectory_id in enumerate(trajectory_ids):
                 siblings.start(f"trajectory {trajectory_id}", one(trajectory_id, index == 0))
-        enough = min(2, self._config.rollout.group_size)
-        if len(finished) < enough:
-            self._queue.drop_group(group_id, "error")
+        for trajectory_id, reason in failed.items():
+            self._queue.drop_trajectories([trajectory_id], reason)
+        if not finished:
             return
-        failed = [trajectory_id for trajectory_id in trajectory_ids if trajectory_id not in finished]
-        if failed:
-            self._queue.drop_trajectories(failed, "error")
+        if len(finished) < min(2, self._config.rollout.group_size):
+            self._queue.drop_group(group_id, "alone")  # nothing to compare it with
+            return
         await self._queue.put(
             Group(
                 group_id=group_id,
@@ -160,11 +163,11 @@ class RolloutManager:
             )
         )
 
-    # -- trajectories
-    # -------------------------------------------------------------------------------------------
+    # -- trajectories ----------------------------------------------------------------------------------
 
-    async def _run_trajectory(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory | None:
-        """Try until it comes to something or `rollout.max_attempts` is reached; None when it never did."""
+    async def _run_trajectory(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory | str:
+        """Try until it comes to something or `rollout.max_attempts` is reached; else the last reason."""
+        reason = ""
         for attempt in range(1, self._config.rollout.max_attempts + 1):
             try:
                 trajectory = await self._attempt(task, group_id, trajectory_id)
@@ -173,12 +176,13 @@ class RolloutManager:
                     "trajectory %s of task %s, attempt %d: %s", trajectory_id, task.task_id, attempt, error
                 )
                 self._count(failed=error)
+                reason = re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
                 if isinstance(error, PromptTooLong):
-                    return None  # it would be too long again
+                    break  # it would be too long again
             else:
                 self._count(failed=None)
                 return trajectory
-        return None
+        return reason
 
     async def _attempt(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory:
         rollout = self._config.rollout

@@ -140,8 +140,7 @@ class RolloutSession:
         self._last_turn: Turn | None = None
         self._started_s = clock()
 
-    # -- for agent loops
-    # ----------------------------------------------------------------------------------------
+    # -- for agent loops -------------------------------------------------------------------------------
 
     @property
     def remaining_tokens(self) -> int:
@@ -241,8 +240,7 @@ class RolloutSession:
         """The newest turn of the policy."""
         return self._last_turn
 
-    # -- engine calls
-    # -------------------------------------------------------------------------------------------
+    # -- engine calls ----------------------------------------------------------------------------------
 
     async def _call(
         self, budget: int, sampling: SamplingParams, *, resumed: bool
@@ -349,8 +347,7 @@ class RolloutSession:
         self._length = end
         self._segments.append(segment)
 
-    # -- for the manager
-    # ----------------------------------------------------------------------------------------
+    # -- for the manager -------------------------------------------------------------------------------
 
     async def finish(self, stop_reason: StopReason, reward_parts: dict[str, float]) -> Trajectory:
         """Close the trajectory: decode its routing once, and check it against the tokens.

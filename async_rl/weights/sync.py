@@ -199,8 +199,7 @@ class WeightSync:
             await self._trainer.close_weight_group(group_name)
         self._groups.clear()
 
-    # -- one engine
-    # ---------------------------------------------------------------------------------------------
+    # -- one engine ------------------------------------------------------------------------------------
 
     async def _update_wave(self, engines: Sequence[Engine], version: int) -> list[_EngineTimes]:
         """Interrupt, update, attest and serve some engines together; those that fail are quarantined."""
@@ -334,8 +333,7 @@ class WeightSync:
         if stale is not None:
             await self._trainer.close_weight_group(stale)
 
-    # -- files
-    # --------------------------------------------------------------------------------------------------
+    # -- files -----------------------------------------------------------------------------------------
 
     async def _publish_files(self, version: int) -> None:
         path = self._directory / f"version_{version}"

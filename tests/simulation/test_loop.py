@@ -1,17 +1,20 @@
 """The whole loop on simulated engines: all but engines and trainer is what a real run uses."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from agent_loops.single_turn import SingleTurnLoop
 from async_rl import orchestrator
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.errors import AsyncRLError
 from async_rl.queue.ledger import Ledger
 from async_rl.records import Summary
+from async_rl.rollout.api import Session
 from async_rl.supervision import first_error
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
@@ -132,7 +135,44 @@ async def test_siblings_train_without_a_trajectory_when_its_reward_fails(calcula
         calculator, tmp_path, f"rollout.reward={__name__}:FlakyReward.score", "rollout.max_attempts=1"
     )
     summary = await run(config, LocalCluster(config))
-    assert summary.trajectories.dropped["error"] > 0
+    assert summary.trajectories.dropped["reward_error"] > 0
+    assert_conserved(summary)
+
+
+class HangingLoop(SingleTurnLoop):
+    """Never comes back from its third call on, a few times."""
+
+    calls = 0
+
+    async def run(self, task: Task, session: Session) -> None:
+        HangingLoop.calls += 1
+        if 3 <= HangingLoop.calls <= 6:
+            await asyncio.Future()
+        await super().run(task, session)
+
+
+async def test_a_trajectory_is_dropped_when_its_loop_hangs(calculator, tmp_path):
+    HangingLoop.calls = 0
+    config = make_config(
+        calculator,
+        tmp_path,
+        f"rollout.agent_loop={__name__}:HangingLoop",
+        "rollout.trajectory_timeout_s=1",
+        "rollout.max_attempts=1",
+    )
+    summary = await run(config, LocalCluster(config))
+    assert summary.trajectories.dropped["agent_loop_error"] == 4
+    assert_conserved(summary)
+
+
+async def test_prompts_are_dropped_when_they_are_longer_than_the_context(calculator, tmp_path):
+    lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines()[:40]
+    question = {"messages": [{"role": "user", "content": "word " * 400}], "answer": "1"}
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("\n".join([json.dumps(question), *lines]) + "\n")
+    config = make_config(calculator, tmp_path, f"data.path={mixed}", "data.shuffle=false")
+    summary = await run(config, LocalCluster(config))
+    assert summary.trajectories.dropped == {"prompt_too_long": 4}
     assert_conserved(summary)
 
 
