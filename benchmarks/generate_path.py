@@ -1,11 +1,12 @@
-"""What one generate call costs on our side: the engine client beside a plain aiohttp loop, in turns.
+"""What one generate call costs on our side: session and engine client beside a plain aiohttp loop, in turns.
 
     python benchmarks/generate_path.py [--quick] [--json FILE]
 
 The server is another process that answers at once (a 1024-token prompt, 4 tokens back, one event each), so
 that what is measured is the client. Reported for each concurrency: calls/s, p50 latency, CPU of the client
-process a call, p99 lag of its event loop; then how long an aborted call takes until its first new token.
-Each figure is the median of the rounds, ratios are of the same round, with their smallest and largest.
+process a call, p99 lag of its event loop; then how long an aborted call takes until its first new token. Each
+figure is the median of the rounds, ratios are of the same round, with their smallest and largest. "client" is
+the engine client alone, "session" a whole turn: pool, session, segments and metrics around the same call.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from multiprocessing.connection import Connection
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import aiohttp
 import numpy as np
 
+from async_rl.chat import ChatFormat
+from async_rl.config import RolloutConfig, RoutingConfig
 from async_rl.engines.facts import facts_of
+from async_rl.engines.pool import EnginePool
 from async_rl.engines.protocol import Chunk, GenerateRequest, SamplingParams
 from async_rl.engines.sglang import SGLangEngine
+from async_rl.metrics import Metrics
+from async_rl.rollout.session import RolloutSession
+from async_rl.types import Task
 
 PROMPT = np.arange(1024, dtype=np.int32) % 500
 TOKENS = 4
@@ -129,6 +136,44 @@ async def _ours(engine: SGLangEngine, number: int) -> int:
     return tokens
 
 
+class _Chat:
+    """A prompt of 1024 tokens; nothing is decoded, as tokenizers are not what is measured."""
+
+    stop_token_ids = ()
+
+    def prompt_ids(self, messages: object, tools: object = ()) -> np.ndarray:
+        return PROMPT
+
+    def decode(self, token_ids: object) -> str:
+        return ""
+
+
+_TASK = Task(task_id="t", messages=[])
+_ROLLOUT = RolloutConfig(max_context_tokens=2048, max_new_tokens=TOKENS)
+_NO_ROUTING = RoutingConfig(replay="off")
+
+
+async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
+    """One turn of an agent loop."""
+    session = RolloutSession(
+        task=_TASK,
+        trajectory_id=f"{number:032x}",
+        group_id="g",
+        pool=pool,
+        chat=cast(ChatFormat, _Chat()),
+        facts=FACTS,
+        rollout=_ROLLOUT,
+        routing_config=_NO_ROUTING,
+        metrics=metrics,
+        new_id=lambda: f"{number:032x}",
+        clock=time.monotonic,
+    )
+    session.start([])
+    turn = await session.generate()
+    pool.forget(f"{number:032x}")
+    return len(turn.token_ids)
+
+
 async def _plain(session: aiohttp.ClientSession, url: str, number: int) -> int:
     """The least that reads a stream: one post, lines, json."""
     tokens = 0
@@ -210,8 +255,13 @@ async def _run(url: str, quick: bool) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     rounds = 3 if quick else 7
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        metrics = Metrics()
+        pool = EnginePool(metrics, time.monotonic)
+        pool.add(engine)
+        pool.serve("engine-0", 0)
         subjects = {
-            "async-rl": lambda number: _ours(engine, number),
+            "client": lambda number: _ours(engine, number),
+            "session": lambda number: _turn(pool, metrics, number),
             "plain aiohttp": lambda number: _plain(session, url, number),
         }
         for concurrency, calls in ((1, 1000), (64, 6000), (512, 6000)):
@@ -222,21 +272,20 @@ async def _run(url: str, quick: bool) -> list[dict[str, object]]:
             for _ in range(rounds):
                 for name, call in subjects.items():
                     results[name].append(await _measure(call, concurrency, calls))
-            ratios = [
-                ours["calls_per_s"] / plain["calls_per_s"]
-                for ours, plain in zip(results["async-rl"], results["plain aiohttp"], strict=True)
-            ]
             for name, measured in results.items():
                 row: dict[str, object] = {"concurrency": concurrency, "client": name}
                 row |= {key: round(statistics.median(m[key] for m in measured), 3) for key in measured[0]}
-                if name == "async-rl":
-                    row["ratio_calls_per_s"] = [round(f(ratios), 3) for f in (statistics.median, min, max)]
+                ratios = [
+                    ours["calls_per_s"] / plain["calls_per_s"]
+                    for ours, plain in zip(measured, results["plain aiohttp"], strict=True)
+                ]
+                row["ratio_calls_per_s"] = [round(f(ratios), 3) for f in (statistics.median, min, max)]
                 rows.append(row)
         times = [await _abort_to_resume(engine, 64) for _ in range(1 + 2 * rounds)][1:]
         rows.append(
             {
                 "concurrency": 64,
-                "client": "async-rl",
+                "client": "client",
                 "abort_to_resume_ms": [round(f(times), 2) for f in (statistics.median, min, max)],
             }
         )
