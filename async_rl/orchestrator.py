@@ -78,7 +78,7 @@ class Cluster(Protocol):
         """Report engines whose process ends; never returns."""
         ...
 
-    def open_port(self) -> tuple[str, int]:
+    async def open_port(self) -> tuple[str, int]:
         """Host and free port on the trainer's rank 0."""
         ...
 

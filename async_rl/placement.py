@@ -397,9 +397,9 @@ class RayCluster(orchestrator.Cluster):
                 )
         return trainer
 
-    def open_port(self) -> tuple[str, int]:
+    async def open_port(self) -> tuple[str, int]:
         """Where rank 0 of the trainer and an engine can meet: on rank 0's node."""
-        host, port, _ = ray.get(self._rank_actors[0].address.remote(), timeout=60)
+        host, port, _ = await self._rank_actors[0].address.remote()
         return host, port
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -78,7 +78,7 @@ class WeightSync:
         directory: Path,
         metrics: Metrics,
         clock: Callable[[], float],
-        open_port: Callable[[], tuple[str, int]],
+        open_port: Callable[[], Awaitable[tuple[str, int]]],
         backend: str = "gloo",
         tp_size: int = 1,
     ) -> None:
@@ -314,7 +314,7 @@ class WeightSync:
         """Make a process group of trainer rank 0 and one engine: a dead engine then hangs nobody else's
         update.
         """
-        host, port = self._open_port()
+        host, port = await self._open_port()
         self._num_groups += 1
         invite = GroupInvite(
             group_name=f"weights-{engine.engine_id}-{self._num_groups}",

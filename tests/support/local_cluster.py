@@ -79,7 +79,9 @@ class CheckingTrainer:
         sampled = batch.weight_versions[batch.loss_mask]
         assert len(sampled)
         assert sampled.min() >= batch.trainer_version - self.config.rollout.max_staleness
-        if not self.resumed:  # what an earlier life queued may be of versions that its checkpoint did not reach
+        if (
+            not self.resumed
+        ):  # what an earlier life queued may be of versions that its checkpoint did not reach
             assert sampled.max() <= batch.trainer_version
         assert np.isfinite(batch.rollout_log_probs).all()
         if batch.routing_valid is not None:
@@ -130,5 +132,5 @@ class LocalCluster:
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
         await asyncio.Future()
 
-    def open_port(self) -> tuple[str, int]:
+    async def open_port(self) -> tuple[str, int]:
         return "127.0.0.1", 0

@@ -15,6 +15,10 @@ from async_rl.weights.sync import WeightSync
 from tests.support.scripted import RecordingTrainer, ScriptedEngine
 
 
+async def a_port() -> tuple[str, int]:
+    return "127.0.0.1", 1
+
+
 class Bench:
     """A pool of scripted engines under a sync."""
 
@@ -31,7 +35,7 @@ class Bench:
             directory=tmp_path,
             metrics=Metrics(),
             clock=lambda: 0.0,
-            open_port=lambda: ("127.0.0.1", 1),
+            open_port=a_port,
         )
 
     async def start(self, version: int = 0) -> None:
