@@ -220,7 +220,11 @@ class RolloutSession:
             raise RuntimeError(
                 "session.add_messages needs a turn before it; put what comes first into session.start"
             )
-        token_ids = self._chat.append_ids(messages, after_length=self._last_turn.finish_reason == "length")
+        if not isinstance(self._segments[-1], Sampled):
+            raise RuntimeError("session.add_messages was called twice: pass all messages at once")
+        # A turn that ran out of budget or met a stop string lacks its end-of-turn token; the template adds it.
+        ended = self._buffer[self._length - 1] == self._chat.end_of_turn_id
+        token_ids = self._chat.append_ids(messages, after_length=not ended)
         if len(token_ids) >= self.remaining_tokens:
             raise PromptTooLong(
                 f"messages of {len(token_ids)} tokens do not fit: {self.remaining_tokens} tokens are left of "

@@ -12,9 +12,9 @@ if [ ! -d "$warm" ]; then
     echo "1/3  building a tiny Qwen3-MoE, its tokenizer and the task"
     python "$here/make_model.py" "$base"
     python "$here/make_data.py" "$base" "$data"
-    echo "2/3  warm start: the model learns the format, and to use the calculator now and then (about 1.5 minutes)"
+    echo "2/3  warm start: the model learns the format, and to use the calculator now and then (about 2 minutes)"
     python -m trainer.sft "$base" "$data/sft.jsonl" "$warm" \
-        --steps 600 --batch-sequences 64 --lr 5e-3 --warmup 30 --report-every 50
+        --steps 800 --batch-sequences 32 --lr 5e-3 --warmup 50 --report-every 100
 else
     echo "1/3  2/3  $warm is there already"
 fi

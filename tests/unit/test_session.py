@@ -27,12 +27,13 @@ class PlainChat:
     """Seven tokens of prompt, two for each later message."""
 
     stop_token_ids = (2,)
+    end_of_turn_id = 104
 
     def prompt_ids(self, messages: Any, tools: Any = ()) -> np.ndarray:
         return np.arange(PROMPT, dtype=np.int32)
 
     def append_ids(self, messages: Any, *, after_length: bool = False) -> np.ndarray:
-        return np.full(2 * len(messages), 9, np.int32)
+        return np.full(2 * len(messages) + after_length, 9, np.int32)
 
     def decode(self, token_ids: Any) -> str:
         return " ".join(map(str, token_ids))
@@ -254,7 +255,7 @@ async def test_tokens_are_segments_when_the_caller_is_cancelled_mid_stream():
 async def test_tool_tokens_are_context_and_get_rows_with_the_next_call():
     b = bench(
         [
-            lambda r: sampled(3, "stop", 0, prompt=PROMPT),
+            lambda r: sampled(5, "stop", 0, prompt=PROMPT),
             lambda r: sampled(2, "stop", 0, prompt=len(r.input_ids), first=200),
         ]
     )
@@ -262,18 +263,33 @@ async def test_tool_tokens_are_context_and_get_rows_with_the_next_call():
     b.session.add_messages([{"role": "tool", "content": "4"}])
     await b.session.generate()
     trajectory = await b.finish()
-    assert ids_of(trajectory) == [100, 101, 102, 9, 9, 200, 201]
-    assert trajectory.response_mask[PROMPT:].tolist() == [True] * 3 + [False] * 2 + [True] * 2
+    assert ids_of(trajectory) == [100, 101, 102, 103, 104, 9, 9, 200, 201]
+    assert trajectory.response_mask[PROMPT:].tolist() == [True] * 5 + [False] * 2 + [True] * 2
     assert trajectory.trace.valid.all()
 
 
+async def test_the_end_of_turn_is_added_when_a_stop_string_cut_it_off():
+    b = bench([lambda r: sampled(3, "stop", 0, prompt=PROMPT)])  # the last token is 102
+    await b.session.generate(stop=["."])
+    b.session.add_messages([{"role": "user", "content": "and?"}])
+    assert ids_of(await b.finish()) == [100, 101, 102, 9, 9, 9]
+
+
+async def test_messages_are_refused_when_no_turn_came_since_the_last_ones():
+    b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
+    await b.session.generate()
+    b.session.add_messages([{"role": "tool", "content": "4"}])
+    with pytest.raises(RuntimeError, match="all messages"):
+        b.session.add_messages([{"role": "tool", "content": "5"}])
+
+
 async def test_case_21_trailing_tool_rows_are_invalid_when_no_call_follows():
-    b = bench([lambda r: sampled(3, "stop", 0, prompt=PROMPT)])
+    b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
     await b.session.generate()
     b.session.add_messages([{"role": "tool", "content": "4"}])
     trace = (await b.finish()).trace
-    assert len(trace.rows) == PROMPT + 3 + 2 - 1
-    assert trace.valid.tolist() == [True] * (PROMPT + 2) + [False] * 2
+    assert len(trace.rows) == PROMPT + 5 + 2 - 1
+    assert trace.valid.tolist() == [True] * (PROMPT + 4) + [False] * 2
 
 
 async def test_the_prompt_is_refused_when_it_leaves_no_room():
