@@ -222,7 +222,7 @@ class RolloutSession:
             )
         if not isinstance(self._segments[-1], Sampled):
             raise RuntimeError("session.add_messages was called twice: pass all messages at once")
-        # A turn that ran out of budget or met a stop string lacks its end-of-turn token; the template adds it.
+        # A turn that ran out of budget or met a stop string lacks its end-of-turn token.
         ended = self._buffer[self._length - 1] == self._chat.end_of_turn_id
         token_ids = self._chat.append_ids(messages, after_length=not ended)
         if len(token_ids) >= self.remaining_tokens:
