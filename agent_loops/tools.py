@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import inspect
 import re
-import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
 from async_rl.errors import ConfigError, ToolError
 from async_rl.loading import load_object
+from async_rl.threads import call_in_thread
 
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Example|Examples|Note|Notes|Source):\s*$", re.MULTILINE)
 _PARAMETER = re.compile(r"^ *(\w+)(?: *\([^)]*\))?: *(.+)$")
@@ -78,7 +77,7 @@ class Tool:
                 if self._is_async:
                     result = await self._function(**values)
                 else:
-                    result = await _call_in_thread(self._function, values)
+                    result = await call_in_thread(partial(self._function, **values), name=f"tool-{self.name}")
         except TimeoutError as error:
             if deadline.expired():
                 raise ToolError(f"{self.name}: no result within {timeout_s:g} s") from error
@@ -164,37 +163,6 @@ def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
         elif current and line.strip():
             docs[current] += " " + line.strip()
     return description, docs
-
-
-async def _call_in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a blocking function in a daemon thread of its own.
-
-    Not in a pool: a tool that hangs would hold one of its workers for ever, and the end of the program too.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def deliver(result: Any, error: BaseException | None) -> None:
-        if not done.done():  # nobody waits any more after a timeout
-            done.set_result((result, error))
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = context.run(function, **arguments)
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(deliver, result, failure)
-
-    context = contextvars.copy_context()
-    threading.Thread(target=work, name=f"tool-{function.__name__}", daemon=True).start()
-    result, failure = await done
-    if failure is None:
-        return result
-    if isinstance(failure, Exception):
-        raise failure
-    raise ToolError(_describe(failure))  # SystemExit and the like end the tool, not the run
 
 
 def _as_text(name: str, result: Any) -> str:

@@ -3,7 +3,7 @@
 A config is read in one way (`load_config`): YAML, then dotted overrides whose values are YAML too, then a
 strict conversion. A misspelt key, a value out of range or two settings that exclude each other end in one
 `ConfigError` that says where and what to do. Nothing outside the config is configurable; keys for servers are
-generated per run and handed over in the environment.
+generated per run and handed over in a file that only we can read.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ class TrainerConfig(_Strict, frozen=True, kw_only=True):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_every: Annotated[
         int, Meta(ge=0, description="Steps between checkpoints; 0 writes one at the end only.")
-    ] = 0
+    ] = 20
     keep_checkpoints: Annotated[int, Meta(ge=1, description="Checkpoints kept.")] = 2
     start_timeout_s: Annotated[float, Meta(gt=0, description="Longest start of the trainer, seconds.")] = (
         600.0
@@ -408,6 +408,8 @@ class Config(_Strict, frozen=True, kw_only=True):
                 f"rollout.max_context_tokens = {self.rollout.max_context_tokens}: lower the one or "
                 f"raise the other"
             )
+        if self.rollout.top_k == 0:
+            raise ValueError("rollout.top_k is 0, so that no token could be drawn: use -1 for no limit")
         if self.rollout.group_size == 1 and self.trainer.loss.normalize_advantages:
             raise ValueError(
                 "rollout.group_size is 1, so a group's advantages are all zero: use at least 2, or set "

@@ -10,6 +10,7 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   └── VersionMismatch an engine answered under weights nobody published to it
 ├── RolloutError        one trajectory failed; recorded in its outcome, never ends the run
 │   ├── PromptTooLong   the prompt leaves no room to generate
+│   ├── RequestRefused  an engine refuses this very request; another engine would too
 │   ├── AgentLoopError  the agent loop raised or ran past its time
 │   ├── ToolError       a tool raised or ran past its time (the model sees it as text)
 │   └── RewardError     the reward raised, ran past its time or returned no finite number
@@ -72,6 +73,10 @@ class RolloutError(AsyncRLError):
 
 class PromptTooLong(RolloutError):
     """The prompt leaves no room to generate."""
+
+
+class RequestRefused(RolloutError):
+    """An engine refuses a request for what it asks, not for how the engine is."""
 
 
 class AgentLoopError(RolloutError):

@@ -31,7 +31,7 @@ from async_rl.config import Config, SGLangEngines
 from async_rl.engines.facts import load_facts
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.protocol import Engine, EngineFacts
-from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, NonFiniteLoss
+from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, NonFiniteLoss, TrainerError
 from async_rl.metrics import Metrics, serve
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
@@ -49,7 +49,7 @@ from async_rl.report import Progress
 from async_rl.rollout.dataset import TaskOrder, load_tasks
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.manager import RolloutManager
-from async_rl.supervision import Nursery, services
+from async_rl.supervision import Nursery, first_error, services
 from async_rl.training import StepResult, Trainer
 from async_rl.weights.sync import SyncReport, WeightSync
 
@@ -164,11 +164,13 @@ class Orchestrator:
         self._phase = "starting"
         self._pool = EnginePool(metrics, clock)
         self._queue: TrajectoryQueue | None = None
+        self._manager: RolloutManager | None = None
+        self._step = 0
         self._records: list[StepRecord] = []
 
     def health(self) -> dict[str, Any]:
         """For `/health`: how the run is and what it waits for."""
-        waits = [self._pool.waiting_for()]
+        waits = [self._pool.waiting_for(), self._manager.waiting_for() if self._manager else None]
         if self._queue is not None:
             waits.append(self._queue.waiting_for())
         return {
@@ -205,6 +207,9 @@ class Orchestrator:
         await sync.start(step, Path(config.model.path) if step == 0 else None)
 
         self._records = [r for r in read_records(self._dir / "metrics.jsonl") if r.step <= step]
+        # Seconds and tokens of earlier lives count on, so that shares and rates are of the whole run.
+        earlier_s = self._records[-1].time_s if self._records else 0.0
+        self._metrics.sampled_tokens_total.inc(sampled_before(self._records))
         queue, feeder = self._restore(tasks, facts, step)
         self._queue = queue
         manager = RolloutManager(
@@ -219,6 +224,8 @@ class Orchestrator:
             clock=self._clock,
         )
 
+        self._manager = manager
+
         async def stopper() -> None:
             await self._stop.wait()
             log.info("stopping: no new work; what runs may take run.drain_s = %s", config.run.drain_s)
@@ -227,24 +234,26 @@ class Orchestrator:
 
         self._enter("training", progress)
         self._pool.restart_clock()
-        begin = self._clock()
-        async with services(
-            rollouts=manager.run,
-            repair=lambda: self._repair(sync),
-            watch=lambda: self._cluster.watch_engines(self._pool.quarantine),
-            stopper=stopper,
-            pulse=lambda: self._pulse(queue, manager, progress),
-        ):
-            step = await self._train(trainer, sync, queue, manager, step, begin, progress)
-            if self._stop.is_set():
-                self._enter("draining", progress)
-                try:
-                    async with asyncio.timeout(config.run.drain_s):
-                        await manager.drained.wait()
-                except TimeoutError:
-                    log.warning(
-                        "some trajectories were still running after run.drain_s; they start again on resume"
-                    )
+        begin = self._clock() - earlier_s
+        self._step = step
+        try:
+            async with services(
+                rollouts=manager.run,
+                repair=lambda: self._repair(sync),
+                watch=lambda: self._cluster.watch_engines(self._pool.quarantine),
+                stopper=stopper,
+                pulse=lambda: self._pulse(queue, manager, progress),
+            ):
+                step = await self._train(trainer, sync, queue, step, begin, progress)
+                if self._stop.is_set():
+                    self._enter("draining", progress)
+                    await self._drain(manager)
+        except ExceptionGroup as group:
+            # What was trained since the last checkpoint is lost only if it was the trainer that failed.
+            if self._step > step and not isinstance(first_error(group), TrainerError):
+                self._enter("writing a checkpoint before the run ends with an error", progress)
+                await self._save(trainer, checkpoints, self._step)
+            raise
         end = self._clock()
         self._enter("writing the checkpoint and the Hugging Face export", progress)
         await self._save(trainer, checkpoints, step)
@@ -264,6 +273,14 @@ class Orchestrator:
                 routing_merge=config.routing.merge if config.routing.replay != "off" else "off",
             ),
         )
+
+    async def _drain(self, manager: RolloutManager) -> None:
+        """Let running trajectories finish, for a while."""
+        try:
+            async with asyncio.timeout(self._config.run.drain_s):
+                await manager.drained.wait()
+        except TimeoutError:
+            log.warning("some trajectories still run after run.drain_s; they start again on resume")
 
     def _enter(self, phase: str, progress: Progress | None) -> None:
         self._phase = phase
@@ -307,7 +324,6 @@ class Orchestrator:
         trainer: Trainer,
         sync: WeightSync,
         queue: TrajectoryQueue,
-        manager: RolloutManager,
         step: int,
         begin: float,
         progress: Progress | None,
@@ -326,11 +342,11 @@ class Orchestrator:
             waited_s += wait_s
             async with sync.trainer_busy:
                 train_begin = self._clock()
-                async with asyncio.timeout(config.trainer.step_timeout_s):
-                    result = await trainer.train_step(batch.path, step + 1)
+                result = await trainer.train_step(batch.path, step + 1)
                 step_s = self._clock() - train_begin
                 _require_finite(result)
                 step += 1
+                self._step = step
                 queue.settle(batch, step)
                 report = await sync.sync(step)
             queue.advance(step)
@@ -412,6 +428,12 @@ class Orchestrator:
                 log.info("engine %s is back", engine_id)
             except (EngineError, EnvironmentNotReady, TimeoutError) as error:
                 self._pool.quarantine(engine_id, error)
+
+
+def sampled_before(records: list[StepRecord]) -> float:
+    """Tokens that an earlier life of the run sampled, from its rates."""
+    starts = [0.0, *(record.time_s for record in records)]
+    return sum(r.tokens_per_s * (r.time_s - start) for r, start in zip(records, starts, strict=False))
 
 
 def _require_finite(result: StepResult) -> None:

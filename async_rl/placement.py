@@ -44,6 +44,9 @@ from async_rl.training import StepResult, Trainer, TrainerState
 
 log = logging.getLogger(__name__)
 
+_STOP_LIMIT_S: Final = 60.0
+"""A server that holds a GPU is given time to free it; then its actor is killed, and the server with it."""
+
 _OBJECT_STORE_BYTES: Final = 256 << 20
 """Of a Ray that we start: batches are files, so the store carries next to nothing."""
 
@@ -65,8 +68,7 @@ async def ray_cluster(config: Config, run_dir: Path) -> AsyncIterator[RayCluster
         yield cluster
     finally:
         try:
-            async with asyncio.timeout(30):
-                await asyncio.shield(cluster.close())
+            await asyncio.shield(cluster.close())
         finally:
             await asyncio.to_thread(ray.shutdown)
 
@@ -158,7 +160,7 @@ class RayTrainer(Trainer):
         """See `TrainerRank.train_step`."""
         frame = None
         if any(self._remote):
-            frame = ray.put(await asyncio.to_thread(Path(batch_path).read_bytes))
+            frame = await asyncio.to_thread(lambda: ray.put(Path(batch_path).read_bytes()))
         result: StepResult = await self._gather(
             self._config.trainer.step_timeout_s,
             "train_step",
@@ -192,7 +194,8 @@ class RayTrainer(Trainer):
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """See `TrainerRank.send_weights`."""
-        await self._all(self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes)
+        # The ranks bound each broadcast themselves and leave dead engines out; this is for a dead trainer.
+        await self._all(2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes)
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """See `TrainerRank.save_checkpoint`."""
@@ -339,12 +342,15 @@ class RayCluster(orchestrator.Cluster):
     async def restart_engine(self, engine_id: str) -> None:
         """Stop the server process and start it anew; an external server is only waited for."""
         engine = self._engines[engine_id]
-        if isinstance(engine, SimulatedEngine):
-            engine.restart()
-        else:
-            if engine_id in self._engine_actors:
-                await self._engine_actors[engine_id].stop.remote()
-            await self._start_engine(engine_id)
+        try:
+            if isinstance(engine, SimulatedEngine):
+                engine.restart()
+            else:
+                if engine_id in self._engine_actors:
+                    await self._engine_actors[engine_id].stop.remote()
+                await self._start_engine(engine_id)
+        except RayError as error:
+            raise EnvironmentNotReady(f"{engine_id} cannot be restarted: {_last_line(error)}") from error
         self._restarted[engine_id].set()
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
@@ -404,13 +410,19 @@ class RayCluster(orchestrator.Cluster):
 
     async def close(self) -> None:
         """End all servers and ranks."""
+
+        async def stop(engine_id: str, actor: Any) -> None:
+            try:
+                async with asyncio.timeout(_STOP_LIMIT_S):
+                    await actor.stop.remote()
+            except (RayError, TimeoutError) as error:
+                log.warning("engine %s could not be stopped in order: %r", engine_id, error)
+
         for engine in self._engines.values():
             await engine.close()
-        for actor in self._engine_actors.values():
-            try:
-                await actor.stop.remote()
-            except RayError as error:
-                log.warning("an engine could not be stopped in order: %s", error)
+        async with Nursery() as nursery:
+            for engine_id, actor in self._engine_actors.items():
+                nursery.start(f"stop {engine_id}", stop(engine_id, actor))
         for actor in (*self._engine_actors.values(), *self._rank_actors):
             ray.kill(actor)
 
@@ -483,7 +495,7 @@ async def _made(actor: Any, *arguments: Any) -> None:
     try:
         await actor.make.remote(*arguments)
     except RayTaskError as error:
-        failure = TrainerError(f"a trainer rank could not be made: {_last_line(error)}")
+        failure = EnvironmentNotReady(f"a trainer rank could not be made: {_last_line(error)}")
         raise _cause(error, failure) from error
 
 

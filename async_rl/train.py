@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from async_rl.config import Config, load_config
@@ -57,6 +58,14 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
     check(config)
     console = Console()
     with run_folder(config) as run_dir:
+        finished = read_records(run_dir / "metrics.jsonl")
+        if finished and finished[-1].step >= config.run.max_steps and (run_dir / "summary.json").exists():
+            summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
+            print_summary(console, run_dir, finished, summary)
+            console.print(
+                f"{run_dir} is complete: raise run.max_steps to go on, or set run.name for another run"
+            )
+            return 0
         log_file = run_dir / "logs" / "driver.log"
         with logging_to(log_file, config.run.log_level):
             signals: list[signal.Signals] = []

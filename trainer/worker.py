@@ -286,7 +286,8 @@ class TrainerWorker:
     def open_weight_group(self, invite: GroupInvite) -> None:
         """Rank 0 joins a weight-update group; the others return at once."""
         if self._rank == 0:
-            self._groups[invite.group_name] = WeightGroup(invite, self._config.weights.timeout_s)
+            # Well under the engines' own limit: a deaf one is left out before the others give up.
+            self._groups[invite.group_name] = WeightGroup(invite, self._config.weights.timeout_s / 4)
 
     def close_weight_group(self, group_name: str) -> None:
         """Leave it; a group that is not open is left alone."""

@@ -122,28 +122,29 @@ class EnginePool:
         self._slots[engine.engine_id] = _Slot(engine, self._clock())
         self._show(self._slots[engine.engine_id])
 
-    def serve(self, engine_id: str, weight_version: int) -> None:
-        """Let an engine serve at a version that was read back from it."""
+    def serve(self, engine_id: str, weight_version: int) -> bool:
+        """Let an engine serve at a version that was read back from it; False when it failed meanwhile."""
         slot = self._slots[engine_id]
-        slot.state, slot.weight_version, slot.error, slot.strikes = (
-            EngineState.SERVING,
-            weight_version,
-            None,
-            0,
-        )
+        if slot.state is EngineState.QUARANTINED:
+            return False
+        slot.state, slot.weight_version, slot.error = EngineState.SERVING, weight_version, None
         self._show(slot)
         self._notify()
+        return True
 
-    def hold(self, engine_id: str) -> None:
-        """Send an engine nothing more, because its weights are about to change."""
+    def hold(self, engine_id: str) -> bool:
+        """Send a serving engine nothing more, because its weights will change; False when it failed."""
         slot = self._slots[engine_id]
+        if slot.state is not EngineState.SERVING:
+            return False
         slot.state = EngineState.UPDATING
         self._show(slot)
+        return True
 
     def rejoin(self, engine_id: str) -> None:
         """A quarantined engine has been restarted: it may be brought up to date now."""
         slot = self._slots[engine_id]
-        slot.state, slot.weight_version = EngineState.JOINING, -1
+        slot.state, slot.weight_version, slot.strikes = EngineState.JOINING, -1, 0
         self._show(slot)
         self._notify()
 

@@ -163,6 +163,8 @@ class SGLangServer:
         if cpu:
             arguments["attention-backend"] = "torch_native"
             arguments["max-total-tokens"] = config.max_total_tokens or _CPU_KV_TOKENS
+            # An interrupt waits for the forward pass that runs: on a CPU, a long prefill is hundreds of ms.
+            arguments["chunked-prefill-size"] = 256
             # On few cores a step can take long while trainers hold them; that is not a hang.
             arguments["watchdog-timeout"] = 600
             # An idle scheduler polls its sockets with a whole core otherwise.

@@ -49,6 +49,7 @@ from async_rl.errors import (
     EngineTimeout,
     EnvironmentNotReady,
     PromptTooLong,
+    RequestRefused,
     VersionMismatch,
     WeightSyncError,
 )
@@ -215,7 +216,8 @@ class SGLangEngine:
         if answer.status != 200:
             async with answer:
                 text = await answer.read(timeout_s=self._request_timeout_s)
-            raise EngineError(f"{self._engine_id} answered {answer.status} to a request: {text[:500]!r}")
+            message = f"{self._engine_id} answered {answer.status} to a request: {text[:500]!r}"
+            raise RequestRefused(message) if 400 <= answer.status < 500 else EngineError(message)
         return answer
 
     async def _read(self, answer: Answer, call: CallAccount) -> bytes:
@@ -346,6 +348,7 @@ class SGLangEngine:
 
     async def _load_distributed(self, update: DistributedUpdate, version: str, flush: bool) -> None:
         await self._update_command("begin_weight_update", {})
+        done = False
         try:
             for number, bucket in enumerate(update.buckets, start=1):
                 last = number == len(update.buckets)
@@ -359,9 +362,15 @@ class SGLangEngine:
                     "weight_version": version if last else None,
                 }
                 await self._load("update_weights_from_distributed", body, version)
+            done = True
         finally:
-            # Also after a failure: an open session would refuse every later update.
-            await self._update_command("end_weight_update", {})
+            # Also after a failure: an open session would refuse every later update. Bounded: an engine that
+            # sits in a broadcast nobody sends answers to nothing.
+            try:
+                await self._command("end_weight_update", {})
+            except EngineError:
+                if done:
+                    raise
 
     async def _load(self, endpoint: str, body: dict[str, Any], version: str) -> None:
         status, answer = await self._control(endpoint, body)

@@ -12,7 +12,7 @@ from typing import Literal, cast
 import msgspec
 
 from async_rl.engines.protocol import Chunk, Finish, GenerateRequest, RoutingPayload, check_partition
-from async_rl.errors import EngineError, PromptTooLong, VersionMismatch
+from async_rl.errors import EngineError, PromptTooLong, RequestRefused, RolloutError, VersionMismatch
 from async_rl.types import VersionSpan
 
 
@@ -220,8 +220,8 @@ class CallAccount:
             )
         return spans
 
-    def _refusal(self, refusal: _Refusal) -> EngineError | PromptTooLong:
+    def _refusal(self, refusal: _Refusal) -> EngineError | RolloutError:
         message = f"{self._engine_id} refused the call {self._request.request_id}: {refusal.message}"
         if refusal.code == 400 and "context length" in refusal.message:
             return PromptTooLong(message)
-        return EngineError(message)
+        return RequestRefused(message) if refusal.code == 400 else EngineError(message)

@@ -216,6 +216,11 @@ class TrajectoryQueue:
             await self._change("admit")
         return False
 
+    @property
+    def admits(self) -> bool:
+        """Whether one more group may be dispatched now."""
+        return not (self._stopped or self._ended) and self._may_admit()
+
     def dispatched(
         self, group_id: str, task_id: str, position: int, trajectory_ids: Sequence[str], version: int
     ) -> None:

@@ -1,4 +1,4 @@
-"""Which task comes next: the data order, its epochs, and tasks that must be given out again.
+"""Which task comes next: the data order, its epochs, and what a restarted run must give out again.
 
 A *position* numbers every task ever given out in order (epoch · rows + index within the epoch's permutation);
 the ledger remembers positions, so that a restarted run neither skips nor repeats a task. Pure: no I/O, no
@@ -55,7 +55,3 @@ class Feeder:
             position = self._cursor
             self._cursor += 1
         return position, self._tasks[self._order.task_at(position)]
-
-    def again(self, position: int) -> None:
-        """Give a position out once more."""
-        self._pending.append(position)

@@ -21,6 +21,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from async_rl.chat import ChatFormat
@@ -42,6 +43,7 @@ from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.session import RolloutSession
 from async_rl.supervision import Nursery
+from async_rl.threads import call_in_thread
 from async_rl.types import Completion, Group, StopReason, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -95,19 +97,18 @@ class RolloutManager:
         """Dispatch groups until the data is exhausted or the queue admits no more, and see them through."""
         async with Nursery() as groups:
             while True:
-                # A slot first: a group that is dispatched starts to sample at once, so it is not born old.
+                if not await self._queue.admit():
+                    break
+                # A slot first: a dispatched group starts to sample at once, so it is not born old.
                 self._waits_for_slot = True
                 await self._slots.acquire()
                 self._waits_for_slot = False
-                try:
-                    admitted = await self._queue.admit()
-                    following = self._feeder.next() if admitted else None
-                except BaseException:
-                    self._slots.release()
-                    raise
+                following = self._feeder.next() if self._queue.admits else None
                 if following is None:
                     self._slots.release()
-                    break
+                    if self._queue.admits:
+                        break  # the data is exhausted
+                    continue
                 position, task = following
                 group_id = self._new_id()
                 trajectory_ids = [self._new_id() for _ in range(self._config.rollout.group_size)]
@@ -122,8 +123,8 @@ class RolloutManager:
     def waiting_for(self) -> str | None:
         """What dispatching waits for, in words."""
         if self._waits_for_slot:
-            return "a free slot of rollout.max_concurrent_trajectories = "
-            f"{self._config.rollout.max_concurrent_trajectories}"
+            limit = self._config.rollout.max_concurrent_trajectories
+            return f"a free slot of rollout.max_concurrent_trajectories = {limit}"
         return None
 
     # -- groups ----------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ class RolloutManager:
                 if inspect.iscoroutinefunction(self._reward):
                     value = await self._reward(task, completion)
                 else:
-                    value = await asyncio.to_thread(self._reward, task, completion)
+                    value = await call_in_thread(partial(self._reward, task, completion), name=name)
                     if inspect.isawaitable(value):
                         value = await value
         except TimeoutError as error:

@@ -42,7 +42,7 @@ from async_rl.engines.protocol import (
     SamplingParams,
     check_partition,
 )
-from async_rl.errors import AlignmentError, EngineError, PromptTooLong, VersionMismatch
+from async_rl.errors import AlignmentError, EngineError, PromptTooLong
 from async_rl.metrics import Metrics
 from async_rl.rollout.api import Turn
 from async_rl.types import (
@@ -61,7 +61,7 @@ from async_rl.types import (
 log = logging.getLogger(__name__)
 
 _MAX_UNASKED_ABORTS: Final = 8
-"""An engine that ends calls of one turn so often, though nobody interrupted it, is treated as failed."""
+"""Calls in a row that may end without a token and without our doing, before the trajectory is given up."""
 
 
 _MAX_RECOVERIES: Final = 4
@@ -85,6 +85,13 @@ class _Call:
         if self.versions and self.versions[-1].weight_version == weight_version:
             start = self.versions.pop().start
         self.versions.append(VersionSpan(start=start, end=end, weight_version=weight_version))
+
+    def clear(self) -> None:
+        """Forget an answer that cannot be right."""
+        self.token_ids.clear()
+        self.log_probs.clear()
+        self.versions.clear()
+        self.finish = None
 
     @property
     def spans(self) -> Sequence[VersionSpan]:
@@ -187,12 +194,14 @@ class RolloutSession:
             stop=tuple(stop),
         )
         begin, reason, unasked, first = self._length, "length", 0, True
+        last = begin
         while (left := budget - (self._length - begin)) > 0:
             reason, ours = await self._call(left, sampling, resumed=not first)
             if reason in ("stop", "length"):
                 break
             first = False
-            unasked = 0 if ours else unasked + 1
+            unasked = 0 if ours or self._length > last else unasked + 1
+            last = self._length
             if unasked > _MAX_UNASKED_ABORTS:
                 raise EngineError(
                     f"engines ended {unasked} calls of trajectory {self._trajectory_id} in a row, "
@@ -252,7 +261,7 @@ class RolloutSession:
         """Make one engine call and keep what came of it.
 
         Returns:
-            Why it ended, and whether an abort was our own doing (a weight update) or a failover.
+            Why it ended, and whether an abort was our own doing (a weight update).
         """
         call = _Call()
         async with self._pool.lease(self._trajectory_id, self._length + budget) as lease:
@@ -275,19 +284,19 @@ class RolloutSession:
                         else:
                             call.finish = event
                             reason = event.reason
-                self._check(call, lease)
-            except VersionMismatch as error:
-                lease.failed(error)
-                self._count_failover()
-                return "failover", True
             except EngineError as error:
                 lease.failed(error)
-                self._count_failover()
                 reason = "failover"
+            else:
+                if not self._is_right(call, lease):
+                    reason = "failover"
             finally:
                 # Also on cancellation: what was sampled is a segment before anybody can look.
                 self._keep(call, lease, reason)
-            ours = lease.interrupted or reason == "failover"
+            ours = reason == "abort" and lease.interrupted
+        if reason == "failover":
+            self._num_failovers += 1
+            self._metrics.failovers_total.inc()
         if reason == "abort" or len(call.spans) > 1:
             count = max(1, len(call.spans) - 1) if reason != "abort" else 1
             self._num_interruptions += count
@@ -297,25 +306,23 @@ class RolloutSession:
                 self._metrics.resumes_total.inc(count)
         return reason, ours
 
-    def _check(self, call: _Call, lease: Lease) -> None:
-        """Refuse what cannot be right, before it becomes part of the trajectory."""
-        problem: EngineError | None = None
+    def _is_right(self, call: _Call, lease: Lease) -> bool:
+        """Whether an answer may be kept; otherwise it is forgotten and held against its engine."""
+        engine_id = lease.engine.engine_id
         if call.finish is None:
-            problem = EngineError(f"engine {lease.engine.engine_id} ended a stream without a finish")
+            problem = f"engine {engine_id} ended a stream without a finish"
         elif not check_partition(call.finish.version_spans, len(call.token_ids)):
-            problem = VersionMismatch(
-                f"engine {lease.engine.engine_id} reports weight versions {call.finish.version_spans} for "
+            problem = (
+                f"engine {engine_id} reports weight versions {call.finish.version_spans} for "
                 f"{len(call.token_ids)} sampled tokens"
             )
         elif not all(math.isfinite(value) for value in call.log_probs):
-            problem = EngineError(f"engine {lease.engine.engine_id} returned log-probs that are not finite")
-            call.token_ids.clear()
-            call.log_probs.clear()
-            call.versions.clear()
-            call.finish = None
-            lease.suspicious(problem)
-        if problem is not None:
-            raise problem
+            problem = f"engine {engine_id} returned log-probs that are not finite"
+        else:
+            return True
+        call.clear()
+        lease.suspicious(EngineError(problem))
+        return False
 
     def _keep(self, call: _Call, lease: Lease, reason: FinishReason) -> None:
         """Turn a call's tokens into segments, one for each weight version, and remember its routing."""
@@ -336,10 +343,6 @@ class RolloutSession:
             if self._routing.merge == "replace":
                 self._payloads.clear()
             self._payloads.append((lease.engine, call.finish.routing))
-
-    def _count_failover(self) -> None:
-        self._num_failovers += 1
-        self._metrics.failovers_total.inc()
 
     def _append(self, segment: Segment) -> None:
         end = self._length + len(segment.token_ids)

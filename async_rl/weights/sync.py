@@ -37,7 +37,7 @@ from async_rl.engines.protocol import (
 )
 from async_rl.errors import EngineError, VersionMismatch, WeightSyncError
 from async_rl.metrics import Metrics
-from async_rl.supervision import Nursery
+from async_rl.supervision import Nursery, first_error
 from async_rl.training import Trainer
 
 log = logging.getLogger(__name__)
@@ -128,11 +128,9 @@ class WeightSync:
                 self._published[version] = initial_path
             else:
                 await self._publish_files(version)
-            await self._catch_up_all()
             if self._config.transport == "distributed":
                 self._buckets = await self._trainer.plan_buckets(self._config.bucket_bytes)
-                for engine in self._pool.engines(EngineState.SERVING):
-                    await self._open_group(engine)
+            await self._catch_up_all()
 
     async def sync(self, version: int) -> SyncReport:
         """Bring all serving engines to a new version.
@@ -191,7 +189,6 @@ class WeightSync:
                 if self._version not in self._published:
                     await self._publish_files(self._version)
                 await self._catch_up(engine)
-                await self._open_group(engine)
 
     async def close(self) -> None:
         """Leave the weight-update groups."""
@@ -232,13 +229,13 @@ class WeightSync:
                     loading = self._load(engine, version, interrupt_s or 0.0, results)
                     nursery.start(f"update {engine.engine_id}", loading)
                 groups = [self._groups[engine.engine_id] for engine, _ in listening]
-                sending = self._trainer.send_weights(groups, self._config.bucket_bytes)
-                nursery.start("send weights", sending)
+                nursery.start("send weights", self._send(groups))
         return results
 
     async def _interrupt(self, engine: Engine) -> float | None:
         """Stop an engine; seconds that took, or None when it failed."""
-        self._pool.hold(engine.engine_id)
+        if not self._pool.hold(engine.engine_id):
+            return None
         begin = self._clock()
         async with self._quarantined_on_failure(engine):
             await engine.interrupt(self._config.interrupt)
@@ -256,12 +253,20 @@ class WeightSync:
             transferred = self._clock()
             await self._attest(engine, version)
             await engine.resume_generation(self._config.interrupt)
-            self._pool.serve(engine.engine_id, version)
+            if not self._pool.serve(engine.engine_id, version):
+                return
             times = _EngineTimes(
                 engine.engine_id, interrupt_s, transferred - begin, self._clock() - transferred
             )
             log.info("weight version %d: %s", version, times)
             results.append(times)
+
+    async def _send(self, groups: list[str]) -> None:
+        """Broadcast; engines that could not receive say so themselves, so this only reports."""
+        try:
+            await self._trainer.send_weights(groups, self._config.bucket_bytes)
+        except EngineError as error:
+            log.warning("sending weights: %s", error)
 
     @asynccontextmanager
     async def _quarantined_on_failure(self, engine: Engine) -> AsyncIterator[None]:
@@ -299,15 +304,26 @@ class WeightSync:
                 nursery.start(f"catch up {engine.engine_id}", self._catch_up(engine))
 
     async def _catch_up(self, engine: Engine) -> None:
-        """Load the current version from files into an engine that serves nobody."""
-        path = self._published[self._version]
-        async with asyncio.timeout(self._config.timeout_s):
-            health = await engine.health()
-            if health.weight_version != self._version or self._version != 0:
-                await engine.update_weights(
-                    DiskUpdate(weight_version=self._version, path=str(path)), flush=True
-                )
-            await self._attest(engine, self._version)
+        """Load the current version from files into an engine that serves nobody, and let it serve.
+
+        Raises:
+            EngineError: When it cannot; it stays out of service.
+        """
+        limit_s = self._config.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                health = await engine.health()
+                if health.weight_version != self._version or self._version != 0:
+                    path = str(self._published[self._version])
+                    update = DiskUpdate(weight_version=self._version, path=path)
+                    await engine.interrupt("abort")  # one that we did not start may still run calls of ours
+                    await engine.update_weights(update, flush=True)
+                await self._attest(engine, self._version)
+                if self._config.transport == "distributed":
+                    await self._open_group(engine)
+        except TimeoutError as error:
+            message = f"engine {engine.engine_id} did not take weights within weights.timeout_s = {limit_s}"
+            raise WeightSyncError(message) from error
         self._pool.serve(engine.engine_id, self._version)
 
     async def _open_group(self, engine: Engine) -> None:
@@ -324,10 +340,12 @@ class WeightSync:
             world_size=1 + self._tp_size,
             rank_offset=1,
         )
-        async with asyncio.timeout(self._config.timeout_s):
+        try:
             async with Nursery() as nursery:
                 nursery.start("trainer joins", self._trainer.open_weight_group(invite))
                 nursery.start("engine joins", engine.join_weight_group(invite))
+        except ExceptionGroup as group:
+            raise first_error(group) from group
         stale = self._groups.pop(engine.engine_id, None)
         self._groups[engine.engine_id] = invite.group_name
         if stale is not None:

@@ -176,6 +176,40 @@ async def test_prompts_are_dropped_when_they_are_longer_than_the_context(calcula
     assert_conserved(summary)
 
 
+async def test_one_slot_is_enough_when_trajectories_run_one_at_a_time(calculator, tmp_path):
+    config = make_config(calculator, tmp_path, "rollout.max_concurrent_trajectories=1", "run.max_steps=2")
+    summary = await run(config, LocalCluster(config))
+    assert summary.trajectories.trained == 2 * 16
+    assert_conserved(summary)
+
+
+class LateFailure:
+    """All well for a while, then never again."""
+
+    calls = 0
+
+    @classmethod
+    def score(cls, task: Task, completion: Completion) -> float:
+        cls.calls += 1
+        if cls.calls > 100:
+            raise RuntimeError("the judge is gone")
+        return float(len(completion.text))
+
+
+async def test_what_was_trained_is_saved_when_the_run_ends_with_an_error(calculator, tmp_path):
+    LateFailure.calls = 0
+    config = make_config(
+        calculator, tmp_path, f"rollout.reward={__name__}:LateFailure.score", "trainer.checkpoint_every=0"
+    )
+    cluster = LocalCluster(config)
+    with pytest.raises(BaseExceptionGroup):
+        await run(config, cluster)
+    assert cluster.trainer.step > 0
+    assert (await LocalCluster(config).trainer.setup(str(tmp_path / "sim" / "checkpoints"))).step == (
+        cluster.trainer.step
+    )
+
+
 async def test_the_run_ends_with_the_cause_when_every_reward_fails(calculator, tmp_path):
     config = make_config(calculator, tmp_path, f"rollout.reward={__name__}:always_fail")
     with pytest.raises(BaseExceptionGroup) as caught:

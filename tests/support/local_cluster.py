@@ -13,7 +13,7 @@ from async_rl.config import Config, SimulatedEngines
 from async_rl.engines.facts import load_facts
 from async_rl.engines.protocol import Engine
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.errors import EngineError
+from async_rl.errors import EngineError, TrainerError
 from async_rl.training import StepResult, Trainer, TrainerState
 from async_rl.types import TrainBatch
 
@@ -55,7 +55,7 @@ class CheckingTrainer:
         self.check(batch)
         await asyncio.sleep(self.step_s)
         if self.fail_at == step:
-            raise RuntimeError("the trainer broke")
+            raise TrainerError("the trainer broke")
         self.batches.append(batch)
         self.step = step
         trained = int(batch.loss_mask.sum())

@@ -8,9 +8,9 @@ import pytest
 
 from async_rl.chat import ChatFormat
 from async_rl.config import RolloutConfig, RoutingConfig
-from async_rl.engines.pool import EnginePool
+from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.engines.protocol import Chunk, Engine, EngineFacts, Finish
-from async_rl.errors import EngineError, PromptTooLong
+from async_rl.errors import EngineError, PromptTooLong, RequestRefused
 from async_rl.metrics import Metrics
 from async_rl.rollout.session import RolloutSession
 from async_rl.supervision import Nursery
@@ -224,13 +224,19 @@ async def test_an_answer_is_refused_when_its_log_probs_are_not_finite():
         finish = sampled(2, "stop", 0, prompt=PROMPT)[-1]
         return [Chunk(token_ids=[1, 2], log_probs=[-0.1, float("nan")]), finish]
 
-    second = ScriptedEngine("engine-1", [lambda r: sampled(3, "stop", 0, prompt=PROMPT)])
-    b = Bench(ScriptedEngine("engine-0", [not_finite]), second)
-    b.session.start([{"role": "user", "content": "hi"}])
+    b = bench([not_finite, lambda r: sampled(3, "stop", 0, prompt=PROMPT)])
     await b.session.generate()
     trajectory = await b.finish()
     assert ids_of(trajectory) == [100, 101, 102]
     assert np.isfinite(trajectory.rollout_log_probs).all()
+    assert not b.pool.engines(EngineState.QUARANTINED)  # one strike is not the end of an engine
+
+
+async def test_a_trajectory_fails_and_no_engine_when_its_request_is_refused():
+    b = bench([lambda r: [RequestRefused("engine-0 answered 400: bad stop")]])
+    with pytest.raises(RequestRefused):
+        await b.session.generate()
+    assert not b.pool.engines(EngineState.QUARANTINED)
 
 
 async def test_tokens_are_segments_when_the_caller_is_cancelled_mid_stream():

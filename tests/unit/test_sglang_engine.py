@@ -19,6 +19,7 @@ from async_rl.errors import (
     EngineTimeout,
     EnvironmentNotReady,
     PromptTooLong,
+    RequestRefused,
     VersionMismatch,
     WeightSyncError,
 )
@@ -218,7 +219,7 @@ async def test_the_prompt_is_too_long_when_the_server_says_so(server: FakeSGLang
     async with server.client() as engine:
         with pytest.raises(PromptTooLong, match="longer than the model's context"):
             await call(engine, PROMPT, 8)
-        with pytest.raises(EngineError, match="temperature must be finite"):
+        with pytest.raises(RequestRefused, match="temperature must be finite"):
             await call(engine, PROMPT, 8)
 
 
