@@ -191,7 +191,7 @@ class LateFailure:
     @classmethod
     def score(cls, task: Task, completion: Completion) -> float:
         cls.calls += 1
-        if cls.calls > 100:
+        if cls.calls > 60:
             raise RuntimeError("the judge is gone")
         return float(len(completion.text))
 
@@ -199,7 +199,11 @@ class LateFailure:
 async def test_what_was_trained_is_saved_when_the_run_ends_with_an_error(calculator, tmp_path):
     LateFailure.calls = 0
     config = make_config(
-        calculator, tmp_path, f"rollout.reward={__name__}:LateFailure.score", "trainer.checkpoint_every=0"
+        calculator,
+        tmp_path,
+        f"rollout.reward={__name__}:LateFailure.score",
+        "trainer.checkpoint_every=0",
+        "run.max_steps=50",
     )
     cluster = LocalCluster(config)
     with pytest.raises(BaseExceptionGroup):
