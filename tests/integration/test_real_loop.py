@@ -1,6 +1,7 @@
 """The whole loop for real: SGLang servers and Megatron-Core ranks under Ray, on a CPU, on an untrained model.
 
-An untrained model answers at random and at length, so that weight updates find many answers half written.
+An untrained model answers at random and at length, and the engines get few slots: they are slower than the
+trainer by far, on any machine, so that each weight update finds answers half written.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
         "engine": {
             "num_engines": 2,
             "device": "cpu",
-            "max_running_requests": 16,
+            "max_running_requests": 4,
             "max_total_tokens": 16384,
             "context_length": 512,
         },
@@ -49,8 +50,8 @@ def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
             "group_size": 4,
             "max_concurrent_trajectories": 24,
             "max_staleness": 3,
-            "max_context_tokens": 384,
-            "max_new_tokens": 96,
+            "max_context_tokens": 480,
+            "max_new_tokens": 400,
         },
         "trainer": {
             "worker": "tests.support.recording_worker:RecordingWorker",
