@@ -185,6 +185,15 @@ class SGLangEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="s
     extra_args: Annotated[
         list[str], Meta(description="Further command-line arguments of the SGLang server, as they are.")
     ] = []
+    narrow_routing: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Servers we start send routing as uint8/uint16 of the MoE layers only, an eighth to a fifth "
+                "of the bytes. Patches SGLang 0.5.23 as it starts; refused for any other version."
+            )
+        ),
+    ] = False
 
 
 class SimulatedEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="simulated"):
@@ -210,8 +219,13 @@ class RoutingConfig(_Strict, frozen=True, kw_only=True):
     """Routing replay."""
 
     replay: Annotated[
-        Literal["off", "r3"],
-        Meta(description="`r3` replays the engine's expert choice in the trainer (MoE models only)."),
+        Literal["off", "r2", "r3"],
+        Meta(
+            description=(
+                "`r3` replays the engine's expert choice in the trainer, `r2` the trainer's own of the old "
+                "log-prob pass; both for MoE models only."
+            )
+        ),
     ] = "r3"
     merge: Annotated[
         Literal["replace", "splice"],
@@ -223,6 +237,22 @@ class RoutingConfig(_Strict, frozen=True, kw_only=True):
             )
         ),
     ] = "replace"
+    flip_sample: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description=(
+                "Share of the interrupted trajectories whose replaced rows are decoded too, to measure how "
+                "many experts changed (`routing_flip_ratio`)."
+            ),
+        ),
+    ] = 0.05
+
+    @property
+    def from_engine(self) -> bool:
+        """Whether engines must return routing."""
+        return self.replay == "r3"
 
 
 class QueueConfig(_Strict, frozen=True, kw_only=True):
@@ -267,6 +297,9 @@ class LayoutConfig(_Strict, frozen=True, kw_only=True):
         int, Meta(ge=1, description="Tensor parallel (with sequence parallelism when above 1).")
     ] = 1
     pp: Annotated[int, Meta(ge=1, description="Pipeline parallel.")] = 1
+    vpp: Annotated[
+        int, Meta(ge=1, description="Chunks of layers a pipeline stage holds (interleaved schedule).")
+    ] = 1
     cp: Annotated[int, Meta(ge=1, description="Context parallel.")] = 1
     ep: Annotated[int, Meta(ge=1, description="Expert parallel.")] = 1
     etp: Annotated[int, Meta(ge=1, description="Expert tensor parallel.")] = 1
@@ -424,6 +457,17 @@ class Config(_Strict, frozen=True, kw_only=True):
                     f"engine.context_length is {context}, below rollout.max_context_tokens = "
                     f"{self.rollout.max_context_tokens}: raise the one or lower the other"
                 )
+        if layout.vpp > 1 and layout.pp == 1:
+            raise ValueError(
+                f"trainer.layout.vpp is {layout.vpp}, but pp is 1: only a pipeline can be interleaved; set "
+                "vpp=1 or raise pp"
+            )
+        if self.routing.replay == "r2" and self.trainer.loss.old_log_probs != "recompute":
+            raise ValueError(
+                "routing.replay=r2 records routing where the old log-probs are computed, but "
+                f"trainer.loss.old_log_probs is {self.trainer.loss.old_log_probs}: set it to recompute, or "
+                "replay r3"
+            )
         if (
             self.routing.replay == "r3"
             and self.weights.interrupt == "in_place"

@@ -270,7 +270,7 @@ class Orchestrator:
                 sampled_tokens=int(_value(self._metrics.sampled_tokens_total)),
                 engine_idle_share=self._pool.idle_share,
                 max_staleness=config.rollout.max_staleness,
-                routing_merge=config.routing.merge if config.routing.replay != "off" else "off",
+                routing_merge=config.routing.merge if config.routing.from_engine else "off",
             ),
         )
 
@@ -307,7 +307,7 @@ class Orchestrator:
             groups_per_batch=config.trainer.groups_per_batch,
             max_staleness=config.rollout.max_staleness,
             overage=config.rollout.overage,
-            facts=facts if config.routing.replay != "off" else None,
+            facts=facts if config.routing.from_engine else None,
             version=step,
             metrics=self._metrics,
             clock=self._clock,

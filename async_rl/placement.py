@@ -254,7 +254,7 @@ class _EngineActor:
         self._server = SGLangServer(
             parsed.engine,
             parsed.model,
-            routing=parsed.routing.replay != "off",
+            routing=parsed.routing.from_engine,
             index=index,
             log_dir=Path(log_dir),
             seed=parsed.run.seed,
@@ -455,7 +455,7 @@ class RayCluster(orchestrator.Cluster):
             self._facts,
             api_key=api_key,
             admin_key=admin_key,
-            routing=self._config.routing.replay != "off",
+            routing=self._config.routing.from_engine,
             start_timeout_s=engine.start_timeout_s,
             stall_s=engine.stall_s,
             request_timeout_s=engine.request_timeout_s,

@@ -83,6 +83,10 @@ class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     valid: np.ndarray  # [T-1] bool
     spans: tuple[VersionSpan, ...]
     num_experts: int
+    moe_layers: tuple[int, ...] = ()
+    """Which layers of the model the L_moe rows are of, counted from 0."""
+    prefix_hash: int = 0
+    """`routing.hash_tokens` of what was fed, `token_ids[:T-1]`: rows of another text are no rows."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,6 +230,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     routed_experts: np.ndarray | None  # [S, L_moe, K] uint8 | uint16; None when routing is not replayed
     routing_valid: np.ndarray | None  # [S] bool
     num_experts: int = 0
+    moe_layers: tuple[int, ...] = ()
+    """Which layers of the model the L_moe rows are of, counted from 0."""
 
     @property
     def num_trajectories(self) -> int:

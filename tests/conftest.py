@@ -9,6 +9,19 @@ import pytest
 EXAMPLE = Path(__file__).parent.parent / "examples" / "calculator"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--case", type=int, action="append", help="run only this acceptance case of routing replay"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if wanted := set(config.getoption("--case") or ()):
+        items[:] = [
+            item for item in items if wanted & {n for mark in item.iter_markers("case") for n in mark.args}
+        ]
+
+
 @pytest.fixture(scope="session")
 def calculator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the quickstart's untrained model (`model/`) and its tasks (`data/tasks.jsonl`)."""

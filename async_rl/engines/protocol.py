@@ -37,6 +37,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     max_new_tokens: int
     sampling: SamplingParams
     return_routing: bool = False
+    routing_start: int = 0
+    """Position of the first routing row that is wanted, at most P: earlier ones are held already."""
 
 
 class RoutingPayload(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -47,8 +49,10 @@ class RoutingPayload(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     data: bytes | memoryview
     num_rows: int
-    """Rows that the tokens of the call ask for: prompt + sampled - 1."""
+    """Rows that the tokens of the call ask for: prompt + sampled - 1 - start."""
     weight_version: int
+    start: int = 0
+    """Position of the first row, `GenerateRequest.routing_start`."""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -273,7 +273,7 @@ class RolloutSession:
                 input_ids=self._buffer[: self._length],
                 max_new_tokens=budget,
                 sampling=sampling,
-                return_routing=self._routing.replay != "off",
+                return_routing=self._routing.from_engine,
             )
             reason: FinishReason = "failover"
             try:
@@ -363,7 +363,7 @@ class RolloutSession:
             AlignmentError: When the routing does not fit the tokens.
         """
         self._pool.forget(self._trajectory_id)
-        trace = await self._trace() if self._routing.replay != "off" else None
+        trace = await self._trace() if self._routing.from_engine else None
         return Trajectory(
             trajectory_id=self._trajectory_id,
             group_id=self._group_id,
