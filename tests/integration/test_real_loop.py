@@ -33,7 +33,7 @@ def share_of_digits(task: Task, completion: Completion) -> float:
 
 def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
     tree: dict[str, Any] = {
-        "run": {"name": "real", "dir": str(tmp_path), "max_steps": 4, "drain_s": 5},
+        "run": {"name": "real", "dir": str(tmp_path), "max_steps": 4, "drain_s": 120},
         "model": {"path": str(calculator / "model"), "dtype": "float32"},
         "data": {"path": str(calculator / "data" / "tasks.jsonl")},
         "engine": {
@@ -129,6 +129,8 @@ async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
         tmp_path,
         "weights.transport=distributed",
         "weights.bucket_bytes=262144",
+        "engine.max_running_requests=16",
+        "rollout.max_new_tokens=96",
         "routing.merge=splice",
         "trainer.num_ranks=1",
         "trainer.layout.ep=1",
@@ -167,6 +169,8 @@ async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
         "trainer.layout.ep=1",
         f"run.max_steps={len(batches) + 1}",
         "engine.num_engines=1",
+        "engine.max_running_requests=16",
+        "rollout.max_new_tokens=96",
     )
     again, _, more = await run(resumed, monkeypatch)
     assert_sound(again, more, resumed)
