@@ -60,6 +60,9 @@ T = TypeVar("T")
 _ABORT_RESEND_S: Final = 0.02
 """A request that was still on its way through the server's HTTP process misses an abort: say it again."""
 
+_ID_WIDTH: Final = 32
+"""Characters of every request id, so that none is the beginning of another."""
+
 _FLUSH_LIMIT_S: Final = 5.0
 """How long a refused flush may be retried: what still runs after an abort is gone within one decode step."""
 
@@ -173,7 +176,7 @@ class SGLangEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
         """See `Engine.generate`."""
-        self._check_length(request)
+        self._check(request)
         self._running += 1
         self._idle.clear()
         call = CallAccount(self._engine_id, request)
@@ -249,7 +252,12 @@ class SGLangEngine:
         except (EngineError, TimeoutError):
             return  # it is gone, or too busy to listen: then it has to notice
 
-    def _check_length(self, request: GenerateRequest) -> None:
+    def _check(self, request: GenerateRequest) -> None:
+        if len(request.request_id) != _ID_WIDTH:
+            raise ValueError(
+                f"request id {request.request_id!r} of {len(request.request_id)} characters, expected "
+                f"{_ID_WIDTH}: SGLang aborts all whose ids begin with the one it is told"
+            )
         prompt, total = len(request.input_ids), len(request.input_ids) + request.max_new_tokens
         if prompt < 1:
             raise ValueError("a request without a prompt")

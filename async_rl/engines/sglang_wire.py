@@ -33,6 +33,7 @@ class _Body(msgspec.Struct):
     input_ids: list[int]
     sampling_params: _SamplingParams
     return_routed_experts: bool
+    routed_experts_start_len: int
     return_logprob: bool = True
     stream: bool = True
 
@@ -90,6 +91,7 @@ def encode_request(request: GenerateRequest) -> bytes:
                 stop=sampling.stop or None,
             ),
             return_routed_experts=request.return_routing,
+            routed_experts_start_len=request.routing_start,
         )
     )
 
@@ -183,13 +185,15 @@ class CallAccount:
         if finish.type not in ("stop", "length", "abort"):
             raise EngineError(f"{self._engine_id} finished for an unknown reason {finish.type!r}")
         raw = memoryview(meta.routed_experts)  # a JSON string with its quotes, null, or nothing
-        routing = None
+        routing, start = None, self._request.routing_start
         # Rows of tokens that could not be delivered would be rows too many.
         if raw.nbytes and raw[0] == ord('"') and not self.cut_short:
             routing = RoutingPayload(
                 data=memoryview(payload) if payload is not None else raw[1:-1],
-                num_rows=len(self._request.input_ids) + self.delivered - 1,
+                # A call that feeds nothing from the start on has no row, not minus one.
+                num_rows=max(0, len(self._request.input_ids) + self.delivered - 1 - start),
                 weight_version=parse_version(self._engine_id, meta.weight_version),
+                start=start,
             )
         return Finish(
             reason=cast(Literal["stop", "length", "abort"], finish.type),

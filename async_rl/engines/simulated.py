@@ -38,6 +38,7 @@ from async_rl.errors import (
     EngineTimeout,
     EnvironmentNotReady,
     PromptTooLong,
+    RequestRefused,
     WeightSyncError,
 )
 from async_rl.types import ExpertIdArray, Int32Array, RoutingTrace, VersionSpan
@@ -78,20 +79,23 @@ class Fault(msgspec.Struct, frozen=True):
     """Tokens of the call that are delivered before it happens."""
 
 
-def routing_rows(tokens: Int32Array, versions: Int32Array, facts: EngineFacts) -> ExpertIdArray:
-    """The experts of each fed token, in a row from a start that version, position and token decide.
+def routing_rows(
+    tokens: Int32Array, versions: Int32Array, facts: EngineFacts, *, start: int = 0
+) -> ExpertIdArray:
+    """The experts of each fed token, in a row from one that version, position and token decide.
 
     Args:
         tokens: `[R] int32`, the tokens that were fed.
         versions: `[R] int32`, the weights each was fed under.
         facts: E, K and the number of layers with experts.
+        start: Position of the first of them.
 
     Returns:
         `[R, L_moe, K]`, uint8 or uint16.
     """
-    start = 7 * versions.astype(np.int64) + 3 * np.arange(len(tokens)) + 5 * tokens
+    first = 7 * versions.astype(np.int64) + 3 * np.arange(start, start + len(tokens)) + 5 * tokens
     layer = 11 * np.arange(len(facts.moe_layers))
-    ids = start[:, None, None] + layer[None, :, None] + np.arange(facts.top_k)[None, None, :]
+    ids = first[:, None, None] + layer[None, :, None] + np.arange(facts.top_k)[None, None, :]
     return (ids % facts.num_experts).astype(routing.id_dtype(facts.num_experts))
 
 
@@ -222,6 +226,11 @@ class SimulatedEngine:
                 f"{len(request.input_ids)} tokens of prompt and {request.max_new_tokens} to sample do not "
                 f"fit the context of {self.facts.context_length} tokens of {self._engine_id}"
             )
+        if request.return_routing and not 0 <= request.routing_start <= len(request.input_ids):
+            raise RequestRefused(
+                f"{self._engine_id} refused the call {request.request_id}: routing from position "
+                f"{request.routing_start} of a prompt of {len(request.input_ids)} tokens"
+            )
         call = _Call(request, self._next_fault(_CALL_FAULTS))
         self._calls[call] = None
         self._idle.clear()
@@ -327,12 +336,14 @@ class SimulatedEngine:
         """Rows, unless none were asked for, or the call ended in the queue or during its prefill."""
         if not call.request.return_routing or not call.has_slot or not call.row_versions:
             return None
-        rows = len(call.tokens) - 1
-        wrong = call.fault is not None and call.fault.kind == "wrong_rows"
-        fed = np.array([call.tokens[:rows], call.row_versions[:rows]], np.int32)
-        if wrong:
+        start, end = call.request.routing_start, len(call.tokens) - 1
+        fed = np.array([call.tokens[start:end], call.row_versions[start:end]], np.int32)
+        num_rows = fed.shape[1]
+        if call.fault is not None and call.fault.kind == "wrong_rows":
             fed = np.concatenate([fed, fed[:, -1:]], axis=1)
-        return RoutingPayload(data=fed.tobytes(), num_rows=rows, weight_version=self._version)
+        return RoutingPayload(
+            data=fed.tobytes(), num_rows=num_rows, weight_version=self._version, start=start
+        )
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
         """See `Engine.decode_routing`. `payload.data` is tokens, then versions, int32."""
@@ -341,7 +352,7 @@ class SimulatedEngine:
             raise AlignmentError(
                 f"{self._engine_id} sent {fed.shape[1]} routing rows, expected {payload.num_rows}"
             )
-        rows = routing_rows(fed[0], fed[1], self.facts)
+        rows = routing_rows(fed[0], fed[1], self.facts, start=payload.start)
         return routing.make_trace(rows, self.facts.num_experts, payload.weight_version)
 
     # -- slots --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from async_rl.config import SimulatedEngines
 from async_rl.engines.protocol import DiskUpdate, Engine, check_partition
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.errors import PromptTooLong, WeightSyncError
+from async_rl.errors import PromptTooLong, RequestRefused, WeightSyncError
 from async_rl.routing import check
 from tests.support.engine_calls import Call, call, request
 
@@ -69,6 +69,7 @@ async def subject(request: pytest.FixtureRequest):
 # -- rows -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case(1, 7)
 async def test_rows_are_prompt_plus_sampled_minus_one_when_a_call_ends_by_length(subject: Subject) -> None:
     ended = await call(subject.engine, PROMPT, 5)
     assert ended.finish.reason == "length"
@@ -78,6 +79,40 @@ async def test_rows_are_prompt_plus_sampled_minus_one_when_a_call_ends_by_length
     assert ended.trace.rows.dtype == np.uint8
 
 
+@pytest.mark.case(1)
+@pytest.mark.parametrize(("start", "num_rows"), [(0, 11), (3, 8), (7, 4)])
+async def test_only_later_rows_come_when_a_start_is_asked_for(
+    subject: Subject, start: int, num_rows: int
+) -> None:
+    whole = await call(subject.engine, PROMPT, 5)
+    part = await Call(subject.engine, msgspec.structs.replace(request(PROMPT, 5), routing_start=start)).run()
+    assert part.token_ids == whole.token_ids
+    assert (part.finish.routing.start, part.finish.routing.num_rows) == (start, num_rows)
+    assert len(part.trace.rows) == num_rows
+    assert np.array_equal(part.expert_sets, whole.expert_sets[start:])
+
+
+async def test_no_row_comes_when_nothing_was_fed_from_the_start_on(subject: Subject) -> None:
+    asked = msgspec.structs.replace(request(PROMPT, 0), routing_start=len(PROMPT))
+    ended = await Call(subject.engine, asked).run()
+    assert ended.token_ids == []
+    assert ended.finish.routing.num_rows == 0
+    assert ended.trace.rows.shape == (0, *(await call(subject.engine, PROMPT, 0)).trace.rows.shape[1:])
+
+
+@pytest.mark.case(1)
+@pytest.mark.parametrize("start", [-1, 8])
+async def test_a_call_is_refused_at_once_when_rows_are_to_start_outside_its_prompt(
+    subject: Subject, start: int
+) -> None:
+    asked = msgspec.structs.replace(request(PROMPT, 5), routing_start=start)
+    async with asyncio.timeout(20):
+        with pytest.raises(RequestRefused, match=f"{asked.request_id}.*{start}"):
+            await Call(subject.engine, asked).run()
+        assert len((await call(subject.engine, PROMPT, 2)).token_ids) == 2
+
+
+@pytest.mark.case(5)
 async def test_rows_are_the_same_when_the_prefix_comes_from_the_cache(subject: Subject) -> None:
     prompt = PROMPT * 6
     cold = await call(subject.engine, prompt, 4)
@@ -113,6 +148,7 @@ async def test_the_same_tokens_come_when_greedy_calls_are_repeated(subject: Subj
     assert all(value <= 0 for value in first.log_probs)
 
 
+@pytest.mark.case(7)
 async def test_the_stop_token_is_delivered_when_it_ends_a_call(subject: Subject) -> None:
     free = await call(subject.engine, PROMPT, 12)
     stop = next(t for i, t in enumerate(free.token_ids) if i >= 2 and t not in free.token_ids[:i])
@@ -167,6 +203,7 @@ async def test_a_call_ends_with_nothing_when_it_is_aborted_in_the_queue(subject:
     assert all(one.finish.routing is not None for one in running)
 
 
+@pytest.mark.case(45)
 async def test_the_answer_is_as_if_uninterrupted_when_an_aborted_call_is_resumed(subject: Subject) -> None:
     budget = 24
     whole = await call(subject.engine, PROMPT, budget)
@@ -184,6 +221,45 @@ async def test_the_answer_is_as_if_uninterrupted_when_an_aborted_call_is_resumed
     assert log_probs[:budget] == pytest.approx(whole.log_probs, abs=1e-4)
     rows = len(whole.expert_sets)
     assert np.array_equal(second.expert_sets[:rows], whole.expert_sets)
+    check(second.trace, num_tokens=len(PROMPT) + len(answer))
+
+
+@pytest.mark.case(17)
+async def test_nothing_comes_twice_when_a_call_goes_on_after_its_connection_was_dropped(
+    subject: Subject,
+) -> None:
+    budget = 24
+    whole = await call(subject.engine, PROMPT, budget)
+    seen: list[int] = []
+    log_probs: list[float] = []
+    async with aclosing(subject.engine.generate(request(PROMPT, LONG))) as stream:
+        while len(seen) < 3:
+            chunk = await anext(stream)
+            seen += chunk.token_ids
+            log_probs += chunk.log_probs
+    assert seen == whole.token_ids[: len(seen)]
+    rest = await call(subject.engine, [*PROMPT, *seen], budget - len(seen))
+    assert [*seen, *rest.token_ids] == whole.token_ids
+    assert [*log_probs, *rest.log_probs] == pytest.approx(whole.log_probs, abs=1e-4)
+    check(rest.trace, num_tokens=len(PROMPT) + budget)
+    assert np.array_equal(rest.expert_sets, whole.expert_sets)
+
+
+@pytest.mark.case(16)
+async def test_only_the_call_that_is_left_ends_when_another_id_ends_like_its_own(subject: Subject) -> None:
+    # Of one width, as all are: SGLang aborts every running call whose id only begins with the one it is told.
+    short, long = f"{'1':0>32}", f"{'10':0>32}"
+    whole = await call(subject.engine, PROMPT, 60)
+    other = Call(subject.engine, msgspec.structs.replace(request(PROMPT, 60), request_id=long))
+    async with asyncio.TaskGroup() as group:
+        async with aclosing(
+            subject.engine.generate(msgspec.structs.replace(request(PROMPT, LONG), request_id=short))
+        ) as left:
+            await anext(left)
+            group.create_task(other.run())
+            await other.has_tokens(2)
+    assert other.finish.reason == "length"
+    assert other.token_ids == whole.token_ids
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

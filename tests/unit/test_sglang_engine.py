@@ -7,6 +7,7 @@ import base64
 import math
 from contextlib import aclosing
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -88,6 +89,7 @@ async def test_ids_and_both_keys_are_sent_when_a_call_is_made(server: FakeSGLang
     assert body["stream"] is True
     assert body["return_logprob"] is True
     assert body["return_routed_experts"] is True
+    assert body["routed_experts_start_len"] == 0
     sampling = body["sampling_params"]
     assert sampling["max_new_tokens"] == 1
     assert sampling["temperature"] == 0.5
@@ -171,6 +173,7 @@ async def test_a_null_log_prob_is_nan_when_the_server_computed_none(server: Fake
     assert math.isnan(ended.log_probs[0])
 
 
+@pytest.mark.case(17)
 async def test_an_error_is_raised_when_the_connection_is_lost(server: FakeSGLang) -> None:
     server.streams = [[event([10], 1), CUT]]
     async with server.client() as engine:
@@ -266,6 +269,16 @@ async def test_a_queued_call_waits_when_the_engine_is_busy_with_others(server: F
     assert sorted(len(task.result().token_ids) for task in (running, queued)) == [1, 6]
 
 
+@pytest.mark.case(16)
+async def test_an_id_is_refused_when_it_could_begin_another(server: FakeSGLang) -> None:
+    short = msgspec.structs.replace(request(PROMPT, 8), request_id="1")
+    async with server.client() as engine:
+        with pytest.raises(ValueError, match="'1' of 1 characters, expected 32"):
+            await Call(engine, short).run()
+    assert server.requests("generate") == []
+
+
+@pytest.mark.case(17)
 async def test_the_engine_is_told_when_a_stream_is_left(server: FakeSGLang) -> None:
     server.streams = [[event([10], 1), HANG]]
     async with server.client() as engine:
@@ -300,11 +313,35 @@ def test_every_block_is_decoded_when_a_payload_has_several(
     assert trace.rows.dtype == dtype
 
 
-async def test_a_payload_is_refused_when_an_element_is_missing(server: FakeSGLang) -> None:
-    _, ids = payload(4)
-    encoded = base64.b64encode(ids.reshape(-1)[:-1].tobytes()).decode()
-    with pytest.raises(AlignmentError, match="23 expert ids came, expected 4 rows"):
-        await decode(server, encoded)
+@pytest.mark.case(2)
+@pytest.mark.parametrize("surplus", [-1, 1])
+async def test_a_payload_is_refused_when_it_has_an_element_too_few_or_too_many(
+    server: FakeSGLang, surplus: int
+) -> None:
+    encoded, ids = payload(4)
+    assert np.array_equal((await decode(server, encoded)).rows, ids[:, 1:])
+    numbers = np.resize(ids, ids.size + surplus)
+    with pytest.raises(AlignmentError, match=f"{24 + surplus} expert ids came, expected 4 rows"):
+        await decode(server, base64.b64encode(numbers.tobytes()).decode())
+
+
+@pytest.mark.case(8)
+@pytest.mark.parametrize("num_rows", [4, 4000])
+async def test_rows_are_the_last_events_when_an_earlier_one_has_some_too(
+    server: FakeSGLang, num_rows: int
+) -> None:
+    early, _ = payload(num_rows - 1)
+    last, ids = payload(num_rows)
+    prompt = list(range(num_rows - 1))
+    server.streams = [
+        [event([1], 1, routed_experts=early), event([2], 2, finish_reason=STOP, routed_experts=last)],
+        [event([1], 1, routed_experts=early), event([2], 2, finish_reason=STOP)],
+    ]
+    async with server.client(facts=facts(max_position_embeddings=8192)) as engine:
+        ended = await call(engine, prompt, 8)
+        assert np.array_equal(ended.trace.rows, ids[:, 1:])
+        ended = await call(engine, prompt, 8)
+        assert ended.finish.routing is None
 
 
 async def test_a_payload_is_refused_when_it_is_not_base64(server: FakeSGLang) -> None:
@@ -490,6 +527,7 @@ async def test_a_server_is_at_version_zero_when_it_starts_without_a_number(serve
     assert server.requests("update_weight_version") == [{"new_version": "0", "abort_all_requests": False}]
 
 
+@pytest.mark.case(3, 9)
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -502,6 +540,7 @@ async def test_a_server_is_at_version_zero_when_it_starts_without_a_number(serve
         ({"pp_size": 2}, "--pp-size 2"),
         ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "tree speculation"),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "bypasses the recorded top-k"),
+        ({"moe_runner_backend": "flashinfer_mxfp4"}, "bypasses the recorded top-k"),
     ],
 )
 async def test_a_server_is_refused_when_its_routing_would_be_wrong(
