@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def load_facts(model_path: str | Path, context_length: int | None = None) -> Eng
         context_length: What the server was told; None takes the model's own.
 
     Raises:
-        ConfigError: When there is no such folder, or its config says too little.
+        ConfigError: When there is no such folder, its config says too little, or its architecture has experts
+            and is not known.
     """
     file = Path(model_path) / "config.json"
     try:
@@ -40,32 +42,61 @@ def load_facts(model_path: str | Path, context_length: int | None = None) -> Eng
 
 
 def facts_of(config: dict[str, Any], context_length: int | None = None) -> EngineFacts:
-    """Read a config that is parsed already. Raises `KeyError` for what every language model says."""
-    config = config.get("text_config") or config
-    num_layers = int(config["num_hidden_layers"])
-    num_experts = next((int(config[key]) for key in _NUM_EXPERTS if config.get(key)), 0)
-    moe_layers = tuple(i for i in range(num_layers) if num_experts and _has_experts(config, i))
+    """Read a config that is parsed already.
+
+    Raises:
+        ConfigError: When the model has experts and is of an architecture that is not known here: which of its
+            layers have them would be a guess, and routing of the wrong layers trains on nonsense.
+        KeyError: For what every language model says.
+    """
+    text = config.get("text_config") or config
+    num_layers = int(text["num_hidden_layers"])
+    num_experts = next((int(text[key]) for key in _NUM_EXPERTS if text.get(key)), 0)
+    moe_layers: tuple[int, ...] = ()
+    if num_experts or any("expert" in key and text[key] for key in text):
+        kind = str(text.get("model_type", config.get("model_type")))
+        if kind not in _HAS_EXPERTS:
+            raise ConfigError(
+                f"the model has experts and is of type {kind!r}; where it has them is known of "
+                f"{', '.join(sorted(_HAS_EXPERTS))}. Take one of those, or add its rule to {__name__}"
+            )
+        moe_layers = tuple(i for i in range(num_layers) if num_experts and _HAS_EXPERTS[kind](text, i))
     return EngineFacts(
         num_layers=num_layers,
         moe_layers=moe_layers,
         num_experts=num_experts if moe_layers else 0,
-        top_k=int(config["num_experts_per_tok"]) if moe_layers else 0,
-        vocab_size=int(config["vocab_size"]),
-        context_length=context_length or int(config["max_position_embeddings"]),
+        top_k=int(text["num_experts_per_tok"]) if moe_layers else 0,
+        vocab_size=int(text["vocab_size"]),
+        context_length=context_length or int(text["max_position_embeddings"]),
     )
 
 
-def _has_experts(config: dict[str, Any], layer: int) -> bool:
-    """Whether a layer of an MoE model is sparse.
+def _sparse_step(config: dict[str, Any], layer: int) -> bool:
+    """Every n-th layer, but for those that are named.
 
-    Source: transformers `Qwen3MoeDecoderLayer` (decoder_sparse_step, mlp_only_layers) and DeepSeek-V3's
-    `modeling_deepseek.py` (first_k_dense_replace, moe_layer_freq, which is a step or one flag a layer).
+    Source: transformers `Qwen3MoeDecoderLayer`, `Qwen2MoeDecoderLayer`.
     """
-    if layer in (config.get("mlp_only_layers") or ()):
-        return False
-    if (layer + 1) % (config.get("decoder_sparse_step") or 1):
-        return False
-    if layer < (config.get("first_k_dense_replace") or 0):
+    step = config.get("decoder_sparse_step") or 1
+    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % step == 0
+
+
+def _after_dense_layers(config: dict[str, Any], layer: int) -> bool:
+    """All layers after the first few, of them every n-th or those that are flagged.
+
+    Source: DeepSeek-V3's `modeling_deepseek.py` (moe_layer_freq is a step or one flag a layer).
+    """
+    if layer < int(config["first_k_dense_replace"]):
         return False
     frequency = config.get("moe_layer_freq") or 1
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+
+
+_HAS_EXPERTS: dict[str, Callable[[dict[str, Any], int], bool]] = {
+    "deepseek_v2": _after_dense_layers,
+    "deepseek_v3": _after_dense_layers,
+    "glm4_moe": _after_dense_layers,
+    "kimi_k2": _after_dense_layers,
+    "qwen2_moe": _sparse_step,
+    "qwen3_moe": _sparse_step,
+}
+"""(config.json, layer from 0) → whether the layer has experts, by `model_type`."""

@@ -115,7 +115,10 @@ def test_bfloat16_model_says_so_when_published(moe, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama", "head_dim": 16}, "type 'llama'; the trainer knows qwen3, qwen3_moe"),
+        (
+            {"model_type": "llama", "head_dim": 16},
+            "type 'llama'; the trainer knows deepseek_v3, qwen2_moe, qwen3, qwen3_moe",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias = True"),
         (

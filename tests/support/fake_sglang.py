@@ -25,6 +25,7 @@ GOOD_SERVER = {"incremental_streaming_output": True, "enable_return_routed_exper
 def facts(**changed: Any) -> EngineFacts:
     """Three layers, the first dense; 8 experts, top-2."""
     config = {
+        "model_type": "qwen3_moe",
         "num_hidden_layers": 3,
         "num_experts": 8,
         "num_experts_per_tok": 2,

@@ -1,8 +1,10 @@
-"""Tiny models of Qwen3's architecture with random weights, on disk as Hugging Face writes them."""
+"""Tiny models with random weights, on disk as Hugging Face writes them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,6 +78,122 @@ def build_tiny_qwen3(
     return _save(Qwen3ForCausalLM, config, path, std, seed)
 
 
+def build_tiny_qwen2_moe(
+    path: Path,
+    *,
+    vocab_size: int = 96,
+    hidden_size: int = 32,
+    num_layers: int = 3,
+    num_experts: int = 8,
+    top_k: int = 2,
+    dense_layers: tuple[int, ...] = (),
+    norm_top_k: bool = False,
+    max_position_embeddings: int = 512,
+    std: float = 0.1,
+    seed: int = 0,
+) -> Path:
+    """Write a random Qwen2-MoE in float32: gated shared expert, biases in attention, gates not normalised."""
+    declare_torchvision_ops()
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        norm_topk_prob=norm_top_k,
+        decoder_sparse_step=1,
+        mlp_only_layers=list(dense_layers),
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return _save(Qwen2MoeForCausalLM, config, path, std, seed)
+
+
+def build_tiny_deepseek_v3(
+    path: Path,
+    *,
+    vocab_size: int = 96,
+    hidden_size: int = 32,
+    num_layers: int = 3,
+    dense_layers: int = 1,
+    num_experts: int = 16,
+    top_k: int = 4,
+    num_groups: int = 4,
+    top_groups: int = 2,
+    q_lora_rank: int | None = 24,
+    max_position_embeddings: int = 512,
+    std: float = 0.1,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """Write a random DeepSeek-V3 in float32.
+
+    Dense first layers, a shared expert, sigmoid scores with a bias that only selects, experts in groups, and
+    latent attention with head sizes that all differ, so that none can stand in for another. `config`
+    overrides further fields.
+    """
+    declare_torchvision_ops()
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    fields: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": q_lora_rank,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": dense_layers,
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "n_group": num_groups,
+        "topk_group": top_groups,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": max_position_embeddings,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": max_position_embeddings // 4,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    _save(DeepseekV3ForCausalLM, DeepseekV3Config(**(fields | config)), path, std, seed)
+    # Published DeepSeek-V3 says these; transformers does not know them, and SGLang reads them.
+    amend_config(path, moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
+    return path
+
+
+def amend_config(path: Path, **fields: Any) -> None:
+    """Set fields of a model folder's config.json."""
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields, indent=2))
+
+
 def write_byte_tokenizer(path: Path, *, vocab_size: int) -> None:
     """Write a tokenizer of all bytes, two special tokens (0 and 1) and fillers; none of them ends a text."""
     declare_torchvision_ops()
@@ -101,5 +219,8 @@ def _save(model_class, config, path: Path, std: float, seed: int) -> Path:
                 parameter.uniform_(0.8, 1.2, generator=generator)
             else:
                 parameter.normal_(std=std, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1, generator=generator)  # as large as differences between scores
     model.save_pretrained(path)
     return path

@@ -11,8 +11,20 @@ from async_rl.engines.facts import facts_of, load_facts
 from async_rl.errors import ConfigError
 
 BASE = {"num_hidden_layers": 6, "vocab_size": 1000, "max_position_embeddings": 4096}
-QWEN3 = BASE | {"num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": []}
-DEEPSEEK = BASE | {"n_routed_experts": 256, "num_experts_per_tok": 8, "first_k_dense_replace": 3}
+QWEN3 = BASE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+QWEN2 = QWEN3 | {"model_type": "qwen2_moe", "num_experts": 60, "shared_expert_intermediate_size": 64}
+DEEPSEEK = BASE | {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+}
 
 
 @pytest.mark.parametrize(
@@ -21,11 +33,14 @@ DEEPSEEK = BASE | {"n_routed_experts": 256, "num_experts_per_tok": 8, "first_k_d
         (QWEN3, (0, 1, 2, 3, 4, 5), 128),
         (QWEN3 | {"mlp_only_layers": [0, 4]}, (1, 2, 3, 5), 128),
         (QWEN3 | {"decoder_sparse_step": 2}, (1, 3, 5), 128),
-        (BASE | {"num_local_experts": 8, "num_experts_per_tok": 8}, (0, 1, 2, 3, 4, 5), 8),
+        (QWEN3 | {"num_experts": None, "num_local_experts": 8}, (0, 1, 2, 3, 4, 5), 8),
+        (QWEN2, (0, 1, 2, 3, 4, 5), 60),
+        (QWEN2 | {"mlp_only_layers": [5], "decoder_sparse_step": 3}, (2,), 60),
         (DEEPSEEK, (3, 4, 5), 256),
         (DEEPSEEK | {"moe_layer_freq": 2}, (4,), 256),
         (DEEPSEEK | {"moe_layer_freq": [0, 0, 0, 1, 0, 1]}, (3, 5), 256),
-        ({"text_config": QWEN3}, (0, 1, 2, 3, 4, 5), 128),
+        (DEEPSEEK | {"first_k_dense_replace": 0, "num_nextn_predict_layers": 1}, (0, 1, 2, 3, 4, 5), 256),
+        ({"model_type": "qwen3_vl", "text_config": QWEN3}, (0, 1, 2, 3, 4, 5), 128),
     ],
 )
 def test_layers_with_experts_are_found_when_a_model_has_any(
@@ -37,8 +52,21 @@ def test_layers_with_experts_are_found_when_a_model_has_any(
     assert (facts.num_layers, facts.vocab_size, facts.context_length) == (6, 1000, 4096)
 
 
+@pytest.mark.parametrize("experts", ["num_experts", "num_local_experts", "moe_num_experts"])
+def test_known_architectures_are_listed_when_experts_are_in_another(experts: str) -> None:
+    config = BASE | {"model_type": "somemoe", experts: 8, "num_experts_per_tok": 2}
+    with pytest.raises(ConfigError, match=r"type 'somemoe'.*deepseek_v3.*qwen2_moe, qwen3_moe"):
+        facts_of(config)
+
+
+def test_facts_are_asked_for_when_a_config_leaves_dense_layers_open() -> None:
+    config = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+    with pytest.raises(KeyError, match="first_k_dense_replace"):
+        facts_of(config)
+
+
 def test_there_is_nothing_to_replay_when_a_model_is_dense() -> None:
-    facts = facts_of(BASE | {"num_experts": 0})
+    facts = facts_of(BASE | {"model_type": "llama", "num_experts": 0})
     assert not facts.is_moe
     assert (facts.moe_layers, facts.num_experts, facts.top_k) == ((), 0, 0)
 

@@ -91,14 +91,14 @@ class PackedAttention(torch.nn.Module):
         Args:
             query: `[t, heads, d]`.
             key: `[t, groups, d]`.
-            value: `[t, groups, d]`.
+            value: `[t, groups, v]`; `v` is another size than `d` in latent attention.
             attention_mask: None: the packing says who sees whom.
             attn_mask_type: Always causal.
             attention_bias: None.
             packed_seq_params: Where the trajectories lie.
 
         Returns:
-            `[t, heads * d]`.
+            `[t, heads * v]`.
         """
         assert packed_seq_params is not None, "this trainer always packs"
         if self.context_group.size() > 1:
@@ -110,7 +110,7 @@ class PackedAttention(torch.nn.Module):
     def _rectangle(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r: Rectangle
     ) -> torch.Tensor:
-        """Attend in one rectangle; returns `[tokens, heads * d]` in the order of `r.cells`."""
+        """Attend in one rectangle; returns `[tokens, heads * v]` in the order of `r.cells`."""
         repeat = query.shape[1] // key.shape[1]
 
         def cut(x: torch.Tensor, times: int) -> torch.Tensor:

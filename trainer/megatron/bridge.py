@@ -13,17 +13,21 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from mbridge.core.safetensor_io import SafeTensorIO
 from mbridge.core.util import unwrap_model
+from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+from mbridge.models.qwen2moe import Qwen2MoEBridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from safetensors.torch import save_file
 from transformers import AutoConfig
@@ -39,6 +43,15 @@ SHARD_BYTES = 4 << 30
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
+_MLA_INPUT_NORMS = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
+"""With TransformerEngine latent attention fuses its own norms into the projections behind them; its input's
+stands alone."""
+
+
 class _TransformerEngineNames:
     """A model under the parameter names of the TransformerEngine spec, as far as mbridge looks at it."""
 
@@ -46,8 +59,9 @@ class _TransformerEngineNames:
         self.decoder = model.decoder
         self._names = {name: name for name in model.state_dict() if "_extra_state" not in name}
         moe_layers = {name.split(".")[2] for name in self._names if name.endswith(".mlp.router.weight")}
+        latent = any(name.endswith(".linear_kv_down_proj.weight") for name in self._names)
         for name in self._names:
-            self._names[name] = _te_name(name, moe_layers)
+            self._names[name] = _te_name(name, moe_layers, latent)
         self._state = {self._names[n]: t for n, t in model.state_dict().items() if n in self._names}
         self._parameters = [(self._names[n], p) for n, p in model.named_parameters()]
 
@@ -58,7 +72,10 @@ class _TransformerEngineNames:
         return self._parameters
 
 
-def _te_name(name: str, moe_layers: set[str]) -> str:
+def _te_name(name: str, moe_layers: set[str], latent: bool) -> str:
+    layer = re.match(r"^(decoder\.layers\.\d+\.)(.+)$", name)
+    if latent and layer and layer.group(2) in _MLA_INPUT_NORMS:
+        return layer.group(1) + _MLA_INPUT_NORMS[layer.group(2)]
     name = re.sub(
         r"^(decoder\.layers\.\d+)\.input_layernorm\.weight$",
         r"\1.self_attention.linear_qkv.layer_norm_weight",
@@ -91,7 +108,13 @@ class _Spec:
         )
         if not fused:
             for layer in spec.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = PackedAttention
+                attention = layer.submodules.self_attention.submodules
+                attention.core_attention = PackedAttention
+                if self.config.multi_latent_attention:
+                    # The spec shards the down-projections by columns and gathers what comes out. Heads share
+                    # the rotary part of the keys, and its gradient would be that of one rank's heads alone.
+                    # Replicated, as with TransformerEngine, gradients are summed over the tensor ranks.
+                    attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         return spec
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
@@ -118,14 +141,100 @@ class _Qwen3MoE(_Spec, Qwen3MoEBridge):
         return super()._build_base_config(text_config_key, **kwargs)
 
 
-_BRIDGES: dict[str, type] = {"qwen3": _Qwen3, "qwen3_moe": _Qwen3MoE}
+class _Qwen2MoE(_Spec, Qwen2MoEBridge):
+    """Qwen2-MoE: a gated shared expert, biases in attention; also with dense layers in between."""
+
+    _MLP_MAPPING = {**Qwen2MoEBridge._MLP_MAPPING, **Qwen3Bridge._MLP_MAPPING}  # noqa: RUF012 - mbridge's way
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
+        kwargs["moe_layer_freq"] = moe_layer_pattern(self.hf_config)
+        kwargs["moe_shared_expert_gate"] = True
+        return super()._build_base_config(text_config_key, **kwargs)
+
+
+class _DeepseekV3(_Spec, DeepseekV3Bridge):
+    """DeepSeek-V3 without its multi-token prediction, which the engines do not use either.
+
+    The config is built here and not by mbridge: that one leaves out the groups of experts, reads the rotary
+    settings where transformers 5 no longer keeps them, and takes layers for the prediction of further tokens.
+    """
+
+    def _build_config(self) -> Any:
+        hf = self.hf_config
+        # Megatron calls its fused kernel for latent attention experimental, and it exists for YaRN only.
+        self._fields = {**self._fields, "apply_rope_fusion": False}
+        return self._build_base_config(
+            qk_layernorm=True,
+            q_lora_rank=hf.q_lora_rank,
+            kv_lora_rank=hf.kv_lora_rank,
+            qk_head_dim=hf.qk_nope_head_dim,
+            qk_pos_emb_head_dim=hf.qk_rope_head_dim,
+            v_head_dim=hf.v_head_dim,
+            **_latent_rope(hf.rope_parameters),
+            num_moe_experts=hf.n_routed_experts,
+            moe_layer_freq=moe_layer_pattern(hf),
+            moe_ffn_hidden_size=hf.moe_intermediate_size,
+            moe_shared_expert_intermediate_size=hf.moe_intermediate_size * hf.n_shared_experts,
+            moe_router_topk=hf.num_experts_per_tok,
+            moe_router_num_groups=hf.n_group,
+            moe_router_group_topk=hf.topk_group,
+            moe_router_topk_scaling_factor=hf.routed_scaling_factor,
+            moe_router_score_function="sigmoid",
+            moe_router_dtype="fp32",
+            moe_router_enable_expert_bias=True,
+            # The bias stays what pre-training made it. It balances experts by their load in a batch; on the
+            # few prompts of an RL batch, and with rows that an engine chose, that load says nothing of use,
+            # and a bias that moved would change routing by steps that no gradient asked for.
+            moe_router_bias_update_rate=0.0,
+            # A regulariser of pre-training: it would be added to the policy's loss.
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+        )
+
+    def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
+        # mbridge dequantises blocks of fp8 here, on a GPU; such checkpoints are refused, see `_EXPECTED`.
+        return SafeTensorIO(weights_path)
+
+
+def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary fields of Megatron's `MLATransformerConfig`.
+
+    Source: transformers, `_compute_yarn_parameters` and `yarn_apply_mscale`: the scale of the rotation is 1
+    over both mscales' quotient when both are given, the softmax is scaled by `mscale_all_dim`.
+    """
+    fields: dict[str, Any] = {"rotary_base": rope["rope_theta"]}
+    if rope.get("rope_type", "default") == "default":
+        # The factor scales the softmax for either type.
+        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    both = rope.get("mscale") and rope.get("mscale_all_dim")
+    return fields | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope["mscale"] if both else 1.0,
+        "mscale_all_dim": rope["mscale_all_dim"] if both else 0.0,
+    }
+
+
+_BRIDGES: dict[str, type] = {
+    "deepseek_v3": _DeepseekV3,
+    "qwen2_moe": _Qwen2MoE,
+    "qwen3": _Qwen3,
+    "qwen3_moe": _Qwen3MoE,
+}
 
 
 def moe_layer_pattern(hf_config: Any) -> list[int]:
     """Which layers have experts, `[num_layers]` of 0 and 1; all 0 for a dense model.
 
-    Source: transformers, `Qwen3MoeDecoderLayer.__init__`.
+    Source: transformers, `Qwen3MoeDecoderLayer.__init__` and `DeepseekV3DecoderLayer.__init__`.
     """
+    layers = range(hf_config.num_hidden_layers)
+    if hf_config.model_type == "deepseek_v3":
+        return [int(layer >= hf_config.first_k_dense_replace) for layer in layers]
     num_experts = getattr(hf_config, "num_experts", 0) or 0
     return [
         int(
@@ -133,7 +242,7 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
             and layer not in hf_config.mlp_only_layers
             and (layer + 1) % hf_config.decoder_sparse_step == 0
         )
-        for layer in range(hf_config.num_hidden_layers)
+        for layer in layers
     ]
 
 
@@ -169,15 +278,18 @@ class HFBridge:
         return self._bridge.config
 
     def build(self) -> list[torch.nn.Module]:
-        """This rank's part of the model, uninitialised in the sense that `load_hf` overwrites it."""
+        """This rank's chunks of the model, uninitialised in the sense that `load_hf` overwrites them."""
         provide = self._bridge._model_provider([])
+        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron deprecates arguments that its own specs leave out
             return [
                 provide(
-                    pre_process=parallel_state.is_pipeline_first_stage(),
-                    post_process=parallel_state.is_pipeline_last_stage(),
+                    pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                    post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                    vp_stage=stage,
                 )
+                for stage in ([None] if chunks is None else range(chunks))
             ]
 
     @torch.no_grad()
@@ -243,6 +355,7 @@ _LOCAL_SPEC: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "apply_rope_fusion": False,
     "moe_grouped_gemm": False,
+    "moe_shared_expert_overlap": False,
 }
 
 
@@ -252,17 +365,72 @@ def _check_supported(hf_config: Any, path: str) -> None:
         raise ConfigError(
             f"model.path is {path}, a model of type {kind!r}; the trainer knows {', '.join(sorted(_BRIDGES))}"
         )
-    rope = hf_config.rope_parameters
-    for field, actual, expected in (
-        ("rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
-        ("attention_bias", hf_config.attention_bias, False),
-        ("use_sliding_window", getattr(hf_config, "use_sliding_window", False), False),
-        ("hidden_act", hf_config.hidden_act, "silu"),
-    ):
-        if actual != expected:
+    for field, actual, allowed in _EXPECTED[kind](hf_config):
+        if actual not in allowed:
             raise ConfigError(
-                f"{path}/config.json has {field} = {actual!r}; the trainer knows only {expected!r} for {kind}"
+                f"{path}/config.json has {field} = {actual!r}; the trainer knows only "
+                f"{' or '.join(map(repr, allowed))} for {kind}"
             )
+
+
+Expectation = tuple[str, Any, tuple[Any, ...]]
+"""A field of config.json, its value, and the values the trainer knows."""
+
+
+def _expected_of_any(hf_config: Any) -> list[Expectation]:
+    return [
+        ("attention_bias", getattr(hf_config, "attention_bias", False), (False,)),
+        ("use_sliding_window", getattr(hf_config, "use_sliding_window", False), (False,)),
+        ("hidden_act", hf_config.hidden_act, ("silu",)),
+        ("quantization_config", getattr(hf_config, "quantization_config", None), (None,)),
+    ]
+
+
+def _expected_of_qwen(hf_config: Any) -> list[Expectation]:
+    return [
+        ("rope_parameters.rope_type", hf_config.rope_parameters.get("rope_type", "default"), ("default",)),
+        ("qkv_bias", getattr(hf_config, "qkv_bias", True), (True,)),
+        *_expected_of_any(hf_config),
+    ]
+
+
+def _expected_of_deepseek(hf_config: Any) -> list[Expectation]:
+    rope = hf_config.rope_parameters
+    groups, top_groups = hf_config.n_group, hf_config.topk_group
+    return [
+        ("rope_parameters.rope_type", rope.get("rope_type", "default"), ("default", "yarn")),
+        ("rope_parameters.attention_factor", rope.get("attention_factor"), (None,)),
+        ("rope_parameters.truncate", rope.get("truncate", True), (True,)),
+        (
+            "both or none of rope_parameters.mscale and mscale_all_dim",
+            bool(rope.get("mscale")) == bool(rope.get("mscale_all_dim")),
+            (True,),
+        ),
+        ("rope_interleave", hf_config.rope_interleave, (True,)),
+        ("num_key_value_heads", hf_config.num_key_value_heads, (hf_config.num_attention_heads,)),
+        ("moe_layer_freq", getattr(hf_config, "moe_layer_freq", 1), (1,)),
+        ("scoring_func", getattr(hf_config, "scoring_func", "sigmoid"), ("sigmoid",)),
+        ("topk_method", getattr(hf_config, "topk_method", "noaux_tc"), ("noaux_tc",)),
+        ("norm_topk_prob", hf_config.norm_topk_prob, (True,)),
+        # Megatron normalises the gates of several experts always, that of a single one never.
+        ("num_experts_per_tok above 1", hf_config.num_experts_per_tok > 1, (True,)),
+        # Hugging Face and SGLang rank groups by their two best experts, Megatron by as many as a chosen group
+        # gives on average. They agree for two, and where all groups are taken anyway.
+        (
+            "num_experts_per_tok / topk_group",
+            2 if groups == top_groups else hf_config.num_experts_per_tok // top_groups,
+            (2,),
+        ),
+        *_expected_of_any(hf_config),
+    ]
+
+
+_EXPECTED: dict[str, Callable[[Any], list[Expectation]]] = {
+    "deepseek_v3": _expected_of_deepseek,
+    "qwen2_moe": _expected_of_qwen,
+    "qwen3": _expected_of_qwen,
+    "qwen3_moe": _expected_of_qwen,
+}
 
 
 def _views(models: list[torch.nn.Module]) -> list[_TransformerEngineNames]:

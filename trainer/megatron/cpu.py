@@ -244,3 +244,7 @@ def _fill_in_for_transformer_engine() -> None:
         return module
 
     _core("transformer.torch_norm").WrappedTorchNorm.__new__ = norm
+
+    # Latent attention takes TransformerEngine for present when its wrappers can be imported, which they can
+    # without it, and then asks whether a layer is one of them.
+    _core("transformer.multi_latent_attention").HAVE_TE = False
