@@ -28,6 +28,30 @@ A message says what is wrong, the actual value, what was expected, and the remed
 pickling, because Ray carries them between processes.
 """
 
+from typing import Literal
+
+Misalignment = Literal[
+    "payload",
+    "wrong_shape",
+    "too_many_rows",
+    "wrong_layers",
+    "wrong_prefix",
+    "wrong_versions",
+    "out_of_range",
+    "duplicate",
+]
+"""Why routing is refused; the label of `replay_rejected_total`.
+
+payload: it cannot be read, or is not of the size that the tokens ask for.
+wrong_shape: not `[T-1, L_moe, K]`, or not of the type that the number of experts asks for.
+too_many_rows: more than T-1, as full sequences have that were laid end to end.
+wrong_layers: of other layers, or of another model.
+wrong_prefix: of another text: the history was edited since.
+wrong_versions: the spans of weight versions are no partition of the rows.
+out_of_range: an expert that does not exist.
+duplicate: an expert twice in a row, as in a layer that an engine left at zeros.
+"""
+
 
 class AsyncRLError(Exception):
     """Root of the tree."""
@@ -97,6 +121,10 @@ class DataError(AsyncRLError):
 
 class AlignmentError(DataError):
     """Routing rows do not fit the tokens they belong to."""
+
+    def __init__(self, message: str, reason: Misalignment = "payload") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class CorruptFrame(DataError):

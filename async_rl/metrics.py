@@ -26,6 +26,8 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100,
 """Waits of a loop wake-up up to a large trainer step."""
 TOKENS = tuple(float(1 << n) for n in range(4, 18))
 """16 to 131072."""
+SHARES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""None at all, then from one in a thousand to all."""
 VERSIONS = tuple(float(n) for n in range(17))
 
 
@@ -125,7 +127,24 @@ class Metrics:
             "routing_rows_invalid_total", "Routing rows never reported, so replayed natively by the trainer."
         )
         self.replay_rejected_total = counter(
-            "replay_rejected_total", "Routing payloads rejected because they do not fit, by reason.", "reason"
+            "replay_rejected_total",
+            "Times routing was rejected because it does not fit, by reason.",
+            "reason",
+        )
+        self.routing_payloads_total = counter(
+            "routing_payloads_total",
+            "Answers that came with routing: of all tokens (full), of the end only (delta), for it alone "
+            "(recovery).",
+            "kind",
+        )
+        self.routing_mixed_versions_total = counter(
+            "routing_mixed_versions_total",
+            "Answers whose rows are of several weight versions, though updates flush the prefix cache.",
+        )
+        self.routing_flip_ratio = histogram(
+            "routing_flip_ratio",
+            "Share of the experts of an interrupted turn's tokens that the next weights replaced; a sample.",
+            SHARES,
         )
 
         # Engines.

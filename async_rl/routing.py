@@ -11,24 +11,24 @@ replace      second whole
 splice      of the first 0-5, of the second 6-8      6, the boundary, was first fed on resume
 ```
 
-Traces are never laid end to end: each is a full sequence, and `fit` refuses what comes of that. Ids stay as
-narrow as the number of experts allows. The functions are pure; results may share memory with what they are
-made of.
+Traces are never laid end to end: each is a full sequence, and `fit` refuses what comes of that. A trace names
+its text by a hash and its layers by their numbers, so that rows of another text or model are refused, however
+well they fit in size. Ids stay as narrow as the number of experts allows. The functions are pure; results may
+share memory with what they are made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from async_rl.errors import AlignmentError
-from async_rl.types import ExpertIdArray, RoutingTrace, VersionSpan
-
-NEVER_COMPUTED = -1
-"""Weight version of the spans of rows that no engine reported."""
+from async_rl.types import NEVER_COMPUTED, ExpertIdArray, Int32Array, RoutingTrace, VersionSpan
 
 _BLOCK = 1 << 15
 """Tokens times layers that are compared at once; with 8 experts each they fit the second-level cache."""
@@ -41,30 +41,57 @@ def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype(np.uint8 if num_experts <= 1 << 8 else np.uint16)
 
 
-def make_trace(rows: npt.NDArray[np.integer], num_experts: int, weight_version: int) -> RoutingTrace:
-    """Make a trace of what one response reported, all of it computed under one version.
+def hash_tokens(token_ids: npt.ArrayLike) -> int:
+    """Name a text: blake2b of its ids as little-endian int32, 64 bits. 32k tokens take a tenth of a ms."""
+    text = np.ascontiguousarray(token_ids, "<i4")
+    return int.from_bytes(hashlib.blake2b(text.data, digest_size=8).digest(), "little")
+
+
+def make_trace(
+    rows: npt.NDArray[np.integer],
+    num_experts: int,
+    weight_version: int,
+    *,
+    moe_layers: Sequence[int] = (),
+    row_versions: npt.NDArray[np.integer] | None = None,
+    token_ids: Int32Array | None = None,
+) -> RoutingTrace:
+    """Make a trace of what one response reported.
 
     Args:
         rows: `[R, L_moe, K]`, any integer type; kept without a copy when it is C-contiguous and narrow.
         num_experts: E, of one layer.
-        weight_version: The weights the rows were computed under.
+        weight_version: The weights that all rows were computed under.
+        moe_layers: Which layers of the model they are of; nothing where the maker does not know.
+        row_versions: `[R]`, for a maker that knows the weights of each row; in the place of `weight_version`.
+        token_ids: All that was fed up to the last row, where the maker knows it.
 
     Raises:
         AlignmentError: When the shape is wrong, an id lies outside `[0, E)` or is repeated within a row.
     """
+    rows = np.asarray(rows)
     if rows.ndim != 3 or rows.dtype.kind not in "iu":
         raise AlignmentError(
-            f"routing of shape {rows.shape} and {rows.dtype}, expected integers [R, L_moe, K]"
+            f"routing of shape {rows.shape} and {rows.dtype}, expected integers [R, L_moe, K]", "wrong_shape"
+        )
+    if len(moe_layers) not in (0, rows.shape[1]):
+        raise AlignmentError(
+            f"routing of {rows.shape[1]} layers, expected those of the {len(moe_layers)} layers {moe_layers}",
+            "wrong_layers",
         )
     _check_range(rows, num_experts)
     narrow = np.ascontiguousarray(rows, id_dtype(num_experts))
     _check_unique(narrow)
-    count = len(narrow)
+    if row_versions is None:
+        spans = _spans([(0, len(narrow), weight_version)])
+    else:
+        spans = _runs(np.asarray(row_versions, np.int64))
     return RoutingTrace(
         rows=narrow,
-        valid=np.ones(count, np.bool_),
-        spans=_spans([(0, count, weight_version)]),
+        spans=spans,
         num_experts=num_experts,
+        moe_layers=tuple(moe_layers),
+        prefix_hash=0 if token_ids is None else hash_tokens(token_ids),
     )
 
 
@@ -78,7 +105,9 @@ def replace(old: RoutingTrace | None, new: RoutingTrace | None) -> RoutingTrace 
         return new if old is None else old
     _check_kin(old, new)
     if len(new.rows) < len(old.rows):
-        raise AlignmentError(f"{len(new.rows)} rows would replace {len(old.rows)}: a sequence only grows")
+        raise AlignmentError(
+            f"{len(new.rows)} rows would replace {len(old.rows)}: a sequence only grows", "wrong_shape"
+        )
     return new
 
 
@@ -87,69 +116,75 @@ def splice(old: RoutingTrace | None, new: RoutingTrace | None, *, start: int = 0
 
     Args:
         old: What was gathered so far.
-        new: What the newest response reported.
+        new: What the newest response reported; its hash, where it has one, is of all the text up to its end.
         start: The position of the first row of `new`, where only the end of the sequence was asked for.
 
     Raises:
-        AlignmentError: When the traces are of two models, leave a gap or end before the old one does.
+        AlignmentError: When the traces are of two models or texts, leave a gap or end before the old one
+            does.
     """
     if new is None:
         return old
     if old is None:
         if start:
-            raise AlignmentError(f"rows from {start} on continue a trace that is not there")
+            raise AlignmentError(f"rows from {start} on continue a trace that is not there", "wrong_shape")
         return new
     _check_kin(old, new)
     held, end = len(old.rows), start + len(new.rows)
     if not 0 <= start <= held <= end:
-        raise AlignmentError(f"rows [{start}, {end}) do not continue a trace of {held} rows")
-    if end == held and bool(old.valid.all()):
-        return old
+        raise AlignmentError(f"rows [{start}, {end}) do not continue a trace of {held} rows", "wrong_shape")
+    if end == held:
+        if old.prefix_hash and new.prefix_hash and old.prefix_hash != new.prefix_hash:
+            raise AlignmentError(f"{held} old and {end} new rows are of two texts", "wrong_prefix")
+        if old.valid.all():
+            return old
     rows = np.empty((end, *old.rows.shape[1:]), old.rows.dtype)
-    valid = np.empty(end, np.bool_)
     versions = np.empty(end, np.int64)
-    rows[:held], valid[:held], versions[:held] = old.rows, old.valid, _versions(old)
-    taken = np.ones(end, np.bool_)
-    taken[:start] = False
-    taken[start:held] = ~old.valid[start:]
-    from_new = taken[start:]
-    rows[taken] = new.rows[from_new]
-    valid[taken], versions[taken] = new.valid[from_new], _versions(new)[from_new]
-    return RoutingTrace(rows=rows, valid=valid, spans=_runs(versions), num_experts=old.num_experts)
+    rows[:held], versions[:held] = old.rows, _versions(old)
+    rows[held:], versions[held:] = new.rows[held - start :], _versions(new)[held - start :]
+    missing = np.flatnonzero(~old.valid[start:]) + start
+    rows[missing], versions[missing] = new.rows[missing - start], _versions(new)[missing - start]
+    return msgspec.structs.replace(new, rows=rows, spans=_runs(versions))
 
 
-def fit(trace: RoutingTrace, num_tokens: int) -> RoutingTrace:
-    """The trace with exactly `num_tokens - 1` rows; missing ones are marked invalid.
+def fit(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
+    """The trace with exactly T-1 rows; missing ones are marked as never computed.
+
+    Args:
+        trace: Of the beginning of these tokens, or of all of them.
+        token_ids: `[T] int32`.
 
     Raises:
-        AlignmentError: When there are more. Sequences laid end to end are found here.
+        AlignmentError: When there are more rows, or they are of another text. Sequences laid end to end are
+            found here.
     """
-    wanted, held = max(num_tokens - 1, 0), len(trace.rows)
+    wanted, held = max(len(token_ids) - 1, 0), len(trace.rows)
     if held > wanted:
         raise AlignmentError(
-            f"{held} routing rows for {num_tokens} tokens, expected at most {wanted}: were full sequences "
-            "concatenated instead of replaced?"
+            f"{held} routing rows for {len(token_ids)} tokens, expected at most {wanted}: were full "
+            "sequences concatenated instead of replaced?",
+            "too_many_rows",
         )
+    _check_text(trace, token_ids)
     if held == wanted:
         return trace
     rows = np.zeros((wanted, *trace.rows.shape[1:]), trace.rows.dtype)
-    valid = np.zeros(wanted, np.bool_)
-    rows[:held], valid[:held] = trace.rows, trace.valid
-    spans = (*trace.spans, VersionSpan(start=held, end=wanted, weight_version=NEVER_COMPUTED))
-    return RoutingTrace(rows=rows, valid=valid, spans=spans, num_experts=trace.num_experts)
+    rows[:held] = trace.rows
+    spans = _spans([*_parts(trace.spans), (held, wanted, NEVER_COMPUTED)])
+    return msgspec.structs.replace(trace, rows=rows, spans=spans, prefix_hash=hash_tokens(token_ids[:wanted]))
 
 
-def truncate(trace: RoutingTrace, num_tokens: int) -> RoutingTrace:
-    """The rows of the first `num_tokens` tokens, for a trajectory cut to that length."""
-    end = min(len(trace.rows), max(num_tokens - 1, 0))
-    spans = _spans((s.start, min(s.end, end), s.weight_version) for s in trace.spans)
-    return RoutingTrace(
-        rows=trace.rows[:end], valid=trace.valid[:end], spans=spans, num_experts=trace.num_experts
+def truncate(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
+    """The rows of these tokens, which a longer trajectory begins with."""
+    end = min(len(trace.rows), max(len(token_ids) - 1, 0))
+    spans = _spans([(a, min(b, end), version) for a, b, version in _parts(trace.spans)])
+    return msgspec.structs.replace(
+        trace, rows=trace.rows[:end], spans=spans, prefix_hash=hash_tokens(token_ids[:end])
     )
 
 
 def check(trace: RoutingTrace, num_tokens: int) -> None:
-    """Check everything that a finished trajectory of `num_tokens` promises of its trace.
+    """Check all that can be said of a trace of `num_tokens` without the text itself; see `verify`.
 
     Raises:
         AlignmentError: When the number of rows is not T-1, types or shapes are wrong, the spans do not
@@ -157,39 +192,97 @@ def check(trace: RoutingTrace, num_tokens: int) -> None:
             at zeros is found so as well, where a token has more than one expert.
     """
     wanted = max(num_tokens - 1, 0)
-    rows, valid = trace.rows, trace.valid
+    rows = trace.rows
     if rows.ndim != 3 or len(rows) != wanted:
         raise AlignmentError(
-            f"routing of shape {rows.shape} for {num_tokens} tokens, expected [{wanted}, L, K]"
+            f"routing of shape {rows.shape} for {num_tokens} tokens, expected [{wanted}, L, K]",
+            "too_many_rows" if rows.ndim == 3 and len(rows) > wanted else "wrong_shape",
         )
+    if not 1 <= trace.num_experts <= 1 << 16:
+        raise AlignmentError(f"routing among {trace.num_experts} experts", "out_of_range")
     if rows.dtype != id_dtype(trace.num_experts) or not rows.flags.c_contiguous:
         raise AlignmentError(
-            f"routing rows of {rows.dtype} for {trace.num_experts} experts, or not contiguous"
+            f"routing rows of {rows.dtype} for {trace.num_experts} experts, or not contiguous", "wrong_shape"
         )
-    if valid.shape != (wanted,) or valid.dtype != np.bool_:
-        raise AlignmentError(f"validity of shape {valid.shape} and {valid.dtype}, expected bool [{wanted}]")
+    if len(trace.moe_layers) not in (0, rows.shape[1]):
+        raise AlignmentError(
+            f"routing of {rows.shape[1]} layers says that it is of {trace.moe_layers}", "wrong_layers"
+        )
     position = 0
     for span in trace.spans:
         if span.start != position or span.end <= position:
-            raise AlignmentError(f"version spans leave a gap or overlap at row {position}: {span}")
+            raise AlignmentError(
+                f"version spans leave a gap or overlap at row {position}: {span}", "wrong_versions"
+            )
         position = span.end
     if position != wanted:
-        raise AlignmentError(f"version spans end at row {position} of {wanted}")
-    reported = rows if valid.all() else rows[valid]
+        raise AlignmentError(f"version spans end at row {position} of {wanted}", "wrong_versions")
+    reported = rows if trace.valid.all() else rows[trace.valid]
     _check_range(reported, trace.num_experts)
     _check_unique(reported)
 
 
+def verify(trace: RoutingTrace, token_ids: Int32Array, moe_layers: Sequence[int]) -> None:
+    """Check everything that a finished trajectory promises of its trace.
+
+    Args:
+        trace: With T-1 rows.
+        token_ids: `[T] int32`, the trajectory.
+        moe_layers: The layers of the model that have experts.
+
+    Raises:
+        AlignmentError: See `check`; or when the rows are of another text or of other layers.
+    """
+    check(trace, len(token_ids))
+    check_origin(trace, token_ids, moe_layers)
+
+
+def check_origin(trace: RoutingTrace, token_ids: Int32Array, moe_layers: Sequence[int]) -> None:
+    """Check that a trace is of this text and this model; cheap, whatever its size.
+
+    Raises:
+        AlignmentError: When it is not.
+    """
+    if trace.moe_layers != tuple(moe_layers):
+        raise AlignmentError(
+            f"routing of the layers {trace.moe_layers}, expected {tuple(moe_layers)}", "wrong_layers"
+        )
+    _check_text(trace, token_ids)
+
+
 def invalid_rows(trace: RoutingTrace) -> int:
     """How many rows were never reported and are routed natively in training."""
-    return len(trace.valid) - int(np.count_nonzero(trace.valid))
+    return sum(span.end - span.start for span in trace.spans if span.weight_version == NEVER_COMPUTED)
+
+
+def flip_ratio(old: ExpertIdArray, new: ExpertIdArray) -> float:
+    """Share of the old experts that are not among the new ones of the same token and layer; nan of nothing.
+
+    Args:
+        old: `[R, L_moe, K]`.
+        new: `[R, L_moe, K]`.
+    """
+    kept = np.zeros(old.shape, np.bool_)
+    for column in range(new.shape[-1]):
+        kept |= old == new[..., column : column + 1]
+    return 1.0 - float(np.mean(kept)) if kept.size else float("nan")
+
+
+def _check_text(trace: RoutingTrace, token_ids: Int32Array) -> None:
+    fed = len(trace.rows)
+    if trace.prefix_hash != hash_tokens(token_ids[:fed]):
+        raise AlignmentError(
+            f"{fed} routing rows are not of the {fed} tokens they stand beside: the history was edited, or "
+            "they are another trajectory's",
+            "wrong_prefix",
+        )
 
 
 def _check_range(rows: npt.NDArray[np.integer], num_experts: int) -> None:
     unsigned = rows.view(rows.dtype.str.replace("i", "u"))  # a negative id becomes a huge one
     if rows.size and (largest := int(unsigned.max())) >= num_experts:
         found = int(rows.min()) if rows.min() < 0 else largest
-        raise AlignmentError(f"expert id {found} outside [0, {num_experts})")
+        raise AlignmentError(f"expert id {found} outside [0, {num_experts})", "out_of_range")
 
 
 def _check_unique(rows: ExpertIdArray) -> None:
@@ -203,13 +296,18 @@ def _check_unique(rows: ExpertIdArray) -> None:
             if twice.any():
                 row, layer = divmod(begin + int(twice.any(axis=0).argmax()), layers)
                 ids = rows[row, layer].tolist()
-                raise AlignmentError(f"expert ids {ids} of row {row}, layer {layer} are not distinct")
+                raise AlignmentError(
+                    f"expert ids {ids} of row {row}, layer {layer} are not distinct", "duplicate"
+                )
 
 
 def _check_kin(old: RoutingTrace, new: RoutingTrace) -> None:
-    a, b = (old.rows.shape[1:], old.num_experts), (new.rows.shape[1:], new.num_experts)
+    a, b = ((*t.rows.shape[1:], t.num_experts, t.moe_layers) for t in (old, new))
     if a != b:
-        raise AlignmentError(f"traces of two models: layers and top-k, experts are {a} and {b}")
+        raise AlignmentError(
+            f"traces of two models: layers, top-k, experts and numbers of the layers are {a} and {b}",
+            "wrong_layers",
+        )
 
 
 def _versions(trace: RoutingTrace) -> npt.NDArray[np.int64]:
@@ -223,9 +321,13 @@ def _versions(trace: RoutingTrace) -> npt.NDArray[np.int64]:
 def _runs(versions: npt.NDArray[np.int64]) -> tuple[VersionSpan, ...]:
     """Spans of equal versions, longest possible."""
     edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return _spans((a, b, int(versions[a])) for a, b in pairwise(edges) if a < b)
+    return _spans([(a, b, int(versions[a])) for a, b in pairwise(edges) if a < b])
 
 
-def _spans(parts: Iterator[tuple[int, int, int]] | list[tuple[int, int, int]]) -> tuple[VersionSpan, ...]:
+def _parts(spans: Sequence[VersionSpan]) -> Iterator[tuple[int, int, int]]:
+    return ((span.start, span.end, span.weight_version) for span in spans)
+
+
+def _spans(parts: Sequence[tuple[int, int, int]]) -> tuple[VersionSpan, ...]:
     """Spans without the empty ones."""
     return tuple(VersionSpan(start=a, end=b, weight_version=v) for a, b, v in parts if a < b)

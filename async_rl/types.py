@@ -71,22 +71,36 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: int
 
 
-class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+NEVER_COMPUTED = -1
+"""Weight version of the spans of routing rows that no engine reported."""
+
+
+class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """Which experts each fed token was sent to: row i belongs to the forward pass that was fed token i.
 
-    Rows that were never reported are marked invalid in `valid`, never filled with a guess; their content is
-    undefined. `spans` partition `[0, len(rows))` and say under which weights each row was computed. The
+    `spans` partition `[0, len(rows))` and say under which weights each row was computed. Rows that were never
+    reported lie in spans of the version `NEVER_COMPUTED`; what they hold is undefined, never a guess. The
     operations are in `async_rl.routing`.
     """
 
     rows: np.ndarray  # [T-1, L_moe, K] uint8 (E <= 256) or uint16, C-contiguous
-    valid: np.ndarray  # [T-1] bool
     spans: tuple[VersionSpan, ...]
     num_experts: int
     moe_layers: tuple[int, ...] = ()
     """Which layers of the model the L_moe rows are of, counted from 0."""
     prefix_hash: int = 0
-    """`routing.hash_tokens` of what was fed, `token_ids[:T-1]`: rows of another text are no rows."""
+    """`routing.hash_tokens` of what was fed, `token_ids[:T-1]`: rows of another text are no rows. 0 where the
+    text is not known: straight from an engine."""
+
+    @cached_property
+    def valid(self) -> BoolArray:
+        """Which rows were reported, `[T-1] bool`, read-only."""
+        valid = np.ones(len(self.rows), np.bool_)
+        for span in self.spans:
+            if span.weight_version == NEVER_COMPUTED:
+                valid[span.start : span.end] = False
+        valid.flags.writeable = False
+        return valid
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -164,6 +164,7 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
         facts=FACTS,
         rollout=_ROLLOUT,
         routing_config=_NO_ROUTING,
+        interrupt="abort",
         metrics=metrics,
         new_id=lambda: f"{number:032x}",
         clock=time.monotonic,

@@ -57,6 +57,7 @@ def plan(
         routed_experts=rows,
         routing_valid=None if rows is None else np.empty(tokens, np.bool_),
         num_experts=0 if facts is None else facts.num_experts,
+        moe_layers=() if facts is None else facts.moe_layers,
     )
 
 
@@ -84,6 +85,33 @@ def fill(batch: TrainBatch, groups: Sequence[Group]) -> None:
             batch.offsets[index] = end
 
 
+def check_routing(trajectory: Trajectory, moe_layers: tuple[int, ...], top_k: int, num_experts: int) -> None:
+    """Check that stored routing is of its tokens and of the model that is trained.
+
+    It was verified when it was made, but a run may be resumed with another model. The ids themselves are not
+    looked at again.
+
+    Raises:
+        AlignmentError: With the trajectory, what is wrong and what was expected.
+    """
+    trace = trajectory.trace
+    if trace is None:
+        return
+    found = trace.rows.shape, trace.rows.dtype, trace.num_experts
+    shape = (trajectory.num_tokens - 1, len(moe_layers), top_k)
+    expected = shape, routing.id_dtype(num_experts), num_experts
+    try:
+        if found != expected:
+            raise AlignmentError(
+                "routing of shape {}, {}, {} experts".format(*found)
+                + "; expected {}, {}, {}".format(*expected),
+                "too_many_rows" if len(trace.rows) > shape[0] else "wrong_shape",
+            )
+        routing.check_origin(trace, trajectory.token_ids, moe_layers)
+    except AlignmentError as error:
+        raise AlignmentError(f"trajectory {trajectory.trajectory_id}: {error}", error.reason) from error
+
+
 def _fill_tokens(batch: TrainBatch, position: int, trajectory: Trajectory) -> int:
     for segment in trajectory.segments:
         end = position + len(segment.token_ids)
@@ -109,12 +137,7 @@ def _fill_routing(batch: TrainBatch, start: int, end: int, trajectory: Trajector
         experts[start:end] = 0
         valid[start:end] = False
         return
-    expected, found = (end - start - 1, *experts.shape[1:]), trace.rows.shape
-    if found != expected or (trace.num_experts, trace.rows.dtype) != (batch.num_experts, experts.dtype):
-        raise AlignmentError(
-            f"trajectory {trajectory.trajectory_id}: routing of shape {found}, {trace.rows.dtype}, "
-            f"{trace.num_experts} experts; expected {expected}, {experts.dtype}, {batch.num_experts}"
-        )
+    check_routing(trajectory, batch.moe_layers, experts.shape[-1], batch.num_experts)
     experts[start : end - 1] = trace.rows
     experts[end - 1] = 0
     valid[start : end - 1] = trace.valid

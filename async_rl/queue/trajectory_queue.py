@@ -24,6 +24,7 @@ not, never half of it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from typing import TypeVar
 import msgspec
 
 from async_rl.engines.protocol import EngineFacts
-from async_rl.errors import CorruptFrame, InvariantError, SpoolFull
+from async_rl.errors import AlignmentError, CorruptFrame, InvariantError, SpoolFull
 from async_rl.metrics import Metrics
 from async_rl.queue import batching
 from async_rl.queue.ledger import DataPosition, Ledger
@@ -41,6 +42,8 @@ from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.routing import invalid_rows
 from async_rl.staleness import Backlog, Overage, staleness
 from async_rl.types import Group, Trajectory
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -479,7 +482,9 @@ class TrajectoryQueue:
         for entry in ready:
             try:
                 groups.append(self._spool.read(entry.ref, Group))
-            except CorruptFrame:
+                self._check_routing(groups[-1])
+            except (CorruptFrame, AlignmentError) as error:
+                log.warning("group %s cannot be trained on: %s", entry.group_id, error)
                 corrupt.append(entry.group_id)
         if corrupt:
             return _Packed(corrupt=tuple(corrupt))
@@ -506,6 +511,20 @@ class TrajectoryQueue:
             routing_rows_invalid=sum(map(invalid_rows, traces)),
         )
         return _Packed(batch=batch, ref=ref)
+
+    def _check_routing(self, group: Group) -> None:
+        """Routing that is not of the model trained here, after a change of it, is as good as damaged."""
+        if self._facts is None:
+            return
+        for trajectory in group.trajectories:
+            try:
+                batching.check_routing(
+                    trajectory, self._facts.moe_layers, self._facts.top_k, self._facts.num_experts
+                )
+            except AlignmentError as error:
+                if self._metrics is not None:
+                    self._metrics.replay_rejected_total.labels(error.reason).inc()
+                raise
 
     def _age(self, version: int, trajectory: Trajectory) -> int:
         oldest = trajectory.oldest_weight_version

@@ -196,6 +196,7 @@ class RolloutManager:
             facts=self._facts,
             rollout=rollout,
             routing_config=self._config.routing,
+            interrupt=self._config.weights.interrupt,
             metrics=self._metrics,
             new_id=self._new_id,
             clock=self._clock,

@@ -11,15 +11,12 @@ Everything sampled is kept as a segment under its own weight version the moment 
 ends. Nothing the model sampled is ever tokenised again: a call gets the token ids so far and appends what
 comes back.
 
-Routing follows the law of `docs/routing-replay.md`: a call's payload covers the whole sequence, so the newest
-one *replaces* the earlier ones (`replace`), or extends them (`splice`); payloads are decoded once the
-trajectory is finished, so those that were replaced cost nothing. Rows that no call reported are recovered by
-a prefill without new tokens, or marked invalid.
+Routing is gathered by `rollout.rows`: each call asks for the rows that are not held yet, and hands in what
+it reports. Rows that no call reported are recovered by a prefill without new tokens, or marked invalid.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -28,23 +25,22 @@ from typing import Any, Final
 
 import numpy as np
 
-from async_rl import routing
 from async_rl.chat import ChatFormat
 from async_rl.config import RolloutConfig, RoutingConfig
 from async_rl.engines.pool import EnginePool, Lease
 from async_rl.engines.protocol import (
     Chunk,
-    Engine,
     EngineFacts,
     Finish,
     GenerateRequest,
-    RoutingPayload,
+    InterruptMode,
     SamplingParams,
     check_partition,
 )
-from async_rl.errors import AlignmentError, EngineError, PromptTooLong
+from async_rl.errors import EngineError, PromptTooLong
 from async_rl.metrics import Metrics
 from async_rl.rollout.api import Turn
+from async_rl.rollout.rows import Rows
 from async_rl.types import (
     Context,
     FinishReason,
@@ -117,6 +113,7 @@ class RolloutSession:
         facts: EngineFacts,
         rollout: RolloutConfig,
         routing_config: RoutingConfig,
+        interrupt: InterruptMode,
         metrics: Metrics,
         new_id: Callable[[], str],
         clock: Callable[[], float],
@@ -139,7 +136,14 @@ class RolloutSession:
         self._segments: list[Segment] = []
         self._buffer = np.empty(min(1024, rollout.max_context_tokens), np.int32)
         self._length = 0
-        self._payloads: list[tuple[Engine, RoutingPayload]] = []
+        self._rows = Rows(
+            trajectory_id,
+            config=routing_config,
+            interrupt=interrupt,
+            facts=facts,
+            metrics=metrics,
+            strike=pool.strike,
+        )
         self._num_turns = 0
         self._num_interruptions = 0
         self._num_resumes = 0
@@ -268,13 +272,8 @@ class RolloutSession:
             if resumed:
                 self._num_resumes += 1
                 self._metrics.resumes_total.inc()
-            request = GenerateRequest(
-                request_id=self._new_id(),
-                input_ids=self._buffer[: self._length],
-                max_new_tokens=budget,
-                sampling=sampling,
-                return_routing=self._routing.from_engine,
-            )
+            request = self._request(lease, self._length, budget, sampling)
+            prompt = self._length
             reason: FinishReason = "failover"
             try:
                 async with aclosing(lease.engine.generate(request)) as stream:  # type: ignore[type-var]
@@ -292,7 +291,7 @@ class RolloutSession:
                     reason = "failover"
             finally:
                 # Also on cancellation: what was sampled is a segment before anybody can look.
-                self._keep(call, lease, reason)
+                self._keep(call, lease, reason, prompt)
             ours = reason == "abort" and lease.interrupted
         if reason == "failover":
             self._num_failovers += 1
@@ -324,7 +323,23 @@ class RolloutSession:
         lease.suspicious(EngineError(problem))
         return False
 
-    def _keep(self, call: _Call, lease: Lease, reason: FinishReason) -> None:
+    def _request(
+        self, lease: Lease, num_tokens: int, max_new_tokens: int, sampling: SamplingParams
+    ) -> GenerateRequest:
+        """A call that is given the first `num_tokens`, and asked for the rows that are missing."""
+        token_ids, wanted, start = self._buffer[:num_tokens], self._routing.from_engine, 0
+        if wanted:
+            start = self._rows.start(token_ids, lease.engine.engine_id, lease.weight_version)
+        return GenerateRequest(
+            request_id=self._new_id(),
+            input_ids=token_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            return_routing=wanted,
+            routing_start=start,
+        )
+
+    def _keep(self, call: _Call, lease: Lease, reason: FinishReason, prompt: int) -> None:
         """Turn a call's tokens into segments, one for each weight version, and remember its routing."""
         for span in call.spans:
             if span.end <= span.start:
@@ -339,10 +354,8 @@ class RolloutSession:
                 )
             )
         self._metrics.sampled_tokens_total.inc(len(call.token_ids))
-        if call.finish is not None and call.finish.routing is not None:
-            if self._routing.merge == "replace":
-                self._payloads.clear()
-            self._payloads.append((lease.engine, call.finish.routing))
+        if call.finish is not None:
+            self._rows.take(lease.engine, call.finish, self._buffer[: self._length], prompt)
 
     def _append(self, segment: Segment) -> None:
         end = self._length + len(segment.token_ids)
@@ -387,25 +400,9 @@ class RolloutSession:
 
     async def _trace(self) -> RoutingTrace:
         needed = self._rows_needed()
-        if max((payload.num_rows for _, payload in self._payloads), default=0) < needed:
+        if self._rows.held(self._buffer[: self._length]) < needed:
             await self._recover_rows(needed)
-        trace: RoutingTrace | None = None
-        for engine, payload in self._payloads:
-            try:
-                newer = await asyncio.to_thread(engine.decode_routing, payload)
-            except AlignmentError as error:
-                self._metrics.replay_rejected_total.labels("payload").inc()
-                self._pool.strike(engine.engine_id, EngineError(str(error)))
-                raise
-            trace = newer if trace is None else routing.splice(trace, newer)
-        if trace is None:
-            shape = (0, len(self._facts.moe_layers), self._facts.top_k)
-            trace = routing.make_trace(
-                np.empty(shape, np.uint8), self._facts.num_experts, routing.NEVER_COMPUTED
-            )
-        trace = routing.fit(trace, self._length)
-        routing.check(trace, self._length)
-        return trace
+        return await self._rows.build(self._buffer[: self._length])
 
     def _rows_needed(self) -> int:
         """Rows up to the last sampled token; context after it is predicted by nobody."""
@@ -420,24 +417,18 @@ class RolloutSession:
         """Prefill once more, sampling nothing, for the rows that no call reported (its last call died or was
         aborted in a queue). They are of the weights served now, and the trace's spans say so.
         """
+        token_ids = self._buffer[: needed + 1]
         for _ in range(_MAX_RECOVERIES):
             async with self._pool.lease(self._trajectory_id, needed + 1) as lease:
-                request = GenerateRequest(
-                    request_id=self._new_id(),
-                    input_ids=self._buffer[: needed + 1],
-                    max_new_tokens=0,
-                    sampling=SamplingParams(),
-                    return_routing=True,
-                )
+                request = self._request(lease, needed + 1, 0, SamplingParams())
                 try:
                     async with aclosing(lease.engine.generate(request)) as stream:  # type: ignore[type-var]
                         async for event in stream:
-                            if isinstance(event, Finish) and event.routing is not None:
-                                if self._routing.merge == "replace":
-                                    self._payloads.clear()
-                                self._payloads.append((lease.engine, event.routing))
-                                return
+                            if isinstance(event, Finish):
+                                self._rows.take(lease.engine, event, token_ids, needed + 1, recovery=True)
                 except EngineError as error:
                     lease.failed(error)
+            if self._rows.held(token_ids) >= needed:
+                return
         # The rows stay invalid: the trainer replays those tokens natively, and they are counted.
         log.warning("trajectory %s: its last routing rows could not be recovered", self._trajectory_id)

@@ -6,16 +6,21 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.routing import NEVER_COMPUTED, check, fit, invalid_rows, make_trace, replace, splice
-from async_rl.types import RoutingTrace
+from async_rl.routing import fit, invalid_rows, make_trace, replace, splice, verify
+from async_rl.types import NEVER_COMPUTED, RoutingTrace
 from tests.support.trajectories import make_rows
 
 calls = st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=6)
 """Per engine call: tokens sampled, and whether rows came with them."""
 
 
-def reported(num_tokens: int, version: int) -> RoutingTrace:
-    return make_trace(make_rows(num_tokens - 1, seed=version), 8, version)
+TEXT = np.arange(100, dtype=np.int32)
+LAYERS = (0, 2)
+
+
+def reported(num_tokens: int, version: int, start: int = 0) -> RoutingTrace:
+    rows = make_rows(num_tokens - 1, seed=version)[start:]
+    return make_trace(rows, 8, version, moe_layers=LAYERS, token_ids=TEXT[: num_tokens - 1])
 
 
 def version_of(trace: RoutingTrace) -> list[int]:
@@ -35,8 +40,8 @@ def test_rows_are_those_of_the_last_response_that_had_some_when_replaced(
         assert merged is None
         return
     assert merged is not None
-    fitted = fit(merged, tokens)
-    check(fitted, tokens)
+    fitted = fit(merged, TEXT[:tokens])
+    verify(fitted, TEXT[:tokens], LAYERS)
     assert np.array_equal(fitted.rows[: len(last.rows)], last.rows)
     assert invalid_rows(fitted) == tokens - 1 - len(last.rows)
 
@@ -56,12 +61,12 @@ def test_each_row_is_of_the_first_response_that_covered_it_when_spliced(
         merged = splice(merged, new)
         expected += [(version, row) for row in new.rows[len(expected) :]]
         if fit_between:
-            merged = fit(merged, tokens) if merged is not None else None
+            merged = fit(merged, TEXT[:tokens]) if merged is not None else None
     if merged is None:
         assert not expected
         return
-    fitted = fit(merged, tokens)
-    check(fitted, tokens)
+    fitted = fit(merged, TEXT[:tokens])
+    verify(fitted, TEXT[:tokens], LAYERS)
     missing = tokens - 1 - len(expected)
     assert version_of(fitted) == [v for v, _ in expected] + [NEVER_COMPUTED] * missing
     for row, (_, wanted) in zip(fitted.rows, expected, strict=False):
@@ -77,9 +82,10 @@ def test_a_splice_from_a_later_start_equals_one_of_the_full_sequence(
         tokens += sampled
         new = reported(tokens, version)
         start = data.draw(st.integers(0, 0 if delta is None else len(delta.rows)))
-        part = make_trace(new.rows[start:], 8, version)
+        part = reported(tokens, version, start)
         whole, delta = splice(whole, new), splice(delta, part, start=start)
         assert whole is not None
         assert delta is not None
         assert np.array_equal(whole.rows, delta.rows)
         assert whole.spans == delta.spans
+        assert whole.prefix_hash == delta.prefix_hash

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from async_rl import routing
@@ -27,9 +28,16 @@ Script = Callable[[GenerateRequest], Sequence[Chunk | Finish | Exception]]
 
 
 def sampled(
-    count: int, reason: str, version: int, *, prompt: int, rows: bool = True, first: int = 100
+    count: int,
+    reason: str,
+    version: int,
+    *,
+    prompt: int,
+    rows: bool = True,
+    first: int = 100,
+    start: int = 0,
 ) -> list:
-    """The events of a call that samples `count` tokens (ids from `first`) and ends."""
+    """The events of a call that samples `count` tokens (ids from `first`); its rows are from `start` on."""
     events: list[Chunk | Finish] = []
     if count:
         ids = list(range(first, first + count))
@@ -37,7 +45,10 @@ def sampled(
     spans = (VersionSpan(start=0, end=count, weight_version=version),) if count else ()
     payload = None
     if rows:
-        payload = RoutingPayload(data=bytes([version]), num_rows=prompt + count - 1, weight_version=version)
+        num_rows = prompt + count - 1 - start
+        payload = RoutingPayload(
+            data=bytes([version]), num_rows=num_rows, weight_version=version, start=start
+        )
     events.append(Finish(reason=reason, version_spans=spans, routing=payload))
     return events
 
@@ -58,15 +69,7 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
         # The session's buffer goes on changing after the call.
-        self.requests.append(
-            GenerateRequest(
-                request_id=request.request_id,
-                input_ids=request.input_ids.copy(),
-                max_new_tokens=request.max_new_tokens,
-                sampling=request.sampling,
-                return_routing=request.return_routing,
-            )
-        )
+        self.requests.append(msgspec.structs.replace(request, input_ids=request.input_ids.copy()))
         for event in self.scripts.pop(0)(request):
             if isinstance(event, Exception):
                 raise event
@@ -110,7 +113,7 @@ def marked_trace(num_rows: int, version: int) -> RoutingTrace:
     """Rows `[num_rows, 1, 2]` that name their version: experts (version, version + 1) modulo 8."""
     row = [version % NUM_EXPERTS, (version + 1) % NUM_EXPERTS]
     rows = np.tile(np.array(row, np.uint8), (num_rows, 1, 1))
-    return routing.make_trace(rows, NUM_EXPERTS, version)
+    return routing.make_trace(rows, NUM_EXPERTS, version, moe_layers=(0,))
 
 
 class RecordingTrainer:

@@ -44,8 +44,11 @@ def make_trajectory(
                 finish_reason="stop",
             )
         )
-    rows = prompt + sum(count for count, _ in sampled) - 1
-    trace: RoutingTrace | None = make_trace(make_rows(rows, seed), 8, sampled[-1][1]) if routing else None
+    trace: RoutingTrace | None = None
+    if routing:
+        fed = np.concatenate([segment.token_ids for segment in segments])[:-1]
+        rows = make_rows(len(fed), seed)
+        trace = make_trace(rows, 8, sampled[-1][1], moe_layers=FACTS.moe_layers, token_ids=fed)
     return Trajectory(
         trajectory_id=trajectory_id,
         group_id=group_id,

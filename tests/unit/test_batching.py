@@ -8,9 +8,9 @@ import pytest
 
 from async_rl.errors import AlignmentError, DataError
 from async_rl.queue.batching import assemble
-from async_rl.routing import fit
+from async_rl.routing import fit, truncate
 from async_rl.types import Group, Trajectory
-from tests.support.trajectories import FACTS, make_group, make_trajectory
+from tests.support.trajectories import FACTS, make_group, make_rows, make_trajectory
 
 
 def group_of(*trajectories: Trajectory) -> Group:
@@ -54,8 +54,8 @@ def test_rows_are_invalid_when_none_were_reported() -> None:
     whole = make_trajectory("whole")
     partial = make_trajectory("partial")
     assert partial.trace is not None
-    kept = msgspec.structs.replace(partial.trace, rows=partial.trace.rows[:2], valid=partial.trace.valid[:2])
-    partial = msgspec.structs.replace(partial, trace=fit(kept, partial.num_tokens))
+    kept = truncate(partial.trace, partial.token_ids[:3])
+    partial = msgspec.structs.replace(partial, trace=fit(kept, partial.token_ids))
     absent = make_trajectory("absent", routing=False)
     batch = assemble([group_of(whole, partial, absent)], 0, "batch", FACTS)
     assert batch.routing_valid is not None
@@ -63,14 +63,44 @@ def test_rows_are_invalid_when_none_were_reported() -> None:
     assert valid == [[True] * 6 + [False], [True] * 2 + [False] * 5, [False] * 7]
 
 
-def test_a_trajectory_is_refused_when_its_rows_do_not_fit() -> None:
+def test_the_layers_are_named_when_routing_is_replayed() -> None:
+    assert assemble([make_group("a")], 0, "batch", FACTS).moe_layers == FACTS.moe_layers == (1, 2)
+    assert assemble([make_group("a")], 0, "batch").moe_layers == ()
+
+
+@pytest.mark.case(15, 28)
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        ({"rows": make_rows(5).astype(np.uint8)}, "wrong_shape", r"shape \(5, 2, 2\)"),
+        ({"rows": make_rows(12).astype(np.uint8)}, "too_many_rows", r"shape \(12, 2, 2\)"),
+        ({"rows": make_rows(6).astype(np.uint16)}, "wrong_shape", "uint16"),
+        ({"num_experts": 16}, "wrong_shape", "16 experts"),
+        ({"moe_layers": (0, 1)}, "wrong_layers", r"layers \(0, 1\), expected \(1, 2\)"),
+        ({"moe_layers": ()}, "wrong_layers", r"layers \(\), expected \(1, 2\)"),
+        ({"prefix_hash": 7}, "wrong_prefix", "6 routing rows are not of the 6 tokens"),
+    ],
+)
+def test_a_trajectory_is_refused_with_the_reason_when_its_rows_do_not_fit(
+    change: dict[str, object], reason: str, words: str
+) -> None:
     trajectory = make_trajectory("t")
     assert trajectory.trace is not None
-    short = msgspec.structs.replace(trajectory.trace, rows=trajectory.trace.rows[:-1])
-    wide = msgspec.structs.replace(trajectory.trace, num_experts=16)
-    for trace in (short, wide):
-        with pytest.raises(AlignmentError, match="trajectory t: routing of shape"):
-            assemble([group_of(msgspec.structs.replace(trajectory, trace=trace))], 0, "batch", FACTS)
+    assemble([group_of(trajectory)], 0, "batch", FACTS)
+    changed = msgspec.structs.replace(trajectory, trace=msgspec.structs.replace(trajectory.trace, **change))
+    with pytest.raises(AlignmentError, match=f"trajectory t: .*{words}") as caught:
+        assemble([group_of(changed)], 0, "batch", FACTS)
+    assert caught.value.reason == reason
+
+
+def test_rows_of_a_sibling_are_refused() -> None:
+    ours, theirs = make_group("g", size=2).trajectories
+    assert ours.trace is not None
+    assert theirs.trace is not None
+    cut = truncate(theirs.trace, theirs.token_ids[: ours.num_tokens])
+    assert cut.rows.shape == ours.trace.rows.shape
+    with pytest.raises(AlignmentError, match="another trajectory's"):
+        assemble([group_of(msgspec.structs.replace(ours, trace=cut))], 0, "batch", FACTS)
 
 
 def test_a_batch_is_refused_when_there_is_nothing_to_train_on() -> None:

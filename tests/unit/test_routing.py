@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
 from async_rl import routing
 from async_rl.errors import AlignmentError
-from async_rl.routing import NEVER_COMPUTED, check, fit, invalid_rows, make_trace, replace, splice, truncate
-from async_rl.types import RoutingTrace, VersionSpan
+from async_rl.routing import (
+    check,
+    fit,
+    flip_ratio,
+    hash_tokens,
+    invalid_rows,
+    make_trace,
+    replace,
+    splice,
+    truncate,
+    verify,
+)
+from async_rl.types import NEVER_COMPUTED, RoutingTrace, VersionSpan
 from tests.support.trajectories import make_rows
 
 PROMPT = 4
+TEXT = np.arange(100, 120, dtype=np.int32)
+LAYERS = (1, 3)
 
 
 def full(num_tokens: int, version: int, low: int = 0) -> RoutingTrace:
-    """A trace whose ids lie in [low, low + 4), so that rows of different calls can be told apart."""
-    return make_trace(make_rows(num_tokens - 1, seed=version, experts=4) + low, 16, version)
+    """A trace of the text's beginning, with ids in [low, low + 4): sets A and B tell the calls apart."""
+    rows = make_rows(num_tokens - 1, seed=version, experts=4) + low
+    return make_trace(rows, 16, version, moe_layers=LAYERS, token_ids=TEXT[: num_tokens - 1])
 
 
 def spans(trace: RoutingTrace) -> list[tuple[int, int, int]]:
@@ -63,6 +81,7 @@ def test_a_repeated_id_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) 
         make_trace(rows, 8, 1)
 
 
+@pytest.mark.case(11)
 @pytest.mark.parametrize("interruptions", [1, 3])
 def test_all_rows_are_the_newest_when_replaced(interruptions: int) -> None:
     trace: RoutingTrace | None = None
@@ -84,6 +103,7 @@ def test_a_response_without_rows_changes_nothing_when_merged() -> None:
     assert replace(None, None) is None
 
 
+@pytest.mark.case(12)
 def test_the_boundary_row_is_the_new_one_when_spliced() -> None:
     old, new = full(PROMPT + 3, 1), full(PROMPT + 3 + 3, 2, low=4)
     trace = splice(old, new)
@@ -94,6 +114,7 @@ def test_the_boundary_row_is_the_new_one_when_spliced() -> None:
     assert spans(trace) == [(0, boundary, 1), (boundary, boundary + 3, 2)]
 
 
+@pytest.mark.case(12)
 def test_nothing_changes_when_a_splice_brings_no_new_token() -> None:
     old = full(7, 1)
     assert splice(old, full(7, 2, low=4)) is old
@@ -101,16 +122,18 @@ def test_nothing_changes_when_a_splice_brings_no_new_token() -> None:
 
 def test_only_the_end_is_needed_when_a_splice_starts_late() -> None:
     old, whole = full(7, 1), full(10, 2, low=4)
-    tail = make_trace(whole.rows[5:], 16, 2)
+    tail = make_trace(whole.rows[5:], 16, 2, moe_layers=LAYERS, token_ids=TEXT[:9])
     expected, found = splice(old, whole), splice(old, tail, start=5)
     assert expected is not None
     assert found is not None
     assert np.array_equal(found.rows, expected.rows)
     assert found.spans == expected.spans
+    assert found.prefix_hash == expected.prefix_hash
+    verify(found, TEXT[:10], LAYERS)
 
 
 def test_rows_that_were_never_reported_come_from_the_new_trace_when_spliced() -> None:
-    old = fit(full(5, 1), 9)  # 4 rows, 4 missing
+    old = fit(full(5, 1), TEXT[:9])  # 4 rows, 4 missing
     new = full(12, 2, low=4)
     trace = splice(old, new)
     assert trace is not None
@@ -139,43 +162,51 @@ def test_merging_is_refused_when_the_models_differ() -> None:
 
 
 def test_missing_rows_are_marked_and_in_no_version_when_fitted() -> None:
-    trace = fit(full(6, 3), 9)
+    trace = fit(full(6, 3), TEXT[:9])
     assert trace.valid.tolist() == [True] * 5 + [False] * 3
     assert spans(trace) == [(0, 5, 3), (5, 8, NEVER_COMPUTED)]
     assert invalid_rows(trace) == 3
-    check(trace, 9)
+    verify(trace, TEXT[:9], LAYERS)
 
 
+@pytest.mark.case(15)
 def test_concatenated_sequences_are_found_when_fitted() -> None:
     first, second = full(7, 1), full(10, 2)
     both = msgspec.structs.replace(first, rows=np.concatenate([first.rows, second.rows]))
-    with pytest.raises(AlignmentError, match="15 routing rows for 10 tokens, expected at most 9"):
-        fit(both, 10)
+    with pytest.raises(AlignmentError, match="15 routing rows for 10 tokens, expected at most 9") as caught:
+        fit(both, TEXT[:10])
+    assert caught.value.reason == "too_many_rows"
+    with pytest.raises(AlignmentError, match="another trajectory's"):  # nor do they pass as a longer text's
+        fit(both, TEXT[:16])
 
 
+@pytest.mark.case(24)
 def test_rows_go_with_their_tokens_when_truncated() -> None:
     old, new = full(7, 1), full(10, 2)
     spliced = splice(old, new)
     assert spliced is not None
     for length in range(12):
-        trace = truncate(spliced, length)
+        trace = truncate(spliced, TEXT[:length])
         assert np.array_equal(trace.rows, spliced.rows[: max(length - 1, 0)])
-        check(fit(trace, length), length)
+        verify(fit(trace, TEXT[:length]), TEXT[:length], LAYERS)
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "reason", "words"),
     [
-        ({"rows": make_rows(5, experts=4).astype(np.uint8)}, "expected \\[6, L, K\\]"),
-        ({"rows": make_rows(6, experts=4)}, "int32 for 16 experts"),
-        ({"rows": np.asfortranarray(make_rows(6).astype(np.uint8))}, "not contiguous"),
-        ({"rows": np.full((6, 2, 2), 9, np.uint8)}, "not distinct"),
-        ({"rows": np.zeros((6, 2, 2), np.uint8)}, "not distinct"),
-        ({"num_experts": 3}, "expert id 3 outside"),
-        ({"valid": np.ones(5, np.bool_)}, "validity"),
-        ({"valid": np.ones(6, np.uint8)}, "validity"),
-        ({"spans": ()}, "end at row 0 of 6"),
-        ({"spans": (VersionSpan(start=0, end=5, weight_version=1),)}, "end at row 5 of 6"),
+        ({"rows": make_rows(5, experts=4).astype(np.uint8)}, "wrong_shape", "expected \\[6, L, K\\]"),
+        ({"rows": make_rows(7, experts=4).astype(np.uint8)}, "too_many_rows", "expected \\[6, L, K\\]"),
+        ({"rows": np.zeros((6, 2), np.uint8)}, "wrong_shape", "expected \\[6, L, K\\]"),
+        ({"rows": make_rows(6, experts=4)}, "wrong_shape", "int32 for 16 experts"),
+        ({"rows": np.asfortranarray(make_rows(6).astype(np.uint8))}, "wrong_shape", "not contiguous"),
+        ({"rows": np.full((6, 2, 2), 9, np.uint8)}, "duplicate", "not distinct"),
+        ({"rows": np.zeros((6, 2, 2), np.uint8)}, "duplicate", "not distinct"),
+        ({"num_experts": 3}, "out_of_range", "expert id 3 outside"),
+        ({"num_experts": 0}, "out_of_range", "among 0 experts"),
+        ({"num_experts": 1 << 17}, "out_of_range", "among 131072 experts"),
+        ({"moe_layers": (1, 2, 3)}, "wrong_layers", "of 2 layers says that it is of"),
+        ({"spans": ()}, "wrong_versions", "end at row 0 of 6"),
+        ({"spans": (VersionSpan(start=0, end=5, weight_version=1),)}, "wrong_versions", "end at row 5 of 6"),
         (
             {
                 "spans": (
@@ -183,19 +214,124 @@ def test_rows_go_with_their_tokens_when_truncated() -> None:
                     VersionSpan(start=3, end=6, weight_version=2),
                 )
             },
+            "wrong_versions",
             "gap or overlap at row 4",
         ),
     ],
 )
-def test_a_trace_is_refused_when_it_breaks_its_promise(change: dict[str, object], reason: str) -> None:
+def test_a_trace_is_refused_when_it_breaks_its_promise(
+    change: dict[str, object], reason: str, words: str
+) -> None:
     trace = full(7, 1)
     check(trace, 7)
-    with pytest.raises(AlignmentError, match=reason):
+    with pytest.raises(AlignmentError, match=words) as caught:
         check(msgspec.structs.replace(trace, **change), 7)
+    assert caught.value.reason == reason
+
+
+@pytest.mark.case(22, 28)
+@pytest.mark.parametrize(
+    ("text", "layers", "reason"),
+    [
+        (TEXT[:7], (1, 3), None),
+        (TEXT[:7], (1, 2), "wrong_layers"),
+        (TEXT[:7], (), "wrong_layers"),
+        (np.where(TEXT == 102, 1, TEXT)[:7], (1, 3), "wrong_prefix"),
+        (TEXT[1:8], (1, 3), "wrong_prefix"),
+        (np.where(TEXT == 106, 1, TEXT)[:7], (1, 3), None),  # the last token was not fed
+    ],
+)
+def test_rows_belong_to_one_text_and_one_model(
+    text: np.ndarray, layers: tuple[int, ...], reason: str | None
+) -> None:
+    if reason is None:
+        verify(full(7, 1), text, layers)
+        return
+    with pytest.raises(AlignmentError) as caught:
+        verify(full(7, 1), text, layers)
+    assert caught.value.reason == reason
+
+
+def test_a_trace_that_knows_no_text_is_not_verified() -> None:
+    unknown = make_trace(make_rows(6), 8, 1, moe_layers=LAYERS)
+    check(unknown, 7)
+    with pytest.raises(AlignmentError) as caught:
+        verify(unknown, TEXT[:7], LAYERS)
+    assert caught.value.reason == "wrong_prefix"
+
+
+def test_rows_of_another_text_are_not_merged() -> None:
+    other = msgspec.structs.replace(full(7, 2), prefix_hash=5)
+    with pytest.raises(AlignmentError, match="two texts"):
+        splice(full(7, 1), other)
+    with pytest.raises(AlignmentError, match="another trajectory's"):
+        fit(full(7, 1), TEXT[1:12])
+
+
+def test_a_text_has_one_name_whatever_its_width_and_order_in_memory() -> None:
+    assert hash_tokens(TEXT) == hash_tokens(TEXT.astype(np.int64)) == hash_tokens(TEXT.tolist())
+    assert hash_tokens(TEXT[::2]) == hash_tokens(TEXT[::2].copy())
+    assert len({hash_tokens(TEXT[:n]) for n in range(len(TEXT) + 1)}) == len(TEXT) + 1
+    assert hash_tokens(TEXT[:0]) != 0
+
+
+def test_each_row_keeps_its_version_when_its_maker_knows_it() -> None:
+    trace = make_trace(make_rows(6), 8, 9, row_versions=np.array([4, 4, 5, 5, 5, 4]))
+    assert spans(trace) == [(0, 2, 4), (2, 5, 5), (5, 6, 4)]
 
 
 def test_invalid_rows_may_hold_anything_when_checked() -> None:
     trace = full(7, 1)
-    rows, valid = trace.rows.copy(), trace.valid.copy()
-    rows[2], valid[2] = 255, False
-    check(msgspec.structs.replace(trace, rows=rows, valid=valid), 7)
+    rows = trace.rows.copy()
+    rows[2] = 255
+    holes = tuple(
+        VersionSpan(start=a, end=b, weight_version=v) for a, b, v in [(0, 2, 1), (2, 3, -1), (3, 6, 1)]
+    )
+    check(msgspec.structs.replace(trace, rows=rows, spans=holes), 7)
+    with pytest.raises(AlignmentError, match="expert id 255 outside"):
+        check(msgspec.structs.replace(trace, rows=rows), 7)
+
+
+def test_changed_experts_are_counted_whatever_their_order() -> None:
+    old = np.array([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], np.uint8)
+    assert flip_ratio(old, old[..., ::-1]) == 0
+    new = old.copy()
+    new[0, 0, 1] = 7  # one of eight
+    assert flip_ratio(old, new) == 1 / 8
+    assert flip_ratio(old, old[:, ::-1]) == 1  # of the other layer
+    assert np.isnan(flip_ratio(old[:0], old[:0]))
+
+
+class NoTruth(np.ndarray):
+    """An array that nobody may ask whether it is true, however many elements it has."""
+
+    def __bool__(self) -> bool:
+        raise AssertionError("the truth of an array was asked for")
+
+
+def as_tensor(rows: np.ndarray) -> object:
+    return pytest.importorskip("torch").from_numpy(rows)
+
+
+@pytest.mark.case(14)
+@pytest.mark.parametrize("kind", [np.asarray, lambda rows: rows.view(NoTruth), as_tensor])
+@pytest.mark.parametrize("count", [0, 1, 6])
+def test_no_array_decides_by_its_truth(kind: Callable[[np.ndarray], Any], count: int) -> None:
+    rows = kind(make_rows(count).astype(np.uint8))
+    trace = make_trace(rows, 8, 1, moe_layers=LAYERS, token_ids=TEXT[:count])
+    if isinstance(rows, NoTruth):
+        trace = msgspec.structs.replace(trace, rows=rows)
+    longer = make_trace(make_rows(count + 2), 8, 2, moe_layers=LAYERS, token_ids=TEXT[: count + 2])
+    assert replace(None, trace) is trace
+    assert splice(trace, None) is trace
+    assert replace(trace, longer) is longer
+    merged = splice(fit(trace, TEXT[: count + 2]), longer)
+    assert merged is not None
+    verify(merged, TEXT[: count + 3], LAYERS)
+    assert np.array_equal(merged.rows[:count], np.asarray(rows))
+    assert invalid_rows(truncate(fit(trace, TEXT[: count + 3]), TEXT[: count + 2])) == 1
+
+
+def test_a_refusal_keeps_its_reason_when_it_is_pickled() -> None:
+    error = pickle.loads(pickle.dumps(AlignmentError("no", "wrong_layers")))
+    assert (str(error), error.reason) == ("no", "wrong_layers")

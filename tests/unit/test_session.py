@@ -9,7 +9,7 @@ import pytest
 from async_rl.chat import ChatFormat
 from async_rl.config import RolloutConfig, RoutingConfig
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.engines.protocol import Chunk, Engine, EngineFacts, Finish
+from async_rl.engines.protocol import Chunk, Engine, EngineFacts, Finish, InterruptMode
 from async_rl.errors import EngineError, PromptTooLong, RequestRefused
 from async_rl.metrics import Metrics
 from async_rl.rollout.session import RolloutSession
@@ -40,8 +40,17 @@ class PlainChat:
 
 
 class Bench:
-    def __init__(self, *engines: ScriptedEngine, merge: str = "replace", replay: str = "r3", **rollout: Any):
-        self.pool = EnginePool(Metrics(), lambda: 0.0)
+    def __init__(
+        self,
+        *engines: ScriptedEngine,
+        merge: str = "replace",
+        replay: str = "r3",
+        interrupt: InterruptMode = "abort",
+        flip_sample: float = 0.0,
+        **rollout: Any,
+    ):
+        self.metrics = Metrics()
+        self.pool = EnginePool(self.metrics, lambda: 0.0)
         self.engines = engines
         for engine in engines:
             self.pool.add(cast(Engine, engine))
@@ -55,8 +64,9 @@ class Bench:
             chat=cast(ChatFormat, PlainChat()),
             facts=FACTS,
             rollout=RolloutConfig(**{"max_context_tokens": 64, "max_new_tokens": 16, **rollout}),
-            routing_config=RoutingConfig(merge=merge, replay=replay),
-            metrics=Metrics(),
+            routing_config=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),
+            interrupt=interrupt,
+            metrics=self.metrics,
             new_id=lambda: f"{next(ids):032d}",
             clock=lambda: 0.0,
         )
@@ -211,7 +221,7 @@ async def test_one_call_becomes_two_segments_when_the_engine_changed_weights_in_
             Finish(reason="stop", version_spans=spans, routing=finish.routing),
         ]
 
-    b = bench([two_versions])
+    b = bench([two_versions], interrupt="retract")
     await b.session.generate()
     trajectory = await b.finish()
     assert [(len(s.token_ids), s.weight_version) for s in trajectory.sampled] == [(2, 0), (3, 1)]
