@@ -14,7 +14,7 @@ import collections
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -39,7 +39,7 @@ from trainer.megatron.model import (
     start_process_groups,
     stop_process_groups,
 )
-from trainer.megatron.packing import Targets, pack, plan_micro_batches, targets
+from trainer.megatron.packing import Targets, level, pack, plan_micro_batches, targets
 from trainer.megatron.replay import check_rows
 from trainer.ranks import together
 from trainer.schedule import linear_warmup
@@ -115,7 +115,7 @@ class TrainerWorker:
             device,
             trainer.optimizer,
             recompute=trainer.recompute,
-            replay=config.routing.replay == "r3",
+            replay=config.routing.replay != "off",
         )
         found = checkpoint.find(checkpoint_dir) if checkpoint_dir is not None else None
         if found is None:
@@ -158,11 +158,9 @@ class TrainerWorker:
         )
         wanted = targets(batch, advantages)
         placed = self._place(batch, wanted)
-        old = (
-            self._old_log_probs(placed, batch.num_tokens)
-            if trainer.loss.old_log_probs == "recompute"
-            else None
-        )
+        old = None
+        if trainer.loss.old_log_probs == "recompute":
+            old, placed = self._old_log_probs(placed, batch.num_tokens)
         trained = int(wanted.mask.sum())
         sums = self.model.sum_over_ranks(self._forward_backward(placed, wanted, old)).tolist()
         metrics = _means(dict(zip(_SUMS, sums, strict=True)), trained)
@@ -194,32 +192,24 @@ class TrainerWorker:
             self._config.trainer.micro_batch_tokens,
             ranks=model.data_parallel_size,
             align=model.alignment,
+            multiple=model.micro_batch_multiple,
         )[model.data_parallel_rank]
-        if model.replay is not None:
+        rows, valid = None, None
+        if self._config.routing.replay == "r3":
+            rows, valid = batch.routed_experts, batch.routing_valid
             mine = [j for micro_batch in plan for j in micro_batch.trajectories]
             with together():
-                check_rows(
-                    batch.routed_experts,
-                    batch.routing_valid,
-                    batch.offsets,
-                    batch.num_experts,
-                    model.config,
-                    mine,
-                )
+                check_rows(batch, model.config, mine)
+        packings = [pack(micro_batch, batch.offsets, model.alignment) for micro_batch in plan]
         placed = []
-        for micro_batch in plan:
-            inputs, source = model.place(
-                pack(micro_batch, batch.offsets, model.alignment),
-                batch.token_ids,
-                batch.routed_experts,
-                batch.routing_valid,
-            )
-            rows = np.flatnonzero((source >= 0) & wanted.mask[source])
-            tokens = source[rows]
+        for packing in level(packings) if model.level_lengths else packings:
+            inputs, source = model.place(packing, batch.token_ids, rows, valid)
+            trained = np.flatnonzero((source >= 0) & wanted.mask[source])
+            tokens = source[trained]
             placed.append(
                 _Placed(
                     inputs=inputs,
-                    logits_of=torch.from_numpy(rows).to(model.device),
+                    logits_of=torch.from_numpy(trained).to(model.device),
                     tokens=tokens,
                     labels=torch.from_numpy(wanted.labels[tokens].astype(np.int64)).to(model.device),
                 )
@@ -235,11 +225,14 @@ class TrainerWorker:
             self.model.tensor_group,
         )
 
-    def _old_log_probs(self, placed: list[_Placed], num_tokens: int) -> Float32Array:
+    def _old_log_probs(self, placed: list[_Placed], num_tokens: int) -> tuple[Float32Array, list[_Placed]]:
         """The trainer's log-probs at the start of the update, `[S]`; this rank's tokens only.
 
         The micro-batches and the replayed rows are those of the update itself: with one optimizer step a
         batch, any difference to the update's own log-probs is an error somewhere, and `ppo_kl` shows it.
+
+        Returns:
+            The log-probs, and the micro-batches for the update: under R2 with the routing of this pass.
         """
         old = np.zeros(num_tokens, np.float32)
 
@@ -248,8 +241,12 @@ class TrainerWorker:
             old[placed[index].tokens] = log_probs.cpu().numpy()
             return log_probs.sum(), 0, None
 
-        self.model.run([p.inputs for p in placed], keep, forward_only=True)
-        return old
+        inputs = [p.inputs for p in placed]
+        if self._config.routing.replay != "r2":
+            self.model.run(inputs, keep, forward_only=True)
+            return old, placed
+        _, recorded = self.model.record(inputs, keep)
+        return old, [replace(p, inputs=routed) for p, routed in zip(placed, recorded, strict=True)]
 
     def _forward_backward(
         self, placed: list[_Placed], wanted: Targets, old: Float32Array | None

@@ -1,7 +1,9 @@
-"""Two ranks on Gloo give what one rank gives, in every layout."""
+"""Two and four ranks on Gloo give what one rank gives, in every layout, with routing replayed."""
 
+from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -9,112 +11,302 @@ import torch.multiprocessing as mp
 from async_rl.errors import AlignmentError
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import started, trainer_config, weights
+from tests.support.trainers import gathered_gradients, place, started, trainer_config, weights
+from tests.support.witness import RouterWitness, distinct_rows, expected_deliveries, hidden_states
+from trainer.megatron import model as megatron_model
+from trainer.megatron.replay import TopKRouter, local_rows
 
 pytestmark = [
     pytest.mark.megatron,
-    pytest.mark.timeout(300),  # two processes import everything and come up twelve times, for all tests
+    pytest.mark.timeout(400),  # four processes import everything and come up often, for all tests
     pytest.mark.filterwarnings("ignore:::megatron"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 LAYOUTS = {
-    "data": {},
-    "expert": {"ep": 2},
-    "tensor and sequence": {"tp": 2, "etp": 2},
-    "tensor, sequence and expert": {"tp": 2, "ep": 2},
-    "pipeline": {"pp": 2},
-    "context": {"cp": 2},
+    "data": ({}, "none"),
+    "expert": ({"ep": 2}, "full"),
+    "tensor and sequence": ({"tp": 2, "etp": 2}, "full"),
+    "tensor, sequence and expert": ({"tp": 2, "ep": 2}, "selective"),
+    "tensor, sequence and expert, all gathered": ({"tp": 2, "ep": 2}, "full"),
+    "pipeline": ({"pp": 2}, "full"),
+    "interleaved pipeline": ({"pp": 2, "vpp": 2}, "full"),
+    "context": ({"cp": 2}, "selective"),
 }
+"""Of two ranks: what they share out, and what they recompute."""
+
+QUADS = {
+    "four: tensor, pipeline and expert": ({"tp": 2, "pp": 2, "ep": 2}, "full"),
+    "four: tensor, interleaved pipeline": ({"tp": 2, "pp": 2, "vpp": 2, "etp": 2}, "full"),
+    "four: tensor, data and expert": ({"tp": 2, "ep": 4}, "selective"),
+    "four: context, pipeline": ({"cp": 2, "pp": 2}, "full"),
+}
+"""Of four ranks. Expert tensor beside expert parallelism gathers unequal parts, which Gloo cannot."""
+
+ALL_GATHER = {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
+"""No setting of the trainer: it wants ranks with equally many tokens, and what is left is the slower way."""
+
+EXPERTS, TOP_K = 16, 4
+MOE_LAYERS = [2, 3, 4]
+"""The first of four layers is dense: interleaved, one chunk has no router at all."""
 
 
 def batches():
     """An odd number of trajectories, so that one data-parallel rank has an empty micro-batch."""
     lengths = (13, 7, 30, 19, 5, 22, 37)
-    return [random_batch(seed, layers=4, lengths=lengths, group_size=7) for seed in (0, 1)]
-
-
-def run_rank(rank: int, model: str, addresses: dict[str, str], out: str) -> None:
-    """Train two steps in every layout; runs in a process of its own."""
-    from trainer.worker import TrainerWorker
-
-    torch.set_num_threads(1)
-    for name, layout in LAYOUTS.items():
-        config = trainer_config(
-            Path(model), num_ranks=2, layout=layout, micro_batch_tokens=40, recompute="full"
+    return [
+        distinct_rows(
+            random_batch(seed, layers=3, lengths=lengths, group_size=7), 3, EXPERTS, TOP_K, seed=seed
         )
-        worker = TrainerWorker(config, rank, 2, addresses[name])
-        worker.setup(None)
-        metrics = [worker.train_on(batch, step).metrics for step, batch in enumerate(batches(), 1)]
-        worker.save_checkpoint(f"{out}/checkpoints {name}", {})
-        trained = weights(worker)
-        worker.close()
-        resumed = TrainerWorker(config, rank, 2, addresses[f"{name} again"])
-        state = resumed.setup(f"{out}/checkpoints {name}")
-        same = {key: torch.equal(tensor, trained[key]) for key, tensor in weights(resumed).items()}
-        refusal = ""
-        if name == "data":  # a row that only one of the two ranks looks at
-            broken = batches()[0]
-            broken.routed_experts[3] = 200
-            try:
-                resumed.train_on(broken, 3)
-            except AlignmentError as e:
-                refusal = str(e)
-        resumed.publish(f"{out}/hf {name}", 2)
-        resumed.close()
-        torch.save((metrics, trained, state.step, same, refusal), f"{out}/{name} {rank}")
+        for seed in (0, 1)
+    ]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Results of one rank, and of two ranks in every layout."""
-    out = tmp_path_factory.mktemp("ranks")
-    model = build_tiny_qwen3_moe(out / "model", num_layers=4)
-    # Files, not ports: a port that was free when it was picked may be taken when it is its turn.
-    names = [key for name in LAYOUTS for key in (name, f"{name} again")]
-    addresses = {key: f"file://{out}/rendezvous-{i}" for i, key in enumerate(names)}
-    ranks = mp.spawn(run_rank, (str(model), addresses, str(out)), nprocs=2, join=False)
-    with started(trainer_config(model, micro_batch_tokens=40)) as worker:
-        metrics = [worker.train_on(batch, step).metrics for step, batch in enumerate(batches(), 1)]
-        reference = metrics, weights(worker)
-    while not ranks.join():
-        pass
-    return (
-        reference,
-        {name: [torch.load(out / f"{name} {rank}") for rank in range(2)] for name in LAYOUTS},
-        out,
+def without_rows(batch):
+    return msgspec.structs.replace(batch, routed_experts=None, routing_valid=None, num_experts=0)
+
+
+def config_of(model, layout, recompute, ranks, replay="r3"):
+    return trainer_config(
+        Path(model),
+        replay=replay,
+        num_ranks=ranks,
+        layout=layout,
+        micro_batch_tokens=40,
+        recompute=recompute,
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_equal_one_when_laid_out(results, layout):
-    (metrics, trained), laid_out, _ = results
-    for rank_metrics, rank_weights, *_ in laid_out[layout]:
-        for expected, actual in zip(metrics, rank_metrics, strict=True):
-            for key in expected.keys() - {"step_s"}:
-                assert actual[key] == pytest.approx(expected[key], abs=2e-5, rel=1e-4, nan_ok=True), key
-        assert set(rank_weights) == set(trained)
-        for name, expected in trained.items():
-            torch.testing.assert_close(rank_weights[name], expected, atol=2e-4, rtol=0)
+def run_rank(rank: int, model: str, hidden: dict[int, torch.Tensor], out: str) -> None:
+    """Go through the layouts; runs in a process of its own. Two pairs of ranks share those of two."""
+    torch.set_num_threads(1)
+    pairs = [(name, rank // 2 * 2) for i, name in enumerate(LAYOUTS) if i % 2 == rank // 2]
+    for name, first in [*pairs, *((name, 0) for name in QUADS)]:
+        ranks = 2 if name in LAYOUTS else 4
+        look = _Look(rank - first, ranks, name, model, hidden, out)
+        with pytest.MonkeyPatch.context() as patch:
+            if "all gathered" in name:
+                plain = megatron_model._transformer_config
+                patch.setattr(
+                    megatron_model,
+                    "_transformer_config",
+                    lambda *a: plain(*a) | ALL_GATHER,  # noqa: B023 - undone before the loop goes on
+                )
+            seen = {"r3": look.replaying(patch), "r2": look.recording()}
+            if ranks == 2:
+                seen["again"] = look.resuming()
+        torch.save(seen, f"{out}/{name} {rank - first}")
+
+
+class _Look:
+    """What one rank does in one layout."""
+
+    def __init__(self, rank, ranks, name, model, hidden, out):
+        self.rank, self.ranks, self.name, self.out, self.hidden = rank, ranks, name, out, hidden
+        self.layout, self.recompute = (LAYOUTS | QUADS)[name]
+        self.model = model
+
+    def start(self, purpose: str, replay: str = "r3", checkpoints: str | None = None):
+        from trainer.worker import TrainerWorker
+
+        config = config_of(self.model, self.layout, self.recompute, self.ranks, replay)
+        # Files, not ports: a port that was free when it was picked may be taken when it is its turn.
+        worker = TrainerWorker(config, self.rank, self.ranks, f"file://{self.out}/{self.name} {purpose}")
+        self.state = worker.setup(checkpoints)
+        return worker
+
+    def replaying(self, patch):
+        """R3: who got which row, metrics, gradients and weights; then the same with rows cut wrongly."""
+        worker = self.start("r3")
+        batch, second = batches()
+        shift = {"pipeline": 0, "interleaved pipeline": 0}.get(self.name, 1)
+
+        def cut_wrongly(rows, valid, source, columns, device):
+            moved = slice(0, columns.stop - columns.start)  # every stage takes the first layers' rows
+            source = torch.from_numpy(source).roll(shift).numpy()  # or every token its neighbour's
+            return local_rows(rows, valid, source, columns if shift else moved, device)
+
+        with pytest.MonkeyPatch.context() as wrong, RouterWitness().watching(worker) as control:
+            wrong.setattr(megatron_model, "local_rows", cut_wrongly)
+            worker._old_log_probs(place(worker, batch), batch.num_tokens)
+        with RouterWitness().watching(worker) as witness:
+            metrics = [worker.train_on(batch, 1).metrics]
+        gradients = gathered_gradients(worker)
+        left = [r.layer_number for r in worker.model.replay.routers if r.replay_backward_list]
+        metrics.append(worker.train_on(second, 2).metrics)
+        worker.save_checkpoint(f"{self.out}/checkpoints {self.name}", {})
+        self.trained = weights(worker)
+        worker.close()
+        return {
+            "metrics": metrics,
+            "gradients": gradients,
+            "weights": self.trained,
+            "deliveries": witness.deliveries(batch, self.hidden),
+            "control": control.deliveries(batch, self.hidden),
+            "left": left,
+        }
+
+    def recording(self):
+        """R2 without rows: which choices are replayed after the routers were changed; then an honest step."""
+        worker = self.start("r2", "r2")
+        batch = without_rows(batches()[0])
+        placed = place(worker, batch)
+        with RouterWitness().watching(worker) as recorded:
+            old, placed = worker._old_log_probs(placed, batch.num_tokens)
+        routers = [m for c in worker.model.chunks for m in c.modules() if isinstance(m, TopKRouter)]
+        kept = [router.weight.data.clone() for router in routers]
+        for router in routers:
+            router.weight.data.copy_(router.weight.data.flip(0))
+        from trainer.megatron.packing import targets
+
+        wanted = targets(batch, batch.rewards)
+        with RouterWitness().watching(worker) as replayed:
+            worker._forward_backward(placed, wanted, old)
+        with RouterWitness().watching(worker) as changed:
+            worker._old_log_probs(placed, batch.num_tokens)
+        for router, weight in zip(routers, kept, strict=True):
+            router.weight.data.copy_(weight)
+        metrics = worker.train_on(batch, 1).metrics
+        gradients = gathered_gradients(worker)
+        worker.close()
+        return {
+            "metrics": metrics,
+            "gradients": gradients,
+            "recorded": recorded.maps(),
+            "replayed": replayed.maps(),
+            "changed": changed.maps(),
+        }
+
+    def resuming(self):
+        """The checkpoint comes back; a wrong row that one rank sees is refused by both; a folder is left."""
+        worker = self.start("again", checkpoints=f"{self.out}/checkpoints {self.name}")
+        same = all(torch.equal(tensor, self.trained[name]) for name, tensor in weights(worker).items())
+        refusal = ""
+        if self.name == "data":
+            broken = batches()[0]
+            broken.routed_experts[3] = 200
+            try:
+                worker.train_on(broken, 3)
+            except AlignmentError as e:
+                refusal = str(e)
+        worker.publish(f"{self.out}/hf {self.name}", 2)
+        worker.close()
+        return {"step": self.state.step, "same": same, "refusal": refusal}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """What a single rank gives, and what its routers see."""
+    out = tmp_path_factory.mktemp("ranks")
+    model = build_tiny_qwen3_moe(
+        out / "model", num_layers=4, dense_layers=(0,), num_experts=EXPERTS, top_k=TOP_K
+    )
+    result = {"out": out, "model": model}
+    with started(trainer_config(model, micro_batch_tokens=10_000)) as worker:
+        result["hidden"] = hidden_states(worker, batches()[0])
+    with started(trainer_config(model, micro_batch_tokens=40)) as worker:
+        metrics = [worker.train_on(batches()[0], 1).metrics]
+        result["gradients"] = gathered_gradients(worker)
+        metrics.append(worker.train_on(batches()[1], 2).metrics)
+        result |= {"metrics": metrics, "weights": weights(worker)}
+    with started(trainer_config(model, replay="off", micro_batch_tokens=40)) as worker:
+        native = worker.train_on(without_rows(batches()[0]), 1).metrics
+        result |= {"native": native, "native gradients": gathered_gradients(worker)}
+    return result
+
+
+@pytest.fixture(scope="module")
+def several(one):
+    """Results by layout and rank."""
+    out = one["out"]
+    mp.spawn(run_rank, (str(one["model"]), one["hidden"], str(out)), nprocs=4)
+    return {
+        name: [
+            torch.load(out / f"{name} {rank}", weights_only=False)
+            for rank in range(2 if name in LAYOUTS else 4)
+        ]
+        for name in [*LAYOUTS, *QUADS]
+    }
+
+
+EVERY = pytest.mark.parametrize("layout", [*LAYOUTS, *QUADS])
+
+
+def close(actual, expected):
+    for key in expected.keys() - {"step_s"}:
+        assert actual[key] == pytest.approx(expected[key], abs=2e-5, rel=1e-4, nan_ok=True), key
+
+
+def equal_gradients(actual, expected):
+    assert set(actual) == set(expected)
+    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-2
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.case(30, 32)
+@EVERY
+def test_ranks_equal_one_when_laid_out(one, several, layout):
+    for rank in several[layout]:
+        seen = rank["r3"]
+        for actual, expected in zip(seen["metrics"], one["metrics"], strict=True):
+            close(actual, expected)
+        equal_gradients(seen["gradients"], one["gradients"])
+        assert set(seen["weights"]) == set(one["weights"])
+        for name, expected in one["weights"].items():
+            torch.testing.assert_close(seen["weights"][name], expected, atol=2e-4, rtol=0)
+        assert not seen["left"]
+
+
+@pytest.mark.case(30)
+@EVERY
+def test_every_row_reaches_its_own_router_when_laid_out(several, layout):
+    _, recompute = (LAYOUTS | QUADS)[layout]
+    passes = 2 if recompute == "none" else 3  # old log-probs, forward, again in the backward pass
+    right = sum((rank["r3"]["deliveries"][0] for rank in several[layout]), Counter())
+    assert right == expected_deliveries(batches()[0], MOE_LAYERS, passes)
+    assert not any(rank["r3"]["deliveries"][1] for rank in several[layout])
+    # Control: rows of the neighbouring token, or of the first layers in every stage, are seen to be wrong.
+    right = sum((rank["r3"]["control"][0] for rank in several[layout]), Counter())
+    assert len(right) < 0.6 * len(expected_deliveries(batches()[0], MOE_LAYERS, 1))
+    assert any(rank["r3"]["control"][1] for rank in several[layout])
+
+
+@EVERY
+def test_recorded_routing_gives_the_native_step_when_nothing_changed(one, several, layout):
+    for rank in several[layout]:
+        close(rank["r2"]["metrics"], one["native"])
+        equal_gradients(rank["r2"]["gradients"], one["native gradients"])
+
+
+@EVERY
+def test_recorded_routing_is_replayed_when_the_routers_changed(several, layout):
+    _, recompute = (LAYOUTS | QUADS)[layout]
+    passes = 1 if recompute == "none" else 2
+    for rank in several[layout]:
+        seen = rank["r2"]
+        assert seen["recorded"]
+        assert seen["replayed"] == Counter({call: passes * n for call, n in seen["recorded"].items()})
+        assert seen["changed"] != seen["recorded"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_come_back_when_two_ranks_resume(results, layout):
-    for _, _, step, same, _ in results[1][layout]:
-        assert step == 2
-        assert all(same.values())
+def test_weights_come_back_when_two_ranks_resume(several, layout):
+    for rank in several[layout]:
+        assert rank["again"]["step"] == 2
+        assert rank["again"]["same"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_folder_is_written_when_two_ranks_publish(results, layout):
+def test_one_folder_is_written_when_two_ranks_publish(one, several, layout):
     from safetensors.torch import load_file
 
-    published = load_file(results[2] / f"hf {layout}" / "model.safetensors")
-    _, trained, *_ = results[1][layout][0]
+    published = load_file(one["out"] / f"hf {layout}" / "model.safetensors")
+    trained = several[layout][0]["r3"]["weights"]
     assert set(published) == set(trained)
     assert all(torch.equal(published[name], tensor) for name, tensor in trained.items())
 
 
-def test_both_ranks_refuse_when_one_finds_a_wrong_row(results):
-    refusals = [refusal for *_, refusal in results[1]["data"]]
-    assert all("expert id 200" in refusal for refusal in refusals)
+@pytest.mark.case(36)
+def test_both_ranks_refuse_when_one_finds_a_wrong_row(several):
+    assert all("expert id 200" in rank["again"]["refusal"] for rank in several["data"])

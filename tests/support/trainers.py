@@ -7,23 +7,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
-from megatron.core.transformer.moe.router_replay import RouterReplayAction
+import torch.distributed as dist
 
 from async_rl.types import TrainBatch
-from trainer.megatron.model import Inputs
 from trainer.megatron.packing import targets
 from trainer.worker import TrainerWorker
 
 
-def trainer_config(model: Path, *, replay: bool = True, **trainer: Any) -> dict[str, Any]:
-    """A whole run config as plain values; `trainer` overrides fields of its `trainer` section."""
+def trainer_config(model: Path, *, replay: bool | str = True, **trainer: Any) -> dict[str, Any]:
+    """A whole run config as plain values; `trainer` overrides fields of its `trainer` section.
+
+    Args:
+        model: Folder of the model.
+        replay: `routing.replay`; True is r3, False off.
+        trainer: Also `dtype` and `temperature`.
+    """
     return {
         "model": {"path": str(model), "dtype": trainer.pop("dtype", "float32")},
         "data": {"path": "unused.jsonl"},
         "rollout": {"group_size": 2, "temperature": trainer.pop("temperature", 1.0)},
-        "routing": {"replay": "r3" if replay else "off"},
+        "routing": {"replay": {True: "r3", False: "off"}.get(replay, replay)},
         "trainer": {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 64, **trainer},
     }
 
@@ -41,43 +47,26 @@ def started(config: dict[str, Any], checkpoints: Path | None = None) -> Iterator
 
 def log_probs_of(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
     """The trainer's log-probs of the trained tokens, at the predicting positions, `[S]`."""
-    placed = worker._place(batch, targets(batch, np.zeros(batch.num_trajectories, np.float32)))
-    return worker._old_log_probs(placed, batch.num_tokens)
+    return worker._old_log_probs(place(worker, batch), batch.num_tokens)[0]
 
 
 def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
-    """The experts that the trainer itself chooses, `[S, L_moe, K] uint8`."""
+    """The experts that the trainer itself chooses, `[S, L_moe, K] uint8`; one rank."""
     model = worker.model
-    assert model.replay is not None
-    placed = worker._place(batch, targets(batch, np.zeros(batch.num_trajectories, np.float32)))
-    parts: list[np.ndarray] = []
-
-    def collect(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, None]:
-        recorded = [router.get_recorded_indices() for router in model.replay.routers]
-        parts.append(torch.stack(recorded, 1).numpy().astype(np.uint8))
-        return logits.sum(), 0, None
-
-    for router in model.replay.routers:
-        router.set_router_replay_action(RouterReplayAction.RECORD)
-    model.run([Inputs(p.inputs.token_ids, p.inputs.packed, None) for p in placed], collect, forward_only=True)
-    lengths = np.diff(batch.offsets)
-    rows = np.zeros((batch.num_tokens, *parts[0].shape[1:]), np.uint8)
-    for part, placing in zip(parts, placed, strict=True):
-        # The order of trajectories in a micro-batch is that of their lengths in its packing.
-        start = 0
-        ids = placing.inputs.token_ids[0].numpy()
-        for length in placing.inputs.packed.lengths:
-            j = next(
-                j
-                for j in range(batch.num_trajectories)
-                if lengths[j] == length
-                and np.array_equal(
-                    batch.token_ids[batch.offsets[j] : batch.offsets[j + 1]], ids[start : start + length]
-                )
-            )
-            rows[batch.offsets[j] : batch.offsets[j + 1]] = part[start : start + length]
-            start += length
+    # Tokens that are their own index say where each of them went.
+    numbered = np.arange(batch.num_tokens, dtype=np.int32)
+    placed = place(worker, batch)
+    order = [p.inputs.token_ids[0] for p in place(worker, msgspec.structs.replace(batch, token_ids=numbered))]
+    _, recorded = model.record([p.inputs for p in placed], lambda index, logits: (logits.sum(), 0, None))
+    rows = np.zeros((batch.num_tokens, *recorded[0].routing[0].ids.shape[1:]), np.uint8)
+    for tokens, inputs in zip(order, recorded, strict=True):
+        rows[tokens.numpy()] = inputs.routing[0].ids.numpy()
     return rows
+
+
+def place(worker: TrainerWorker, batch: TrainBatch) -> list:
+    """This rank's micro-batches of a batch."""
+    return worker._place(batch, targets(batch, np.zeros(batch.num_trajectories, np.float32)))
 
 
 def gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
@@ -87,6 +76,27 @@ def gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
         for chunk in worker.model.chunks
         for name, parameter in chunk.named_parameters()
     }
+
+
+def gathered_gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
+    """The gradients of the last step under the weights' Hugging Face names, from all ranks; called on all."""
+    parameters = [p for chunk in worker.model.chunks for p in chunk.parameters()]
+    for chunk in worker.model.chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            ranks = buffer.data_parallel_group.size()
+            for bucket in buffer.buckets if ranks > 1 else []:
+                # With the distributed optimizer each rank has the sum of its own part only.
+                parts = list(bucket.grad_data.chunk(ranks))
+                own = parts[buffer.data_parallel_group.rank()].clone()
+                dist.all_gather(parts, own, group=buffer.data_parallel_group)
+    kept = [p.data for p in parameters]
+    try:
+        for p in parameters:
+            p.data = p.main_grad
+        return weights(worker)
+    finally:
+        for p, data in zip(parameters, kept, strict=True):
+            p.data = data
 
 
 def weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.utils import get_attr_wrapped_model
 
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.errors import ConfigError, EnvironmentNotReady
@@ -33,17 +34,19 @@ from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cpu import has_transformer_engine
 from trainer.megatron.packing import Packing
-from trainer.megatron.replay import RouterReplayAdapter, to_targets
+from trainer.megatron.padding import count_real_tokens, mask_for
+from trainer.megatron.replay import RouterReplayAdapter, Rows, local_rows
 
 Result = TypeVar("Result")
 
 
 class Inputs(NamedTuple):
-    """One micro-batch on this rank's device."""
+    """One micro-batch on this rank, all but its routing on the device."""
 
     token_ids: torch.Tensor  # [1, t] int64, this context rank's part
     packed: PackedTrajectories
-    routing: torch.Tensor | None  # [t / tp, L_moe, K] int64, this rank's part; None routes natively
+    excluded: torch.Tensor  # [1, t] bool, True where a token is no load of any expert
+    routing: tuple[Rows, ...] | None = None  # one a chunk, to be replayed; None routes natively
 
 
 LossFunction = Callable[[int, torch.Tensor], tuple[torch.Tensor, int, Result]]
@@ -106,6 +109,7 @@ def start_process_groups(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -156,11 +160,14 @@ class MegatronModel:
         if dtype != torch.float32:
             modules = [Float16Module(self.config, module) for module in modules]
         self.bridge.load_hf(modules)
-        self.replay = RouterReplayAdapter(modules, self.config) if replay else None
+        for module in modules:
+            count_real_tokens(module)
+        self.replay = RouterReplayAdapter(modules, self.config, device) if replay else None
 
         sharded = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
         self.chunks = [DistributedDataParallel(self.config, ddp, module) for module in modules]
+        self._number = {chunk: number for number, chunk in enumerate(self.chunks)}
         self.config.finalize_model_grads_func = finalize_model_grads
         self.clip_grad = optimizer.clip_grad
         with warnings.catch_warnings():
@@ -216,11 +223,11 @@ class MegatronModel:
             raise ConfigError(
                 f"trainer.layout has ep=1, tp={tp} and etp={etp}: without expert parallelism set etp={tp}"
             )
-        pp = self.config.pipeline_model_parallel_size
-        if self.config.num_layers % pp:
+        pp, vpp = self.config.pipeline_model_parallel_size, self._interleaved
+        if self.config.num_layers % (pp * vpp):
             raise ConfigError(
-                f"trainer.layout.pp is {pp}, but the model has {self.config.num_layers} layers: pp must "
-                "divide them"
+                f"trainer.layout.pp is {pp} and vpp is {vpp}, but the model has {self.config.num_layers} "
+                "layers: pp must divide them, and so must pp times vpp"
             )
 
     @property
@@ -254,6 +261,25 @@ class MegatronModel:
         return values / self.config.tensor_model_parallel_size
 
     @property
+    def _interleaved(self) -> int:
+        """Chunks that this rank's stage holds."""
+        return self.config.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """A schedule's number of micro-batches must be a multiple of this: interleaved stages take turns."""
+        return int(self.config.pipeline_model_parallel_size) if self._interleaved > 1 else 1
+
+    @property
+    def level_lengths(self) -> bool:
+        """Whether all micro-batches of a schedule must be equally long.
+
+        Interleaved stages of a pipeline of two send to one peer for the previous and the next chunk. Their
+        tensors are told apart by order, but Megatron's exchange of varying shapes before them is not.
+        """
+        return self._interleaved > 1
+
+    @property
     def alignment(self) -> int:
         """Every packed trajectory must be a multiple of this: sequence and context ranks take equal parts."""
         tp, cp = self.config.tensor_model_parallel_size, self.config.context_parallel_size
@@ -272,7 +298,7 @@ class MegatronModel:
             packing: Where the tokens come from.
             token_ids: `[S]`, the batch's.
             rows: `[S, L_moe, K]` routing to replay, or None.
-            valid: `[S]`.
+            valid: `[S]`. Tokens without a valid row are no load of an expert either.
 
         Returns:
             The inputs, and for each row of the logits that come back its index in the batch, -1 where padded.
@@ -282,17 +308,23 @@ class MegatronModel:
         if cp > 1:
             rank = parallel_state.get_context_parallel_rank()
             source = source[zigzag(packing.lengths, cp, rank, torch.device("cpu")).numpy()]
-        real = source >= 0
-        ids = np.where(real, token_ids[np.maximum(source, 0)], 0).astype(np.int64)
+        counted = source >= 0
+        ids = np.where(counted, token_ids[np.maximum(source, 0)], 0).astype(np.int64)
         routing = None
         if rows is not None and valid is not None and self.replay is not None:
             part = len(source) // tp
             first = part * parallel_state.get_tensor_model_parallel_rank()
             mine = source[first : first + part]  # sequence parallelism: routers see a slice
-            known = (mine >= 0) & valid[np.maximum(mine, 0)]
-            routing = to_targets(rows[np.maximum(mine, 0)], known, self.device)
-        packed = PackedTrajectories.of(packing.lengths, self.device)
-        return Inputs(torch.from_numpy(ids)[None].to(self.device), packed, routing), source
+            routing = tuple(
+                local_rows(rows, valid, mine, columns, self.device) for columns in self.replay.columns
+            )
+            counted &= valid[np.maximum(source, 0)]
+        return Inputs(
+            token_ids=torch.from_numpy(ids)[None].to(self.device),
+            packed=PackedTrajectories.of(packing.lengths, self.device),
+            excluded=torch.from_numpy(~counted)[None].to(self.device),
+            routing=routing,
+        ), source
 
     def run(
         self, micro_batches: Sequence[Inputs], loss: LossFunction[Result], *, forward_only: bool = False
@@ -300,25 +332,79 @@ class MegatronModel:
         """Run one schedule over micro-batches; gradients are summed and divided by all trained tokens.
 
         Args:
-            micro_batches: This rank's; every data-parallel rank must bring the same number.
+            micro_batches: This rank's; every data-parallel rank must bring the same number. Those with
+                routing replay it.
             loss: Called on the last pipeline stage only.
             forward_only: Without gradients.
 
         Returns:
             What `loss` returned last, one a micro-batch; empty on other stages than the last.
         """
-        order = iter(enumerate(micro_batches))
 
-        def forward(_: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-            index, inputs = next(order)
-            with self._replaying(inputs.routing):
-                output = chunk(
-                    input_ids=inputs.token_ids,
-                    position_ids=None,
-                    attention_mask=None,
-                    packed_seq_params=inputs.packed,
-                )
-            return output, partial(reduce, index)
+        def through(index: int, chunk: int, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+            routing = micro_batches[index].routing
+            if routing is None or self.replay is None:
+                return forward()
+            with self.replay.micro_batch(chunk, routing[chunk]):
+                return forward()
+
+        return self._schedule(micro_batches, loss, through, forward_only=forward_only)
+
+    def record(
+        self, micro_batches: Sequence[Inputs], loss: LossFunction[Result]
+    ) -> tuple[list[Result], list[Inputs]]:
+        """Run one schedule without gradients and record which experts it takes.
+
+        Args:
+            micro_batches: As for `run`; their own routing is not looked at.
+            loss: As for `run`.
+
+        Returns:
+            What `run` returns, and the micro-batches with the recorded routing.
+        """
+        replay = self.replay
+        assert replay is not None, "the model was built without a replay"
+        rows: list[dict[int, Rows]] = [{} for _ in micro_batches]
+
+        def through(index: int, chunk: int, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+            tokens = micro_batches[index].token_ids.shape[1] // self.config.tensor_model_parallel_size
+            output, rows[index][chunk] = replay.record(chunk, tokens, forward)
+            return output
+
+        results = self._schedule(micro_batches, loss, through, forward_only=True)
+        return results, [
+            inputs._replace(routing=tuple(by_chunk[chunk] for chunk in range(len(self.chunks))))
+            for inputs, by_chunk in zip(micro_batches, rows, strict=True)
+        ]
+
+    def _schedule(
+        self,
+        micro_batches: Sequence[Inputs],
+        loss: LossFunction[Result],
+        through: Callable[[int, int, Callable[[], torch.Tensor]], torch.Tensor],
+        *,
+        forward_only: bool,
+    ) -> list[Result]:
+        """Run a schedule; `through` is given a micro-batch, a chunk and that chunk's forward pass of it."""
+
+        def forward(order: Iterator[int], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+            index = next(order)
+            inputs = micro_batches[index]
+            mask = mask_for(
+                inputs.excluded,
+                first_stage=get_attr_wrapped_model(chunk, "pre_process"),
+                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+                tensor_size=self.config.tensor_model_parallel_size,
+            )
+            call = partial(
+                chunk,
+                input_ids=inputs.token_ids,
+                position_ids=None,
+                attention_mask=None,
+                packed_seq_params=inputs.packed,
+                padding_mask=mask,
+            )
+            return through(index, self._number[chunk], call), partial(reduce, index)
 
         def reduce(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
             summed, tokens, result = loss(index, logits.squeeze(0))
@@ -330,25 +416,20 @@ class MegatronModel:
             self.optimizer.zero_grad()
         for chunk in self.chunks:
             chunk.train(not forward_only)
+        # Interleaved, each chunk goes through the micro-batches at its own pace.
+        orders = [iter(range(len(micro_batches))) for _ in self.chunks]
+        context_ranks = self.config.context_parallel_size
         scheduled = self.replay.schedule() if self.replay else contextlib.nullcontext()
         with scheduled, torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=None,
+                data_iterator=orders if len(orders) > 1 else orders[0],
                 model=self.chunks,
                 num_microbatches=len(micro_batches),
-                seq_length=max(inputs.token_ids.shape[1] for inputs in micro_batches),
+                seq_length=max(inputs.token_ids.shape[1] for inputs in micro_batches) * context_ranks,
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-
-    @contextlib.contextmanager
-    def _replaying(self, routing: torch.Tensor | None) -> Iterator[None]:
-        if self.replay is None or routing is None:
-            yield
-            return
-        with self.replay.micro_batch(routing):
-            yield
 
     def step(self, learning_rate: float) -> float:
         """Clip the gradients and take one optimizer step, if they are finite.
@@ -370,11 +451,20 @@ class MegatronModel:
 
 
 def _transformer_config(recompute: str, replay: bool) -> dict[str, Any]:
+    interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
     fields: dict[str, Any] = {
         "calculate_per_token_loss": True,  # gradients are divided by the tokens of the whole batch, see `run`
         "moe_enable_routing_replay": replay,
         "moe_token_dispatcher_type": "alltoall",
         "gradient_accumulation_fusion": False,  # a kernel of Apex
+        "variable_seq_lengths": not interleaved,  # see `level_lengths`
+        # Experts are balanced where the model was pretrained. Here the reward alone moves the weights: the
+        # auxiliary loss would pull at the router's own choice, which is not the one that is replayed, and a
+        # bias that moves by itself would change the engine's choice between two updates.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        "moe_router_bias_update_rate": 0.0,
     }
     if recompute == "full":
         fields |= {

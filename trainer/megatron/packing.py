@@ -48,7 +48,7 @@ class Packing:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], budget: int, ranks: int, align: int = 1
+    lengths: Sequence[int], budget: int, ranks: int, align: int = 1, multiple: int = 1
 ) -> list[list[MicroBatch]]:
     """Distribute trajectories over data-parallel ranks and cut each rank's share into micro-batches.
 
@@ -61,6 +61,7 @@ def plan_micro_batches(
         budget: Tokens of a micro-batch.
         ranks: Data-parallel ranks.
         align: Every trajectory is padded to a multiple of this.
+        multiple: Their number is a multiple of this.
 
     Returns:
         `[rank][micro-batch]`; every trajectory occurs once.
@@ -74,7 +75,7 @@ def plan_micro_batches(
         shares[rank].append(j)
         loads[rank] += padded[j]
     bins = [_first_fit(share, padded, budget) for share in shares]
-    count = max((len(b) for b in bins), default=0)
+    count = -(-max((len(b) for b in bins), default=0) // multiple) * multiple
     return [
         [MicroBatch(tuple(sorted(members))) for members in rank_bins]
         + [MicroBatch(())] * (count - len(rank_bins))
@@ -112,6 +113,22 @@ def pack(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packin
         parts.append(np.full(padding, -1, np.int64))
         lengths.append(end - start + padding)
     return Packing(source=np.concatenate(parts), lengths=tuple(lengths))
+
+
+def level(packings: Sequence[Packing]) -> list[Packing]:
+    """Pad packings to the longest of them, each by one more sequence of padding.
+
+    The padding keeps the alignment, because all packings have it.
+    """
+    longest = max((len(packing.source) for packing in packings), default=0)
+    result = []
+    for packing in packings:
+        missing = longest - len(packing.source)
+        if missing:
+            filled = np.concatenate([packing.source, np.full(missing, -1, np.int64)])
+            packing = Packing(source=filled, lengths=(*packing.lengths, missing))
+        result.append(packing)
+    return result
 
 
 def targets(batch: TrainBatch, advantages: Float32Array) -> Targets:

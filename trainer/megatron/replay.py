@@ -1,26 +1,32 @@
-"""Routing replay (R3): the engine's choice of experts, repeated in the trainer.
+"""Routing replay: experts chosen elsewhere, repeated in the trainer.
 
 ```
-TrainBatch.routed_experts [S, L_moe, K] uint8 ─ check_rows ─► per micro-batch, per sequence-parallel slice
-    ─► RouterReplayAdapter.micro_batch ─► one target a router ─► gate weights gathered from current scores
+R3  TrainBatch.routed_experts [S, L_moe, K] ─ check_rows ─► local_rows: this rank's tokens and layers ─┐
+R2  old-log-prob pass ─► RouterReplayAdapter.record ─► one copy a micro-batch off the device ──────────┤
+                                                                            Rows: unsigned, pinned     │
+    to the device, still unsigned ◄─ RouterReplayAdapter.micro_batch ◄─────────────────────────────────┘
+        ─► a target for each router ─► int64 while it runs ─► gate weights gathered from current scores
 ```
 
 Megatron-Core's own `RouterReplay` does the replaying; its rows are local tokens of local routers, it
 validates nothing, knows no token without a row, and leaves bookkeeping to the caller. This module adds these:
 
-- Routers are addressed by `layer_number`, never by their place in Megatron's global list, which has other
-  orders with dense layers, pipeline stages or a second model in the process.
-- A token without a valid row (`NATIVE` in every column) takes the router's own choice.
-- Targets are queued for the backward pass only where it will route again (recomputation), and a schedule that
-  leaves one unused, or lets one leak from a forward-only pass, ends in an error.
+- Routers are addressed by chunk and `layer_number`, never by their place in Megatron's global list, which has
+  other orders with dense layers, pipeline stages, multi-token prediction or a second model in the process.
+- A token without a valid row takes the router's own choice.
+- A target is used exactly once by the forward pass, and exactly once more by the backward pass where that
+  will route again (recomputation). A schedule that leaves one unused, asks for one that is not there, or lets
+  one leak from a forward-only pass, ends in an error.
 
-Source: arXiv 2510.11370 (R3); megatron/core/transformer/moe/router_replay.py.
+Source: arXiv 2510.11370 (R3), arXiv 2507.18071 (R2); megatron/core/transformer/moe/router_replay.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,55 +37,90 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 
 from async_rl.errors import AlignmentError, ConfigError
-from async_rl.types import BoolArray, ExpertIdArray, Int64Array
+from async_rl.types import BoolArray, ExpertIdArray, Int64Array, TrainBatch
 
-NATIVE = -1
-"""Expert id of a target row that does not exist. It lives only here, in signed targets of one micro-batch;
-rows on the wire are unsigned and carry a bitmap."""
+Output = TypeVar("Output")
 
 _MIN_ROWS_TOP1 = 32
 """With one expert a token, a short trajectory may well send every token to expert 0; a long one does not."""
 
 
+class Rows(NamedTuple):
+    """The rows of one micro-batch for one model chunk: this rank's tokens, in the order its routers see them.
+
+    They wait on the host, in pinned memory where there is a GPU.
+    """
+
+    ids: torch.Tensor  # [tokens, MoE layers of the chunk, K] uint8 or uint16
+    known: torch.Tensor | None  # [tokens] bool, which have a row; None: all of them
+
+
+class Target(NamedTuple):
+    """What one router is to repeat, on the device; narrow until it does."""
+
+    ids: torch.Tensor  # [tokens, K] unsigned
+    known: torch.Tensor | None  # [tokens] bool
+
+
 class MaskedRouterReplay(RouterReplay):
-    """Megatron's replay of one router, with native routing where a row is `NATIVE`.
+    """Megatron's replay of one router, with native routing where a token has no row.
 
     Invariant: `replay_backward_list` holds one target for each forward pass whose backward pass is still to
-    come and will call the router again.
+    come and will call the router again; `target_topk_idx` is what the next forward call uses up.
     """
 
     def __init__(self, layer_number: int) -> None:
         super().__init__()
         self.layer_number = layer_number
 
-    def set_target_indices(self, topk_indices: torch.Tensor, *, recomputed: bool = False) -> None:
-        """Take `[tokens, K] int64` for the next forward pass and, if there will be one, its recomputation."""
-        self.target_topk_idx = topk_indices
+    def set_target_indices(
+        self, topk_indices: torch.Tensor, known: torch.Tensor | None = None, *, recomputed: bool = False
+    ) -> None:
+        """Take `[tokens, K]` ids for the next forward pass and, if there will be one, its recomputation."""
+        self.target_topk_idx = Target(topk_indices, known)
         if recomputed:
-            self.replay_backward_list.append(topk_indices)
+            self.replay_backward_list.append(self.target_topk_idx)
+
+    def record_into(self, place: torch.Tensor) -> None:
+        """Let the next forward pass write its own choice to `place`, `[tokens, K]` unsigned."""
+        self.recorded_topk_idx = place
+        self.set_router_replay_action(RouterReplayAction.RECORD)
+
+    def record_indices(self, topk_indices: torch.Tensor) -> None:  # noqa: D102 - Megatron's contract
+        place, self.recorded_topk_idx = self.recorded_topk_idx, None
+        if place is None or place.shape != topk_indices.shape:
+            raise AlignmentError(
+                f"layer {self.layer_number}: the router chose {tuple(topk_indices.shape)} experts, but there "
+                f"is {'nowhere' if place is None else f'room for {tuple(place.shape)}'} to record them"
+            )
+        place.copy_(topk_indices)  # narrows on the device
 
     def get_replay_topk(  # noqa: D102 - Megatron's contract
         self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None
     ):
-        if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-            ids = self.target_topk_idx
-        elif self.router_replay_action is RouterReplayAction.REPLAY_BACKWARD:
-            if not self.replay_backward_list:
-                raise AlignmentError(
-                    f"layer {self.layer_number}: the router was called without a replay target"
-                )
-            ids = self.replay_backward_list.pop(0)
-        else:
-            return super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
-        if ids is None or ids.shape != (scores.shape[0], topk):
+        own = partial(default_compute_topk, scores, topk, num_groups=num_groups, group_topk=group_topk)
+        match self.router_replay_action:
+            case RouterReplayAction.REPLAY_FORWARD:
+                target, self.target_topk_idx = self.target_topk_idx, None
+            case RouterReplayAction.REPLAY_BACKWARD:
+                target = self.replay_backward_list.pop(0) if self.replay_backward_list else None
+            case RouterReplayAction.RECORD:
+                values, ids = own()
+                self.record_indices(ids)
+                return values, ids
+            case _:
+                return own()
+        if target is None:
+            raise AlignmentError(f"layer {self.layer_number}: the router was called without a replay target")
+        if target.ids.shape != (scores.shape[0], topk):
             raise AlignmentError(
                 f"layer {self.layer_number}: the router sees {scores.shape[0]} tokens and picks {topk} "
-                f"experts, but its replay target is {None if ids is None else tuple(ids.shape)}"
+                f"experts, but its replay target is {tuple(target.ids.shape)}"
             )
-        native = ids[:, :1] == NATIVE
-        if native.any():
-            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            ids = torch.where(native, own, ids)
+        ids = target.ids.long()
+        if target.known is not None:
+            with torch.no_grad():
+                ids = torch.where(target.known[:, None], ids, own()[1])
         return scores.gather(1, ids), ids
 
 
@@ -87,22 +128,30 @@ class RouterReplayAdapter:
     """Feeds the routers of one rank's model chunks.
 
     Example:
-        >>> with replay.schedule():                     # around forward_backward_func
-        ...     with replay.micro_batch(rows, valid):   # around one chunk's forward pass
-        ...         logits = model(...)
+        >>> with replay.schedule():                            # around forward_backward_func
+        ...     with replay.micro_batch(number, rows[number]):   # around one chunk's forward pass
+        ...         logits = chunk(...)
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], config: TransformerConfig) -> None:
+    def __init__(
+        self, chunks: list[torch.nn.Module], config: TransformerConfig, device: torch.device | None = None
+    ) -> None:
         """Take over the replay of every router in `chunks`.
+
+        Args:
+            chunks: This rank's parts of the model, in their order.
+            config: The model's.
+            device: Where the routers run; None is the CPU.
 
         Raises:
             ConfigError: When there is nothing to replay, or the router would ignore or override it.
         """
-        _check_config(config)
-        self.moe_layers = moe_layer_numbers(config)
-        self._column = {number: column for column, number in enumerate(self.moe_layers)}
-        self._recomputes = config.recompute_granularity is not None
-        self._routers = [self._take_over(router) for chunk in chunks for router in _routers(chunk)]
+        check_replayable(config)
+        self._config, self._device = config, device or torch.device("cpu")
+        column = {number: i for i, number in enumerate(moe_layer_numbers(config))}
+        self._chunks = [[self._take_over(router) for router in _routers(chunk)] for chunk in chunks]
+        self.columns = tuple(_span([column[r.layer_number] for r in routers]) for routers in self._chunks)
+        """Which of the model's MoE layers each chunk holds."""
 
     @staticmethod
     def _take_over(router: TopKRouter) -> MaskedRouterReplay:
@@ -114,28 +163,66 @@ class RouterReplayAdapter:
 
     @property
     def routers(self) -> tuple[MaskedRouterReplay, ...]:
-        """This rank's routers, in the order of their layers."""
-        return tuple(self._routers)
+        """This rank's routers, chunk by chunk."""
+        return tuple(router for routers in self._chunks for router in routers)
 
     @contextlib.contextmanager
-    def micro_batch(self, targets: torch.Tensor) -> Iterator[None]:
-        """Replay during one forward pass.
+    def micro_batch(self, chunk: int, rows: Rows) -> Iterator[None]:
+        """Replay during one forward pass of a chunk.
 
-        Args:
-            targets: `[tokens, L_moe, K]` int64 on the device, this rank's tokens in the order its routers see
-                them, all MoE layers of the model; `NATIVE` throughout a token without a row.
+        Raises:
+            AlignmentError: When the rows are of other layers or tokens, or a router was not called.
         """
-        recomputed = self._recomputes and torch.is_grad_enabled()
-        for router in self._routers:
-            router.set_target_indices(targets[:, self._column[router.layer_number]], recomputed=recomputed)
+        routers = self._chunks[chunk]
+        if rows.ids.shape[1] != len(routers):
+            raise AlignmentError(
+                f"chunk {chunk} has {len(routers)} routers, but its rows are of {rows.ids.shape[1]} layers"
+            )
+        # From pinned memory neither copy waits for the device, nor the device for us.
+        ids = rows.ids.to(self._device, non_blocking=True)
+        known = None if rows.known is None else rows.known.to(self._device, non_blocking=True)
+        recomputed = torch.is_grad_enabled() and _routes_again(self._config)
+        for column, router in enumerate(routers):
+            router.set_target_indices(ids[:, column], known, recomputed=recomputed)
             router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         try:
             yield
+            _expect_called(r.layer_number for r in routers if r.target_topk_idx is not None)
         finally:
-            for router in self._routers:
+            for router in routers:
                 router.target_topk_idx = None
                 # Until the next forward pass only a recomputation can call the router.
                 router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+    def record(self, chunk: int, tokens: int, forward: Callable[[], Output]) -> tuple[Output, Rows]:
+        """Record what the routers of a chunk choose in one forward pass without gradients.
+
+        The choices narrow on the device, all layers into one tensor, which leaves it by one copy that nobody
+        waits for. It is ordered before the copy back by which it is replayed; whoever reads it on the host
+        must synchronise first.
+
+        Args:
+            chunk: Its number.
+            tokens: How many its routers see.
+            forward: Runs it.
+
+        Raises:
+            AlignmentError: When a router saw another number of tokens, or was not called once.
+        """
+        assert not torch.is_grad_enabled(), "a recomputation would record twice"
+        routers, config = self._chunks[chunk], self._config
+        narrow = torch.uint8 if config.num_moe_experts <= 256 else torch.uint16
+        staged = torch.empty(tokens, len(routers), config.moe_router_topk, dtype=narrow, device=self._device)
+        for column, router in enumerate(routers):
+            router.record_into(staged[:, column])
+        try:
+            output = forward()
+            _expect_called(r.layer_number for r in routers if r.recorded_topk_idx is not None)
+        finally:
+            for router in routers:
+                router.clear_indices()
+                router.clear_router_replay_action()
+        return output, Rows(_to_host(staged), None)
 
     @contextlib.contextmanager
     def schedule(self) -> Iterator[None]:
@@ -149,12 +236,12 @@ class RouterReplayAdapter:
             yield
             self._expect_empty("after a schedule")
         finally:
-            for router in self._routers:
+            for router in self.routers:
                 router.clear_indices()
                 router.clear_router_replay_action()
 
     def _expect_empty(self, when: str) -> None:
-        left = {r.layer_number: len(r.replay_backward_list) for r in self._routers if r.replay_backward_list}
+        left = {r.layer_number: len(r.replay_backward_list) for r in self.routers if r.replay_backward_list}
         if left:
             raise AlignmentError(f"{when} replay targets are left over (layer: count): {left}")
 
@@ -169,38 +256,40 @@ def moe_layer_numbers(config: TransformerConfig) -> tuple[int, ...]:
     return tuple(i + 1 for i, sparse in enumerate(pattern) if sparse)
 
 
-def to_targets(rows: ExpertIdArray, valid: BoolArray, device: torch.device) -> torch.Tensor:
-    """Rows of one micro-batch's local tokens, `[t, L_moe, K]` unsigned, as int64 targets on the device.
+def local_rows(
+    rows: ExpertIdArray, valid: BoolArray, source: Int64Array, columns: slice, device: torch.device
+) -> Rows:
+    """Cut a batch's rows down to what one chunk of one rank replays, before anything is copied.
 
-    The unsigned rows travel; they widen where they arrive.
+    Args:
+        rows: `[S, L_moe, K]` uint8 or uint16, the batch's.
+        valid: `[S]`.
+        source: `[tokens]`, for each token that the routers will see its index in the batch, -1 where padded.
+        columns: Which of the L_moe layers.
+        device: Where they will go: rows for a GPU are pinned.
     """
-    ids = torch.from_numpy(np.ascontiguousarray(rows)).to(device).long()
-    if not valid.all():
-        ids[torch.from_numpy(~valid).to(device)] = NATIVE
-    return ids
+    index = np.maximum(source, 0)
+    known = (source >= 0) & valid[index]
+    ids, flags = torch.from_numpy(rows[:, columns][index]), torch.from_numpy(known)
+    if device.type == "cuda":
+        ids, flags = ids.pin_memory(), flags.pin_memory()
+    return Rows(ids, None if known.all() else flags)
 
 
 def check_rows(
-    rows: ExpertIdArray | None,
-    valid: BoolArray | None,
-    offsets: Int64Array,
-    num_experts: int,
-    config: TransformerConfig,
-    trajectories: list[int] | range | None = None,
+    batch: TrainBatch, config: TransformerConfig, trajectories: Iterable[int] | None = None
 ) -> None:
-    """Check routing rows before anything is trained on them.
+    """Check a batch's routing rows before anything is trained on them.
 
     Args:
-        rows: `[S, L_moe, K]` uint8 or uint16.
-        valid: `[S]`.
-        offsets: `[N + 1]`, the bounds of the trajectories.
-        num_experts: What the batch says the model has.
-        config: What the model has.
+        batch: The batch.
+        config: The model's.
         trajectories: Which to look at; None looks at all.
 
     Raises:
         AlignmentError: With the first thing that is wrong, and where.
     """
+    rows, valid, offsets = batch.routed_experts, batch.routing_valid, batch.offsets
     if rows is None or valid is None:
         raise AlignmentError("routing.replay is r3, but the batch carries no routing rows")
     layers = moe_layer_numbers(config)
@@ -212,12 +301,18 @@ def check_rows(
         )
     if rows.dtype not in (np.uint8, np.uint16):
         raise AlignmentError(f"routing rows are {rows.dtype}, expected uint8 or uint16")
-    if num_experts != config.num_moe_experts:
+    if batch.num_experts != config.num_moe_experts:
         raise AlignmentError(
-            f"routing rows are of a model with {num_experts} experts, but the trainer's has "
+            f"routing rows are of a model with {batch.num_experts} experts, but the trainer's has "
             f"{config.num_moe_experts}"
         )
-    for j in range(len(offsets) - 1) if trajectories is None else trajectories:
+    from_zero = tuple(number - 1 for number in layers)
+    if batch.moe_layers and batch.moe_layers != from_zero:
+        raise AlignmentError(
+            f"routing rows are of the layers {batch.moe_layers}, but the trainer's model has experts in "
+            f"{from_zero}"
+        )
+    for j in range(batch.num_trajectories) if trajectories is None else trajectories:
         start, end = int(offsets[j]), int(offsets[j + 1])
         if start == end:
             continue
@@ -258,9 +353,14 @@ def _check_trajectory(
         )
 
 
-def _check_config(config: TransformerConfig) -> None:
+def check_replayable(config: TransformerConfig) -> None:
+    """Check that a model's routers can be made to repeat a choice.
+
+    Raises:
+        ConfigError: When there is nothing to replay, or the router would ignore or override it.
+    """
     if not moe_layer_numbers(config):
-        raise ConfigError("routing.replay is r3, but the model has no experts: set routing.replay=off")
+        raise ConfigError("routing is to be replayed, but the model has no experts: set routing.replay=off")
     for field, wrong, reason in (
         (
             "moe_router_fusion",
@@ -269,7 +369,7 @@ def _check_config(config: TransformerConfig) -> None:
         ),
         (
             "moe_router_load_balancing_type",
-            config.moe_router_load_balancing_type == "sinkhorn",
+            "sinkhorn" in config.moe_router_load_balancing_type,  # a name, or a list of names
             "sinkhorn routing ignores the replay",
         ),
         (
@@ -284,10 +384,38 @@ def _check_config(config: TransformerConfig) -> None:
         ),
     ):
         if wrong:
-            raise ConfigError(f"routing.replay is r3, but {field} is {getattr(config, field)!r}: {reason}")
+            raise ConfigError(
+                f"routing is to be replayed, but {field} is {getattr(config, field)!r}: {reason}"
+            )
+
+
+def _routes_again(config: TransformerConfig) -> bool:
+    """Whether the backward pass calls the routers a second time."""
+    if config.recompute_granularity == "selective":
+        return "moe" in config.recompute_modules
+    return config.recompute_granularity == "full"
 
 
 def _routers(chunk: torch.nn.Module) -> list[TopKRouter]:
     """The routers of a chunk's decoder; those of multi-token prediction are not the engine's."""
     layers = get_attr_wrapped_model(chunk, "decoder").layers
     return [layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer)]
+
+
+def _span(columns: list[int]) -> slice:
+    """Neighbouring columns as a slice: a chunk holds neighbouring layers, so no row is copied to cut it."""
+    first = columns[0] if columns else 0
+    assert columns == list(range(first, first + len(columns))), f"a chunk holds the MoE layers {columns}"
+    return slice(first, first + len(columns))
+
+
+def _expect_called(left: Iterable[int]) -> None:
+    if layers := list(left):
+        raise AlignmentError(f"the routers of the layers {layers} were not called in their forward pass")
+
+
+def _to_host(staged: torch.Tensor) -> torch.Tensor:
+    if staged.device.type == "cpu":
+        return staged
+    host = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
+    return host.copy_(staged, non_blocking=True)
