@@ -1,82 +1,29 @@
 import asyncio
 from collections.abc import Sequence
-from itertools import count
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from async_rl.chat import ChatFormat
-from async_rl.config import RolloutConfig, RoutingConfig
-from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.engines.protocol import Chunk, Engine, EngineFacts, Finish, InterruptMode
+from async_rl.engines.pool import EngineState
+from async_rl.engines.protocol import Chunk, Engine, EngineFacts, Finish
 from async_rl.errors import EngineError, PromptTooLong, RequestRefused
-from async_rl.metrics import Metrics
-from async_rl.rollout.session import RolloutSession
 from async_rl.supervision import Nursery
-from async_rl.types import Context, Sampled, Task, VersionSpan
+from async_rl.types import Context, Sampled, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
+from tests.support.sessions import PROMPT, Bench
 
 FACTS = EngineFacts(
     num_layers=1, moe_layers=(0,), num_experts=8, top_k=2, vocab_size=512, context_length=1024
 )
-PROMPT = 7
 
 
-class PlainChat:
-    """Seven tokens of prompt, two for each later message."""
-
-    stop_token_ids = (2,)
-    end_of_turn_id = 104
-
-    def prompt_ids(self, messages: Any, tools: Any = ()) -> np.ndarray:
-        return np.arange(PROMPT, dtype=np.int32)
-
-    def append_ids(self, messages: Any, *, after_length: bool = False) -> np.ndarray:
-        return np.full(2 * len(messages) + after_length, 9, np.int32)
-
-    def decode(self, token_ids: Any) -> str:
-        return " ".join(map(str, token_ids))
-
-
-class Bench:
-    def __init__(
-        self,
-        *engines: ScriptedEngine,
-        merge: str = "replace",
-        replay: str = "r3",
-        interrupt: InterruptMode = "abort",
-        flip_sample: float = 0.0,
-        **rollout: Any,
-    ):
-        self.metrics = Metrics()
-        self.pool = EnginePool(self.metrics, lambda: 0.0)
-        self.engines = engines
-        for engine in engines:
-            self.pool.add(cast(Engine, engine))
-            self.pool.serve(engine.engine_id, 0)
-        ids = count()
-        self.session = RolloutSession(
-            task=Task(task_id="t", messages=[]),
-            trajectory_id="0" * 32,
-            group_id="g",
-            pool=self.pool,
-            chat=cast(ChatFormat, PlainChat()),
-            facts=FACTS,
-            rollout=RolloutConfig(**{"max_context_tokens": 64, "max_new_tokens": 16, **rollout}),
-            routing_config=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),
-            interrupt=interrupt,
-            metrics=self.metrics,
-            new_id=lambda: f"{next(ids):032d}",
-            clock=lambda: 0.0,
-        )
-
-    async def finish(self):
-        return await self.session.finish("completed", {"reward": 1.0})
+def make_bench(*engines: ScriptedEngine, **changes: Any) -> Bench:
+    return Bench(*cast(tuple[Engine, ...], engines), facts=FACTS, **changes)
 
 
 def bench(scripts: Sequence[Script], **changes: Any) -> Bench:
-    made = Bench(ScriptedEngine(scripts=scripts), **changes)
+    made = make_bench(ScriptedEngine(scripts=scripts), **changes)
     made.session.start([{"role": "user", "content": "hi"}])
     return made
 
@@ -96,6 +43,7 @@ async def test_a_turn_is_one_segment_when_nothing_interrupts():
     assert trajectory.trace.valid.all()
 
 
+@pytest.mark.case(10)
 async def test_generation_resumes_with_its_tokens_and_a_smaller_budget_when_aborted():
     b = bench(
         [
@@ -114,7 +62,8 @@ async def test_generation_resumes_with_its_tokens_and_a_smaller_budget_when_abor
     assert trajectory.outcome.num_interruptions == trajectory.outcome.num_resumes == 1
 
 
-async def test_case_11_routing_is_replaced_and_never_concatenated_when_resumed():
+@pytest.mark.case(11)
+async def test_routing_is_replaced_and_never_concatenated_when_resumed():
     b = bench(
         [
             lambda r: sampled(5, "abort", 0, prompt=PROMPT),
@@ -130,7 +79,8 @@ async def test_case_11_routing_is_replaced_and_never_concatenated_when_resumed()
     assert b.engines[0].decoded == 1  # what was replaced was never decoded
 
 
-async def test_case_12_earlier_rows_stay_when_spliced_and_the_boundary_row_is_new():
+@pytest.mark.case(12)
+async def test_earlier_rows_stay_when_spliced_and_the_boundary_row_is_new():
     b = bench(
         [
             lambda r: sampled(5, "abort", 0, prompt=PROMPT),
@@ -146,6 +96,7 @@ async def test_case_12_earlier_rows_stay_when_spliced_and_the_boundary_row_is_ne
     assert len(trace.rows) == PROMPT + 8 - 1
 
 
+@pytest.mark.case(10)
 async def test_an_abort_in_the_queue_is_ordinary_when_there_are_no_tokens_and_no_rows():
     b = bench(
         [
@@ -159,6 +110,7 @@ async def test_an_abort_in_the_queue_is_ordinary_when_there_are_no_tokens_and_no
     assert trajectory.outcome.num_interruptions == 1
 
 
+@pytest.mark.case(13, 25)
 async def test_rows_are_recovered_by_a_prefill_without_tokens_when_the_last_call_had_none():
     b = bench(
         [
@@ -176,12 +128,13 @@ async def test_rows_are_recovered_by_a_prefill_without_tokens_when_the_last_call
     assert (trajectory.trace.rows[:, 0, 0] == 2).all()
 
 
+@pytest.mark.case(13)
 async def test_missing_rows_are_marked_invalid_when_they_cannot_be_recovered():
     def fail(request):
         return [EngineError("gone")]
 
     other = ScriptedEngine("engine-1", [lambda r: sampled(0, "abort", 0, prompt=1, rows=False)] * 4)
-    b = Bench(
+    b = make_bench(
         ScriptedEngine("engine-0", [lambda r: sampled(16, "abort", 0, prompt=PROMPT, rows=False), fail]),
         other,
     )
@@ -192,13 +145,14 @@ async def test_missing_rows_are_marked_invalid_when_they_cannot_be_recovered():
     assert len(trajectory.trace.rows) == trajectory.num_tokens - 1
 
 
+@pytest.mark.case(17)
 async def test_tokens_seen_are_kept_when_the_engine_dies_and_another_goes_on():
     def die(request):
         return [Chunk(token_ids=[100, 101], log_probs=[-1.0, -2.0]), EngineError("connection lost")]
 
     first = ScriptedEngine("engine-0", [die])
     second = ScriptedEngine("engine-1", [lambda r: sampled(2, "stop", 0, prompt=PROMPT + 2, first=200)])
-    b = Bench(first, second)
+    b = make_bench(first, second)
     b.session.start([{"role": "user", "content": "hi"}])
     await b.session.generate()
     trajectory = await b.finish()
@@ -209,6 +163,7 @@ async def test_tokens_seen_are_kept_when_the_engine_dies_and_another_goes_on():
     assert [e.engine_id for e in b.pool.engines() if b.pool.error_of(e.engine_id)] == ["engine-0"]
 
 
+@pytest.mark.case(20)
 async def test_one_call_becomes_two_segments_when_the_engine_changed_weights_in_between():
     def two_versions(request):
         spans = (
@@ -258,7 +213,7 @@ async def test_tokens_are_segments_when_the_caller_is_cancelled_mid_stream():
             started.set()
             await asyncio.Future()
 
-    b = Bench(Hanging())
+    b = make_bench(Hanging())
     b.session.start([{"role": "user", "content": "hi"}])
     async with Nursery() as nursery:
         task = nursery.start("turn", b.session.generate())
@@ -268,6 +223,7 @@ async def test_tokens_are_segments_when_the_caller_is_cancelled_mid_stream():
     assert b.session._segments[-1].token_ids.tolist() == [100, 101, 102]
 
 
+@pytest.mark.case(21)
 async def test_tool_tokens_are_context_and_get_rows_with_the_next_call():
     b = bench(
         [
@@ -299,7 +255,8 @@ async def test_messages_are_refused_when_no_turn_came_since_the_last_ones():
         b.session.add_messages([{"role": "tool", "content": "5"}])
 
 
-async def test_case_21_trailing_tool_rows_are_invalid_when_no_call_follows():
+@pytest.mark.case(21)
+async def test_trailing_tool_rows_are_invalid_when_no_call_follows():
     b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
     await b.session.generate()
     b.session.add_messages([{"role": "tool", "content": "4"}])
@@ -309,7 +266,7 @@ async def test_case_21_trailing_tool_rows_are_invalid_when_no_call_follows():
 
 
 async def test_the_prompt_is_refused_when_it_leaves_no_room():
-    b = Bench(ScriptedEngine(), max_context_tokens=PROMPT, max_new_tokens=2)
+    b = make_bench(ScriptedEngine(), max_context_tokens=PROMPT, max_new_tokens=2)
     with pytest.raises(PromptTooLong, match="max_context_tokens is 7"):
         b.session.start([{"role": "user", "content": "hi"}])
 

@@ -1,0 +1,151 @@
+"""A session on engines of the test's choice, without an orchestrator around it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, cast
+
+import numpy as np
+
+from async_rl.chat import ChatFormat
+from async_rl.config import RolloutConfig, RoutingConfig, SimulatedEngines
+from async_rl.engines.pool import EnginePool
+from async_rl.engines.protocol import DiskUpdate, Engine, EngineFacts, InterruptMode
+from async_rl.engines.simulated import SimulatedEngine, routing_rows
+from async_rl.metrics import Metrics
+from async_rl.rollout.session import RolloutSession
+from async_rl.types import RoutingTrace, Task, Trajectory
+
+PROMPT = 7
+FACTS = EngineFacts(
+    num_layers=3, moe_layers=(1, 2), num_experts=32, top_k=2, vocab_size=512, context_length=4096
+)
+
+
+class PlainChat:
+    """Seven tokens of prompt, two for each later message; token 2 stops, 104 ends a turn."""
+
+    stop_token_ids = (2,)
+    end_of_turn_id = 104
+
+    def prompt_ids(self, messages: Any, tools: Any = ()) -> np.ndarray:
+        return np.arange(PROMPT, dtype=np.int32)
+
+    def append_ids(self, messages: Any, *, after_length: bool = False) -> np.ndarray:
+        return np.full(2 * len(messages) + after_length, 9, np.int32)
+
+    def decode(self, token_ids: Any) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Bench:
+    """A pool of engines that serve version 0, and a session on it."""
+
+    def __init__(
+        self,
+        *engines: Engine,
+        facts: EngineFacts = FACTS,
+        merge: str = "replace",
+        replay: str = "r3",
+        interrupt: InterruptMode = "abort",
+        flip_sample: float = 0.0,
+        **rollout: Any,
+    ) -> None:
+        self.metrics = Metrics()
+        self.interrupt: InterruptMode = interrupt
+        self.pool = EnginePool(self.metrics, lambda: 0.0, max_strikes=100)
+        self.engines = engines
+        for engine in engines:
+            self.pool.add(engine)
+            self.pool.serve(engine.engine_id, 0)
+        ids = count()
+        self.session = RolloutSession(
+            task=Task(task_id="t", messages=[]),
+            trajectory_id="0" * 32,
+            group_id="g",
+            pool=self.pool,
+            chat=cast(ChatFormat, PlainChat()),
+            facts=facts,
+            rollout=RolloutConfig(**{"max_context_tokens": 64, "max_new_tokens": 16, **rollout}),
+            routing_config=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),
+            interrupt=interrupt,
+            metrics=self.metrics,
+            new_id=lambda: f"{next(ids):032x}",
+            clock=lambda: 0.0,
+        )
+
+    def start(self) -> None:
+        self.session.start([{"role": "user", "content": "hi"}])
+
+    async def finish(self) -> Trajectory:
+        return await self.session.finish("completed", {"reward": 1.0})
+
+    async def bump(self, version: int, *, flush: bool | None = None) -> None:
+        """Bring all engines to a version as a weight sync does."""
+        flush = self.interrupt != "in_place" if flush is None else flush
+        for engine in self.engines:
+            self.pool.hold(engine.engine_id)
+            await engine.interrupt(self.interrupt)
+            await engine.update_weights(DiskUpdate(weight_version=version, path=""), flush=flush)
+            await engine.resume_generation(self.interrupt)
+            self.pool.serve(engine.engine_id, version)
+
+    async def abort(self) -> None:
+        """Abort what the engines run, and let them go on under the same weights."""
+        for engine in self.engines:
+            version = self.pool.version_of(engine.engine_id)
+            self.pool.hold(engine.engine_id)
+            await engine.interrupt("abort")
+            await engine.resume_generation("abort")
+            self.pool.serve(engine.engine_id, version)
+
+    def counted(self, name: str, **labels: str) -> float:
+        """The value of a metric, 0 where it was never touched."""
+        return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels) or 0.0
+
+
+class Watched:
+    """A policy by position and prefix alone, and events for when a sequence gets to a length.
+
+    Its tokens do not depend on the weights, so that runs with and without interruptions can be compared.
+    """
+
+    def __init__(self, stop_at: Sequence[int] = ()) -> None:
+        """Stop a turn where the sequence would get to one of these lengths."""
+        self._stop_at = frozenset(stop_at)
+        self._reached: dict[int, asyncio.Event] = {}
+
+    def __call__(self, prefix: Sequence[int], rng: random.Random) -> int | None:
+        length = len(prefix) + 1
+        for wanted, event in self._reached.items():
+            if length >= wanted:
+                event.set()
+        return None if length in self._stop_at else 20 + (7 * length + 3 * prefix[-1]) % 300
+
+    async def reaches(self, length: int) -> None:
+        """Wait until some sequence has so many tokens."""
+        await self._reached.setdefault(length, asyncio.Event()).wait()
+
+
+def simulated(
+    policy: Watched, engine_id: str = "engine-0", *, facts: EngineFacts = FACTS, **config: Any
+) -> SimulatedEngine:
+    """A simulated engine of the bench's model."""
+    return SimulatedEngine(engine_id, SimulatedEngines(**config), seed=1, policy=policy, facts=facts)
+
+
+def row_versions(trace: RoutingTrace) -> list[int]:
+    """The version that a trace names for each of its rows."""
+    return [span.weight_version for span in trace.spans for _ in range(span.start, span.end)]
+
+
+def rows_under(
+    trajectory: Trajectory, versions: Sequence[int] | int, facts: EngineFacts = FACTS
+) -> np.ndarray:
+    """The rows that a simulated engine reports for a trajectory, each under its version."""
+    fed = trajectory.token_ids[:-1]
+    each = np.broadcast_to(np.asarray(versions, np.int32), fed.shape)
+    return routing_rows(fed, each, facts)

@@ -1,0 +1,599 @@
+"""Routing through partial rollouts, on simulated engines: their rows name token, position and version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from async_rl.config import SimulatedEngines
+from async_rl.engines.protocol import Chunk, EngineFacts, Finish, GenerateRequest
+from async_rl.engines.simulated import Fault, SimulatedEngine
+from async_rl.errors import AlignmentError, EngineError
+from async_rl.routing import invalid_rows, verify
+from async_rl.types import Context, Sampled, Trajectory, VersionSpan
+from tests.support.scripted import Script, ScriptedEngine, sampled
+from tests.support.sessions import FACTS, PROMPT, Bench, Watched, row_versions, rows_under, simulated
+from tests.support.virtual_time import in_virtual_time
+
+LONG = {"max_context_tokens": 512, "max_new_tokens": 200}
+
+
+class Recorded(SimulatedEngine):
+    """Remembers what it was asked and how it ended."""
+
+    always_full = False
+    mute = False
+    """Whether answers come without rows, as those of a connection that breaks at its end."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self.finished: list[tuple[GenerateRequest, Finish]] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
+        if self.always_full:
+            request = msgspec.structs.replace(request, routing_start=0)
+        async for event in super().generate(request):
+            if isinstance(event, Finish):
+                event = msgspec.structs.replace(event, routing=None) if self.mute else event
+                self.finished.append((request, event))
+            yield event
+
+    @property
+    def asked(self) -> list[int]:
+        return [request.routing_start for request, _ in self.finished]
+
+    @property
+    def rows(self) -> int:
+        return sum(finish.routing.num_rows for _, finish in self.finished if finish.routing is not None)
+
+
+def recorded(policy: Watched, engine_id: str = "engine-0", **config: Any) -> Recorded:
+    return Recorded(engine_id, SimulatedEngines(**config), seed=1, policy=policy, facts=FACTS)
+
+
+async def interrupted(bench: Bench, policy: Watched, lengths: list[int]) -> Trajectory:
+    """One turn, brought to the next version whenever the sequence gets to one of the lengths."""
+    bench.start()
+    async with asyncio.TaskGroup() as group:
+        turn = group.create_task(bench.session.generate())
+        for version, length in enumerate(lengths, start=1):
+            await policy.reaches(length)
+            await bench.bump(version)
+        await turn
+    return await bench.finish()
+
+
+def assert_whole(trajectory: Trajectory, versions: Any) -> None:
+    """Every row is there, is what its version makes of its token, and is claimed to be of that version."""
+    trace = trajectory.trace
+    assert trace is not None
+    verify(trace, trajectory.token_ids, FACTS.moe_layers)
+    assert trace.valid.all()
+    assert np.array_equal(trace.rows, rows_under(trajectory, versions))
+    assert row_versions(trace) == np.broadcast_to(versions, len(trace.rows)).tolist()
+
+
+# -- replace and splice ---------------------------------------------------------------------------------
+
+
+@pytest.mark.case(10, 11)
+@pytest.mark.parametrize("aborts", [1, 3])
+@in_virtual_time
+async def test_all_rows_are_of_the_last_version_when_replaced(aborts: int) -> None:
+    policy = Watched(stop_at=[60])
+    bench = Bench(simulated(policy), **LONG)
+    trajectory = await interrupted(bench, policy, [PROMPT + 4 * (i + 1) for i in range(aborts)])
+    assert trajectory.outcome.num_interruptions == aborts
+    assert [s.weight_version for s in trajectory.sampled] == list(range(aborts + 1))
+    assert all(len(s.token_ids) >= 4 for s in trajectory.sampled)
+    assert_whole(trajectory, aborts)
+    assert not np.array_equal(trajectory.trace.rows, rows_under(trajectory, 0))  # the marks do differ
+    assert bench.counted("routing_mixed_versions_total") == 0
+
+
+@pytest.mark.case(12, 20)
+@in_virtual_time
+async def test_rows_are_of_the_version_that_first_fed_them_when_spliced() -> None:
+    policy = Watched(stop_at=[60])
+    bench = Bench(simulated(policy), merge="splice", **LONG)
+    trajectory = await interrupted(bench, policy, [PROMPT + 4, PROMPT + 9, PROMPT + 20])
+    first, *others = trajectory.sampled
+    # The last token of a call is first fed by the next one: the boundary row is the new version's.
+    versions = [0] * (PROMPT + len(first.token_ids) - 1)
+    for segment in others:
+        versions += [segment.weight_version] * len(segment.token_ids)
+    assert_whole(trajectory, versions)
+    assert trajectory.oldest_weight_version == 0
+
+
+@pytest.mark.case(10, 12)
+@pytest.mark.parametrize("merge", ["replace", "splice"])
+@in_virtual_time
+async def test_nothing_is_lost_when_an_abort_meets_the_queue(merge: str) -> None:
+    """The resumed call waits behind another one and is aborted there: no tokens, no rows, no harm."""
+    policy = Watched(stop_at=[60])
+    engine = recorded(policy, max_running_requests=1)
+    bench = Bench(engine, merge=merge, **LONG)
+    other = Bench(engine, max_context_tokens=512, max_new_tokens=199)  # its own pool: it goes first
+    bench.start()
+    other.start()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(bench.session.generate())
+        await policy.reaches(PROMPT + 5)
+        group.create_task(other.session.generate())
+        await policy.reaches(PROMPT + 8)
+        await bench.abort()
+        seen = 512 - PROMPT - bench.session.remaining_tokens
+        assert seen >= 5
+        await policy.reaches(PROMPT + 30)  # only the other can get there
+        await bench.abort()
+        assert bench.session.remaining_tokens == 512 - PROMPT - seen
+    empty = [asked for asked, finish in engine.finished if finish.routing is None]
+    assert [asked.max_new_tokens for asked in empty] == [199, 200 - seen]
+    trajectory = await bench.finish()
+    assert [len(s.token_ids) for s in trajectory.sampled] == [seen, 60 - PROMPT - seen]
+    assert_whole(trajectory, 0)
+
+
+@pytest.mark.case(17)
+@pytest.mark.parametrize("fault", ["die", "hang"])
+@in_virtual_time
+async def test_no_token_and_no_row_comes_twice_when_a_stream_breaks(fault: Any) -> None:
+    policy = Watched(stop_at=[40])
+    first, second = simulated(policy, "engine-0"), simulated(policy, "engine-1")
+    plain = Bench(second, **LONG)
+    plain.start()
+    await plain.session.generate()
+    whole = await plain.finish()
+    first.faults.append(Fault(fault, after_tokens=6))
+    bench = Bench(first, second, **LONG)
+    bench.start()
+    await bench.session.generate()
+    trajectory = await bench.finish()
+    assert [len(s.token_ids) for s in trajectory.sampled] == [6, 27]
+    assert [s.engine_id for s in trajectory.sampled] == ["engine-0", "engine-1"]
+    assert np.array_equal(trajectory.token_ids, whole.token_ids)
+    assert len(trajectory.rollout_log_probs) == 40
+    assert_whole(trajectory, 0)
+
+
+SCRIPTED = EngineFacts(
+    num_layers=1, moe_layers=(0,), num_experts=8, top_k=2, vocab_size=512, context_length=1024
+)
+
+
+def scripted(*scripts: Script, **changes: Any) -> Bench:
+    bench = Bench(ScriptedEngine(scripts=scripts), facts=SCRIPTED, **changes)  # type: ignore[arg-type]
+    bench.start()
+    return bench
+
+
+def gone(request: GenerateRequest) -> list[Any]:
+    return [EngineError("gone")]
+
+
+@pytest.mark.case(13)
+@pytest.mark.parametrize(
+    ("rows", "versions", "valid"),
+    [
+        ([True, False, True], [2] * 21, 21),
+        ([True, False], [0] * 11, 11),
+        ([False, True], [1] * 16, 16),
+        ([False], [], 0),
+    ],
+)
+async def test_the_last_rows_count_when_some_answers_had_none(
+    rows: list[bool], versions: list[int], valid: int
+) -> None:
+    calls = [
+        lambda r, i=i, has=has: sampled(
+            5, "abort" if i < len(rows) - 1 else "stop", i, prompt=PROMPT + 5 * i, rows=has
+        )
+        for i, has in enumerate(rows)
+    ]
+    bench = scripted(*calls, gone)
+    # The recovery finds an engine that dies, and then one that is always interrupted.
+    spare = [lambda r: sampled(0, "abort", 9, prompt=1, rows=False)] * 4
+    bench.pool.add(ScriptedEngine("engine-1", spare))  # type: ignore[arg-type]
+    await bench.session.generate()
+    bench.pool.serve("engine-1", 0)
+    trajectory = await bench.finish()
+    trace = trajectory.trace
+    wanted = trajectory.num_tokens - 1
+    assert len(trace.rows) == wanted == PROMPT + 5 * len(rows) - 1
+    assert row_versions(trace) == versions + [-1] * (wanted - valid)
+    assert trace.valid.tolist() == [True] * valid + [False] * (wanted - valid)
+    assert invalid_rows(trace) == wanted - valid
+    assert (trace.rows[trace.valid][:, 0, 0] == np.array(versions, np.uint8)).all()
+
+
+@pytest.mark.case(15)
+async def test_a_trajectory_is_rejected_when_its_rows_are_sequences_laid_end_to_end() -> None:
+    bench = scripted(
+        lambda r: sampled(5, "abort", 0, prompt=PROMPT),
+        # An engine, or a client, that appends: 11 rows of the first answer, then 15 of the second.
+        lambda r: sampled(4, "stop", 1, prompt=PROMPT + 5 + 11),
+    )
+    await bench.session.generate()
+    with pytest.raises(AlignmentError, match="26 routing rows for 16 tokens, expected at most 15"):
+        await bench.finish()
+    assert bench.counted("replay_rejected_total", reason="too_many_rows") == 1
+
+
+@pytest.mark.case(15)
+@in_virtual_time
+async def test_a_trajectory_is_rejected_when_an_engine_sends_one_row_too_many() -> None:
+    policy = Watched(stop_at=[20])
+    engine = simulated(policy)
+    engine.faults.append(Fault("wrong_rows"))
+    bench = Bench(engine, **LONG)
+    bench.start()
+    await bench.session.generate()
+    with pytest.raises(AlignmentError, match="20 routing rows, expected 19"):
+        await bench.finish()
+    rejected = bench.metrics.replay_rejected_total.collect()[0].samples
+    assert sum(sample.value for sample in rejected if sample.name.endswith("_total")) == 1
+
+
+# -- versions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.case(18)
+@pytest.mark.parametrize("interrupt", ["abort", "retract"])
+@in_virtual_time
+async def test_a_mixture_raises_the_alarm_when_an_update_did_not_flush(interrupt: Any) -> None:
+    """The control of the tests above: without the flush a prefill finds pages of the old weights."""
+    policy = Watched(stop_at=[60, 120])
+    bench = Bench(simulated(policy), interrupt=interrupt, **LONG)
+    bench.start()
+    await bench.session.generate()
+    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    async with asyncio.TaskGroup() as group:
+        group.create_task(bench.session.generate())
+        await policy.reaches(80)
+        await bench.bump(1, flush=False)
+    trajectory = await bench.finish()
+    versions = row_versions(trajectory.trace)
+    assert set(versions) == {0, 1}
+    assert bench.counted("routing_mixed_versions_total") == 1
+    assert np.array_equal(trajectory.trace.rows, rows_under(trajectory, versions))  # told truly all the same
+
+
+@pytest.mark.case(18)
+@in_virtual_time
+async def test_rows_are_of_one_version_when_a_retracted_call_goes_on() -> None:
+    policy = Watched(stop_at=[90])
+    bench = Bench(simulated(policy), interrupt="retract", **LONG)
+    trajectory = await interrupted(bench, policy, [PROMPT + 40])
+    assert [s.weight_version for s in trajectory.sampled] == [0, 1]
+    assert_whole(trajectory, 1)
+    assert bench.counted("routing_mixed_versions_total") == 0
+
+
+@pytest.mark.case(18)
+async def test_rows_are_fetched_again_when_an_answer_mixes_versions() -> None:
+    spans = (VersionSpan(start=0, end=2, weight_version=0), VersionSpan(start=2, end=5, weight_version=1))
+
+    def mixed(request: GenerateRequest) -> list[Any]:
+        chunk, finish = sampled(5, "stop", 1, prompt=PROMPT)
+        return [chunk, msgspec.structs.replace(finish, version_spans=spans)]
+
+    bench = scripted(mixed, lambda r: sampled(0, "length", 1, prompt=len(r.input_ids)))
+    await bench.session.generate()
+    trajectory = await bench.finish()
+    assert bench.counted("routing_mixed_versions_total") == 1
+    assert bench.counted("routing_payloads_total", kind="recovery") == 1
+    assert bench.engines[0].decoded == 1  # type: ignore[attr-defined]
+    assert row_versions(trajectory.trace) == [1] * (PROMPT + 4)
+
+
+@pytest.mark.case(19)
+@pytest.mark.parametrize("merge", ["replace", "splice"])
+@in_virtual_time
+async def test_rows_and_versions_are_right_when_an_update_was_refused_its_flush(merge: str) -> None:
+    policy = Watched(stop_at=[60])
+    engine = simulated(policy)
+    engine.faults.append(Fault("refuse_flush"))
+    bench = Bench(engine, merge=merge, **LONG)
+    trajectory = await interrupted(bench, policy, [PROMPT + 20])
+    assert engine.faults == []
+    assert [s.weight_version for s in trajectory.sampled] == [0, 1]
+    old = 0 if merge == "replace" else PROMPT + len(next(trajectory.sampled).token_ids) - 1
+    assert_whole(trajectory, [0] * old + [1] * (59 - old))
+    assert bench.counted("routing_mixed_versions_total") == 0
+
+
+@pytest.mark.case(20)
+@in_virtual_time
+async def test_old_rows_keep_their_version_when_weights_change_in_place() -> None:
+    policy = Watched(stop_at=[60])
+    bench = Bench(simulated(policy), merge="splice", interrupt="in_place", **LONG)
+    trajectory = await interrupted(bench, policy, [PROMPT + 10, PROMPT + 30])
+    lengths = [len(s.token_ids) for s in trajectory.sampled]
+    assert [s.weight_version for s in trajectory.sampled] == [0, 1, 2]
+    assert sum(lengths) == 60 - PROMPT
+    # Row i samples token i + 1, under that token's version.
+    versions = [0] * (PROMPT - 1) + [v for v, n in enumerate(lengths) for _ in range(n)]
+    assert_whole(trajectory, versions)
+    assert bench.counted("routing_mixed_versions_total") == 0
+
+
+@pytest.mark.case(20)
+async def test_the_versions_of_rows_are_those_of_tokens_when_an_engine_does_not_know_them() -> None:
+    """Most engines say under which weights tokens were sampled, and nothing of rows."""
+    spans = (VersionSpan(start=0, end=2, weight_version=0), VersionSpan(start=2, end=5, weight_version=1))
+
+    def two(request: GenerateRequest) -> list[Any]:
+        chunk, finish = sampled(5, "stop", 1, prompt=PROMPT)
+        return [chunk, msgspec.structs.replace(finish, version_spans=spans)]
+
+    bench = scripted(two, merge="splice", interrupt="in_place")
+    await bench.session.generate()
+    trajectory = await bench.finish()
+    assert row_versions(trajectory.trace) == [0] * (PROMPT + 1) + [1] * 3
+    assert trajectory.oldest_weight_version == 0
+
+
+# -- what is asked for ----------------------------------------------------------------------------------
+
+
+async def converse(bench: Bench, turns: int) -> Trajectory:
+    bench.start()
+    for turn in range(turns):
+        if turn:
+            bench.session.add_messages([{"role": "tool", "content": "4"}])
+        await bench.session.generate()
+    return await bench.finish()
+
+
+TURNS = [20, 41, 57, 80, 99]
+
+
+@pytest.mark.case(21, 23)
+@pytest.mark.parametrize("merge", ["replace", "splice"])
+@in_virtual_time
+async def test_deltas_are_the_full_fetch_over_five_turns(merge: str) -> None:
+    policy = Watched(stop_at=TURNS)
+    delta, full = recorded(policy), recorded(policy)
+    full.always_full = True
+    found = await converse(Bench(delta, merge=merge, **LONG), 5)
+    expected = await converse(Bench(full, merge=merge, **LONG), 5)
+    assert np.array_equal(found.token_ids, expected.token_ids)
+    assert found.trace.rows.tobytes() == expected.trace.rows.tobytes()
+    assert found.trace.spans == expected.trace.spans
+    assert found.trace.prefix_hash == expected.trace.prefix_hash
+    assert_whole(found, 0)
+    # Every row came once, where the full fetch sends most of them again and again.
+    assert delta.asked == [0, *(length - 1 for length in TURNS[:-1])]
+    assert delta.rows == TURNS[-1] - 1
+    assert full.asked == [0] * 5
+    assert full.rows == sum(length - 1 for length in TURNS)
+
+
+@in_virtual_time
+async def test_everything_is_fetched_again_when_the_weights_changed_between_turns() -> None:
+    policy = Watched(stop_at=TURNS)
+    engine = recorded(policy)
+    bench = Bench(engine, **LONG)
+    bench.start()
+    await bench.session.generate()
+    await bench.bump(1)
+    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    await bench.session.generate()
+    assert engine.asked == [0, 0]
+    assert_whole(await bench.finish(), 1)
+
+
+@in_virtual_time
+async def test_only_the_end_is_fetched_when_rows_are_spliced_over_an_update() -> None:
+    policy = Watched(stop_at=[60])
+    engine = recorded(policy)
+    bench = Bench(engine, merge="splice", **LONG)
+    trajectory = await interrupted(bench, policy, [PROMPT + 10])
+    held = PROMPT + len(next(trajectory.sampled).token_ids) - 1
+    assert engine.asked == [0, held]
+    assert engine.rows == 59
+
+
+@in_virtual_time
+async def test_everything_is_fetched_again_when_the_next_turn_runs_elsewhere() -> None:
+    policy = Watched(stop_at=TURNS)
+    first, second = recorded(policy), recorded(policy, "engine-1")
+    bench = Bench(first, second, **LONG)
+    bench.start()
+    await bench.session.generate()
+    bench.pool.quarantine("engine-0", EngineError("gone"))
+    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    await bench.session.generate()
+    assert (first.asked, second.asked) == ([0], [0])
+    assert_whole(await bench.finish(), 0)
+
+
+@in_virtual_time
+async def test_a_delta_is_not_enough_when_the_engine_recomputed_what_came_before() -> None:
+    """`retract` takes new weights in mid-call; rows of earlier turns are of the old ones then."""
+    policy = Watched(stop_at=[30, 70])
+    engine = recorded(policy)
+    bench = Bench(engine, interrupt="retract", **LONG)
+    bench.start()
+    await bench.session.generate()
+    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    async with asyncio.TaskGroup() as group:
+        group.create_task(bench.session.generate())
+        await policy.reaches(50)
+        await bench.bump(1)
+    assert engine.asked == [0, 29]
+    trajectory = await bench.finish()
+    assert engine.asked == [0, 29, 0]
+    assert bench.counted("routing_payloads_total", kind="recovery") == 1
+    assert_whole(trajectory, 1)
+
+
+@pytest.mark.case(22)
+@pytest.mark.parametrize("merge", ["replace", "splice"])
+@pytest.mark.parametrize("place", [None, 0, PROMPT - 1, PROMPT + 3])
+@in_virtual_time
+async def test_everything_is_fetched_again_when_one_token_of_the_history_was_edited(
+    merge: str, place: int | None
+) -> None:
+    policy = Watched(stop_at=TURNS)
+    engine = recorded(policy)
+    bench = Bench(engine, merge=merge, **LONG)
+    bench.start()
+    await bench.session.generate()
+    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    if place is not None:
+        edit(bench, place)
+    await bench.session.generate()
+    trajectory = await bench.finish()
+    assert engine.asked == [0, 19 if place is None else 0]
+    assert bench.counted("replay_rejected_total", reason="wrong_prefix") == (place is not None)
+    assert_whole(trajectory, 0)
+
+
+@pytest.mark.case(22)
+@in_virtual_time
+async def test_rows_are_recovered_when_the_history_was_edited_after_the_last_turn() -> None:
+    policy = Watched(stop_at=TURNS)
+    bench = Bench(simulated(policy), **LONG)
+    bench.start()
+    await bench.session.generate()
+    edit(bench, 2)
+    assert_whole(await bench.finish(), 0)
+    assert bench.counted("routing_payloads_total", kind="recovery") == 1
+
+
+def edit(bench: Bench, place: int) -> None:
+    """Change a token of the history behind the session's back, as a re-tokenised prompt would."""
+    session = bench.session
+    session._buffer[place] = 5
+    begin = 0
+    for index, segment in enumerate(session._segments):
+        end = begin + len(segment.token_ids)
+        if begin <= place < end:
+            token_ids = session._buffer[begin:end].copy()
+            session._segments[index] = msgspec.structs.replace(segment, token_ids=token_ids)
+        begin = end
+    assert isinstance(session._segments[0], Context | Sampled)
+
+
+# -- the end --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.case(24)
+@pytest.mark.parametrize("limit", [40, 41, 50])
+@in_virtual_time
+async def test_tokens_and_rows_agree_when_the_context_is_full(limit: int) -> None:
+    policy = Watched(stop_at=[20])
+    bench = Bench(simulated(policy), max_context_tokens=limit, max_new_tokens=200)
+    bench.start()
+    await bench.session.generate()
+    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    async with asyncio.TaskGroup() as group:
+        turn = group.create_task(bench.session.generate())
+        await policy.reaches(30)
+        await bench.bump(1)
+    assert turn.result().finish_reason == "length"
+    trajectory = await bench.finish()
+    lengths = {
+        len(trajectory.token_ids),
+        len(trajectory.rollout_log_probs),
+        len(trajectory.response_mask),
+        len(trajectory.weight_versions),
+        len(trajectory.trace.rows) + 1,
+    }
+    assert lengths == {limit}
+    assert trajectory.response_mask.sum() == trajectory.num_sampled_tokens == limit - PROMPT - 3
+    assert (trajectory.rollout_log_probs[~trajectory.response_mask] == 0).all()
+    assert (trajectory.rollout_log_probs[trajectory.response_mask] < 0).all()
+    assert_whole(trajectory, 1)
+
+
+@pytest.mark.case(25)
+@pytest.mark.parametrize(
+    ("merge", "bumped", "start"),
+    [("replace", False, 19), ("splice", False, 19), ("replace", True, 0), ("splice", True, 19)],
+)
+@in_virtual_time
+async def test_missing_rows_are_recovered_without_a_token_when_the_last_call_had_none(
+    merge: str, bumped: bool, start: int
+) -> None:
+    policy = Watched(stop_at=TURNS)
+    engine = recorded(policy)
+    bench = Bench(engine, merge=merge, **LONG)
+    bench.start()
+    await bench.session.generate()
+    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    engine.mute = True
+    await bench.session.generate()
+    engine.mute = False
+    if bumped:
+        await bench.bump(1)
+    left = bench.session.remaining_tokens
+    trajectory = await bench.finish()
+    recovery, finish = engine.finished[-1]
+    assert (recovery.max_new_tokens, recovery.routing_start, finish.version_spans) == (0, start, ())
+    assert trajectory.num_tokens == TURNS[1] == 512 - left
+    assert_whole(trajectory, [0] * start + [int(bumped)] * (40 - start))
+    assert bench.counted("routing_payloads_total", kind="recovery") == 1
+
+
+# -- flips ----------------------------------------------------------------------------------------------
+
+
+def flips(bench: Bench) -> tuple[float, float]:
+    """How often, and how much in all."""
+    return bench.counted("routing_flip_ratio_count"), bench.counted("routing_flip_ratio_sum")
+
+
+@pytest.mark.parametrize("merge", ["replace", "splice"])
+@in_virtual_time
+async def test_flips_are_measured_when_a_trajectory_is_of_the_sample(merge: str) -> None:
+    policy = Watched(stop_at=[60])
+    bench = Bench(simulated(policy), merge=merge, flip_sample=1.0, **LONG)
+    trajectory = await interrupted(bench, policy, [PROMPT + 10, PROMPT + 30])
+    # One version further on, the marks are 7 experts further on: none of two is the same.
+    assert flips(bench) == (2, 2.0)
+    versions = row_versions(trajectory.trace)
+    assert np.array_equal(trajectory.trace.rows, rows_under(trajectory, versions))
+    assert set(versions) == ({2} if merge == "replace" else {0, 1, 2})
+
+
+@pytest.mark.parametrize(
+    ("sample", "lengths", "merge"),
+    [(0.0, [PROMPT + 10], "replace"), (1.0, [], "replace"), (1.0, [], "splice")],
+)
+@in_virtual_time
+async def test_nothing_is_measured_when_there_is_no_sample_or_no_interruption(
+    sample: float, lengths: list[int], merge: str
+) -> None:
+    policy = Watched(stop_at=[60])
+    bench = Bench(simulated(policy), merge=merge, flip_sample=sample, **LONG)
+    await interrupted(bench, policy, lengths)
+    assert flips(bench) == (0, 0)
+
+
+async def test_the_share_of_flipped_experts_is_that_of_the_sampled_tokens_only() -> None:
+    """Versions 0 and 1 are marked by the experts (0, 1) and (1, 2): half of the old ones are kept."""
+    bench = scripted(
+        lambda r: sampled(5, "abort", 0, prompt=PROMPT),
+        lambda r: sampled(3, "stop", 1, prompt=PROMPT + 5),
+        flip_sample=1.0,
+    )
+    await bench.session.generate()
+    await bench.finish()
+    assert flips(bench) == (1, 0.5)
+
+
+def test_the_sample_is_decided_by_the_name_alone() -> None:
+    from async_rl.rollout.rows import _unit
+
+    numbers = [_unit(f"{i:032x}") for i in range(2000)]
+    assert numbers == [_unit(f"{i:032x}") for i in range(2000)]
+    assert all(0 <= number < 1 for number in numbers)
+    assert abs(sum(number < 0.05 for number in numbers) / 2000 - 0.05) < 0.02
