@@ -28,10 +28,13 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     metrics: dict[str, float]
-    """Keys: loss, ppo_kl, clip_fraction, entropy, grad_norm, log_prob_diff (mean of old - rollout over all
-    trained tokens), log_prob_abs_diff, lag0_log_prob_abs_diff (mean absolute, tokens sampled at the trainer's
-    own version; nan when there are none), importance_ratio_mean, importance_truncated_fraction, tokens,
-    trained_tokens, routing_rows, routing_rows_invalid, step_s."""
+    """Keys: loss, ppo_kl (mean of old - current, the old ones being the trainer's at the start of the update;
+    nan in bypass mode, where the engine's stand for them and the mean is called ppo_kl_bypass, else nan),
+    clip_fraction, entropy, grad_norm, log_prob_diff (mean of old - rollout over all trained tokens),
+    log_prob_abs_diff, lag0_log_prob_abs_diff (mean absolute, tokens sampled at the trainer's own version),
+    rollout_kl (mean of rollout - old) and by versions of lag rollout_kl_lag0, rollout_kl_lag1,
+    rollout_kl_lag2_up (nan when there are no such tokens), importance_ratio_mean,
+    importance_truncated_fraction, tokens, trained_tokens, routing_rows, routing_rows_invalid, step_s."""
 
 
 class TrainerRank(Protocol):

@@ -44,6 +44,9 @@ from trainer.megatron.replay import check_rows
 from trainer.ranks import together
 from trainer.schedule import linear_warmup
 
+_LAGS = ("lag0", "lag1", "lag2_up")
+"""Buckets of tokens, by how many versions before the trainer's they were sampled."""
+
 _SUMS = (
     "loss",
     "ppo_kl",
@@ -53,10 +56,12 @@ _SUMS = (
     "log_prob_abs_diff",
     "importance_ratio_mean",
     "importance_truncated_fraction",
+    "rollout_kl",
     "lag0_log_prob_abs_diff",
-    "lag0_tokens",
+    *(f"rollout_kl_{lag}" for lag in _LAGS),
+    *(f"tokens_{lag}" for lag in _LAGS),
 )
-"""What a micro-batch sums over its trained tokens; all but the lag-0 pair become means over the batch."""
+"""What a micro-batch sums over its trained tokens, for means over all of them or those of a lag it names."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ class TrainerWorker:
             old, placed = self._old_log_probs(placed, batch.num_tokens)
         trained = int(wanted.mask.sum())
         sums = self.model.sum_over_ranks(self._forward_backward(placed, wanted, old)).tolist()
-        metrics = _means(dict(zip(_SUMS, sums, strict=True)), trained)
+        metrics = _means(dict(zip(_SUMS, sums, strict=True)), max(trained, 1), bypass=old is None)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteLoss(_nonfinite("loss", metrics["loss"], step, batch))
         optimizer = trainer.optimizer
@@ -340,8 +345,8 @@ def _policy_sums(
     """Summed loss of one micro-batch's trained tokens, and its other sums in the order of `_SUMS`.
 
     `ppo_kl` is the k1 estimator, the mean of proximal minus current log-probs over tokens of the behaviour
-    policy, as the field reports it; it may be negative. The log-prob differences compare the trainer at the
-    start of the update (`start`) with the engine.
+    policy, as the field reports it; it may be negative. `rollout_kl` and the log-prob differences compare the
+    engine with the trainer at the start of the update (`start`): at lag 0 with the same weights.
 
     Source: k1: John Schulman, "Approximating KL Divergence" (2020).
     """
@@ -350,8 +355,8 @@ def _policy_sums(
     summed = policy.loss.sum()
     with torch.no_grad():
         difference = start - rollout
-        fresh = lag == 0
         cap = math.inf if config.importance_cap is None else config.importance_cap
+        of_lag = [lag <= 0, lag == 1, lag >= 2]
         sums = torch.stack(
             [
                 values.sum(dtype=torch.float64)
@@ -364,19 +369,37 @@ def _policy_sums(
                     difference.abs(),
                     ratios,
                     (ratios > cap).float(),
-                    difference.abs() * fresh,
-                    fresh.float(),
+                    -difference,
+                    difference.abs() * of_lag[0],
+                    *(-difference * chosen for chosen in of_lag),
+                    *(chosen.float() for chosen in of_lag),
                 )
             ]
         )
     return summed, sums
 
 
-def _means(sums: dict[str, float], trained: int) -> dict[str, float]:
-    fresh, fresh_sum = sums.pop("lag0_tokens"), sums.pop("lag0_log_prob_abs_diff")
-    means = {name: value / max(trained, 1) for name, value in sums.items()}
-    means["lag0_log_prob_abs_diff"] = fresh_sum / fresh if fresh else math.nan
-    return means
+def _means(sums: dict[str, float], trained: int, *, bypass: bool) -> dict[str, float]:
+    """The metrics that `_SUMS` amount to.
+
+    Args:
+        sums: Over all ranks.
+        trained: Tokens.
+        bypass: Whether the engine's log-probs were the proximal ones. What is then proximal minus current is
+            another quantity, staleness and the engines' mismatch together, and has another name.
+    """
+    tokens = {lag: sums[f"tokens_{lag}"] for lag in _LAGS}
+    means = {}
+    for name, value in sums.items():
+        count = next((n for lag, n in tokens.items() if lag in name), trained)
+        means[name] = value / count if count else math.nan
+    for lag in _LAGS:
+        del means[f"tokens_{lag}"]
+    ppo_kl = means["ppo_kl"]
+    return means | {
+        "ppo_kl": math.nan if bypass else ppo_kl,
+        "ppo_kl_bypass": ppo_kl if bypass else math.nan,
+    }
 
 
 def _routing_counts(batch: TrainBatch) -> dict[str, float]:

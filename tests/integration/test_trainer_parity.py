@@ -61,7 +61,7 @@ def test_log_probs_equal_hf_when_the_model_is_dense_and_tied(tmp_path):
 def test_chosen_experts_equal_hf_when_routing_is_native(moe):
     from transformers import AutoModelForCausalLM
 
-    batch = random_batch(layers=2)
+    batch = random_batch(layers=(1, 2))
     with started(trainer_config(moe)) as worker:
         rows = native_rows(worker, batch)
     model = AutoModelForCausalLM.from_pretrained(moe, dtype=torch.float32).eval()
@@ -99,13 +99,13 @@ def test_published_folder_is_a_complete_model_when_written_in_shards(moe, tmp_pa
             assert torch.equal(shard.get_tensor(name), original[name])
     assert (target / "tokenizer_config.json").is_file()
     assert [p.name for p in target.parent.iterdir()] == ["version_7"]
-    batch = random_batch(layers=2)
+    batch = random_batch(layers=(1, 2))
     np.testing.assert_array_equal(hf_log_probs(target, batch), hf_log_probs(moe, batch))
 
 
 def test_bfloat16_model_says_so_when_published(moe, tmp_path):
     with started(trainer_config(moe, dtype="bfloat16")) as worker:
-        result = worker.train_on(random_batch(layers=2), 1)
+        result = worker.train_on(random_batch(layers=(1, 2)), 1)
         worker.publish(str(tmp_path / "out"), 1)
     assert np.isfinite(result.metrics["loss"])
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -1,5 +1,6 @@
 """Whole trainer steps on real Megatron-Core, one rank."""
 
+import dataclasses
 import json
 import math
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 
 from async_rl.codec import write_frame
+from async_rl.config import LossConfig
 from async_rl.errors import CheckpointError, CorruptFrame, NonFiniteLoss, TrainerError
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import gradients, log_probs_of, started, trainer_config, weights
+from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, weights
 from trainer import checkpoint
+from trainer.megatron.packing import plan_micro_batches
+from trainer.worker import _SUMS, _means, _policy_sums
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -71,7 +75,11 @@ def test_metrics_match_numpy_when_computed_by_hand(moe):
     assert metrics["log_prob_abs_diff"] == pytest.approx(np.abs(difference).mean(), abs=1e-5)
     assert metrics["importance_ratio_mean"] == pytest.approx(np.exp(difference).mean(), abs=1e-4)
     assert metrics["importance_truncated_fraction"] == pytest.approx((np.exp(difference) > 1.2).mean())
-    fresh = (batch.weight_versions[1:] == batch.trainer_version)[mask]
+    lag = (batch.trainer_version - batch.weight_versions[1:])[mask]
+    fresh = lag == 0
+    assert metrics["rollout_kl"] == pytest.approx(-difference.mean(), abs=1e-5)
+    for name, chosen in (("lag0", fresh), ("lag1", lag == 1), ("lag2_up", lag >= 2)):
+        assert metrics[f"rollout_kl_{name}"] == pytest.approx(-difference[chosen].mean(), abs=1e-5)
     assert metrics["lag0_log_prob_abs_diff"] == pytest.approx(np.abs(difference[fresh]).mean(), abs=1e-5)
     assert metrics["ppo_kl"] == 0
     assert metrics["tokens"] == batch.num_tokens
@@ -80,16 +88,98 @@ def test_metrics_match_numpy_when_computed_by_hand(moe):
     assert metrics["routing_rows_invalid"] == 0
 
 
-def test_ppo_kl_compares_with_the_engine_when_rollout_log_probs_are_the_proximal_ones(moe):
+@pytest.mark.case(43)
+def test_bypass_has_a_name_of_its_own_when_rollout_log_probs_are_the_proximal_ones(moe):
     batch = random_batch(layers=2)
     with started(trainer_config(moe, loss={"old_log_probs": "rollout"})) as worker:
         current = log_probs_of(worker, batch)[:-1][batch.loss_mask[1:]]
         metrics = worker.train_on(batch, 1).metrics
     difference = current - batch.rollout_log_probs[1:][batch.loss_mask[1:]]
-    assert metrics["ppo_kl"] == pytest.approx(-difference.mean(), abs=1e-5)
+    assert metrics["ppo_kl_bypass"] == pytest.approx(-difference.mean(), abs=1e-5)
+    assert math.isnan(metrics["ppo_kl"])
     assert metrics["log_prob_abs_diff"] == pytest.approx(np.abs(difference).mean(), abs=1e-5)
     assert metrics["importance_ratio_mean"] == 1
     assert metrics["clip_fraction"] > 0
+
+
+@pytest.mark.case(43)
+@pytest.mark.parametrize("bypass", [False, True])
+def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass):
+    """One token each of lag 0, 1 and 3."""
+    rollout = torch.tensor([-1.0, -2.0, -3.0])
+    old = torch.tensor([-1.1, -2.1, -2.7])
+    current = torch.tensor([-1.2, -2.0, -2.6])
+    ones = torch.ones(3)
+    _, sums = _policy_sums(
+        LossConfig(),
+        current,
+        ones,
+        rollout if bypass else old,
+        current if bypass else old,
+        rollout,
+        ones,
+        torch.tensor([0, 1, 3]),
+    )
+    metrics = _means(dict(zip(_SUMS, sums.tolist(), strict=True)), 3, bypass=bypass)
+    if bypass:  # 0.2, 0 and -0.4
+        assert metrics["ppo_kl_bypass"] == pytest.approx(-0.2 / 3, abs=1e-6)
+        assert math.isnan(metrics["ppo_kl"])
+        by_lag = (0.2, 0.0, -0.4)
+    else:  # 0.1, -0.1 and -0.1
+        assert metrics["ppo_kl"] == pytest.approx(-0.1 / 3, abs=1e-6)
+        assert math.isnan(metrics["ppo_kl_bypass"])
+        by_lag = (0.1, 0.1, -0.3)
+    assert metrics["rollout_kl"] == pytest.approx(sum(by_lag) / 3, abs=1e-6)
+    for lag, expected in zip(("lag0", "lag1", "lag2_up"), by_lag, strict=True):
+        assert metrics[f"rollout_kl_{lag}"] == pytest.approx(expected, abs=1e-6)
+    assert metrics["lag0_log_prob_abs_diff"] == pytest.approx(by_lag[0], abs=1e-6)
+
+
+@pytest.mark.case(40)
+@pytest.mark.parametrize("replay", ["r2", "r3"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_ppo_kl_is_zero_when_the_update_repeats_the_old_pass(moe, monkeypatch, replay, recompute):
+    batch = random_batch(layers=2)
+    config = trainer_config(moe, replay=replay, recompute=recompute, micro_batch_tokens=40)
+    with started(config) as worker:
+        assert abs(worker.train_on(batch, 1).metrics["ppo_kl"]) < 1e-9
+        # Control: other rows in the update than in the pass before it.
+        honest = worker._old_log_probs
+
+        def then_others(placed, num_tokens):
+            old, placed = honest(placed, num_tokens)
+            return old, [with_other_rows(p) for p in placed]
+
+        monkeypatch.setattr(worker, "_old_log_probs", then_others)
+        assert abs(worker.train_on(batch, 2).metrics["ppo_kl"]) > 1e-5
+
+
+def with_other_rows(placed):
+    """A micro-batch with every expert moved on by one."""
+    (rows,) = placed.inputs.routing
+    moved = rows._replace(ids=(rows.ids + 1) % 8)
+    return dataclasses.replace(placed, inputs=placed.inputs._replace(routing=(moved,)))
+
+
+@pytest.mark.case(30)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_step_does_not_depend_on_the_order_of_micro_batches(moe, monkeypatch, recompute):
+    batch = random_batch(layers=2)
+    results = []
+    for backwards in (False, True):
+        with started(trainer_config(moe, recompute=recompute, micro_batch_tokens=30)) as worker:
+            if backwards:
+                monkeypatch.setattr(
+                    "trainer.worker.plan_micro_batches",
+                    lambda *a, **k: [rank[::-1] for rank in plan_micro_batches(*a, **k)],
+                )
+            assert len(place(worker, batch)) > 3
+            results.append((worker.train_on(batch, 1).metrics, gradients(worker)))
+    (expected, expected_gradients), (metrics, actual_gradients) = results
+    for key in expected.keys() - {"step_s"}:
+        assert metrics[key] == pytest.approx(expected[key], abs=1e-6, nan_ok=True), key
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(actual_gradients[name], gradient, atol=1e-7, rtol=1e-5)
 
 
 def test_lag0_difference_is_nan_when_nothing_was_sampled_at_this_version(moe):

@@ -20,14 +20,18 @@ def random_batch(
     group_size: int = 2,
     prompt: int = 3,
     vocab_size: int = 96,
-    layers: int = 3,
+    layers: int | tuple[int, ...] = 3,
     experts: int = 8,
     top_k: int = 2,
     rewards: np.ndarray | None = None,
     routing: bool = True,
     trainer_version: int = 4,
 ) -> TrainBatch:
-    """Trajectories of random tokens: a prompt, then tokens the policy wrote, with noise for log-probs."""
+    """Trajectories of random tokens: a prompt, then tokens the policy wrote, with noise for log-probs.
+
+    `layers` are those of the model that have experts, or their number when all have.
+    """
+    moe_layers = tuple(range(layers)) if isinstance(layers, int) else layers
     rng = np.random.default_rng(seed)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     total = int(offsets[-1])
@@ -53,7 +57,8 @@ def random_batch(
         loss_mask=mask,
         rollout_log_probs=log_probs,
         weight_versions=versions.astype(np.int32),
-        routed_experts=random_rows(rng, total, layers, experts, top_k) if routing else None,
+        routed_experts=random_rows(rng, total, len(moe_layers), experts, top_k) if routing else None,
         routing_valid=valid if routing else None,
         num_experts=experts if routing else 0,
+        moe_layers=moe_layers if routing else (),
     )

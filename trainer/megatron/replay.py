@@ -307,7 +307,7 @@ def check_rows(
             f"{config.num_moe_experts}"
         )
     from_zero = tuple(number - 1 for number in layers)
-    if batch.moe_layers and batch.moe_layers != from_zero:
+    if batch.moe_layers != from_zero:
         raise AlignmentError(
             f"routing rows are of the layers {batch.moe_layers}, but the trainer's model has experts in "
             f"{from_zero}"
