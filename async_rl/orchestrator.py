@@ -28,7 +28,7 @@ from uuid6 import uuid7
 
 from async_rl.chat import load_chat_format
 from async_rl.config import Config, SGLangEngines
-from async_rl.engines.facts import load_facts
+from async_rl.engines.facts import check_served_by_sglang, load_facts
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.protocol import Engine, EngineFacts
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, NonFiniteLoss, TrainerError
@@ -141,6 +141,8 @@ def check_model(config: Config, facts: EngineFacts) -> None:
             f"{config.model.path} has a context of "
             f"{facts.context_length} tokens: lower it"
         )
+    if isinstance(config.engine, SGLangEngines):
+        check_served_by_sglang(config.model.path)
 
 
 class Orchestrator:

@@ -26,19 +26,51 @@ def load_facts(model_path: str | Path, context_length: int | None = None) -> Eng
         ConfigError: When there is no such folder, its config says too little, or its architecture has experts
             and is not known.
     """
+    try:
+        return facts_of(_read(model_path), context_length)
+    except KeyError as e:
+        raise ConfigError(
+            f"{model_path}/config.json does not say {e}: is it the config of a causal language model?"
+        ) from e
+
+
+def check_served_by_sglang(model_path: str | Path) -> None:
+    """Refuse a model that SGLang 0.5.23 would take and serve as another one.
+
+    Its Qwen2-MoE and Qwen3-MoE have experts in every layer, whatever `mlp_only_layers` and
+    `decoder_sparse_step` say; weights of a dense layer are dropped, its experts stay as they were allocated.
+
+    Source: sglang/srt/models/qwen2_moe.py and qwen3_moe.py, `is_layer_sparse = True`.
+
+    Raises:
+        ConfigError: With the layers.
+    """
+    config = _read(model_path)
+    facts = facts_of(config)
+    dense = sorted(set(range(facts.num_layers)) - set(facts.moe_layers))
+    if facts.is_moe and dense and _HAS_EXPERTS[_kind(config)] is _sparse_step:
+        raise ConfigError(
+            f"{model_path} has dense layers {dense}, but SGLang serves every layer of a {_kind(config)} with "
+            "experts: it would sample from other weights. Take a model without mlp_only_layers and with "
+            "decoder_sparse_step 1"
+        )
+
+
+def _read(model_path: str | Path) -> dict[str, Any]:
     file = Path(model_path) / "config.json"
     try:
-        config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except OSError as e:
         raise ConfigError(
             f"cannot read {file}: {e.strerror}. Set model.path to a folder with a Hugging Face model"
         ) from e
     except msgspec.DecodeError as e:
         raise ConfigError(f"{file} is not valid JSON: {e}") from e
-    try:
-        return facts_of(config, context_length)
-    except KeyError as e:
-        raise ConfigError(f"{file} does not say {e}: is it the config of a causal language model?") from e
+
+
+def _kind(config: dict[str, Any]) -> str:
+    text = config.get("text_config") or config
+    return str(text.get("model_type", config.get("model_type")))
 
 
 def facts_of(config: dict[str, Any], context_length: int | None = None) -> EngineFacts:
@@ -54,7 +86,7 @@ def facts_of(config: dict[str, Any], context_length: int | None = None) -> Engin
     num_experts = next((int(text[key]) for key in _NUM_EXPERTS if text.get(key)), 0)
     moe_layers: tuple[int, ...] = ()
     if num_experts or any("expert" in key and text[key] for key in text):
-        kind = str(text.get("model_type", config.get("model_type")))
+        kind = _kind(config)
         if kind not in _HAS_EXPERTS:
             raise ConfigError(
                 f"the model has experts and is of type {kind!r}; where it has them is known of "

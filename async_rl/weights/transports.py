@@ -36,24 +36,44 @@ def size_of(spec: TensorSpec) -> int:
 
 
 def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Cut tensors, in their order, into buckets of at most `bucket_bytes`; a larger tensor stands alone.
+    """Cut tensors, in their order, into buckets of at most `bucket_bytes`; what is larger stands alone.
 
     A bucket also ends where the next tensor would not be aligned to its element size: the engine refuses
-    that.
+    that. It never ends between tensors that the engine must get at once, see `_FUSED`.
     """
     buckets: list[tuple[TensorSpec, ...]] = []
     current: list[TensorSpec] = []
     filled = 0
-    for spec in specs:
-        itemsize = getattr(torch, spec.dtype).itemsize
-        if current and (filled + size_of(spec) > bucket_bytes or filled % itemsize):
+    for unit in _inseparable(list(specs)):
+        itemsize, size = getattr(torch, unit[0].dtype).itemsize, sum(map(size_of, unit))
+        if current and (filled + size > bucket_bytes or filled % itemsize):
             buckets.append(tuple(current))
             current, filled = [], 0
-        current.append(spec)
-        filled += size_of(spec)
+        current += unit
+        filled += size
     if current:
         buckets.append(tuple(current))
     return tuple(buckets)
+
+
+_FUSED = (".self_attn.q_a_proj.weight", ".self_attn.kv_a_proj_with_mqa.weight")
+"""SGLang makes one parameter of these two when they come in one update, and drops a single one in silence.
+
+Source: sglang/srt/models/deepseek_common/deepseek_weight_loader.py, `cached_a_proj` of `load_weights`.
+"""
+
+
+def _inseparable(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    """The tensors in their order, each alone but for those from one of a fused pair to the other."""
+    place = {spec.name: i for i, spec in enumerate(specs)}
+    begin = 0
+    while begin < len(specs):
+        end = begin
+        for mine, other in (_FUSED, _FUSED[::-1]):
+            if specs[begin].name.endswith(mine):
+                end = max(begin, place.get(specs[begin].name.removesuffix(mine) + other, begin))
+        yield specs[begin : end + 1]
+        begin = end + 1
 
 
 def fill_buckets(

@@ -1,11 +1,13 @@
-"""A real SGLang server on the CPU with a tiny Qwen3-MoE, and a second set of weights to update it to."""
+"""A real SGLang server on the CPU with a tiny model, and a second set of weights to update it to."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 from async_rl.config import ModelConfig, SGLangEngines
 from async_rl.engines.facts import load_facts
@@ -19,15 +21,21 @@ MAX_RUNNING = 4
 
 
 class SGLangWorld:
-    """One server for all tests of a session; each test gets a client of its own.
+    """One server for many tests; each test gets a client of its own.
 
-    `weights[v]` is the folder of weight version v. In float32, so that what is equal is equal.
+    `weights[v]` is the folder of weight version v. In float32, unless told otherwise: what is equal is equal.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        build: Callable[..., Path] = build_tiny_qwen3_moe,
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+    ) -> None:
         self.weights = [folder / f"weights_{version}" for version in range(2)]
         for seed, path in enumerate(self.weights):
-            build_tiny_qwen3_moe(
+            build(
                 path,
                 vocab_size=VOCAB_SIZE,
                 hidden_size=64,
@@ -40,7 +48,7 @@ class SGLangWorld:
         self.facts = load_facts(self.weights[0])
         self.server = SGLangServer(
             SGLangEngines(max_running_requests=MAX_RUNNING, max_total_tokens=4 * CONTEXT_LENGTH),
-            ModelConfig(path=str(self.weights[0]), dtype="float32"),
+            ModelConfig(path=str(self.weights[0]), dtype=dtype),
             routing=True,
             index=0,
             log_dir=folder,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.engines.facts import facts_of, load_facts
+from async_rl.engines.facts import check_served_by_sglang, facts_of, load_facts
 from async_rl.errors import ConfigError
 
 BASE = {"num_hidden_layers": 6, "vocab_size": 1000, "max_position_embeddings": 4096}
@@ -86,3 +86,19 @@ def test_a_clear_error_is_raised_when_the_model_cannot_be_read(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match="does not say 'vocab_size'"):
         load_facts(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"mlp_only_layers": [0, 4]}, {"decoder_sparse_step": 2}])
+@pytest.mark.parametrize("config", [QWEN2, QWEN3])
+def test_a_model_is_refused_when_sglang_would_serve_another_one(
+    config: dict, change: dict, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError, match=r"has dense layers \[0, .*every layer of a qwen"):
+        check_served_by_sglang(tmp_path)
+
+
+@pytest.mark.parametrize("config", [QWEN2, QWEN3, DEEPSEEK, BASE])
+def test_a_model_passes_when_sglang_serves_it_as_it_is(config: dict, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_served_by_sglang(tmp_path)
