@@ -32,6 +32,10 @@ if _installed != SUPPORTED:
         f"the engines on a GPU (engine.device=cuda)"
     )
 
+# SGLang compiles its grouped top-k (DeepSeek's) where it is first called: 40 s on a CPU, in the middle of a
+# request, for a few operations on small tensors.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
 import torch  # noqa: E402
 
 # The torchvision wheel on PyPI is a CUDA build: its library does not load beside a CPU torch, and torchvision
