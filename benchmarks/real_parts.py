@@ -1,0 +1,210 @@
+"""A real engine and a real trainer beside each other: what the benchmarks of routing replay share.
+
+```
+folder of weights ─► SGLang server ─► calls ─► trajectories with routing ─┐
+                └──► Megatron-Core, this process ─────────────────────────┴─► log-probs of the same tokens
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+
+from async_rl import routing
+from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.engines.facts import load_facts
+from async_rl.engines.protocol import EngineFacts
+from async_rl.engines.server import SGLangServer
+from async_rl.engines.sglang import SGLangEngine
+from async_rl.queue.batching import assemble
+from async_rl.types import (
+    Float32Array,
+    Group,
+    Int32Array,
+    Outcome,
+    RoutingTrace,
+    Segment,
+    TrainBatch,
+    Trajectory,
+)
+from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe, write_byte_tokenizer
+from tests.support.trainers import place, started, trainer_config
+from trainer.worker import TrainerWorker
+
+VOCAB_SIZE = 300
+CONTEXT_LENGTH = 2048
+MAX_RUNNING = 32
+_FIRST_TOKEN = 3
+"""Prompts are of random tokens from here on: 0 to 2 are special."""
+
+BUILDERS: dict[str, Callable[..., Path]] = {
+    "qwen3_moe": build_tiny_qwen3_moe,
+    "deepseek_v3": build_tiny_deepseek_v3,
+}
+
+
+def build_model(kind: str, path: Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a tiny MoE with random weights that `dtype` holds exactly; it never ends a text by itself."""
+    std = {"std": 0.15} if kind == "qwen3_moe" else {}
+    BUILDERS[kind](path, vocab_size=VOCAB_SIZE, hidden_size=64, seed=seed, **std)
+    write_byte_tokenizer(path, vocab_size=VOCAB_SIZE)
+    for name in ("config.json", "generation_config.json"):
+        config = msgspec.json.decode((path / name).read_bytes())
+        (path / name).write_bytes(msgspec.json.encode(config | {"eos_token_id": None}))
+    if dtype != torch.float32:
+        rewrite(path, path, lambda tensor: tensor.to(dtype).float())
+    return path
+
+
+def rewrite(source: Path, target: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """Write a model folder again with every tensor changed, in the order of their names."""
+    if source != target:
+        shutil.copytree(source, target)
+    for file in sorted(source.glob("*.safetensors")):
+        tensors = load_file(file)
+        changed = {name: change(tensors[name]).contiguous() for name in sorted(tensors)}
+        save_file(changed, target / file.name, metadata={"format": "pt"})
+    return target
+
+
+def random_prompts(count: int, *, seed: int, lengths: tuple[int, int] = (16, 32)) -> list[Int32Array]:
+    """Prompts of random tokens, of so many tokens each."""
+    rng = np.random.default_rng(seed)
+    return [
+        rng.integers(_FIRST_TOKEN, VOCAB_SIZE, rng.integers(*lengths, endpoint=True)).astype(np.int32)
+        for _ in range(count)
+    ]
+
+
+@contextlib.asynccontextmanager
+async def serving(model: Path, logs: Path, *, dtype: str, seed: int = 0) -> AsyncIterator[SGLangEngine]:
+    """A real SGLang server with the model of a folder, for as long as the block runs."""
+    server = SGLangServer(
+        SGLangEngines(max_running_requests=MAX_RUNNING, max_total_tokens=4 * CONTEXT_LENGTH),
+        ModelConfig(path=str(model), dtype=dtype),
+        routing=True,
+        index=0,
+        log_dir=logs,
+        seed=seed,
+    )
+    engine = SGLangEngine(
+        "engine-0",
+        server.url,
+        load_facts(model),
+        api_key=server.api_key,
+        admin_key=server.admin_key,
+        routing=True,
+        start_timeout_s=100,
+        died=server.died,
+    )
+    await server.start()
+    try:
+        await engine.wait_ready()
+        yield engine
+    finally:
+        await engine.close()
+        await server.stop()
+
+
+def trace_of(trace: RoutingTrace, token_ids: npt.ArrayLike) -> RoutingTrace:
+    """The rows of a text's fed tokens, from a trace that begins with them."""
+    fed = np.asarray(token_ids, np.int32)[:-1]
+    version = trace.spans[0].weight_version
+    return routing.make_trace(
+        trace.rows[: len(fed)].copy(),  # of a buffer that the engine may use again
+        trace.num_experts,
+        version,
+        moe_layers=trace.moe_layers,
+        token_ids=fed,
+    )
+
+
+def make_trajectory(name: str, segments: Iterable[Segment], trace: RoutingTrace | None) -> Trajectory:
+    """A trajectory as the queue takes it."""
+    return Trajectory(
+        trajectory_id=name,
+        group_id=name,
+        task_id=name,
+        segments=tuple(segments),
+        trace=trace,
+        outcome=Outcome(stop_reason="completed", reward=0.0),
+    )
+
+
+def make_batch(trajectories: Sequence[Trajectory], version: int, facts: EngineFacts) -> TrainBatch:
+    """All of them as one batch, as the queue packs it."""
+    groups = [Group(group_id=t.group_id, task_id=t.task_id, trajectories=(t,)) for t in trajectories]
+    return assemble(groups, version, "batch", facts)
+
+
+@contextlib.contextmanager
+def training(model: Path, *, dtype: str, replay: str = "r3") -> Iterator[TrainerWorker]:
+    """A trainer of one rank in this process. There is one at a time: Megatron's groups are the process's."""
+    with started(trainer_config(model, replay=replay, dtype=dtype, micro_batch_tokens=1024)) as worker:
+        yield worker
+
+
+def trainer_log_probs(worker: TrainerWorker, batch: TrainBatch) -> Float32Array:
+    """The trainer's log-probs of the sampled tokens, `[S]` at the tokens themselves, else 0.
+
+    They are those of the update: under R2 of a second pass, which replays what the first one recorded.
+    """
+    found, placed = worker._old_log_probs(place(worker, batch), batch.num_tokens)
+    if worker._config.routing.replay == "r2":
+        recorded = placed
+
+        def keep(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, None]:
+            log_probs, _ = worker._log_probs(recorded[index], logits)
+            found[recorded[index].tokens] = log_probs.numpy()
+            return log_probs.sum(), 0, None
+
+        found[:] = 0
+        worker.model.run([p.inputs for p in recorded], keep, forward_only=True)
+    return np.roll(found, 1)  # they come at the positions that predict the tokens
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """How far the trainer's log-probs are from the engine's, over sampled tokens.
+
+    Source: k1 and k3: John Schulman, "Approximating KL Divergence" (2020), for KL(engine | trainer), with
+    tokens of the engine's policy.
+    """
+
+    mean_abs: float
+    k1: float
+    k3: float
+    share_above_0_1: float
+
+    @classmethod
+    def of(cls, difference: np.ndarray) -> Mismatch:
+        """From trainer minus engine log-probs, `[n]` in nats."""
+        d = difference.astype(np.float64)
+        return cls(
+            mean_abs=float(np.abs(d).mean()),
+            k1=float(-d.mean()),
+            k3=float((np.expm1(d) - d).mean()),
+            share_above_0_1=float((np.abs(d) > 0.1).mean()),
+        )
+
+
+def write_json(where: str | None, rows: list[dict[str, Any]]) -> None:
+    """Write the rows as a JSON list to a file, or to the standard output for `-`."""
+    if where is None:
+        return
+    text = msgspec.json.format(msgspec.json.encode(rows), indent=1).decode()
+    if where == "-":
+        print(text)
+    else:
+        Path(where).write_text(text + "\n")
