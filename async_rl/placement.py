@@ -456,6 +456,7 @@ class RayCluster(orchestrator.Cluster):
             api_key=api_key,
             admin_key=admin_key,
             routing=self._config.routing.from_engine,
+            narrow_routing=engine.narrow_routing,
             start_timeout_s=engine.start_timeout_s,
             stall_s=engine.stall_s,
             request_timeout_s=engine.request_timeout_s,

@@ -53,6 +53,8 @@ class RoutingPayload(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     weight_version: int
     start: int = 0
     """Position of the first row, `GenerateRequest.routing_start`."""
+    fault: str | None = None
+    """What was wrong with it as it came; `decode_routing` raises it."""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):

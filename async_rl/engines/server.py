@@ -1,8 +1,9 @@
 """Starts one SGLang server, watches it and ends it, with everything it started.
 
-On a GPU it is `python -m sglang.launch_server`, on a CPU the launcher in `sglang_cpu.py`; both under the
-guard of `guard.py`, so that no server outlives the process that started it. Nothing here knows of Ray: the
-same class works in the driver, in a Ray actor and in a test.
+On a GPU it is `python -m sglang.launch_server`, on a CPU the launcher in `sglang_cpu.py`, and on both the one
+in `sglang_narrow.py` where routing is to be sent as narrow ids; always under the guard of `guard.py`, so that
+no server outlives the process that started it. Nothing here knows of Ray: the same class works in the driver,
+in a Ray actor and in a test.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections import deque
 from pathlib import Path
 
 from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.engines import sglang_narrow
+from async_rl.engines.facts import load_facts
 from async_rl.errors import EnvironmentNotReady
 
 _HERE = Path(__file__).parent
@@ -79,6 +82,7 @@ class SGLangServer:
         self._config = config
         self._model = model
         self._routing = routing
+        self._narrow = routing and config.narrow_routing
         self._index = index
         self._seed = seed
         self._device = detect_device() if config.device == "auto" else config.device
@@ -109,12 +113,14 @@ class SGLangServer:
         if self.poll() is None and self._process is not None:
             raise EnvironmentNotReady(f"engine {self._index} runs already (pid {self._process.pid})")
         try:
-            importlib.metadata.version("sglang")
+            installed = importlib.metadata.version("sglang")
         except importlib.metadata.PackageNotFoundError as e:
             raise EnvironmentNotReady(
                 "sglang is not installed here: `make setup` installs it for a CPU, "
                 "`pip install async-rl[sglang]` for a GPU"
             ) from e
+        if self._narrow and installed != sglang_narrow.SUPPORTED:
+            raise EnvironmentNotReady(sglang_narrow.wrong_version(installed))
         self._process = self._spawn()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -142,6 +148,10 @@ class SGLangServer:
         # -P keeps the launcher's own folder off the path: our `sglang.py` lies there beside it.
         cpu = self._device == "cpu"
         launcher = ["-P", str(_HERE / "sglang_cpu.py")] if cpu else ["-m", "sglang.launch_server"]
+        if self._narrow:
+            facts = load_facts(self._model.path)
+            layers = ",".join(map(str, facts.moe_layers))
+            launcher = ["-m", "async_rl.engines.sglang_narrow", layers, str(facts.num_experts)]
         arguments = {
             "model-path": self._model.path,
             "dtype": self._model.dtype,

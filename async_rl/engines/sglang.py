@@ -22,7 +22,6 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import msgspec
 import numpy as np
-import pybase64
 from yarl import URL
 
 from async_rl import routing
@@ -39,6 +38,7 @@ from async_rl.engines.protocol import (
     RoutingPayload,
     WeightUpdate,
 )
+from async_rl.engines.sglang_routing import PIECE_BYTES, RoutingText, RoutingWire, receiving
 from async_rl.engines.sglang_wire import CallAccount, encode_request, parse_version
 from async_rl.engines.sse import EventReader
 from async_rl.engines.streams import Answer, ConnectionLost, StreamClient
@@ -53,7 +53,7 @@ from async_rl.errors import (
     VersionMismatch,
     WeightSyncError,
 )
-from async_rl.types import ExpertIdArray, RoutingTrace
+from async_rl.types import RoutingTrace, VersionSpan
 
 T = TypeVar("T")
 
@@ -66,8 +66,8 @@ _ID_WIDTH: Final = 32
 _FLUSH_LIMIT_S: Final = 5.0
 """How long a refused flush may be retried: what still runs after an abort is gone within one decode step."""
 
-_BLOCK_BYTES: Final = 1 << 18
-"""Of a routing payload that are decoded at once: with what they become, they fit the second-level cache."""
+_PROBED_ROWS: Final = 2048
+"""Of a long payload that are checked for distinct experts."""
 
 _MIN_ROWS_TO_JUDGE: Final = 64
 """With one expert a token a layer may honestly be all zero for a few rows; not for so many."""
@@ -122,6 +122,7 @@ class SGLangEngine:
         api_key: str | None = None,
         admin_key: str | None = None,
         routing: bool = False,
+        narrow_routing: bool = False,
         stall_s: float = 60.0,
         request_timeout_s: float = 60.0,
         start_timeout_s: float = 600.0,
@@ -137,6 +138,7 @@ class SGLangEngine:
             api_key: Of the server, None when it asks for none.
             admin_key: Of its control endpoints; None takes `api_key`.
             routing: Whether calls will ask for routed experts; `wait_ready` then checks that it can.
+            narrow_routing: Whether the server was started to send narrow ids (`engine.narrow_routing`).
             stall_s: Longest silence of a running stream.
             request_timeout_s: Longest answer to a control request, weight updates left out: their caller
                 bounds them.
@@ -147,6 +149,7 @@ class SGLangEngine:
         self._engine_id = engine_id
         self._facts = facts
         self._routing = routing
+        self._wire = RoutingWire(facts=facts, narrow=narrow_routing)
         self._stall_s = stall_s
         self._request_timeout_s = request_timeout_s
         self._start_timeout_s = start_timeout_s
@@ -182,11 +185,19 @@ class SGLangEngine:
         call = CallAccount(self._engine_id, request)
         finish: Finish | None = None
         answer: Answer | None = None
+        reader = EventReader(lambda: RoutingText(self._wire, call.num_rows))
+        gate = receiving()
+        gated = False
         try:
             answer = await self._post_generate(request)
-            reader = EventReader()
             while data := await self._read(answer, call):
-                for document, payload in reader.feed(data):
+                events = reader.feed(data)
+                if reader.payload is not None:
+                    # Until it is our turn nothing more is read: the server is held back.
+                    gated = gated or await gate.acquire()
+                    if events or reader.payload.pending >= PIECE_BYTES:
+                        await asyncio.to_thread(reader.payload.narrow)
+                for document, payload in events:
                     if document == b"[DONE]":
                         continue
                     chunk, finish = call.take(document, payload)
@@ -199,6 +210,8 @@ class SGLangEngine:
         except ConnectionLost as e:
             raise EngineError(f"{self._engine_id} at {self._url}: connection lost: {e}") from e
         finally:
+            if gated:
+                gate.release()
             self.num_short_chunks += call.cut_short
             self._running -= 1
             if not self._running:
@@ -269,22 +282,36 @@ class SGLangEngine:
             )
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
-        """See `Engine.decode_routing`. `payload.data` is base64 of int32 `[rows, num_layers, top_k]`."""
-        facts = self._facts
+        """See `Engine.decode_routing`. `payload.data` is base64, or rows where they were narrowed already.
+
+        All ids are checked to exist; to be distinct, a sample of a long payload: what makes an engine repeat
+        itself does so in every row. One stray row is found by `routing.verify`, which looks at each of a
+        finished trajectory.
+        """
+        facts, data = self._facts, payload.data
         if not facts.is_moe:
             raise AlignmentError(f"{self._engine_id} sent routing of a model that has no experts")
         try:
-            rows = _decode_rows(payload, facts)
-        except ValueError as e:
-            raise AlignmentError(f"{self._engine_id} sent routing that is not base64 of int32: {e}") from e
+            if payload.fault is not None:
+                raise AlignmentError(payload.fault)
+            narrowed = isinstance(data, memoryview) and data.ndim == 3
+            rows = np.asarray(data) if narrowed else self._wire.decode(data, payload.num_rows)
+        except AlignmentError as e:
+            raise AlignmentError(f"{self._engine_id} sent routing of no use: {e}") from e
         try:
-            trace = routing.make_trace(rows, facts.num_experts, payload.weight_version)
+            probe = rows[:: max(1, len(rows) // _PROBED_ROWS)]
+            trace = routing.make_trace(
+                probe, facts.num_experts, payload.weight_version, moe_layers=facts.moe_layers
+            )
         except AlignmentError:
             _check_layers_used(rows, facts, min_rows=1)
             raise
         if facts.top_k == 1:
             _check_layers_used(rows, facts, min_rows=_MIN_ROWS_TO_JUDGE)
-        return trace
+        if not len(rows):
+            return trace
+        span = VersionSpan(start=0, end=len(rows), weight_version=payload.weight_version)
+        return msgspec.structs.replace(trace, rows=rows, spans=(span,))
 
     # -- interruption -------------------------------------------------------------------------------------
 
@@ -571,38 +598,6 @@ def _words(answer: _Answer) -> str:
     if isinstance(answer.error, dict):
         return str(answer.error.get("message", answer.error))
     return answer.message or str(answer.error)
-
-
-def _decode_rows(payload: RoutingPayload, facts: EngineFacts) -> ExpertIdArray:
-    """Base64 of int32 `[rows, num_layers, K]` to narrow ids `[rows, L_moe, K]`, block by block.
-
-    Each block stays in the cache from the base64 to the narrow ids: a quarter of the time that four passes
-    over the whole take, which is mostly touching fresh memory.
-    """
-    numbers = facts.num_layers * facts.top_k
-    expected = payload.num_rows * numbers
-    if len(payload.data) != -(-expected * 4 // 3) * 4:
-        found = (len(payload.data) * 3 // 4 - bytes(payload.data[-2:]).count(b"=")) // 4
-        raise AlignmentError(
-            f"{found} expert ids came, expected {payload.num_rows} rows x {facts.num_layers} layers x "
-            f"{facts.top_k} = {expected}"
-        )
-    first, last = facts.moe_layers[0], facts.moe_layers[-1]
-    together = last - first + 1 == len(facts.moe_layers)
-    layers: slice | list[int] = slice(first, last + 1) if together else list(facts.moe_layers)
-    dtype = routing.id_dtype(facts.num_experts)
-    rows: ExpertIdArray = np.empty((payload.num_rows, len(facts.moe_layers), facts.top_k), dtype)
-    # Three rows of 4-byte ids are a whole number of base64's groups of three bytes.
-    step = 3 * max(1, _BLOCK_BYTES // (3 * 4 * numbers))
-    for begin in range(0, payload.num_rows, step):
-        text = payload.data[begin * numbers * 16 // 3 : (begin + step) * numbers * 16 // 3]
-        ids = np.frombuffer(pybase64.b64decode(text, validate=True), "<u4")
-        block = ids.reshape(-1, facts.num_layers, facts.top_k)[:, layers]
-        if (largest := int(block.max(initial=0))) >= facts.num_experts:
-            found = largest - (1 << 32) if largest >> 31 else largest
-            raise AlignmentError(f"expert id {found} outside [0, {facts.num_experts})")
-        rows[begin : begin + len(block)] = block
-    return rows
 
 
 def _check_layers_used(rows: np.ndarray, facts: EngineFacts, *, min_rows: int) -> None:

@@ -1,8 +1,9 @@
 """Runs an SGLang server on a CPU that SGLang has no kernels for: the shims, each with its reason.
 
-This file is a program of its own, started by `async_rl.engines.server`. Nothing of `async_rl` is imported
-here and nothing here is imported by `async_rl`: SGLang lives in the server's processes only. The shims reach
-SGLang's scheduler and detokenizer because those are forked from this process, see `main`.
+This file is a program of its own, started by `async_rl.engines.server`, or run by `sglang_narrow.py` in the
+same process. Nothing of `async_rl` is imported here and nothing else imports it: SGLang lives in the server's
+processes only. The shims reach SGLang's scheduler and detokenizer because those are forked from this process,
+see `main`.
 
 The shims patch internals of exactly one version; on any other the program ends with a sentence.
 
@@ -92,8 +93,8 @@ elementwise._launch_fused_gate_sigmoid_mul = _gate_by_torch
 mla.AttentionBackendRegistry.register("torch_native", lambda *_: mla.AttnForwardMethod.MLA)
 
 
-def main() -> None:
-    """Run the server with the arguments of the command line until it is told to end."""
+def main(arguments: list[str]) -> None:
+    """Run the server with these arguments until it is told to end."""
     # SGLang asks for "spawn", because a CUDA context does not survive a fork. Here there is none, and no
     # thread but this one when it starts its children: a fork shares the imports, which are most of the start
     # (20 s with "spawn" on two cores, 10 s so) and a quarter of the memory.
@@ -105,10 +106,10 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        run_server(prepare_server_args(arguments))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

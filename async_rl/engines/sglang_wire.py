@@ -12,7 +12,15 @@ from typing import Literal, cast
 import msgspec
 
 from async_rl.engines.protocol import Chunk, Finish, GenerateRequest, RoutingPayload, check_partition
-from async_rl.errors import EngineError, PromptTooLong, RequestRefused, RolloutError, VersionMismatch
+from async_rl.engines.sglang_routing import RoutingText
+from async_rl.errors import (
+    AlignmentError,
+    EngineError,
+    PromptTooLong,
+    RequestRefused,
+    RolloutError,
+    VersionMismatch,
+)
 from async_rl.types import VersionSpan
 
 
@@ -125,12 +133,18 @@ class CallAccount:
         self._engine_id = engine_id
         self._request = request
 
-    def take(self, document: bytes, payload: bytearray | None) -> tuple[Chunk | None, Finish | None]:
+    @property
+    def num_rows(self) -> int:
+        """Routing rows of what has been fed so far, from the one that was asked for first."""
+        fed = len(self._request.input_ids) + self.delivered - 1
+        return max(0, fed - self._request.routing_start)  # none, not minus one, where nothing was fed since
+
+    def take(self, document: bytes, payload: RoutingText | None) -> tuple[Chunk | None, Finish | None]:
         """Read one event: the tokens that it adds, and the end of the call if it is the last.
 
         Args:
             document: The event's JSON.
-            payload: Its routing, where `sse.EventReader` has taken it out.
+            payload: Its routing, where `sse.EventReader` has taken it out; narrowed so far.
 
         Raises:
             EngineError: When the server refuses the call, or the event does not continue it.
@@ -181,25 +195,36 @@ class CallAccount:
         # JSON has no NaN: it comes as null, and the caller is to see that the value is none.
         return Chunk(token_ids=token_ids, log_probs=[math.nan if e[0] is None else e[0] for e in entries])
 
-    def _finish(self, meta: _Meta, finish: _FinishReason, payload: bytearray | None) -> Finish:
+    def _finish(self, meta: _Meta, finish: _FinishReason, payload: RoutingText | None) -> Finish:
         if finish.type not in ("stop", "length", "abort"):
             raise EngineError(f"{self._engine_id} finished for an unknown reason {finish.type!r}")
         raw = memoryview(meta.routed_experts)  # a JSON string with its quotes, null, or nothing
-        routing, start = None, self._request.routing_start
+        routing = None
         # Rows of tokens that could not be delivered would be rows too many.
         if raw.nbytes and raw[0] == ord('"') and not self.cut_short:
-            routing = RoutingPayload(
-                data=memoryview(payload) if payload is not None else raw[1:-1],
-                # A call that feeds nothing from the start on has no row, not minus one.
-                num_rows=max(0, len(self._request.input_ids) + self.delivered - 1 - start),
-                weight_version=parse_version(self._engine_id, meta.weight_version),
-                start=start,
-            )
+            routing = self._payload(payload or raw[1:-1], parse_version(self._engine_id, meta.weight_version))
         return Finish(
             reason=cast(Literal["stop", "length", "abort"], finish.type),
             version_spans=self._spans(meta),
             routing=routing,
             cached_tokens=meta.cached_tokens,
+        )
+
+    def _payload(self, text: RoutingText | memoryview, version: int) -> RoutingPayload:
+        data, fault = memoryview(b""), None
+        if isinstance(text, memoryview):
+            data = text
+        else:
+            try:
+                data = text.rows(self.num_rows).data
+            except AlignmentError as e:
+                fault = str(e)
+        return RoutingPayload(
+            data=data,
+            num_rows=self.num_rows,
+            weight_version=version,
+            start=self._request.routing_start,
+            fault=fault,
         )
 
     def _spans(self, meta: _Meta) -> tuple[VersionSpan, ...]:

@@ -353,7 +353,13 @@ class SimulatedEngine:
                 f"{self._engine_id} sent {fed.shape[1]} routing rows, expected {payload.num_rows}"
             )
         rows = routing_rows(fed[0], fed[1], self.facts, start=payload.start)
-        return routing.make_trace(rows, self.facts.num_experts, payload.weight_version)
+        return routing.make_trace(
+            rows,
+            self.facts.num_experts,
+            payload.weight_version,
+            moe_layers=self.facts.moe_layers,
+            row_versions=fed[1],
+        )
 
     # -- slots --------------------------------------------------------------------------------------------
 

@@ -22,11 +22,17 @@ LAYERS = (
 """A module imports from its own layer and the ones before it."""
 
 ONLY_IN = {
-    "torch": ("trainer/", "async_rl/weights/transports.py", "async_rl/engines/sglang_cpu.py"),
+    "torch": (
+        "trainer/",
+        "async_rl/weights/transports.py",
+        "async_rl/engines/sglang_cpu.py",
+        "async_rl/engines/sglang_narrow.py",
+    ),
     "megatron": ("trainer/megatron/",),
     "mbridge": ("trainer/megatron/",),
     "ray": ("async_rl/placement.py",),
-    "sglang": ("async_rl/engines/sglang_cpu.py",),  # a program of its own, inside the server process
+    # Programs of their own, inside the server's process.
+    "sglang": ("async_rl/engines/sglang_cpu.py", "async_rl/engines/sglang_narrow.py"),
     "create_task": ("async_rl/supervision.py",),
     "ensure_future": ("async_rl/supervision.py",),
 }

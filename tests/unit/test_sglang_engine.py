@@ -373,6 +373,62 @@ async def test_a_payload_is_refused_when_an_expert_is_named_twice(server: FakeSG
         await decode(server, base64.b64encode(ids.tobytes()).decode())
 
 
+@pytest.mark.parametrize("num_rows", [1, 4, 30_000])
+async def test_a_payload_is_refused_when_only_its_last_id_is_wrong(server: FakeSGLang, num_rows: int) -> None:
+    _, ids = payload(num_rows)
+    ids[-1, -1, -1] = 8
+    encoded = base64.b64encode(ids.tobytes()).decode()
+    server.streams = [[event([1], 1, finish_reason=STOP, routed_experts=encoded)]]
+    async with server.client(facts=facts(max_position_embeddings=1 << 16)) as engine:
+        ended = await call(engine, list(range(num_rows)), 8)
+        assert ended.token_ids == [1]
+        with pytest.raises(AlignmentError, match="expert id 8 outside"):
+            _ = ended.trace
+
+
+@pytest.mark.parametrize("num_rows", [4, 1, 3, 200_000])
+@pytest.mark.parametrize(("num_experts", "dtype"), [(256, np.uint8), (300, np.uint16)])
+async def test_narrow_rows_are_taken_as_they_are_when_the_engine_narrows(
+    server: FakeSGLang, num_rows: int, num_experts: int, dtype: type
+) -> None:
+    first = np.random.default_rng(num_rows).integers(num_experts, size=(num_rows, 2, 1))
+    ids = (np.concatenate([first, first + 7], axis=-1) % num_experts).astype(dtype)
+    encoded = base64.b64encode(ids.tobytes()).decode()
+    server.streams = [[event([1], 1, finish_reason=STOP, routed_experts=encoded)]]
+    known = facts(num_experts=num_experts, max_position_embeddings=1 << 20)
+    async with server.client(facts=known, narrow_routing=True) as engine:
+        ended = await call(engine, [5] * num_rows, 8)
+    assert np.array_equal(ended.trace.rows, ids)
+    assert ended.trace.rows.dtype == dtype
+    assert ended.trace.moe_layers == (1, 2)
+    assert not ended.trace.rows.flags.writeable
+
+
+@pytest.mark.parametrize("num_rows", [4, 30_000])
+@pytest.mark.parametrize("narrow", [False, True])
+async def test_the_other_wire_is_named_when_the_length_is_just_that(
+    server: FakeSGLang, num_rows: int, narrow: bool
+) -> None:
+    _, ids = payload(num_rows)
+    sent = ids if narrow else ids[:, 1:].astype(np.uint8)
+    server.streams = [
+        [
+            event(
+                [1],
+                1,
+                finish_reason=STOP,
+                routed_experts=base64.b64encode(sent.tobytes()).decode(),
+            )
+        ]
+    ]
+    known = facts(max_position_embeddings=1 << 16)
+    async with server.client(facts=known, narrow_routing=narrow) as engine:
+        ended = await call(engine, list(range(num_rows)), 8)
+        expected = "without" if narrow else "with"
+        with pytest.raises(AlignmentError, match=f"started {expected} engine.narrow_routing"):
+            _ = ended.trace
+
+
 async def test_one_expert_a_token_may_be_the_first_when_rows_are_few(server: FakeSGLang) -> None:
     few = np.zeros((4, 3, 1), np.int32)
     trace = await decode(server, base64.b64encode(few.tobytes()).decode(), num_experts_per_tok=1)

@@ -1,0 +1,355 @@
+"""What it costs to take in the routing of 32k tokens (48 layers, top-8): peers' ways beside ours, in turns.
+
+    python benchmarks/routing_payload.py [--quick] [--json FILE]
+
+First one payload that is there already, as an event with its JSON: time, MB/s of what was sent against memcpy
+of the same bytes, bytes a token sent and kept, and the most memory held meanwhile. Then many that arrive at
+the same time over HTTP, from a server in another process: payloads/s, the lag of the event loop, and the most
+memory beyond the rows that are kept. "json + base64" is how verl's servers read them (on the event loop);
+"orjson + pybase64" is the best of general libraries, also there. Times are medians of the rounds, ratios are
+of the same round, with their smallest and largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import multiprocessing
+import os
+import resource
+import socketserver
+import statistics
+import time
+import tracemalloc
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from multiprocessing.connection import Connection
+
+import aiohttp
+import numpy as np
+import orjson
+import pybase64
+
+from async_rl.engines.facts import facts_of
+from async_rl.engines.protocol import Finish, GenerateRequest, RoutingPayload, SamplingParams
+from async_rl.engines.sglang import SGLangEngine
+
+TOKENS, LAYERS, TOP_K, EXPERTS = 32768, 48, 8, 128
+ROWS = TOKENS - 1
+FACTS = facts_of(
+    {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": LAYERS,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "vocab_size": 512,
+        "max_position_embeddings": 2 * TOKENS,
+    }
+)
+PROMPT = np.arange(TOKENS - 1, dtype=np.int32) % 500
+_READ = 1 << 18
+"""What asyncio reads at once."""
+
+
+def ids() -> np.ndarray:
+    """`[ROWS, LAYERS, TOP_K] int32`, distinct within a row."""
+    first = np.random.default_rng(0).integers(EXPERTS, size=(ROWS, LAYERS, 1), dtype=np.int32)
+    return (first + 13 * np.arange(TOP_K, dtype=np.int32)) % EXPERTS
+
+
+def event(rows: np.ndarray) -> bytes:
+    """The last event of a call, as SGLang writes it."""
+    meta = {
+        "id": "0" * 32,
+        "finish_reason": {"type": "length", "length": 1},
+        "prompt_tokens": len(PROMPT),
+        "weight_version": "0",
+        "routed_experts": "@",
+        "output_token_logprobs": [[-1.25, 17, None]],
+        "completion_tokens": 1,
+        "cached_tokens": 0,
+    }
+    document = json.dumps(
+        {"text": "x", "output_ids": [17], "meta_info": meta}, separators=(",", ":")
+    ).encode()
+    head, tail = document.split(b"@")
+    return b"data: " + head + pybase64.b64encode(rows.tobytes()) + tail + b"\n\n"
+
+
+# -- the server, in a process of its own ----------------------------------------------------------------
+
+
+def serve(ready: Connection) -> None:
+    """Answer every call with the routing of 32k tokens, on each connection in a thread of its own.
+
+    `/narrow/generate` sends uint8, any other path int32.
+    """
+    rows = ids()
+    answers = {}
+    for name, sent in (("narrow", rows.astype(np.uint8)), ("wide", rows)):
+        body = event(sent)
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        answers[name] = (head + b"%x\r\n" % len(body), body, b"\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while line := self.rfile.readline():
+                length = 0
+                while (field := self.rfile.readline().strip().lower()) != b"":
+                    if field.startswith(b"content-length:"):
+                        length = int(field.split(b":")[1])
+                self.rfile.read(length)
+                for part in answers["narrow" if b"narrow" in line else "wide"]:
+                    self.request.sendall(part)
+
+    class Server(socketserver.ThreadingTCPServer):
+        request_queue_size = 256
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        ready.send(server.server_address[1])
+        server.serve_forever()
+
+
+# -- one payload ----------------------------------------------------------------------------------------
+
+
+def by_json(document: bytes) -> np.ndarray:
+    """How verl's rollout servers read it, and then what it takes to keep as little as we do."""
+    text = json.loads(document)["meta_info"]["routed_experts"]
+    rows = np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, LAYERS, TOP_K)
+    return rows.astype(np.uint8)
+
+
+def by_orjson(document: bytes) -> np.ndarray:
+    """The same with the fastest libraries."""
+    text = orjson.loads(document)["meta_info"]["routed_experts"]
+    rows = np.frombuffer(pybase64.b64decode(text), np.int32).reshape(-1, LAYERS, TOP_K)
+    return rows.astype(np.uint8)
+
+
+def by_us(document: bytes, engine: SGLangEngine) -> np.ndarray:
+    """Event to trace, without the network: reads of the size asyncio makes, narrowed a piece at a time."""
+    from async_rl.engines.sglang_routing import PIECE_BYTES, RoutingText
+    from async_rl.engines.sse import EventReader
+
+    reader = EventReader(lambda: RoutingText(engine._wire, ROWS - 1))
+    view = memoryview(document)
+    for begin in range(0, len(view), _READ):
+        events = reader.feed(bytes(view[begin : begin + _READ]))
+        if reader.payload is not None and reader.payload.pending >= PIECE_BYTES:
+            reader.payload.narrow()
+    ((_, text),) = events
+    assert text is not None
+    payload = RoutingPayload(data=text.rows(ROWS).data, num_rows=ROWS, weight_version=0)
+    return engine.decode_routing(payload).rows
+
+
+def one_payload(rounds: int) -> list[dict[str, object]]:
+    """Each way in turn."""
+    rows = ids()
+    wide, narrow = event(rows), event(rows.astype(np.uint8))
+    engines = [SGLangEngine("engine-0", "http://nowhere", FACTS, narrow_routing=n) for n in (False, True)]
+    ways: dict[str, tuple[bytes, Callable[[bytes], np.ndarray]]] = {
+        "json + base64": (wide[6:-2], by_json),
+        "orjson + pybase64": (wide[6:-2], by_orjson),
+        "ours, int32": (wide, lambda document: by_us(document, engines[0])),
+        "ours, narrowed by the engine": (narrow, lambda document: by_us(document, engines[1])),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    copies: dict[str, list[float]] = {name: [] for name in ways}
+    target = np.ones(len(wide), np.uint8)
+    for round_ in range(rounds + 1):
+        for name, (document, read) in ways.items():
+            begin = time.perf_counter()
+            got = read(document)
+            seconds = time.perf_counter() - begin
+            assert got.shape == rows.shape, name
+            assert np.array_equal(got[-1], rows[-1]), name
+            begin = time.perf_counter()
+            np.copyto(target[: len(document)], np.frombuffer(document, np.uint8))
+            copy = time.perf_counter() - begin
+            if round_:  # the first one warms up
+                times[name].append(1e3 * seconds)
+                copies[name].append(copy / seconds)
+            del got
+    result: list[dict[str, object]] = []
+    for name, (document, read) in ways.items():
+        tracemalloc.start()
+        read(document)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        milliseconds = statistics.median(times[name])
+        ratios = [first / mine for first, mine in zip(times["json + base64"], times[name], strict=True)]
+        result.append(
+            {
+                "what": "one payload",
+                "way": name,
+                "ms": round(milliseconds, 2),
+                "mb_per_s": round(len(document) / milliseconds / 1e3),
+                "of_memcpy": round(statistics.median(copies[name]), 3),
+                "sent_bytes_per_token": round(len(document) / ROWS),
+                "kept_bytes_per_token": LAYERS * TOP_K,
+                "peak_mb": round(peak / 1e6, 1),
+                "times_faster": [round(f(ratios), 2) for f in (statistics.median, min, max)],
+            }
+        )
+    return result
+
+
+# -- many of them ---------------------------------------------------------------------------------------
+
+
+async def take(engine: SGLangEngine, number: int) -> np.ndarray:
+    """One call with its routing decoded, as a session does it."""
+    request = GenerateRequest(
+        request_id=f"{number:032x}",
+        input_ids=PROMPT,
+        max_new_tokens=1,
+        sampling=SamplingParams(),
+        return_routing=True,
+    )
+    async with aclosing(engine.generate(request)) as stream:
+        async for part in stream:
+            if isinstance(part, Finish):
+                assert part.routing is not None
+                return (await asyncio.to_thread(engine.decode_routing, part.routing)).rows
+    raise AssertionError("a call without an end")
+
+
+async def take_on_the_loop(
+    session: aiohttp.ClientSession, url: str, read: Callable[[bytes], np.ndarray]
+) -> np.ndarray:
+    """As peers do it."""
+    async with session.post(f"{url}/generate", data=b"{}") as response:
+        body = await response.read()
+    return read(body[6 : body.index(b"\n\n")])
+
+
+def resident_mb() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 1e6
+
+
+async def arrivals(
+    call: Callable[[int], Awaitable[np.ndarray]], count: int, at_once: int
+) -> dict[str, float]:
+    """Take in so many payloads, so many at a time; all rows are kept, as sessions keep them."""
+    lags: list[float] = []
+    kept: list[np.ndarray] = []
+    numbers = iter(range(count))
+    before = peak = resident_mb()
+
+    async def worker() -> None:
+        for number in numbers:
+            rows = await call(number)
+            kept.append(rows)
+
+    async def watch() -> None:
+        nonlocal peak
+        while True:
+            due = time.perf_counter() + 0.002
+            await asyncio.sleep(0.002)
+            lags.append(time.perf_counter() - due)
+            peak = max(peak, resident_mb())
+
+    watcher = asyncio.create_task(watch())
+    begin, cpu = time.perf_counter(), time.process_time()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(worker())
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    peak = max(peak, resident_mb())
+    watcher.cancel()
+    rows_mb = sum(rows.nbytes for rows in kept) / 1e6
+    return {
+        "payloads_per_s": count / seconds,
+        "cpu_ms": 1e3 * cpu / count,
+        "lag_p50_ms": 1e3 * float(np.quantile(lags, 0.5)),
+        "lag_p99_ms": 1e3 * float(np.quantile(lags, 0.99)),
+        "lag_max_ms": 1e3 * max(lags),
+        "extra_mb": peak - before - rows_mb,
+        "rows_mb": rows_mb,
+    }
+
+
+async def many_payloads(url: str, quick: bool) -> list[dict[str, object]]:
+    """Each way in a child of its own would be fairer to memory; peers' garbage is freed before ours runs."""
+    count, rounds = (16, 1) if quick else (64, 3)
+    wide = SGLangEngine("engine-0", url, FACTS)
+    narrow = SGLangEngine("engine-1", f"{url}/narrow", FACTS, narrow_routing=True)
+    rows: list[dict[str, object]] = []
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        # Peers' ways hold all of a payload several times: eight at a time are enough to show their lag.
+        ways: list[tuple[str, Callable[[int], Awaitable[np.ndarray]], int, int]] = [
+            ("ours, int32", lambda number: take(wide, number), count, 64),
+            ("ours, narrowed by the engine", lambda number: take(narrow, number), count, 64),
+            ("json + base64", lambda _: take_on_the_loop(session, url, by_json), count // 4, 8),
+            ("orjson + pybase64", lambda _: take_on_the_loop(session, url, by_orjson), count // 4, 8),
+        ]
+        for name, call, number, at_once in ways:
+            measured = [await arrivals(call, number, at_once) for _ in range(rounds)]
+            row: dict[str, object] = {"what": "arrivals", "way": name, "payloads": number, "at_once": at_once}
+            rows.append(
+                row | {key: round(statistics.median(m[key] for m in measured), 2) for key in measured[0]}
+            )
+    await wide.close()
+    await narrow.close()
+    return rows
+
+
+def show(rows: list[dict[str, object]]) -> None:
+    print(
+        f"{'one payload':<30}{'ms':>8}{'MB/s':>8}{'memcpy':>8}{'sent B':>8}{'kept B':>8}{'peak MB':>9}"
+        "  faster"
+    )
+    for row in rows:
+        if row["what"] == "one payload":
+            faster = row["times_faster"]
+            assert isinstance(faster, list)
+            print(
+                f"{row['way']:<30}{row['ms']:>8}{row['mb_per_s']:>8}{row['of_memcpy']:>8}"
+                f"{row['sent_bytes_per_token']:>8}{row['kept_bytes_per_token']:>8}{row['peak_mb']:>9}"
+                f"  {faster[0]} x ({faster[1]} to {faster[2]})"
+            )
+    print(
+        f"\n{'arrivals':<30}{'of':>5}{'at once':>8}{'per s':>8}{'CPU ms':>8}{'lag p50':>9}{'p99 ms':>8}"
+        f"{'max':>8}{'rows MB':>9}{'extra MB':>9}"
+    )
+    for row in rows:
+        if row["what"] == "arrivals":
+            print(
+                f"{row['way']:<30}{row['payloads']:>5}{row['at_once']:>8}{row['payloads_per_s']:>8}"
+                f"{row['cpu_ms']:>8}{row['lag_p50_ms']:>9}{row['lag_p99_ms']:>8}{row['lag_max_ms']:>8}"
+                f"{row['rows_mb']:>9}{row['extra_mb']:>9}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer payloads and rounds")
+    parser.add_argument("--json", metavar="FILE", help="write the same rows there")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows = one_payload(3 if arguments.quick else 9)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(sender,), daemon=True)
+    server.start()
+    try:
+        rows += asyncio.run(many_payloads(f"http://127.0.0.1:{receiver.recv()}", arguments.quick))
+    finally:
+        server.terminate()
+        server.join()
+    show(rows)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""One model on real SGLang servers that work differently: what they say of its routing is the same.
+
+The model has a dense layer between two with experts. The servers run one after the other, each asked the
+same; the later ones end a text with a token that the first one's answer came to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.engines.facts import load_facts
+from async_rl.engines.protocol import SamplingParams
+from async_rl.engines.server import SGLangServer
+from async_rl.engines.sglang import SGLangEngine
+from async_rl.errors import AlignmentError
+from async_rl.routing import check
+from tests.support.engine_calls import Call, request
+from tests.support.sglang_world import VOCAB_SIZE
+from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+PROMPTS = [[40, 41, 42, 43, 44, 45, 46], list(range(30, 80)), list(range(250, 150, -1))]
+SAMPLED = 12
+VARIANTS = {
+    "plain": SGLangEngines(),
+    "chunked": SGLangEngines(extra_args=["--chunked-prefill-size=16"]),
+    "chunked, no overlap, narrow": SGLangEngines(
+        narrow_routing=True, extra_args=["--chunked-prefill-size=16", "--disable-overlap-schedule"]
+    ),
+}
+
+
+class Answers(msgspec.Struct, frozen=True, eq=False):
+    """What one server said."""
+
+    calls: list[Call]
+    """Of `PROMPTS`, in order."""
+    later: Call
+    """Of the last prompt, with routing from its end on."""
+    stopped: Call
+    """Of the first prompt, to be stopped by a string."""
+    info: dict
+    engine: SGLangEngine
+
+
+class Variants:
+    """Asks one server after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model = folder, folder / "model"
+        build_tiny_qwen3_moe(
+            self.model,
+            vocab_size=VOCAB_SIZE,
+            hidden_size=64,
+            max_position_embeddings=1024,
+            std=0.15,
+            dense_layers=(1,),
+        )
+        write_byte_tokenizer(self.model, vocab_size=VOCAB_SIZE)
+        self.end_token = VOCAB_SIZE - 1
+        self.stop_string = "never said"
+
+    async def ask(self, index: int, config: SGLangEngines) -> Answers:
+        end = f'--json-model-override-args={{"eos_token_id": {self.end_token}}}'
+        config = msgspec.structs.replace(
+            config, max_running_requests=4, max_total_tokens=4096, extra_args=[*config.extra_args, end]
+        )
+        model = ModelConfig(path=str(self.model), dtype="float32")
+        server = SGLangServer(config, model, routing=True, index=index, log_dir=self.folder, seed=0)
+        engine = SGLangEngine(
+            "engine-0",
+            server.url,
+            load_facts(self.model),
+            api_key=server.api_key,
+            admin_key=server.admin_key,
+            routing=True,
+            narrow_routing=config.narrow_routing,
+            died=server.died,
+        )
+
+        async def call(prompt: list[int], start: int = 0, stop: tuple[str, ...] = ()) -> Call:
+            sampling = SamplingParams(temperature=0.0, stop=stop)
+            asked = msgspec.structs.replace(request(prompt, SAMPLED), routing_start=start, sampling=sampling)
+            return await Call(engine, asked).run()
+
+        await server.start()
+        try:
+            await engine.wait_ready()
+            return Answers(
+                calls=[await call(prompt) for prompt in PROMPTS],
+                later=await call(PROMPTS[-1], start=len(PROMPTS[-1])),
+                stopped=await call(PROMPTS[0], stop=(self.stop_string,)),
+                info=await engine._ask("server_info", dict),
+                engine=engine,
+            )
+        finally:
+            await engine.close()
+            await server.stop()
+
+    def learn(self, plain: Answers) -> None:
+        """Choose what later servers stop at, from what the first one said."""
+        from transformers import PreTrainedTokenizerFast
+
+        decode = PreTrainedTokenizerFast.from_pretrained(self.model).decode
+        first, *others = [call.token_ids for call in plain.calls]
+        said = {token for tokens in others for token in tokens}
+        new = [t for i, t in enumerate(first) if i >= 2 and t not in first[:i] and t not in said]
+        readable = [t for t in new if decode([t]).isascii()]
+        self.stop_string = decode([readable[0]])
+        self.end_token = next(t for t in new if first.index(t) > first.index(readable[0]))
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
+    variants, found = Variants(tmp_path_factory.mktemp("variants")), {}
+    with ThreadPoolExecutor(1) as thread:  # with a loop of its own, beside the tests'
+        for index, (name, config) in enumerate(VARIANTS.items()):
+            found[name] = thread.submit(asyncio.run, variants.ask(index, config)).result()
+            if not index:
+                variants.learn(found[name])
+                found["end"] = variants.end_token
+    return found
+
+
+@pytest.mark.case(6)
+@pytest.mark.parametrize("name", ["chunked", "chunked, no overlap, narrow"])
+def test_sets_and_counts_are_the_same_when_prefill_is_chunked_or_nothing_overlaps(answers, name: str) -> None:
+    plain, other = answers["plain"], answers[name]
+    assert plain.info["chunked_prefill_size"] > max(len(prompt) for prompt in PROMPTS)
+    assert other.info["chunked_prefill_size"] == 16
+    assert not plain.info["disable_overlap_schedule"]
+    assert other.info["disable_overlap_schedule"] == ("no overlap" in name)
+    for left, right in zip(plain.calls[1:], other.calls[1:], strict=True):
+        assert left.token_ids == right.token_ids
+        assert left.finish.routing.num_rows == right.finish.routing.num_rows == len(left.sequence) - 1
+        check(right.trace, num_tokens=len(right.sequence))
+        assert np.array_equal(left.expert_sets, right.expert_sets)
+        # The control: sets are of their token, so that rows one off are others.
+        assert (left.expert_sets[1:] == right.expert_sets[:-1]).mean() < 0.9
+
+
+@pytest.mark.case(1)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_later_rows_are_the_end_of_all_rows_when_a_start_is_asked_for(answers, name: str) -> None:
+    whole, later = answers[name].calls[-1], answers[name].later
+    assert len(later.trace.rows) == SAMPLED - 1
+    assert np.array_equal(later.expert_sets, whole.expert_sets[len(PROMPTS[-1]) :])
+
+
+@pytest.mark.case(7)
+@pytest.mark.parametrize("name", ["chunked", "chunked, no overlap, narrow"])
+def test_rows_are_one_less_than_tokens_when_a_string_or_the_end_of_text_stops_a_call(
+    answers, name: str
+) -> None:
+    free = answers["plain"].calls[0]
+    ended, stopped = answers[name].calls[0], answers[name].stopped
+    assert free.finish.reason == "length"
+    assert ended.finish.reason == stopped.finish.reason == "stop"
+    assert ended.token_ids[-1] == answers["end"]
+    assert 3 <= len(stopped.token_ids) < len(ended.token_ids) <= SAMPLED
+    for one in (ended, stopped):
+        count = len(one.token_ids)
+        assert one.token_ids == free.token_ids[:count]
+        check(one.trace, num_tokens=len(one.sequence))
+        assert np.array_equal(one.expert_sets, free.expert_sets[: len(one.sequence) - 1])
+
+
+def test_fewer_bytes_mean_the_same_when_the_engine_narrows(answers) -> None:
+    wide, narrow = answers["plain"].calls[1], answers["chunked, no overlap, narrow"].calls[1]
+    assert wide.trace.moe_layers == narrow.trace.moe_layers == (0, 2)
+    assert wide.trace.rows.dtype == narrow.trace.rows.dtype == np.uint8
+    assert np.array_equal(wide.expert_sets, narrow.expert_sets)
+    # 3 layers of int32 against 2 of uint8.
+    assert len(wide.finish.routing.data) == pytest.approx(6 * len(narrow.finish.routing.data), rel=0.02)
+
+
+def test_the_other_wire_is_refused_when_the_engine_narrows_and_we_do_not_know(answers) -> None:
+    engines = {"plain": answers["plain"], "narrow": answers["chunked, no overlap, narrow"]}
+    for ours, theirs, word in (("plain", "narrow", "with "), ("narrow", "plain", "without ")):
+        payload = engines[theirs].calls[1].finish.routing
+        with pytest.raises(AlignmentError, match=f"was started {word}engine.narrow_routing"):
+            engines[ours].engine.decode_routing(payload)
