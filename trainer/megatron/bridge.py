@@ -183,13 +183,6 @@ class _DeepseekV3(_Spec, DeepseekV3Bridge):
             moe_router_score_function="sigmoid",
             moe_router_dtype="fp32",
             moe_router_enable_expert_bias=True,
-            # The bias stays what pre-training made it. It balances experts by their load in a batch; on the
-            # few prompts of an RL batch, and with rows that an engine chose, that load says nothing of use,
-            # and a bias that moved would change routing by steps that no gradient asked for.
-            moe_router_bias_update_rate=0.0,
-            # A regulariser of pre-training: it would be added to the policy's loss.
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
         )
 
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
