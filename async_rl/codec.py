@@ -52,6 +52,10 @@ _DTYPES = tuple(
 """Place in this tuple is the code of the type in a frame: append only."""
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _DESCRIBED = tuple(struct.Struct(f"<BQ{ndim}Q") for ndim in range(9))  # dtype, offset, shape
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises of a header that it cannot read."""
+_MAX_SIDE = 1 << 40
+"""Longest side of an array, far above any that fits memory."""
 _CHUNK = 256 << 10
 """Bytes copied before they are summed: the sum then reads them from the second-level cache. It holds the
 interpreter lock, so a payload is summed in pieces too: the event loop gets its turn between them."""
@@ -201,16 +205,19 @@ def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
             raise CorruptFrame(f"array of unknown dtype {name}")
         dtype = _DTYPES[name]
         size = math.prod(shape, start=dtype.itemsize)
-        if offset + size > len(payload):
-            raise CorruptFrame(f"array at {offset} of {size} bytes lies outside {len(payload)} of payload")
+        # Of an array without elements the shape may be anything: numpy refuses what it cannot count.
+        if offset + size > len(payload) or max(shape, default=0) > _MAX_SIDE:
+            raise CorruptFrame(
+                f"array at {offset} of {size} bytes, shape {shape}, lies outside {len(payload)} of payload"
+            )
         return np.ndarray(shape, dtype, payload, offset)
 
+    kind, body = _open(header)
+    if kind != expected.__name__:
+        raise CorruptFrame(f"frame holds a {kind}, expected a {expected.__name__}")
     try:
-        kind, body = _header.decode(header)
-        if kind != expected.__name__:
-            raise CorruptFrame(f"frame holds a {kind}, expected a {expected.__name__}")
         return msgspec.msgpack.decode(body, type=expected, dec_hook=_pass_array, ext_hook=array)
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise CorruptFrame(f"header is no {expected.__name__} of this program: {error}") from error
 
 
@@ -230,7 +237,7 @@ def inspect(buffer: Buffer) -> Head:
     header, payload, crc = _split(buffer)
     if _checksum(payload) != crc:
         raise CorruptFrame(f"payload of {len(payload)} bytes fails its checksum")
-    kind, _ = _header.decode(header)
+    kind, _ = _open(header)
     return Head(kind=kind, nbytes=_align(_PREFIX_BYTES + len(header)) + len(payload))
 
 
@@ -292,6 +299,14 @@ def _split(buffer: Buffer) -> tuple[memoryview, Bytes, int]:
         raise CorruptFrame("head fails its checksum")
     header = data.data[_PREFIX_BYTES : _PREFIX_BYTES + header_bytes]
     return header, data[start : start + payload_bytes], payload_crc
+
+
+def _open(header: memoryview) -> tuple[str, msgspec.Raw]:
+    """The name of what a frame holds, and that itself, not yet looked at."""
+    try:
+        return _header.decode(header)
+    except _UNREADABLE as error:
+        raise CorruptFrame(f"header is no pair of a name and an object: {error}") from error
 
 
 def _pass_array(expected: type, value: Any) -> Any:

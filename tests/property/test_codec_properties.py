@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from async_rl.codec import Frame, decode, encode
 from async_rl.errors import CorruptFrame
-from async_rl.types import Group
+from async_rl.types import Group, RoutingTrace
+from tests.support.frames import VALID, read, seal, split
 from tests.support.trajectories import make_group
 
 DTYPES = ["bool", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"]
@@ -55,6 +56,7 @@ def test_both_ways_of_writing_make_the_same_bytes(value: list[Any]) -> None:
 GROUP = b"".join(encode(make_group("g")))
 
 
+@pytest.mark.case(28)
 @given(st.integers(0, len(GROUP) - 1), st.integers(1, 255))
 def test_a_frame_is_refused_when_any_byte_is_changed(index: int, change: int) -> None:
     damaged = bytearray(GROUP)
@@ -63,6 +65,7 @@ def test_a_frame_is_refused_when_any_byte_is_changed(index: int, change: int) ->
         decode(damaged, Group)
 
 
+@pytest.mark.case(28)
 @given(st.integers(0, len(GROUP) - 1))
 def test_a_frame_is_refused_when_it_is_cut_anywhere(length: int) -> None:
     with pytest.raises(CorruptFrame):
@@ -83,3 +86,54 @@ def test_a_frame_is_refused_when_a_stretch_of_it_is_overwritten(start: int, othe
         return
     with pytest.raises(CorruptFrame):
         decode(damaged, Group)
+
+
+edits = st.lists(
+    st.tuples(st.integers(0, 10_000), st.integers(0, 12), st.binary(max_size=12)), min_size=1, max_size=4
+)
+"""Stretches of a header that are replaced: where, how long, by what."""
+
+
+def edited(header: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
+    for place, length, other in changes:
+        start = place % (len(header) + 1)
+        header = header[:start] + other + header[start + length :]
+    return header
+
+
+@pytest.mark.case(28)
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(VALID), edits)
+def test_any_header_is_read_or_refused_when_its_checksums_are_right(
+    obj: Any, changes: list[tuple[int, int, bytes]]
+) -> None:
+    header, payload = split(obj)
+    assert read(seal(edited(header, changes), payload), type(obj)) in (
+        "passed",
+        "CorruptFrame",
+        "AlignmentError",
+    )
+
+
+@pytest.mark.case(28)
+@given(st.binary(max_size=80), st.integers(0, 12))
+def test_noise_behind_a_right_name_is_refused(noise: bytes, deep: int) -> None:
+    for obj in VALID:
+        header, payload = split(obj)
+        name = header[: header.index(type(obj).__name__.encode()) + len(type(obj).__name__)]
+        assert read(seal(name + b"\x91" * 3**deep + noise, payload), type(obj)) == "CorruptFrame"
+
+
+@pytest.mark.case(28)
+@given(st.data())
+def test_rows_are_refused_when_a_resealed_payload_breaks_them(data: st.DataObject) -> None:
+    """Checksums that are right do not help rows that are wrong."""
+    trace = VALID[0]
+    header, payload = split(trace)
+    damaged = bytearray(payload)
+    row = data.draw(st.integers(0, len(trace.rows) - 1))
+    layer = data.draw(st.integers(0, 1))
+    at = (row * 2 + layer) * 2
+    damaged[at] = data.draw(st.sampled_from([damaged[at + 1], 8, 255]))  # twice, or none of the eight experts
+    assert read(seal(header, bytes(damaged)), RoutingTrace) == "AlignmentError"
+    assert read(seal(header, payload), RoutingTrace) == "passed"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.train_batches import random_batch
-from trainer.megatron.packing import MicroBatch, pack, plan_micro_batches, shift_left, take, targets
+from trainer.megatron.packing import MicroBatch, level, pack, plan_micro_batches, shift_left, take, targets
 
 lengths_of_batches = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
@@ -19,6 +19,30 @@ def test_every_trajectory_is_planned_once_when_ranks_keep_step(lengths, budget, 
         for micro_batch in rank:
             padded = sum(-(-lengths[j] // align) * align for j in micro_batch.trajectories)
             assert padded <= budget or len(micro_batch.trajectories) == 1
+
+
+@given(lengths_of_batches, st.integers(1, 100), st.integers(1, 3), st.sampled_from([1, 2, 4]))
+def test_interleaved_stages_can_take_turns_when_the_plan_has_a_multiple(lengths, budget, ranks, multiple):
+    plan = plan_micro_batches(lengths, budget, ranks, multiple=multiple)
+    assert sorted(j for rank in plan for m in rank for j in m.trajectories) == list(range(len(lengths)))
+    assert all(len(rank) % multiple == 0 for rank in plan)
+    fewest = max(len(rank) for rank in plan_micro_batches(lengths, budget, ranks))
+    assert all(0 <= len(rank) - fewest < multiple for rank in plan)
+
+
+@given(lengths_of_batches, st.integers(1, 100), st.sampled_from([1, 2, 8]))
+def test_packings_keep_their_tokens_when_made_equally_long(lengths, budget, align):
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    (plan,) = plan_micro_batches(lengths, budget, 1, align, multiple=2)
+    packings = [pack(micro_batch, offsets, align) for micro_batch in plan]
+    leveled = level(packings)
+    assert {len(p.source) for p in leveled} == {max(len(p.source) for p in packings)}
+    for before, after in zip(packings, leveled, strict=True):
+        np.testing.assert_array_equal(after.source[: len(before.source)], before.source)
+        assert not after.real[len(before.source) :].any()
+        assert sum(after.lengths) == len(after.source)
+        assert after.lengths[: len(before.lengths)] == before.lengths
+        assert all(length % align == 0 and length > 0 for length in after.lengths)
 
 
 @given(lengths_of_batches, st.integers(2, 5))

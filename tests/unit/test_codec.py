@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import msgspec
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from async_rl.codec import ALIGNMENT, Frame, decode, encode, encoded_size, inspect, read_frame, write_frame
-from async_rl.errors import CorruptFrame
-from async_rl.types import Group, TrainBatch
+from async_rl.errors import AlignmentError, CorruptFrame
+from async_rl.routing import fit, hash_tokens, invalid_rows, make_trace, truncate, verify
+from async_rl.types import Group, RoutingTrace, TrainBatch, VersionSpan
+from tests.support.frames import seal, split
 from tests.support.trajectories import make_group
 
 
@@ -90,6 +93,7 @@ def test_encoding_is_refused_when_a_value_has_no_place_in_a_frame(value: object)
         encode([value])
 
 
+@pytest.mark.case(28)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -146,3 +150,101 @@ def test_the_file_is_named_when_it_is_empty(tmp_path: Path) -> None:
 
 def test_numpy_scalars_become_numbers_when_encoded() -> None:
     assert decode(frame_of([np.float32(0.5), np.int64(7), np.bool_(True)]), list) == [0.5, 7, True]
+
+
+def trace_of(experts: int, largest: int, rows: int = 10, layers: int = 4, top_k: int = 8) -> RoutingTrace:
+    """A trace whose ids go up to the largest one of so many experts."""
+    ids = largest - np.tile(np.arange(top_k), (rows, layers, 1)) * (largest // top_k)
+    text = np.arange(rows, dtype=np.int32)
+    return make_trace(ids, experts, 3, moe_layers=range(layers), token_ids=text)
+
+
+@pytest.mark.case(26)
+@pytest.mark.parametrize(
+    ("experts", "largest", "dtype"), [(256, 255, np.uint8), (257, 256, np.uint16), (384, 383, np.uint16)]
+)
+def test_ids_come_back_as_narrow_as_they_were_sent(experts: int, largest: int, dtype: type) -> None:
+    trace = trace_of(experts, largest)
+    back = decode(frame_of(trace), RoutingTrace)
+    assert back.rows.dtype == trace.rows.dtype == dtype
+    assert int(back.rows.max()) == largest
+    assert np.array_equal(back.rows, trace.rows)
+    assert (back.spans, back.num_experts) == (trace.spans, trace.num_experts)
+    assert (back.moe_layers, back.prefix_hash) == (trace.moe_layers, trace.prefix_hash)
+    verify(back, np.arange(11, dtype=np.int32), range(4))
+
+
+@pytest.mark.case(26)
+def test_257_experts_do_not_fit_a_byte() -> None:
+    good = trace_of(257, 256)
+    wrapped = msgspec.structs.replace(good, rows=good.rows.astype(np.uint8))
+    with pytest.raises(AlignmentError, match="uint8 for 257 experts") as caught:
+        verify(decode(frame_of(wrapped), RoutingTrace), np.arange(11, dtype=np.int32), range(4))
+    assert caught.value.reason == "wrong_shape"
+
+
+@pytest.mark.case(27)
+@pytest.mark.parametrize("held", [32767, 32000, 0])
+@pytest.mark.parametrize(("experts", "width", "layers"), [(128, 1, 48), (384, 2, 60)])
+def test_a_trace_takes_its_ids_and_at_most_4_kib(held: int, experts: int, width: int, layers: int) -> None:
+    text = np.arange(32768, dtype=np.int32) % 1000
+    whole = trace_of(experts, experts - 1, 32767, layers)
+    whole = msgspec.structs.replace(whole, prefix_hash=hash_tokens(text[:-1]))
+    trace = fit(truncate(whole, text[: held + 1]), text)
+    assert invalid_rows(trace) == 32767 - held
+    # Sixteen updates in its life make the spans longer.
+    bounds = [*range(0, held, max(held // 16, 1)), held] if held else []
+    spans = [(a, b, v) for v, (a, b) in enumerate(pairwise(bounds))] + [(held, 32767, -1)]
+    trace = msgspec.structs.replace(
+        trace, spans=tuple(VersionSpan(start=a, end=b, weight_version=v) for a, b, v in spans if a < b)
+    )
+    size = len(frame_of(trace))
+    payload = 32767 * layers * 8 * width
+    assert payload < size <= payload + 4096
+    back = decode(frame_of(trace), RoutingTrace)
+    assert back.valid.tolist() == [True] * held + [False] * (32767 - held)
+    assert not back.valid.flags.writeable
+
+
+@pytest.mark.case(28)
+def test_a_trace_of_other_layers_is_refused_with_the_reason() -> None:
+    back = decode(frame_of(trace_of(256, 255)), RoutingTrace)
+    text = np.arange(11, dtype=np.int32)
+    verify(back, text, (0, 1, 2, 3))
+    with pytest.raises(AlignmentError, match=r"layers \(0, 1, 2, 3\), expected \(1, 2, 3, 4\)") as caught:
+        verify(back, text, (1, 2, 3, 4))
+    assert caught.value.reason == "wrong_layers"
+
+
+def test_a_frame_is_refused_when_its_header_is_no_text() -> None:
+    header, payload = split(make_group("g"))
+    with pytest.raises(CorruptFrame, match="no pair of a name and an object"):
+        decode(seal(header.replace(b"Group", b"Gro\xffp", 1), payload), Group)
+    with pytest.raises(CorruptFrame, match="no pair of a name and an object"):
+        inspect(seal(b"\x92\xa1\xff\xc0", b""))
+    with pytest.raises(CorruptFrame, match="no Group of this program"):
+        decode(seal(header.replace(b"task", b"tas\xff", 1), payload), Group)
+
+
+def test_a_frame_is_refused_when_its_header_is_nested_without_end() -> None:
+    for kind in (list, Group):
+        name = kind.__name__.encode()
+        header = b"\x92" + bytes([0xA0 + len(name)]) + name + b"\x91" * 1_000_000 + b"\xc0"
+        with pytest.raises(CorruptFrame):
+            decode(seal(header, b""), kind)
+
+
+def test_an_empty_array_is_refused_when_its_shape_cannot_be_counted() -> None:
+    header, payload = split([np.zeros((0, 7))])
+    crafted = header.replace((7).to_bytes(8, "little"), (1 << 62).to_bytes(8, "little"))
+    assert crafted != header
+    with pytest.raises(CorruptFrame, match="outside 0 of payload"):
+        decode(seal(crafted, payload), list)
+
+
+def test_siblings_of_a_stored_group_share_no_memory() -> None:
+    traces = [t.trace for t in decode(frame_of(make_group("g", size=3)), Group).trajectories]
+    for one, other in combinations(traces, 2):
+        assert one is not None
+        assert other is not None
+        assert not np.shares_memory(one.rows, other.rows)

@@ -543,6 +543,34 @@ async def test_missing_rows_are_recovered_without_a_token_when_the_last_call_had
     assert bench.counted("routing_payloads_total", kind="recovery") == 1
 
 
+@pytest.mark.case(25)
+async def test_a_recovery_is_tried_again_when_it_is_interrupted_itself() -> None:
+    bench = scripted(
+        lambda r: sampled(5, "stop", 0, prompt=PROMPT, rows=False),
+        lambda r: sampled(0, "abort", 0, prompt=1, rows=False),
+        lambda r: sampled(0, "abort", 0, prompt=1, rows=False),
+        lambda r: sampled(0, "length", 1, prompt=len(r.input_ids)),
+    )
+    await bench.session.generate()
+    trace = (await bench.finish()).trace
+    assert row_versions(trace) == [1] * (PROMPT + 4)
+    assert [r.max_new_tokens for r in bench.engines[0].requests] == [16, 0, 0, 0]  # type: ignore[attr-defined]
+
+
+@in_virtual_time
+async def test_siblings_never_share_an_array() -> None:
+    policy = Watched(stop_at=[20])
+    engine = simulated(policy)
+    traces = []
+    for _ in range(2):
+        bench = Bench(engine, **LONG)
+        bench.start()
+        await bench.session.generate()
+        traces.append((await bench.finish()).trace)
+    assert np.array_equal(traces[0].rows, traces[1].rows)
+    assert not np.shares_memory(traces[0].rows, traces[1].rows)
+
+
 # -- flips ----------------------------------------------------------------------------------------------
 
 
@@ -575,6 +603,20 @@ async def test_nothing_is_measured_when_there_is_no_sample_or_no_interruption(
     policy = Watched(stop_at=[60])
     bench = Bench(simulated(policy), merge=merge, flip_sample=sample, **LONG)
     await interrupted(bench, policy, lengths)
+    assert flips(bench) == (0, 0)
+
+
+@in_virtual_time
+async def test_nothing_is_measured_when_rows_are_replaced_under_the_same_weights() -> None:
+    policy = Watched(stop_at=TURNS)
+    bench = Bench(simulated(policy), simulated(policy, "engine-1"), flip_sample=1.0, **LONG)
+    bench.start()
+    await bench.session.generate()
+    bench.pool.quarantine("engine-0", EngineError("gone"))
+    bench.session.add_messages([{"role": "tool", "content": "4"}])
+    await bench.session.generate()
+    assert_whole(await bench.finish(), 0)
+    assert bench.counted("routing_payloads_total", kind="full") == 2
     assert flips(bench) == (0, 0)
 
 
