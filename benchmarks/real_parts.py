@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from async_rl import routing
@@ -56,6 +57,7 @@ BUILDERS: dict[str, Callable[..., Path]] = {
 
 def build_model(kind: str, path: Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
     """Write a tiny MoE with random weights that `dtype` holds exactly; it never ends a text by itself."""
+    transformers.utils.logging.disable_progress_bar()
     std = {"std": 0.15} if kind == "qwen3_moe" else {}
     BUILDERS[kind](path, vocab_size=VOCAB_SIZE, hidden_size=64, seed=seed, **std)
     write_byte_tokenizer(path, vocab_size=VOCAB_SIZE)
@@ -105,7 +107,7 @@ async def serving(model: Path, logs: Path, *, dtype: str, seed: int = 0) -> Asyn
         api_key=server.api_key,
         admin_key=server.admin_key,
         routing=True,
-        start_timeout_s=100,
+        start_timeout_s=300,
         died=server.died,
     )
     await server.start()
