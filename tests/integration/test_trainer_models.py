@@ -57,7 +57,9 @@ MODELS = {
     "deepseek_v3, two scales, two dense layers": lambda path: build_tiny_deepseek_v3(
         path, std=0.3, num_layers=4, dense_layers=2, rope_parameters=TWO_SCALES, n_shared_experts=2
     ),
-    "deepseek_v3, no scales": lambda path: build_tiny_deepseek_v3(path, std=0.3, rope_parameters=NO_SCALES),
+    "deepseek_v3, no scales, all groups": lambda path: build_tiny_deepseek_v3(
+        path, std=0.3, rope_parameters=NO_SCALES, num_groups=8, top_groups=8
+    ),
     "qwen2_moe": lambda path: build_tiny_qwen2_moe(path, std=0.3),
     "qwen2_moe, normalised, a dense layer": lambda path: build_tiny_qwen2_moe(
         path, std=0.3, norm_top_k=True, dense_layers=(1,)

@@ -162,6 +162,7 @@ class _DeepseekV3(_Spec, DeepseekV3Bridge):
 
     def _build_config(self) -> Any:
         hf = self.hf_config
+        grouped = hf.n_group != hf.topk_group  # otherwise every group is taken
         # Megatron calls its fused kernel for latent attention experimental, and it exists for YaRN only.
         self._fields = {**self._fields, "apply_rope_fusion": False}
         return self._build_base_config(
@@ -177,8 +178,8 @@ class _DeepseekV3(_Spec, DeepseekV3Bridge):
             moe_ffn_hidden_size=hf.moe_intermediate_size,
             moe_shared_expert_intermediate_size=hf.moe_intermediate_size * hf.n_shared_experts,
             moe_router_topk=hf.num_experts_per_tok,
-            moe_router_num_groups=hf.n_group,
-            moe_router_group_topk=hf.topk_group,
+            moe_router_num_groups=hf.n_group if grouped else None,
+            moe_router_group_topk=hf.topk_group if grouped else None,
             moe_router_topk_scaling_factor=hf.routed_scaling_factor,
             moe_router_score_function="sigmoid",
             moe_router_dtype="fp32",
