@@ -53,6 +53,7 @@ class RouterCall:
     layer: int  # counted from 1
     hidden: torch.Tensor  # [tokens, hidden]
     taken: torch.Tensor  # [tokens, experts] bool
+    excluded: torch.Tensor  # [tokens] bool, what it was told to leave out of its counters and losses
 
 
 @dataclass
@@ -67,7 +68,8 @@ class RouterWitness:
 
         def note(router: TopKRouter, inputs: tuple, outputs: tuple) -> None:
             hidden = inputs[0].detach().flatten(0, 1).float().clone()
-            self.calls.append(RouterCall(router.layer_number, hidden, outputs[1].detach().bool().clone()))
+            taken, excluded = outputs[1].detach().bool().clone(), inputs[1].flatten()
+            self.calls.append(RouterCall(router.layer_number, hidden, taken, excluded))
 
         modules = [m for chunk in worker.model.chunks for m in chunk.modules()]
         hooks = [m.register_forward_hook(note) for m in modules if isinstance(m, TopKRouter)]
@@ -84,7 +86,9 @@ class RouterWitness:
     def deliveries(
         self, batch: TrainBatch, hidden: dict[int, torch.Tensor]
     ) -> tuple[Counter[tuple[int, int]], int]:
-        """Which (layer, token) was sent to its own experts how often, and how many valid tokens were not.
+        """Which (layer, token) was sent to its own experts how often, and how often something was wrong.
+
+        Wrong is a valid token that was sent elsewhere or left out, and a token without a row that counted.
 
         Args:
             batch: With distinct rows.
@@ -95,9 +99,13 @@ class RouterWitness:
         column = {layer: i for i, layer in enumerate(sorted(hidden))}
         for call in self.calls:
             distance, token = torch.cdist(call.hidden, hidden[call.layer]).min(dim=1)
-            for near, j, taken in zip(distance.tolist(), token.tolist(), call.taken, strict=True):
-                if near > SAME or not batch.routing_valid[j]:
-                    continue  # padding, or a token that was never fed
+            for near, j, taken, excluded in zip(
+                distance.tolist(), token.tolist(), call.taken, call.excluded.tolist(), strict=True
+            ):
+                if near > SAME or not batch.routing_valid[j]:  # padding, or a token that was never fed
+                    wrong += not excluded
+                    continue
+                wrong += excluded
                 own = np.sort(batch.routed_experts[j, column[call.layer]])
                 if np.array_equal(taken.nonzero()[:, 0].numpy(), own):
                     right[call.layer, j] += 1

@@ -1,0 +1,480 @@
+"""What replay does inside routers: gate weights, tokens that do not count, and whose router it is."""
+
+import copy
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from async_rl.errors import AlignmentError
+from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
+from tests.support.train_batches import random_batch
+from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, weights
+from trainer.megatron import model as megatron_model
+from trainer.megatron import replay as replay_module
+from trainer.megatron.attention import PackedTrajectories
+from trainer.megatron.replay import (
+    MaskedRouterReplay,
+    RouterReplay,
+    RouterReplayAction,
+    RouterReplayAdapter,
+    Rows,
+    TopKRouter,
+)
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+
+EXPERTS, TOP_K = 16, 4
+MOE_LAYERS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory):
+    """A dense layer, then two with a shared expert, sigmoid scores, a bias that selects, and groups."""
+    return build_tiny_deepseek_v3(tmp_path_factory.mktemp("models") / "deepseek", std=0.3)
+
+
+@pytest.fixture(autouse=True)
+def no_routers_left():
+    yield
+    RouterReplay.clear_global_router_replay_instances()
+
+
+def replace(batch, **fields):
+    return msgspec.structs.replace(batch, **fields)
+
+
+def batch_of(seed=0, **fields):
+    return random_batch(seed, layers=MOE_LAYERS, experts=EXPERTS, top_k=TOP_K, **fields)
+
+
+def routers_of(worker):
+    return [m for chunk in worker.model.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
+
+
+@pytest.fixture
+def with_fields(monkeypatch):
+    """Sets fields of Megatron's config that no setting of the trainer reaches."""
+    plain = megatron_model._transformer_config
+    return lambda **fields: monkeypatch.setattr(
+        megatron_model, "_transformer_config", lambda *a: plain(*a) | fields
+    )
+
+
+@pytest.fixture
+def padded(monkeypatch):
+    """Pads every trajectory to a multiple of 8, as several ranks would."""
+    return lambda: monkeypatch.setattr(megatron_model.MegatronModel, "alignment", 8)
+
+
+@pytest.fixture
+def counting_padding(monkeypatch):
+    """The control: lets tokens count that should not."""
+    return lambda: monkeypatch.setattr(
+        megatron_model, "mask_for", lambda excluded, **_: torch.zeros_like(excluded)
+    )
+
+
+# -- gate weights
+
+
+GATES = {
+    "softmax after top-k": {"score_function": "softmax"},
+    "softmax before top-k": {"score_function": "softmax", "use_pre_softmax": True},
+    "sigmoid": {"score_function": "sigmoid"},
+    "sigmoid with bias": {"score_function": "sigmoid", "expert_bias": torch.linspace(-2, 2, EXPERTS)},
+    "sigmoid with bias in groups": {
+        "score_function": "sigmoid",
+        "expert_bias": torch.linspace(2, -2, EXPERTS),
+        "num_groups": 4,
+        "group_topk": 2,
+        "scaling_factor": 2.5,
+    },
+}
+
+
+def dense_gates(logits, ids, score_function, use_pre_softmax=False, scaling_factor=1.0, **_):
+    """Gates of given experts, `[tokens, experts]`; a bias only ever selects."""
+    if score_function == "sigmoid":
+        scores = logits.sigmoid().gather(1, ids)
+        gates = scores / scores.sum(-1, keepdim=True)
+    elif use_pre_softmax:
+        gates = logits.softmax(-1).gather(1, ids)
+    else:
+        gates = logits.gather(1, ids).softmax(-1)
+    return torch.zeros_like(logits).scatter(1, ids, gates * scaling_factor)
+
+
+@pytest.mark.case(34)
+@pytest.mark.parametrize("kind", GATES)
+def test_gates_and_gradients_are_those_of_a_dense_gather_when_experts_are_replayed(kind):
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    torch.manual_seed(0)
+    logits = torch.randn(9, EXPERTS, requires_grad=True)
+    reference = logits.detach().clone().requires_grad_()
+    upstream = torch.randn(9, EXPERTS)
+    native, _ = topk_routing_with_score_function(logits, TOP_K, **GATES[kind])
+    # The experts that the router itself thinks least of.
+    ids = native.detach().masked_fill(native == 0, -1).argsort(dim=1)[:, :TOP_K]
+    assert not (native.gather(1, ids) > 0).any()
+    replay = MaskedRouterReplay(1)
+    replay.set_target_indices(ids.to(torch.uint8))
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    gates, taken = topk_routing_with_score_function(logits, TOP_K, router_replay=replay, **GATES[kind])
+    expected = dense_gates(reference, ids, **GATES[kind])
+    assert (taken == (expected > 0)).all()
+    torch.testing.assert_close(gates, expected, atol=1e-6, rtol=1e-6)
+    (gates * upstream).sum().backward()
+    (expected * upstream).sum().backward()
+    torch.testing.assert_close(logits.grad, reference.grad, atol=1e-6, rtol=1e-6)
+    assert (logits.grad.gather(1, ids).abs() > 1e-6).all()
+    assert (gates - native).abs().max() > 0.1  # control: the router's own choice has other gates
+
+
+@pytest.mark.case(34)
+def test_router_learns_of_replayed_experts_when_it_would_not_have_taken_them(deepseek):
+    batch = batch_of()
+    rows = batch.routed_experts.copy()
+    rows[:] = (12, 13, 14, 15)
+    with started(trainer_config(deepseek)) as worker:
+        worker.train_on(replace(batch, routed_experts=rows), 1)
+        for router in routers_of(worker):
+            norms = router.weight.main_grad.norm(dim=1)
+            assert (norms[12:] > 1e-6).all()
+            assert (norms[:12] == 0).all()  # so what the router would have taken did not count
+
+
+# -- tokens that do not count
+
+
+def counters(worker, batch):
+    """Tokens of each expert that each router counted in a forward and backward pass, `[layers, experts]`."""
+    config = worker.model.config
+    counted, finalize = [], config.finalize_model_grads_func
+
+    def look(*args, **kwargs):  # after all passes, before Megatron uses the counters and forgets them
+        counted.append(torch.stack([r.local_tokens_per_expert for r in routers_of(worker)]).clone())
+        finalize(*args, **kwargs)
+
+    config.finalize_model_grads_func = look
+    placed = place(worker, batch)
+    if worker._config.routing.replay == "r2":
+        _, placed = worker._old_log_probs(placed, batch.num_tokens)
+    worker.model.run([p.inputs for p in placed], lambda index, logits: (logits.sum(), 1, None))
+    config.finalize_model_grads_func = finalize
+    (result,) = counted
+    return result.numpy()
+
+
+def histogram(rows):
+    """`[tokens, layers, K]` → `[layers, experts]`."""
+    return np.stack([np.bincount(rows[:, c].ravel(), minlength=EXPERTS) for c in range(rows.shape[1])])
+
+
+@pytest.mark.case(37, 39)
+def test_counters_hold_the_replayed_experts_of_valid_tokens_when_padded(deepseek, padded, counting_padding):
+    """Also under full recomputation each token counts once; invalid rows and padding count nowhere."""
+    batch = batch_of()
+    batch.routing_valid[40:60] = False
+    padded()
+    expected = histogram(batch.routed_experts[batch.routing_valid])
+    with started(trainer_config(deepseek, micro_batch_tokens=40, recompute="full")) as worker:
+        np.testing.assert_array_equal(counters(worker, batch), expected)
+        counting_padding()
+        assert (counters(worker, batch) > expected).any()
+
+
+@pytest.mark.case(37)
+@pytest.mark.parametrize("replay", ["off", "r2"])
+def test_counters_hold_real_tokens_when_nothing_is_replayed(deepseek, padded, replay):
+    batch = batch_of(routing=False)
+    padded()
+    with started(trainer_config(deepseek, replay=replay, micro_batch_tokens=40)) as worker:
+        assert (counters(worker, batch).sum(1) == batch.num_tokens * TOP_K).all()
+
+
+BALANCING = {
+    "aux_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5},
+    "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
+    "global_aux_loss": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.5},
+    "z_loss": {"moe_z_loss_coeff": 0.05},
+}
+
+
+@pytest.mark.case(37)
+@pytest.mark.parametrize("kind", BALANCING)
+def test_balancing_losses_do_not_see_padding_when_they_are_on(
+    deepseek, with_fields, padded, counting_padding, kind
+):
+    batch = batch_of()
+    config = trainer_config(deepseek, micro_batch_tokens=10_000)
+
+    def gradient():
+        with started(config) as worker:
+            worker.train_on(batch, 1)
+            return [router.weight.main_grad.clone() for router in routers_of(worker)]
+
+    without = gradient()
+    with_fields(**BALANCING[kind])
+    expected = gradient()
+    padded()
+    for actual, wanted, plain in zip(gradient(), expected, without, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-6, rtol=1e-4)
+        assert (wanted - plain).abs().max() > 1e-5  # the loss is there
+    counting_padding()
+    assert max((a - w).abs().max() for a, w in zip(gradient(), expected, strict=True)) > 1e-5
+
+
+@pytest.mark.case(37)
+def test_log_probs_do_not_depend_on_padding_when_rows_are_replayed(deepseek, padded):
+    batch = batch_of()
+    batch.routing_valid[40:60] = False
+    batch.routed_experts[40:60] = 255  # never looked at
+    with started(trainer_config(deepseek)) as worker:
+        expected = log_probs_of(worker, batch)
+        lengths = sum(p.inputs.token_ids.shape[1] for p in place(worker, batch))
+    padded()
+    with started(trainer_config(deepseek)) as worker:
+        actual = log_probs_of(worker, batch)
+        assert sum(p.inputs.token_ids.shape[1] for p in place(worker, batch)) > lengths
+        metrics = worker.train_on(batch, 1).metrics
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    assert np.isfinite([metrics["loss"], metrics["grad_norm"]]).all()
+
+
+@pytest.mark.case(39)
+def test_experts_are_not_balanced_by_anything_but_the_reward_when_trained(deepseek, with_fields):
+    """The policy of docs/routing-replay.md: no auxiliary loss, and an expert bias that stays."""
+    batch = batch_of()
+
+    def biases(worker):
+        return {name: t for name, t in weights(worker).items() if name.endswith("e_score_correction_bias")}
+
+    with started(trainer_config(deepseek)) as worker:
+        assert not any(router.is_aux_loss_enabled() for router in routers_of(worker))
+        before = biases(worker)
+        worker.train_on(batch, 1)
+        assert len(before) == 2
+        assert all(torch.equal(tensor, before[name]) for name, tensor in biases(worker).items())
+        # No reward differs, no gradient: nothing else pulls at the weights.
+        flat = replace(batch, rewards=np.ones(batch.num_trajectories, np.float32))
+        assert worker.train_on(flat, 2).metrics["grad_norm"] == 0
+    with_fields(moe_router_bias_update_rate=0.01, **BALANCING["aux_loss"])  # control
+    with started(trainer_config(deepseek)) as worker:
+        assert worker.train_on(flat, 1).metrics["grad_norm"] > 1e-4
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in biases(worker).items())
+
+
+# -- whose router it is, and in which order tokens come
+
+
+@pytest.mark.case(30)
+def test_rows_go_to_the_decoders_routers_when_there_are_others(tmp_path):
+    """Multi-token prediction and a second model have routers of their own, which go on routing natively."""
+    path = build_tiny_qwen3_moe(tmp_path / "moe", dense_layers=(0,))
+    with started(trainer_config(path, replay="off")) as worker:
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+        config = copy.copy(worker.model.config)
+        config.mtp_num_layers, config.moe_enable_routing_replay = 1, True
+        bridge = worker.model.bridge._bridge
+        bridge.config = config
+        spec = bridge._get_transformer_layer_spec()
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
+            **bridge._get_gptmodel_args(),
+        )
+        assert len(RouterReplay.global_router_replay_instances) == 3
+        adapter = RouterReplayAdapter([model], config)
+        assert [router.layer_number for router in adapter.routers] == [2, 3]
+        assert adapter.columns == (slice(0, 2),)
+        seen = {}
+        for name, module in model.named_modules():
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(lambda m, i, o, name=name: seen.update({name: o[1].clone()}))
+        ids = torch.arange(3, 12)[None]
+        rows = torch.stack([torch.tensor([0, 1]), torch.tensor([6, 7])]).expand(9, 2, 2).to(torch.uint8)
+        with adapter.schedule(), adapter.micro_batch(0, Rows(rows, None)):
+            model(
+                input_ids=ids,
+                position_ids=torch.arange(9)[None],
+                attention_mask=None,
+                labels=ids,
+                loss_mask=torch.ones(1, 9),
+                packed_seq_params=PackedTrajectories.of((9,), torch.device("cpu")),
+            )
+        (mtp,) = [name for name in seen if name.startswith("mtp")]
+        decoder = [seen[name] for name in sorted(seen) if name != mtp]
+        for taken, first in zip(decoder, (0, 6), strict=True):
+            assert (taken.nonzero()[:, 1].view(9, 2) == torch.tensor([first, first + 1])).all()
+        native = seen[mtp].nonzero()[:, 1].view(9, 2)
+        assert native.unique(dim=0).shape[0] > 1
+
+
+@pytest.mark.case(30)
+def test_padded_rectangle_gives_what_the_packing_gives_when_rows_follow_its_order(tmp_path):
+    """Megatron's `[sequence, batch]` layout: row `s * batch + b`, padding without a row."""
+    path = build_tiny_qwen3_moe(tmp_path / "moe", num_layers=2, dense_layers=(0,))
+    lengths, width, count = (5, 3, 7), 7, 3
+    rng = np.random.default_rng(0)
+    hidden = torch.randn(sum(lengths), 32)
+    rows = torch.from_numpy(np.argsort(rng.random((sum(lengths), 1, 8)), 2)[..., :2].astype(np.uint8))
+    cells = torch.tensor([s * count + b for b, n in enumerate(lengths) for s in range(n)])
+    with started(trainer_config(path)) as worker:
+        replay = worker.model.replay
+        layer = worker.model.chunks[0].module.decoder.layers[1].mlp
+
+        def run(hidden, ids, known, mask):
+            with torch.no_grad(), replay.schedule(), replay.micro_batch(0, Rows(ids, known)):
+                return layer(hidden, padding_mask=mask)[0]
+
+        packed = run(hidden[:, None], rows, None, None)[:, 0]
+        rectangle = torch.zeros(width * count, 32).index_copy(0, cells, hidden)
+        ids = torch.full((width * count, 1, 2), 255, dtype=torch.uint8)
+        ids[cells] = rows
+        known = torch.zeros(width * count, dtype=torch.bool).index_fill(0, cells, True)
+        mask = ~known.view(width, count).T
+        out = run(rectangle.view(width, count, 32), ids, known, mask).view(width * count, 32)
+        torch.testing.assert_close(out[cells], packed, atol=1e-6, rtol=1e-5)
+        # Control: rows in the order of the packing, one sequence after the other.
+        batch_first = torch.tensor([b * width + s for b, n in enumerate(lengths) for s in range(n)])
+        ids[batch_first], known[:] = rows, False
+        known[batch_first] = True
+        wrong = run(rectangle.view(width, count, 32), ids, known, mask).view(width * count, 32)
+        assert (wrong[cells] - packed).abs().max() > 1e-3
+
+
+# -- recording (R2)
+
+
+@pytest.mark.case(31)
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_recorded_routing_gives_the_native_step_bit_for_bit(deepseek, recompute):
+    batch = batch_of()
+    config = {"recompute": recompute, "micro_batch_tokens": 40}
+    with started(trainer_config(deepseek, replay="off", **config)) as worker:
+        expected, expected_gradients = worker.train_on(batch, 1).metrics, gradients(worker)
+    # Rows of the batch are not looked at, be they right, wrong or missing.
+    wrong = replace(batch, routed_experts=np.full_like(batch.routed_experts, 255))
+    for given in (wrong, batch_of(routing=False)):
+        with started(trainer_config(deepseek, replay="r2", **config)) as worker:
+            result, result_gradients = worker.train_on(given, 1).metrics, gradients(worker)
+        for key in ("loss", "grad_norm", "entropy", "ppo_kl"):
+            assert result[key] == expected[key]
+        assert all(torch.equal(result_gradients[name], g) for name, g in expected_gradients.items())
+    with started(trainer_config(deepseek, **config)) as worker:  # control: R3 does look
+        worker.train_on(batch, 1)
+        assert not all(torch.equal(g, expected_gradients[name]) for name, g in gradients(worker).items())
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(8, torch.uint8), (300, torch.uint16)])
+def test_recorded_routing_stays_narrow_until_its_router_runs(tmp_path, experts, dtype):
+    path = build_tiny_qwen3_moe(tmp_path / "moe", num_layers=2, num_experts=experts, expert_size=8, std=0.3)
+    batch = random_batch(routing=False)
+    with started(trainer_config(path, replay="r2", micro_batch_tokens=40)) as worker:
+        _, placed = worker._old_log_probs(place(worker, batch), batch.num_tokens)
+        largest = 0
+        for micro_batch in placed:
+            ((ids, known),) = micro_batch.inputs.routing
+            assert ids.dtype == dtype
+            assert ids.shape == (micro_batch.inputs.token_ids.shape[1], 2, 2)
+            assert known is None
+            largest = max(largest, int(ids.long().max()))
+        assert largest >= experts * 3 // 4
+        metrics = worker.train_on(batch, 1).metrics
+        assert metrics["ppo_kl"] == 0
+        assert metrics["grad_norm"] > 0
+
+
+@pytest.fixture
+def bare_adapter(monkeypatch):
+    """An adapter of two routers without a model around them, on a device."""
+
+    def make(device, experts=300):
+        routers = [SimpleNamespace(layer_number=n, router_replay=RouterReplay()) for n in (2, 5)]
+        monkeypatch.setattr(replay_module, "_routers", lambda chunk: routers)
+        config = SimpleNamespace(
+            num_layers=5,
+            moe_layer_freq=[0, 1, 0, 0, 1],
+            num_moe_experts=experts,
+            moe_router_topk=2,
+            recompute_granularity=None,
+            moe_router_fusion=False,
+            moe_router_load_balancing_type="none",
+            moe_expert_capacity_factor=None,
+            moe_enable_routing_replay=True,
+        )
+        return RouterReplayAdapter([None], config, torch.device(device))
+
+    return make
+
+
+def top_k(scores, k, **_):
+    return scores.topk(k)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+        ),
+    ],
+)
+@pytest.mark.parametrize("experts", [8, 300])
+def test_nothing_waits_for_the_device_when_recorded_and_replayed(bare_adapter, device, experts):
+    adapter = bare_adapter(device, experts)
+    scores = [torch.randn(6, experts, device=device) for _ in range(2)]
+    others = [-s for s in scores]
+    with torch.no_grad():
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+
+            def forward(inputs):
+                return [
+                    r.get_replay_topk(s, 2, default_compute_topk=top_k)[1]
+                    for r, s in zip(adapter.routers, inputs, strict=True)
+                ]
+
+            taken, rows = adapter.record(0, 6, lambda: forward(scores))
+            known = torch.tensor([True] * 4 + [False] * 2)
+            known = known.pin_memory() if device == "cuda" else known
+            with adapter.schedule(), adapter.micro_batch(0, Rows(rows.ids, known)):
+                replayed = forward(others)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    assert rows.ids.device.type == "cpu"
+    assert rows.ids.is_pinned() == (device == "cuda")
+    for first, again, other in zip(taken, replayed, others, strict=True):
+        assert torch.equal(first[:4], again[:4])
+        assert torch.equal(again[4:], other[4:].topk(2).indices)
+
+
+def test_recording_is_refused_when_a_router_was_not_called_once(bare_adapter):
+    adapter = bare_adapter("cpu")
+    scores = torch.randn(6, 300)
+
+    def call(*routers, tokens=6):
+        return lambda: [
+            adapter.routers[r].get_replay_topk(scores[:tokens], 2, default_compute_topk=top_k)
+            for r in routers
+        ]
+
+    with torch.no_grad():
+        with pytest.raises(AlignmentError, match=r"layers \[5\] were not called"):
+            adapter.record(0, 6, call(0))
+        with pytest.raises(AlignmentError, match=r"layer 2: .* there is nowhere to record"):
+            adapter.record(0, 6, call(0, 0, 1))
+        with pytest.raises(AlignmentError, match=r"chose \(5, 2\) experts, .* room for \(6, 2\)"):
+            adapter.record(0, 6, call(0, 1, tokens=5))
+        assert len(adapter.record(0, 6, call(0, 1))[0]) == 2
