@@ -193,7 +193,7 @@ def check(trace: RoutingTrace, num_tokens: int) -> None:
     """
     wanted = max(num_tokens - 1, 0)
     rows = trace.rows
-    if rows.ndim != 3 or len(rows) != wanted:
+    if rows.ndim != 3 or len(rows) != wanted or 0 in rows.shape[1:]:
         raise AlignmentError(
             f"routing of shape {rows.shape} for {num_tokens} tokens, expected [{wanted}, L, K]",
             "too_many_rows" if rows.ndim == 3 and len(rows) > wanted else "wrong_shape",
@@ -288,6 +288,8 @@ def _check_range(rows: npt.NDArray[np.integer], num_experts: int) -> None:
 def _check_unique(rows: ExpertIdArray) -> None:
     """Compare all pairs of columns, a block at a time, transposed so that each comparison is contiguous."""
     count, layers, top_k = rows.shape
+    if not rows.size:
+        return  # without an element, the sides may be of any length
     flat = rows.reshape(count * layers, top_k)
     for begin in range(0, len(flat), _BLOCK):
         columns = np.ascontiguousarray(flat[begin : begin + _BLOCK].T)

@@ -2,9 +2,9 @@
 
     pip install atheris && python tests/fuzz/codec.py -runs=1000000 [a folder for what it finds]
 
-The first byte of an input chooses what it is: a whole frame, or the header of one whose checksums are then made
-right, so that the decoder behind them is reached. Whatever comes of it but a passed frame, `CorruptFrame` or
-`AlignmentError` is a crash. Options are libFuzzer's (`-runs=`, `-max_total_time=`).
+The first byte of an input chooses: a whole frame, or the header of one whose checksums are then made right,
+to reach the decoder behind them. A crash is whatever comes of it but a passed frame, `CorruptFrame` or
+`AlignmentError`. Options are libFuzzer's (`-runs=`, `-max_total_time=`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 from async_rl.codec import ALIGNMENT, Frame, decode, encode, encoded_size, inspect, read_frame, write_frame
 from async_rl.errors import AlignmentError, CorruptFrame
-from async_rl.routing import fit, hash_tokens, invalid_rows, make_trace, truncate, verify
+from async_rl.routing import check, fit, hash_tokens, invalid_rows, make_trace, truncate, verify
 from async_rl.types import Group, RoutingTrace, TrainBatch, VersionSpan
 from tests.support.frames import seal, split
 from tests.support.trajectories import make_group
@@ -248,3 +248,16 @@ def test_siblings_of_a_stored_group_share_no_memory() -> None:
         assert one is not None
         assert other is not None
         assert not np.shares_memory(one.rows, other.rows)
+
+
+def test_a_trace_without_elements_is_refused_at_once_however_long_its_sides_are() -> None:
+    """A fuzzer's find: a shape of billions of rows of no expert took minutes to check."""
+    trace = trace_of(256, 255)
+    header, payload = split(trace)
+    sides = b"".join(side.to_bytes(8, "little") for side in trace.rows.shape)
+    assert sides in header
+    for shape in [(10, 1 << 39, 0), (1 << 39, 4, 0), (10, 0, 1 << 39)]:
+        crafted = header.replace(sides, b"".join(side.to_bytes(8, "little") for side in shape))
+        back = decode(seal(crafted, payload), RoutingTrace)
+        with pytest.raises(AlignmentError, match="expected \\[10, L, K\\]"):
+            check(back, 11)

@@ -197,6 +197,8 @@ def test_rows_go_with_their_tokens_when_truncated() -> None:
         ({"rows": make_rows(5, experts=4).astype(np.uint8)}, "wrong_shape", "expected \\[6, L, K\\]"),
         ({"rows": make_rows(7, experts=4).astype(np.uint8)}, "too_many_rows", "expected \\[6, L, K\\]"),
         ({"rows": np.zeros((6, 2), np.uint8)}, "wrong_shape", "expected \\[6, L, K\\]"),
+        ({"rows": np.zeros((6, 2, 0), np.uint8)}, "wrong_shape", "expected \\[6, L, K\\]"),
+        ({"rows": np.zeros((6, 0, 2), np.uint8)}, "wrong_shape", "expected \\[6, L, K\\]"),
         ({"rows": make_rows(6, experts=4)}, "wrong_shape", "int32 for 16 experts"),
         ({"rows": np.asfortranarray(make_rows(6).astype(np.uint8))}, "wrong_shape", "not contiguous"),
         ({"rows": np.full((6, 2, 2), 9, np.uint8)}, "duplicate", "not distinct"),
