@@ -4,10 +4,11 @@
 
 First one payload that is there already, as an event with its JSON: time, MB/s of what was sent against memcpy
 of the same bytes, bytes a token sent and kept, and the most memory held meanwhile. Then many that arrive at
-the same time over HTTP, from a server in another process: payloads/s, the lag of the event loop, and the most
-memory beyond the rows that are kept. "json + base64" is how verl's servers read them (on the event loop);
-"orjson + pybase64" is the best of general libraries, also there. Times are medians of the rounds, ratios are
-of the same round, with their smallest and largest.
+the same time over HTTP, from a server in another process: payloads/s, the lag of the event loop (and how much
+of it was the loop's own doing: CPU time of its thread between two ticks, which the load of other programs
+does not change), and the most memory beyond the rows that are kept. "json + base64" is how verl's servers
+read them (on the event loop); "orjson + pybase64" is the best of general libraries, also there. Times are
+medians of the rounds, ratios are of the same round, with their smallest and largest.
 """
 
 from __future__ import annotations
@@ -238,6 +239,7 @@ async def arrivals(
 ) -> dict[str, float]:
     """Take in so many payloads, so many at a time; all rows are kept, as sessions keep them."""
     lags: list[float] = []
+    busy: list[float] = []
     kept: list[np.ndarray] = []
     numbers = iter(range(count))
     before = peak = resident_mb()
@@ -250,9 +252,10 @@ async def arrivals(
     async def watch() -> None:
         nonlocal peak
         while True:
-            due = time.perf_counter() + 0.002
+            due, used = time.perf_counter() + 0.002, time.thread_time()
             await asyncio.sleep(0.002)
             lags.append(time.perf_counter() - due)
+            busy.append(time.thread_time() - used)
             peak = max(peak, resident_mb())
 
     watcher = asyncio.create_task(watch())
@@ -270,6 +273,8 @@ async def arrivals(
         "lag_p50_ms": 1e3 * float(np.quantile(lags, 0.5)),
         "lag_p99_ms": 1e3 * float(np.quantile(lags, 0.99)),
         "lag_max_ms": 1e3 * max(lags),
+        "busy_p99_ms": 1e3 * float(np.quantile(busy, 0.99)),
+        "busy_max_ms": 1e3 * max(busy),
         "extra_mb": peak - before - rows_mb,
         "rows_mb": rows_mb,
     }
@@ -317,13 +322,14 @@ def show(rows: list[dict[str, object]]) -> None:
             )
     print(
         f"\n{'arrivals':<30}{'of':>5}{'at once':>8}{'per s':>8}{'CPU ms':>8}{'lag p50':>9}{'p99 ms':>8}"
-        f"{'max':>8}{'rows MB':>9}{'extra MB':>9}"
+        f"{'max':>8}{'own p99':>8}{'max':>8}{'rows MB':>9}{'extra MB':>9}"
     )
     for row in rows:
         if row["what"] == "arrivals":
             print(
                 f"{row['way']:<30}{row['payloads']:>5}{row['at_once']:>8}{row['payloads_per_s']:>8}"
                 f"{row['cpu_ms']:>8}{row['lag_p50_ms']:>9}{row['lag_p99_ms']:>8}{row['lag_max_ms']:>8}"
+                f"{row['busy_p99_ms']:>8}{row['busy_max_ms']:>8}"
                 f"{row['rows_mb']:>9}{row['extra_mb']:>9}"
             )
 

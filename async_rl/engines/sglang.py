@@ -193,8 +193,10 @@ class SGLangEngine:
             while data := await self._read(answer, call):
                 events = reader.feed(data)
                 if reader.payload is not None:
-                    # Until it is our turn nothing more is read: the server is held back.
-                    gated = gated or await gate.acquire()
+                    if not gated:
+                        # Until it is our turn nothing more is read: the server is held back.
+                        gated = await gate.acquire()
+                        answer.expect_much()
                     if events or reader.payload.pending >= PIECE_BYTES:
                         await asyncio.to_thread(reader.payload.narrow)
                 for document, payload in events:

@@ -108,7 +108,7 @@ class RoutingText:
         self._wire = wire
         self._length = 0
         self._pieces: list[bytes | memoryview] = []
-        self._last: bytes = b""  # two characters tell how long the text's end is
+        self._rest = b""  # less than a unit
         self._fault: str | None = None
         self._shape = (len(facts.moe_layers), facts.top_k)
         self._dtype = routing.id_dtype(facts.num_experts)
@@ -127,19 +127,24 @@ class RoutingText:
         """Take what came."""
         if piece:
             self._pieces.append(piece)
-            self._last = (self._last + bytes(piece[-2:]))[-2:]
             self._length += len(piece)
             self.pending += len(piece)
 
     def narrow(self) -> None:
         """Turn what is whole of it into rows. Releases the GIL for nearly all of it: call it in a thread."""
-        pieces, self._pieces = self._pieces, []
-        text = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        end = len(text) // self._unit * self._unit
-        self._decode(memoryview(text)[:end])
-        if end < len(text):
-            self._pieces.append(memoryview(text)[end:])
-        self.pending = len(text) - end
+        pieces, self._pieces, self.pending = self._pieces, [], 0
+        for piece in pieces:
+            view = memoryview(piece)
+            if self._rest:
+                missing = self._unit - len(self._rest)
+                self._rest += view[:missing]
+                view = view[missing:]
+                if len(self._rest) < self._unit:
+                    continue
+                self._decode(memoryview(self._rest))
+            end = len(view) // self._unit * self._unit
+            self._decode(view[:end])
+            self._rest = bytes(view[end:])
 
     def rows(self, num_rows: int) -> ExpertIdArray:
         """All rows, `[num_rows, L_moe, K]`, read-only, on memory of `SLABS`.
@@ -150,14 +155,14 @@ class RoutingText:
         self.narrow()
         wire, facts = self._wire, self._wire.facts
         if self._length != wire.text_length(num_rows):
-            size = self._length * 3 // 4 - self._last.count(b"=")
+            size = self._length * 3 // 4 - self._rest[-2:].count(b"=")
             raise AlignmentError(
                 f"{size // wire.dtype.itemsize} expert ids came, expected {num_rows} rows x "
                 f"{wire.row_ids // facts.top_k} layers x {facts.top_k} = {num_rows * wire.row_ids}"
                 + self._hint(num_rows)
             )
-        self._decode(memoryview(b"".join(self._pieces)))
-        self._pieces, self.pending = [], 0
+        end, self._rest = self._rest, b""
+        self._decode(memoryview(end))
         if self._fault is not None:
             raise AlignmentError(self._fault)
         if self._num_rows != num_rows:

@@ -20,8 +20,14 @@ from urllib.parse import urlsplit
 _KEEP_ALIVE_S: Final = 4.0
 """Below the 5 s after which SGLang closes an idle connection, so that no request meets a closing one."""
 
-_HIGH_WATER: Final = 1 << 20
-"""Bytes that may wait for their reader before the server is held back."""
+_READ_BYTES: Final = 1 << 15
+"""What is taken off one connection at a time, so that hundreds of them with much to say take turns often."""
+
+_MUCH_BYTES: Final = 1 << 18
+"""The same for a connection whose reader wants much; more would not stay in the second-level cache."""
+
+_HIGH_WATER: Final = 8
+"""Reads that may wait for their reader before the server is held back."""
 
 _MAX_HEAD: Final = 1 << 16
 """A longer head, or line between chunks, is no HTTP."""
@@ -49,6 +55,7 @@ class StreamClient:
         lines = [f"POST {parts.path or '/'} HTTP/1.1", f"Host: {parts.netloc}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self._head = "\r\n".join([*lines, "Content-Length: "]).encode("latin-1")
+        self._buffer = bytearray(_MUCH_BYTES)
         self._idle: list[_Connection] = []
 
     async def post(self, body: bytes, *, timeout_s: float) -> Answer:
@@ -77,7 +84,7 @@ class StreamClient:
         try:
             async with asyncio.timeout(timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(loop), self._host, self._port, ssl=context
+                    lambda: _Connection(loop, self._buffer), self._host, self._port, ssl=context
                 )
         except TimeoutError:
             raise
@@ -130,6 +137,11 @@ class Answer:
             self.close()
         return data
 
+    def expect_much(self) -> None:
+        """Read in large pieces from now on, to the end of this answer."""
+        if self._connection is not None:
+            self._connection.read_bytes = _MUCH_BYTES
+
     def close(self) -> None:
         """Let the connection go: back to the client if the answer was read to its end."""
         if self._connection is not None:
@@ -145,7 +157,7 @@ class Answer:
         self.close()
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """One connection: writes a request, takes the answer apart as it comes.
 
     ```
@@ -153,8 +165,11 @@ class _Connection(asyncio.Protocol):
     ```
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, buffer: bytearray) -> None:
         self._loop = loop
+        # All connections share it: it is filled and emptied in one step of the loop. A read of its own would
+        # be made as long as the longest and cut down, for a few hundred bytes at a time.
+        self._buffer = memoryview(buffer)
         self._transport: asyncio.Transport
         self._error: ConnectionLost | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -176,6 +191,7 @@ class _Connection(asyncio.Protocol):
         self._ended = not reading
         self._parts: list[bytes] = []
         self._size = 0
+        self.read_bytes = _READ_BYTES
 
     # -- for the client -----------------------------------------------------------------------------------
 
@@ -270,8 +286,13 @@ class _Connection(asyncio.Protocol):
         if self._error is None:
             self._fail(f"the connection was closed before the answer had ended: {exc or 'by the server'}")
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next read goes."""
+        return self._buffer[: self.read_bytes]
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Take apart what has come."""
+        data = bytes(self._buffer[:nbytes])
         if self._ended:
             self._fail("the server sent something that nobody asked for")
             self._transport.abort()
@@ -286,7 +307,7 @@ class _Connection(asyncio.Protocol):
             self._fail(f"the server does not speak HTTP/1.1: {e}")
             self._transport.abort()
             return
-        if self._size > _HIGH_WATER and not self._paused and not self._ended:
+        if self._size > _HIGH_WATER * self.read_bytes and not self._paused and not self._ended:
             self._paused = True
             self._transport.pause_reading()
         self._wake()

@@ -16,7 +16,7 @@ from async_rl.config import ModelConfig, SGLangEngines
 from async_rl.engines.protocol import DiskUpdate, DistributedUpdate, GroupInvite
 from async_rl.engines.server import SGLangServer, free_port
 from async_rl.engines.sglang import SGLangEngine
-from async_rl.errors import EngineError, EnvironmentNotReady, WeightSyncError
+from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, WeightSyncError
 from async_rl.weights.transports import WeightGroup, fill_buckets, plan_buckets, send_buckets, spec_of
 from tests.support.engine_calls import Call, call, request
 from tests.support.sglang_world import SGLangWorld
@@ -120,20 +120,26 @@ def group_of(group: int | None) -> list[int]:
     return members
 
 
+@pytest.mark.case(3)
 async def test_a_server_can_be_killed_and_started_again(sglang_world: SGLangWorld, tmp_path: Path) -> None:
     server = SGLangServer(
         SGLangEngines(max_running_requests=2, max_total_tokens=4096),
         ModelConfig(path=str(sglang_world.weights[0]), dtype="float32"),
-        routing=True,
+        routing=False,
         index=1,
         log_dir=tmp_path,
         seed=0,
     )
     keys = {"api_key": server.api_key, "admin_key": server.admin_key}
-    engine = SGLangEngine("engine-1", server.url, sglang_world.facts, **keys, routing=True, died=server.died)
+    engine = SGLangEngine("engine-1", server.url, sglang_world.facts, **keys, died=server.died)
+    replaying = SGLangEngine("engine-1", server.url, sglang_world.facts, **keys, routing=True)
     try:
         await server.start()
         await engine.wait_ready()
+        with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
+            await replaying.wait_ready()
+        # For the reason that is given: it does not refuse to leave routing out.
+        assert (await call(engine, PROMPT, 2)).finish.routing is None
         running = Call(engine, request(PROMPT, 1500))
         task = asyncio.create_task(running.run())
         await running.has_tokens(3)
@@ -152,6 +158,7 @@ async def test_a_server_can_be_killed_and_started_again(sglang_world: SGLangWorl
         assert len((await call(engine, PROMPT, 5)).token_ids) == 5
     finally:
         await engine.close()
+        await replaying.close()
         await server.stop()
     assert group_of(server.pid) == []
 
