@@ -54,8 +54,8 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _DESCRIBED = tuple(struct.Struct(f"<BQ{ndim}Q") for ndim in range(9))  # dtype, offset, shape
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises of a header that it cannot read."""
-_MAX_SIDE = 1 << 40
-"""Longest side of an array, far above any that fits memory."""
+_MAX_SIDES = 1 << 62
+"""Bytes of an array whose sides of length 0 count as 1."""
 _CHUNK = 256 << 10
 """Bytes copied before they are summed: the sum then reads them from the second-level cache. It holds the
 interpreter lock, so a payload is summed in pieces too: the event loop gets its turn between them."""
@@ -205,8 +205,9 @@ def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
             raise CorruptFrame(f"array of unknown dtype {name}")
         dtype = _DTYPES[name]
         size = math.prod(shape, start=dtype.itemsize)
-        # Of an array without elements the shape may be anything: numpy refuses what it cannot count.
-        if offset + size > len(payload) or max(shape, default=0) > _MAX_SIDE:
+        # Sides beside one of length 0 may be of any length: numpy refuses those that it cannot multiply.
+        sides = math.prod((side or 1 for side in shape), start=dtype.itemsize)
+        if offset + size > len(payload) or sides > _MAX_SIDES:
             raise CorruptFrame(
                 f"array at {offset} of {size} bytes, shape {shape}, lies outside {len(payload)} of payload"
             )
