@@ -36,6 +36,8 @@ import pybase64
 from async_rl.engines.facts import facts_of
 from async_rl.engines.protocol import Finish, GenerateRequest, RoutingPayload, SamplingParams
 from async_rl.engines.sglang import SGLangEngine
+from async_rl.engines.sglang_routing import PIECE_BYTES, SLABS, RoutingText
+from async_rl.engines.sse import EventReader
 
 TOKENS, LAYERS, TOP_K, EXPERTS = 32768, 48, 8, 128
 ROWS = TOKENS - 1
@@ -51,7 +53,7 @@ FACTS = facts_of(
 )
 PROMPT = np.arange(TOKENS - 1, dtype=np.int32) % 500
 _READ = 1 << 18
-"""What asyncio reads at once."""
+"""What a connection reads at once."""
 
 
 def ids() -> np.ndarray:
@@ -131,15 +133,11 @@ def by_orjson(document: bytes) -> np.ndarray:
     return rows.astype(np.uint8)
 
 
-def by_us(document: bytes, engine: SGLangEngine) -> np.ndarray:
-    """Event to trace, without the network: reads of the size asyncio makes, narrowed a piece at a time."""
-    from async_rl.engines.sglang_routing import PIECE_BYTES, RoutingText
-    from async_rl.engines.sse import EventReader
-
+def by_us(reads: list[bytes], engine: SGLangEngine) -> np.ndarray:
+    """Event to trace, without the network: narrowed a piece at a time as it comes."""
     reader = EventReader(lambda: RoutingText(engine._wire, ROWS - 1))
-    view = memoryview(document)
-    for begin in range(0, len(view), _READ):
-        events = reader.feed(bytes(view[begin : begin + _READ]))
+    for data in reads:
+        events = reader.feed(data)
         if reader.payload is not None and reader.payload.pending >= PIECE_BYTES:
             reader.payload.narrow()
     ((_, text),) = events
@@ -148,16 +146,22 @@ def by_us(document: bytes, engine: SGLangEngine) -> np.ndarray:
     return engine.decode_routing(payload).rows
 
 
+def cut(document: bytes) -> list[bytes]:
+    """Reads of the size that a connection makes."""
+    return [document[begin : begin + _READ] for begin in range(0, len(document), _READ)]
+
+
 def one_payload(rounds: int) -> list[dict[str, object]]:
     """Each way in turn."""
     rows = ids()
     wide, narrow = event(rows), event(rows.astype(np.uint8))
     engines = [SGLangEngine("engine-0", "http://nowhere", FACTS, narrow_routing=n) for n in (False, True)]
+    wide_reads, narrow_reads = cut(wide), cut(narrow)
     ways: dict[str, tuple[bytes, Callable[[bytes], np.ndarray]]] = {
         "json + base64": (wide[6:-2], by_json),
         "orjson + pybase64": (wide[6:-2], by_orjson),
-        "ours, int32": (wide, lambda document: by_us(document, engines[0])),
-        "ours, narrowed by the engine": (narrow, lambda document: by_us(document, engines[1])),
+        "ours, int32": (wide, lambda _: by_us(wide_reads, engines[0])),
+        "ours, narrowed by the engine": (narrow, lambda _: by_us(narrow_reads, engines[1])),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     copies: dict[str, list[float]] = {name: [] for name in ways}
@@ -179,9 +183,11 @@ def one_payload(rounds: int) -> list[dict[str, object]]:
     result: list[dict[str, object]] = []
     for name, (document, read) in ways.items():
         tracemalloc.start()
-        read(document)
-        peak = tracemalloc.get_traced_memory()[1]
+        idle = SLABS.usage()[1]
+        got = read(document)
+        peak = tracemalloc.get_traced_memory()[1] + idle - SLABS.usage()[1]
         tracemalloc.stop()
+        del got
         milliseconds = statistics.median(times[name])
         ratios = [first / mine for first, mine in zip(times["json + base64"], times[name], strict=True)]
         result.append(
@@ -280,30 +286,34 @@ async def arrivals(
     }
 
 
-async def many_payloads(url: str, quick: bool) -> list[dict[str, object]]:
-    """Each way in a child of its own would be fairer to memory; peers' garbage is freed before ours runs."""
-    count, rounds = (16, 1) if quick else (64, 3)
-    wide = SGLangEngine("engine-0", url, FACTS)
-    narrow = SGLangEngine("engine-1", f"{url}/narrow", FACTS, narrow_routing=True)
-    rows: list[dict[str, object]] = []
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        # Peers' ways hold all of a payload several times: eight at a time are enough to show their lag.
-        ways: list[tuple[str, Callable[[int], Awaitable[np.ndarray]], int, int]] = [
-            ("ours, int32", lambda number: take(wide, number), count, 64),
-            ("ours, narrowed by the engine", lambda number: take(narrow, number), count, 64),
-            ("json + base64", lambda _: take_on_the_loop(session, url, by_json), count // 4, 8),
-            ("orjson + pybase64", lambda _: take_on_the_loop(session, url, by_orjson), count // 4, 8),
+WAYS = ("ours, int32", "ours, narrowed by the engine", "json + base64", "orjson + pybase64")
+
+
+def many_payloads(way: str, url: str, quick: bool, sender: Connection) -> None:
+    """One way, in a process of its own, so that none finds memory that another one has warmed."""
+    sender.send(asyncio.run(_many_payloads(way, url, quick)))
+
+
+async def _many_payloads(way: str, url: str, quick: bool) -> dict[str, object]:
+    # Peers' ways hold all of a payload several times: eight at a time are enough to show their lag.
+    ours = way.startswith("ours")
+    count, at_once = (16 if quick else 64) // (1 if ours else 4), 64 if ours else 8
+    if ours:
+        narrow = "narrowed" in way
+        engine = SGLangEngine("engine-0", f"{url}/narrow" if narrow else url, FACTS, narrow_routing=narrow)
+        measured = [
+            await arrivals(lambda number: take(engine, number), count, at_once)
+            for _ in range(1 if quick else 3)
         ]
-        for name, call, number, at_once in ways:
-            measured = [await arrivals(call, number, at_once) for _ in range(rounds)]
-            row: dict[str, object] = {"what": "arrivals", "way": name, "payloads": number, "at_once": at_once}
-            rows.append(
-                row | {key: round(statistics.median(m[key] for m in measured), 2) for key in measured[0]}
-            )
-    await wide.close()
-    await narrow.close()
-    return rows
+        await engine.close()
+    else:
+        read = by_json if way.startswith("json") else by_orjson
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            measured = [await arrivals(lambda _: take_on_the_loop(session, url, read), count, at_once)]
+    row: dict[str, object] = {"what": "arrivals", "way": way, "payloads": count, "at_once": at_once}
+    row |= {key: round(statistics.median(m[key] for m in measured), 2) for key in measured[0]}
+    return row | {"extra_mb": round(measured[0]["extra_mb"], 1)}  # later rounds reuse what the first one took
 
 
 def show(rows: list[dict[str, object]]) -> None:
@@ -344,10 +354,16 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = one_payload(3 if arguments.quick else 9)
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(sender,), daemon=True)
+    spawn = multiprocessing.get_context("spawn")
+    server = spawn.Process(target=serve, args=(sender,), daemon=True)
     server.start()
+    url = f"http://127.0.0.1:{receiver.recv()}"
     try:
-        rows += asyncio.run(many_payloads(f"http://127.0.0.1:{receiver.recv()}", arguments.quick))
+        for way in WAYS:
+            child = spawn.Process(target=many_payloads, args=(way, url, arguments.quick, sender))
+            child.start()
+            rows.append(receiver.recv())
+            child.join()
     finally:
         server.terminate()
         server.join()
