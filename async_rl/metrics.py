@@ -55,6 +55,14 @@ class Metrics:
         self.reward = gauge("reward", "Mean reward of the last batch.")
         self.loss = gauge("loss", "Policy loss of the last step.")
         self.ppo_kl = gauge("ppo_kl", "Mean of old minus current log-probs over the last step, nats.")
+        self.ppo_kl_bypass = gauge(
+            "ppo_kl_bypass", "The same where the engines' log-probs stand for the old ones, nats."
+        )
+        self.rollout_kl = gauge(
+            "rollout_kl",
+            "Mean of rollout minus the trainer's log-probs before the last step, nats, by versions of lag.",
+            "lag",
+        )
         self.clip_fraction = gauge("clip_fraction", "Share of tokens whose ratio the last step clipped.")
         self.entropy_nats = gauge("entropy_nats", "Mean entropy of the policy at the trained tokens, nats.")
         self.grad_norm = gauge("grad_norm", "Gradient norm of the last step, before clipping.")
@@ -192,6 +200,10 @@ class Metrics:
             (self.reward, record.reward_mean),
             (self.loss, record.loss),
             (self.ppo_kl, record.ppo_kl),
+            (self.ppo_kl_bypass, record.ppo_kl_bypass),
+            (self.rollout_kl.labels("0"), record.rollout_kl_lag0),
+            (self.rollout_kl.labels("1"), record.rollout_kl_lag1),
+            (self.rollout_kl.labels("2+"), record.rollout_kl_lag2_up),
             (self.clip_fraction, record.clip_fraction),
             (self.entropy_nats, record.entropy),
             (self.grad_norm, record.grad_norm),

@@ -30,6 +30,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: Figure = None
     loss: Figure = None
     ppo_kl: Figure = None
+    """Old minus current log-probs, the old ones recomputed by the trainer."""
+    ppo_kl_bypass: Figure = None
+    """The same where the engine's log-probs stand for the old ones: mismatch and staleness are in it too."""
+    rollout_kl: Figure = None
+    """Rollout minus the trainer's log-probs at the start of the step; by versions of lag below."""
+    rollout_kl_lag0: Figure = None
+    rollout_kl_lag1: Figure = None
+    rollout_kl_lag2_up: Figure = None
     clip_fraction: Figure = None
     entropy: Figure = None
     grad_norm: Figure = None
@@ -134,6 +142,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     """The bound from the config."""
     ppo_kl_mean: Figure
+    """None where the engine's log-probs stood for the old ones; the next is not None then."""
+    ppo_kl_bypass_mean: Figure
     log_prob_abs_diff_mean: Figure
     """Trainer against rollout at equal versions, mean over the steps, nats."""
     rl_seconds: float
@@ -162,6 +172,7 @@ def summarise(records: Sequence[StepRecord], totals: Totals) -> Summary:
         staleness_max=max((record.staleness_max for record in records), default=0),
         max_staleness=totals.max_staleness,
         ppo_kl_mean=mean(record.ppo_kl for record in records),
+        ppo_kl_bypass_mean=mean(record.ppo_kl_bypass for record in records),
         log_prob_abs_diff_mean=mean(record.lag0_log_prob_abs_diff for record in records),
         rl_seconds=totals.rl_seconds,
         tokens_per_s=_ratio(totals.sampled_tokens, totals.rl_seconds),

@@ -121,7 +121,7 @@ class Progress:
         if record:
             rows += [
                 ("reward", f"{_number(record.reward_mean)}  {sparkline(self._rewards)}"),
-                ("ppo_kl", f"{_number(record.ppo_kl, 5)} nats"),
+                (_kl_name(record.ppo_kl_bypass), f"{_number(_kl(record), 5)} nats"),
                 ("staleness p50 / p95", f"{record.staleness_p50:.0f} / {record.staleness_p95:.0f} versions"),
                 ("interrupted", f"{record.interrupted} of {record.trajectories} trajectories"),
                 ("throughput", f"{record.tokens_per_s:,.0f} tokens/s"),
@@ -135,12 +135,25 @@ class Progress:
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
+def _kl_name(bypass: Figure) -> str:
+    """The two are of different policies, so neither goes by the other's name."""
+    return "ppo_kl_bypass" if is_finite(bypass) else "ppo_kl"
+
+
+def _either(ppo_kl: Figure, bypass: Figure) -> Figure:
+    return bypass if is_finite(bypass) else ppo_kl
+
+
+def _kl(record: StepRecord) -> Figure:
+    return _either(record.ppo_kl, record.ppo_kl_bypass)
+
+
 def step_line(record: StepRecord, max_steps: int) -> str:
     """One step as one line."""
     return (
         f"step {record.step:>{len(str(max_steps))}}/{max_steps}"
         f" | reward {_number(record.reward_mean)}"
-        f" | ppo_kl {_number(record.ppo_kl, 5)}"
+        f" | {_kl_name(record.ppo_kl_bypass)} {_number(_kl(record), 5)}"
         f" | stale p50 {record.staleness_p50:.0f} p95 {record.staleness_p95:.0f}"
         f" | interrupted {record.interrupted}/{record.trajectories}"
         f" | in flight {record.in_flight} | queued {record.queued}"
@@ -186,7 +199,10 @@ def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord]
         ("", f"{counts.in_flight} in flight, {counts.queued} queued"),
         ("interrupted and resumed", f"{_percent(summary.interrupted_share)} of the trained ones"),
         ("staleness", f"at most {summary.staleness_max} versions (bound {summary.max_staleness})"),
-        ("ppo_kl", f"{_number(summary.ppo_kl_mean, 5)} nats"),
+        (
+            _kl_name(summary.ppo_kl_bypass_mean),
+            f"{_number(_either(summary.ppo_kl_mean, summary.ppo_kl_bypass_mean), 5)} nats",
+        ),
         ("trainer against rollout", f"{_number(summary.log_prob_abs_diff_mean, 6)} nats at equal versions"),
         (
             "routing",
@@ -266,7 +282,8 @@ def _plot(path: Path, records: Sequence[StepRecord], summary: Summary) -> None:
     middle.set_ylabel("staleness, versions")
     middle.set_ylim(-0.15, summary.max_staleness * 1.4 + 0.6)  # room for the legend
 
-    bottom.plot(steps, series("ppo_kl"), color=green, linewidth=1.6, label="ppo_kl")
+    name = _kl_name(summary.ppo_kl_bypass_mean)
+    bottom.plot(steps, series(name), color=green, linewidth=1.6, label=name)
     bottom.plot(
         steps,
         series("log_prob_abs_diff"),

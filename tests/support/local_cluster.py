@@ -26,6 +26,11 @@ _FIGURES = (
     "log_prob_diff",
     "log_prob_abs_diff",
     "lag0_log_prob_abs_diff",
+    "ppo_kl_bypass",
+    "rollout_kl",
+    "rollout_kl_lag0",
+    "rollout_kl_lag1",
+    "rollout_kl_lag2_up",
     "importance_ratio_mean",
     "importance_truncated_fraction",
 )

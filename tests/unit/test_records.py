@@ -70,6 +70,13 @@ def test_summary_derives_rates_and_shares_from_the_seconds_of_training() -> None
     )
 
 
+def test_kl_of_bypass_mode_has_a_mean_of_its_own() -> None:
+    bypass = summarise([record(i, ppo_kl_bypass=0.1 * i) for i in (1, 3)], totals())
+    assert (bypass.ppo_kl_mean, bypass.ppo_kl_bypass_mean) == (None, pytest.approx(0.2))
+    recomputed = summarise([record(i, ppo_kl=0.1 * i) for i in (1, 3)], totals())
+    assert (recomputed.ppo_kl_mean, recomputed.ppo_kl_bypass_mean) == (pytest.approx(0.2), None)
+
+
 def test_summary_has_the_keys_that_programs_read() -> None:
     plain = msgspec.to_builtins(summarise([record(1)], totals()))
     assert set(plain) >= {

@@ -18,6 +18,7 @@ from async_rl.report import (
     print_header,
     print_summary,
     sparkline,
+    step_line,
     write_run_files,
 )
 
@@ -166,3 +167,10 @@ def test_a_sparkline_is_scaled_to_its_own_range_and_leaves_gaps() -> None:
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert sparkline([None]) == ""
     assert len(sparkline([float(i) for i in range(100)], width=40)) == 40
+
+
+def test_a_step_shows_the_kl_of_bypass_mode_under_its_own_name():
+    (bypass,) = steps(1, ppo_kl=math.nan, ppo_kl_bypass=0.25)
+    (recomputed,) = steps(1, ppo_kl=0.125, ppo_kl_bypass=math.nan)
+    assert "| ppo_kl_bypass 0.25000 |" in step_line(bypass, 1)
+    assert "| ppo_kl 0.12500 |" in step_line(recomputed, 1)
