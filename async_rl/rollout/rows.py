@@ -282,10 +282,13 @@ class Rows:
         self._observe_flips(old, replaced.rows[old.prompt - old.payload.start :], trace)
 
     def _observe_flips(self, old: _Held, before: ExpertIdArray, trace: RoutingTrace) -> None:
-        """Compare the rows of what an answer sampled with those that a later one has there."""
-        if len(before):
-            ratio = routing.flip_ratio(before, trace.rows[old.prompt : old.end])
-            self._metrics.routing_flip_ratio.observe(ratio)
+        """Compare the rows of what an answer sampled with those that a later one has there.
+
+        Rows that were never trained on need not be right: those that do not fit are not compared.
+        """
+        after = trace.rows[old.prompt : old.end]
+        if before.size and before.shape == after.shape:
+            self._metrics.routing_flip_ratio.observe(routing.flip_ratio(before, after))
 
 
 def _one_span(count: int, version: int) -> tuple[VersionSpan, ...]:

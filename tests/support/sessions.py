@@ -24,6 +24,10 @@ FACTS = EngineFacts(
     num_layers=3, moe_layers=(1, 2), num_experts=32, top_k=2, vocab_size=512, context_length=4096
 )
 
+_numbers = count()
+"""Of requests, in this process: SGLang aborts an id once more two seconds after its answer, so that a second
+request of that id would be cut short."""
+
 
 class PlainChat:
     """Seven tokens of prompt, two for each later message; token 2 stops, 104 ends a turn."""
@@ -52,8 +56,11 @@ class Bench:
         replay: str = "r3",
         interrupt: InterruptMode = "abort",
         flip_sample: float = 0.0,
+        weights: Sequence[str] = ("", ""),
         **rollout: Any,
     ) -> None:
+        """Start a pool and a session; `weights[v % 2]` is the folder of version v."""
+        self.weights = weights
         self.metrics = Metrics()
         self.interrupt: InterruptMode = interrupt
         self.pool = EnginePool(self.metrics, lambda: 0.0, max_strikes=100)
@@ -61,7 +68,6 @@ class Bench:
         for engine in engines:
             self.pool.add(engine)
             self.pool.serve(engine.engine_id, 0)
-        ids = count()
         self.session = RolloutSession(
             task=Task(task_id="t", messages=[]),
             trajectory_id="0" * 32,
@@ -73,7 +79,7 @@ class Bench:
             routing_config=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),
             interrupt=interrupt,
             metrics=self.metrics,
-            new_id=lambda: f"{next(ids):032x}",
+            new_id=lambda: f"b{next(_numbers):031x}",
             clock=lambda: 0.0,
         )
 
@@ -89,7 +95,8 @@ class Bench:
         for engine in self.engines:
             self.pool.hold(engine.engine_id)
             await engine.interrupt(self.interrupt)
-            await engine.update_weights(DiskUpdate(weight_version=version, path=""), flush=flush)
+            update = DiskUpdate(weight_version=version, path=self.weights[version % 2])
+            await engine.update_weights(update, flush=flush)
             await engine.resume_generation(self.interrupt)
             self.pool.serve(engine.engine_id, version)
 

@@ -632,6 +632,17 @@ async def test_the_share_of_flipped_experts_is_that_of_the_sampled_tokens_only()
     assert flips(bench) == (1, 0.5)
 
 
+async def test_a_trajectory_is_whole_when_replaced_rows_cannot_be_compared() -> None:
+    bench = scripted(
+        lambda r: sampled(5, "abort", 0, prompt=PROMPT + 20),  # twenty rows too many
+        lambda r: sampled(3, "stop", 1, prompt=PROMPT + 5),
+        flip_sample=1.0,
+    )
+    await bench.session.generate()
+    assert row_versions((await bench.finish()).trace) == [1] * (PROMPT + 7)
+    assert flips(bench) == (0, 0)
+
+
 def test_the_sample_is_decided_by_the_name_alone() -> None:
     from async_rl.rollout.rows import _unit
 
