@@ -66,7 +66,7 @@ _ID_WIDTH: Final = 32
 _FLUSH_LIMIT_S: Final = 5.0
 """How long a refused flush may be retried: what still runs after an abort is gone within one decode step."""
 
-_PROBED_ROWS: Final = 2048
+_PROBED_ROWS: Final = 512
 """Of a long payload that are checked for distinct experts."""
 
 _MIN_ROWS_TO_JUDGE: Final = 64

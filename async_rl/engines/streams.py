@@ -140,7 +140,7 @@ class Answer:
     def expect_much(self) -> None:
         """Read in large pieces from now on, to the end of this answer."""
         if self._connection is not None:
-            self._connection.read_bytes = _MUCH_BYTES
+            self._connection.read_in_pieces_of(_MUCH_BYTES)
 
     def close(self) -> None:
         """Let the connection go: back to the client if the answer was read to its end."""
@@ -169,7 +169,8 @@ class _Connection(asyncio.BufferedProtocol):
         self._loop = loop
         # All connections share it: it is filled and emptied in one step of the loop. A read of its own would
         # be made as long as the longest and cut down, for a few hundred bytes at a time.
-        self._buffer = memoryview(buffer)
+        self._all = memoryview(buffer)
+        self._buffer = self._all
         self._transport: asyncio.Transport
         self._error: ConnectionLost | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -191,7 +192,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._ended = not reading
         self._parts: list[bytes] = []
         self._size = 0
-        self.read_bytes = _READ_BYTES
+        self.read_in_pieces_of(_READ_BYTES)
 
     # -- for the client -----------------------------------------------------------------------------------
 
@@ -238,6 +239,10 @@ class _Connection(asyncio.BufferedProtocol):
             self._timer.cancel()
             self._timer = None
         self._transport.abort()
+
+    def read_in_pieces_of(self, size: int) -> None:
+        """Take so many bytes at a time from now on, to the end of this answer."""
+        self._buffer = self._all[:size]
 
     # -- waiting ------------------------------------------------------------------------------------------
 
@@ -288,11 +293,11 @@ class _Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next read goes."""
-        return self._buffer[: self.read_bytes]
+        return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take apart what has come."""
-        data = bytes(self._buffer[:nbytes])
+        data = self._buffer[:nbytes].tobytes()
         if self._ended:
             self._fail("the server sent something that nobody asked for")
             self._transport.abort()
@@ -307,7 +312,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._fail(f"the server does not speak HTTP/1.1: {e}")
             self._transport.abort()
             return
-        if self._size > _HIGH_WATER * self.read_bytes and not self._paused and not self._ended:
+        if self._size > _HIGH_WATER * len(self._buffer) and not self._paused and not self._ended:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
