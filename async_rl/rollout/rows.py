@@ -150,7 +150,7 @@ class Rows:
         )
         before = self._held[-1].end if self._held else 0
         if payload.start > before:
-            return  # what it continues was dropped
+            return  # it begins further on than it was asked to: there would be a gap
         if self._splices:
             self._held.append(new)
         elif payload.start == 0:

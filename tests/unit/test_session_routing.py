@@ -434,6 +434,20 @@ async def test_a_delta_is_not_enough_when_the_engine_recomputed_what_came_before
     assert_whole(trajectory, 1)
 
 
+@pytest.mark.parametrize("merge", ["replace", "splice"])
+async def test_rows_are_fetched_again_when_an_answer_leaves_a_gap(merge: str) -> None:
+    bench = scripted(
+        lambda r: sampled(5, "stop", 0, prompt=PROMPT, start=3),  # asked from 0
+        lambda r: sampled(0, "length", 0, prompt=len(r.input_ids)),
+        merge=merge,
+    )
+    await bench.session.generate()
+    trace = (await bench.finish()).trace
+    assert row_versions(trace) == [0] * (PROMPT + 4)
+    assert [r.routing_start for r in bench.engines[0].requests] == [0, 0]  # type: ignore[attr-defined]
+    assert bench.engines[0].decoded == 1  # type: ignore[attr-defined]
+
+
 @pytest.mark.case(22)
 @pytest.mark.parametrize("merge", ["replace", "splice"])
 @pytest.mark.parametrize("place", [None, 0, PROMPT - 1, PROMPT + 3])
