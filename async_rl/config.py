@@ -189,8 +189,9 @@ class SGLangEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="s
         bool,
         Meta(
             description=(
-                "Servers we start send routing as uint8/uint16 of the MoE layers only, an eighth to a fifth "
-                "of the bytes. Patches SGLang 0.5.23 as it starts; refused for any other version."
+                "Servers we start send routing as uint8/uint16 of the MoE layers only: a quarter of the "
+                "bytes (uint16: half), less where layers are dense. Patches SGLang 0.5.23 as it starts; "
+                "refused for any other version."
             )
         ),
     ] = False
