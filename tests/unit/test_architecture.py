@@ -16,7 +16,7 @@ LAYERS = (
     "metrics report engines queue weights",
     "rollout",
     "orchestrator",
-    "placement",
+    "placement simulation",
     "reference preflight train cli",
 )
 """A module imports from its own layer and the ones before it."""

@@ -13,8 +13,8 @@ from async_rl.config import SimulatedEngines
 from async_rl.engines.protocol import DiskUpdate
 from async_rl.engines.simulated import Fault, SimulatedEngine, routing_rows
 from async_rl.errors import AlignmentError, EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
+from async_rl.simulation.virtual_time import run_virtual
 from tests.support.engine_calls import Call, call, request
-from tests.support.virtual_time import run_virtual
 
 PROMPT = list(range(40, 60))
 CONFIG = SimulatedEngines(max_running_requests=2, decode_step_s=0.01, prefill_tokens_per_s=1000.0)

@@ -1,0 +1,1 @@
+"""The program in virtual time: the real orchestration on simulated engines, trainer, network and disk."""
