@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS = (
     "types errors yaml12",
-    "config routing staleness codec supervision threads loading chat records engines.protocol training",
+    "config routing staleness codec waits supervision threads loading chat records engines.protocol training",
     "metrics report engines queue weights",
     "rollout",
     "orchestrator",
@@ -37,7 +37,7 @@ ONLY_IN = {
     "ensure_future": ("async_rl/supervision.py",),
 }
 
-FOR_AGENT_LOOPS = ("types", "errors", "loading", "threads", "rollout.api")
+FOR_AGENT_LOOPS = ("types", "errors", "loading", "threads", "waits", "rollout.api")
 
 
 def layer(module: str) -> int:

@@ -1,0 +1,94 @@
+"""Who waits for what, as it is written down."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from async_rl.waits import Node, Waits, acting, progressed, waiting
+
+
+class Clock:
+    """Seconds, set by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_wait_is_seen_with_its_age_while_it_lasts() -> None:
+    clock = Clock()
+    waits = Waits(clock)
+    with acting("trajectory", "7", waits=waits):
+        with waiting("tool", "calculator", limit_s=30, why=lambda: "busy"):
+            clock.now_s = 4.0
+            (wait,) = waits.open_waits()
+            assert (wait.who, wait.on, wait.target) == (Node("trajectory", "7"), "tool", "calculator")
+            assert (wait.age_s, wait.limit_s, wait.why) == (4.0, 30, "busy")
+            assert waits.oldest_s() == {"tool": 4.0}
+        assert waits.open_waits() == []
+        assert waits.longest_s == {"tool": 4.0}
+    assert waits.actors() == []
+
+
+def test_a_wait_ends_when_it_is_cancelled_and_teaches_nothing() -> None:
+    waits = Waits()
+
+    async def wait_for_ever() -> None:
+        with acting("trajectory", "7", waits=waits), waiting("reward"):
+            await asyncio.Future()
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await wait_for_ever()
+
+    asyncio.run(main())
+    assert waits.open_waits() == []
+    assert waits.actors() == []
+    assert waits.longest_s == {}
+
+
+async def test_tasks_and_threads_wait_in_the_name_of_whoever_started_them() -> None:
+    waits = Waits()
+
+    async def tool() -> None:
+        with waiting("tool", "search"):
+            seen.append(waits.open_waits()[0].who)
+
+    def in_a_thread() -> None:
+        with waiting("disk"):
+            seen.append(waits.open_waits()[0].who)
+
+    seen: list[Node] = []
+    with acting("group", "g", waits=waits), acting("trajectory", "7"):
+        await asyncio.gather(tool())
+        await asyncio.to_thread(in_a_thread)
+        (child,) = (actor for actor in waits.actors() if actor.who.kind == "trajectory")
+    assert seen == [Node("trajectory", "7")] * 2
+    assert child.parent == Node("group", "g")
+
+
+def test_a_renewed_wait_begins_anew_and_the_run_has_moved() -> None:
+    clock = Clock()
+    waits = Waits(clock)
+    with acting("trajectory", "7", waits=waits), waiting("first chunk", "engine-1") as wait:
+        clock.now_s = 5.0
+        wait.renew("chunk")
+        clock.now_s = 7.0
+        (seen,) = waits.open_waits()
+        assert (seen.on, seen.age_s) == ("chunk", 2.0)
+        assert waits.quiet_s == 2.0
+        assert waits.heard_s == {"engine-1": 5.0}
+        assert waits.longest_s == {"first chunk": 5.0}
+        progressed()
+        assert waits.quiet_s == 0.0
+
+
+def test_waits_outside_of_a_run_are_nobodys_and_disturb_no_run() -> None:
+    waits = Waits()
+    with waiting("tool", "calculator"):
+        assert waits.open_waits() == []
