@@ -377,7 +377,14 @@ class TrainerConfig(_Strict, frozen=True, kw_only=True):
     start_timeout_s: Annotated[float, Meta(gt=0, description="Longest start of the trainer, seconds.")] = (
         600.0
     )
-    step_timeout_s: Annotated[float, Meta(gt=0, description="Longest trainer step, seconds.")] = 3600.0
+    step_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="Longest trainer step, seconds; ranks that take longer count as hung."),
+    ] = 3600.0
+    max_restarts: Annotated[
+        int,
+        Meta(ge=0, description="Restarts of a trainer that died or hung before the run ends."),
+    ] = 3
 
 
 class PlacementConfig(_Strict, frozen=True, kw_only=True):

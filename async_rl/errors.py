@@ -142,10 +142,17 @@ class InvariantError(AsyncRLError):
 class TrainerError(AsyncRLError):
     """The trainer failed."""
 
+    restartable = True
+    """Whether the trainer may do better when it is started again from its newest checkpoint."""
+
 
 class NonFiniteLoss(TrainerError):
     """The loss or the gradient norm is not a finite number."""
 
+    restartable = False
+
 
 class CheckpointError(TrainerError):
     """A checkpoint cannot be written or read."""
+
+    restartable = False

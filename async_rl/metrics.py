@@ -129,6 +129,22 @@ class Metrics:
             "failovers_total", "Engine calls moved to another engine because theirs failed."
         )
 
+        # Resume after a restart of this process.
+        self.journal_bytes = gauge("journal_bytes", "Size of the journal of trajectories in flight.")
+        self.journal_written_bytes_total = counter(
+            "journal_written_bytes_total", "Bytes written to the journal, compaction included."
+        )
+        self.journal_corrupt_records_total = counter(
+            "journal_corrupt_records_total", "Records of the journal that failed their checksum at a restart."
+        )
+        self.resumed_tokens_total = counter(
+            "resumed_tokens_total", "Sampled tokens that were taken over from the journal after a restart."
+        )
+        self.resume_discarded_tokens_total = counter(
+            "resume_discarded_tokens_total",
+            "Sampled tokens of the journal that were not used, because an agent loop took another course.",
+        )
+
         # Routing replay.
         self.routing_rows_total = counter("routing_rows_total", "Routing rows checked before training.")
         self.routing_rows_invalid_total = counter(
@@ -177,6 +193,9 @@ class Metrics:
 
         # Trainer and weights.
         self.trainer_weight_version = gauge("trainer_weight_version", "Weight version the trainer holds.")
+        self.trainer_restarts_total = counter(
+            "trainer_restarts_total", "Times the trainer was started again from its newest checkpoint."
+        )
         self.weight_sync_seconds = histogram(
             "weight_sync_seconds",
             "Duration of a weight update by phase (interrupt, transfer, verify, total).",

@@ -29,13 +29,20 @@ from uuid6 import uuid7
 from async_rl.chat import load_chat_format
 from async_rl.config import Config, SGLangEngines
 from async_rl.engines.facts import check_served_by_sglang, load_facts
-from async_rl.engines.pool import EnginePool
+from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.engines.protocol import Engine, EngineFacts
-from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, NonFiniteLoss, TrainerError
+from async_rl.errors import (
+    AsyncRLError,
+    ConfigError,
+    EngineError,
+    EnvironmentNotReady,
+    NonFiniteLoss,
+    TrainerError,
+)
 from async_rl.metrics import Metrics, serve
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
-from async_rl.queue.trajectory_queue import TakenBatch, TrajectoryQueue
+from async_rl.queue.trajectory_queue import QueueStatistics, TakenBatch, TrajectoryQueue
 from async_rl.records import (
     StepRecord,
     Summary,
@@ -67,7 +74,11 @@ class Cluster(Protocol):
         ...
 
     async def start_trainer(self) -> Trainer:
-        """Start all trainer ranks."""
+        """Start all trainer ranks. Called again, it first ends those that there were, whatever their state.
+
+        Raises:
+            EnvironmentNotReady: When they do not come up.
+        """
         ...
 
     async def restart_engine(self, engine_id: str) -> None:
@@ -167,7 +178,10 @@ class Orchestrator:
         self._pool = EnginePool(metrics, clock)
         self._queue: TrajectoryQueue | None = None
         self._manager: RolloutManager | None = None
-        self._step = 0
+        self._trainer: Trainer | None = None  # None while it has failed and is not back yet
+        self._step = self._saved_step = 0
+        self._begin_s: float | None = None
+        self._trainer_failures = 0
         self._records: list[StepRecord] = []
 
     def health(self) -> dict[str, Any]:
@@ -186,89 +200,121 @@ class Orchestrator:
         self, tasks: Any, chat: Any, facts: EngineFacts, new_id: Callable[[], str], progress: Progress | None
     ) -> Summary:
         """See the module's `run`."""
-        config = self._config
-        checkpoints = self._dir / "checkpoints"
         async with Nursery() as nursery:
             starting_engines = nursery.start("engines", self._cluster.start_engines())
-            starting_trainer = nursery.start("trainer", self._start_trainer(checkpoints))
-        trainer, step = starting_trainer.result()
+            starting_trainer = nursery.start("trainer", self._start_trainer())
         for engine in starting_engines.result():
             self._pool.add(engine)
-        sync = WeightSync(
-            config.weights,
-            pool=self._pool,
-            trainer=trainer,
-            directory=self._dir / "weights",
-            metrics=self._metrics,
-            clock=self._clock,
-            open_port=self._cluster.open_port,
-            backend=self._cluster.weight_backend,
-            tp_size=config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1,
-        )
-        self._enter("bringing engines to the trainer's weights", progress)
-        await sync.start(step, Path(config.model.path) if step == 0 else None)
+        trainer = starting_trainer.result()
+        while True:
+            # A trainer that came back starts from its checkpoint as a new driver does: with all that hangs on
+            # the trainer's step made anew from the run's folder, and the engines brought back to it.
+            sync = self._weight_sync(trainer)
+            queue, feeder = self._restore(tasks, facts, self._step)
+            manager = RolloutManager(
+                self._config,
+                feeder=feeder,
+                queue=queue,
+                pool=self._pool,
+                chat=chat,
+                facts=facts,
+                metrics=self._metrics,
+                new_id=new_id,
+                clock=self._clock,
+            )
+            self._queue, self._manager = queue, manager
+            ended_s = await self._live(trainer, sync, queue, manager, progress)
+            counts = queue.statistics()
+            queue.close()
+            if ended_s is not None:
+                return self._summary(counts, ended_s)
+            assert self._trainer is not None, "a life of the run that is not the last leaves a new trainer"
+            trainer = self._trainer
 
-        self._records = [r for r in read_records(self._dir / "metrics.jsonl") if r.step <= step]
-        # Seconds and tokens of earlier lives count on, so that shares and rates are of the whole run.
-        earlier_s = self._records[-1].time_s if self._records else 0.0
-        self._metrics.sampled_tokens_total.inc(sampled_before(self._records))
-        queue, feeder = self._restore(tasks, facts, step)
-        self._queue = queue
-        manager = RolloutManager(
-            config,
-            feeder=feeder,
-            queue=queue,
-            pool=self._pool,
-            chat=chat,
-            facts=facts,
-            metrics=self._metrics,
-            new_id=new_id,
-            clock=self._clock,
-        )
+    async def _live(
+        self,
+        trainer: Trainer,
+        sync: WeightSync,
+        queue: TrajectoryQueue,
+        manager: RolloutManager,
+        progress: Progress | None,
+    ) -> float | None:
+        """Run until the end, or until the trainer has failed and is back at its newest checkpoint.
 
-        self._manager = manager
+        Returns:
+            When the last step ended, on the clock; None after a failure of the trainer.
+        """
 
         async def stopper() -> None:
             await self._stop.wait()
-            log.info("stopping: no new work; what runs may take run.drain_s = %s", config.run.drain_s)
+            log.info("stopping: no new work; what runs may take run.drain_s = %s", self._config.run.drain_s)
             queue.stop()
             await asyncio.Future()
 
-        self._enter("training", progress)
-        self._pool.restart_clock()
-        begin = self._clock() - earlier_s
-        self._step = step
         try:
             async with services(
                 rollouts=manager.run,
-                repair=lambda: self._repair(sync),
                 watch=lambda: self._cluster.watch_engines(self._pool.quarantine),
                 stopper=stopper,
                 pulse=lambda: self._pulse(queue, manager, progress),
             ):
-                step = await self._train(trainer, sync, queue, step, begin, progress)
-                if self._stop.is_set():
-                    self._enter("draining", progress)
-                    await self._drain(manager)
+                try:
+                    async with services(repair=lambda: self._repair(sync)):
+                        return await self._train_and_save(trainer, sync, queue, manager, progress)
+                except ExceptionGroup as group:
+                    cause = first_error(group)
+                    if not isinstance(cause, TrainerError) or not cause.restartable:
+                        raise
+                    self._trainer = None
+                    # Beside it the rollouts go on to the bound; what they have then is kept.
+                    await self._restart_trainer(cause, progress)
         except ExceptionGroup as group:
             # What was trained since the last checkpoint is lost only if it was the trainer that failed.
-            if self._step > step and not isinstance(first_error(group), TrainerError):
+            lost = self._trainer is None or isinstance(first_error(group), TrainerError)
+            if self._step > self._saved_step and not lost:
                 self._enter("writing a checkpoint before the run ends with an error", progress)
-                await self._save(trainer, checkpoints, self._step)
+                await self._save(trainer)
             raise
-        end = self._clock()
+        return None
+
+    async def _train_and_save(
+        self,
+        trainer: Trainer,
+        sync: WeightSync,
+        queue: TrajectoryQueue,
+        manager: RolloutManager,
+        progress: Progress | None,
+    ) -> float:
+        """All that needs the trainer, up to its end; returns when the last step ended."""
+        self._enter("bringing engines to the trainer's weights", progress)
+        await sync.start(self._step, Path(self._config.model.path) if self._step == 0 else None)
+        if self._begin_s is None:
+            # Seconds and tokens of earlier lives count on, so that shares and rates are of the whole run.
+            self._begin_s = self._clock() - (self._records[-1].time_s if self._records else 0.0)
+            self._metrics.sampled_tokens_total.inc(sampled_before(self._records))
+            self._pool.restart_clock()
+        self._enter("training", progress)
+        await self._train(trainer, sync, queue, self._begin_s, progress)
+        if self._stop.is_set():
+            self._enter("draining", progress)
+            await self._drain(manager)
+        ended_s = self._clock()
         self._enter("writing the checkpoint and the Hugging Face export", progress)
-        await self._save(trainer, checkpoints, step)
-        await trainer.publish(str(self._dir / "hf"), step)
+        queue.stop()
+        await self._save(trainer)
+        await trainer.publish(str(self._dir / "hf"), self._step)
         await sync.close()
         await trainer.close()
-        counts = queue.statistics()
-        queue.close()
+        return ended_s
+
+    def _summary(self, counts: QueueStatistics, ended_s: float) -> Summary:
+        config, begin_s = self._config, self._begin_s
+        assert begin_s is not None, "a run that has ended has begun"
         return summarise(
             self._records,
             Totals(
                 trajectories=_counts(counts),
-                rl_seconds=end - begin,
+                rl_seconds=ended_s - begin_s,
                 sampled_tokens=int(_value(self._metrics.sampled_tokens_total)),
                 engine_idle_share=self._pool.idle_share,
                 max_staleness=config.rollout.max_staleness,
@@ -292,10 +338,55 @@ class Orchestrator:
 
     # -- start-up --------------------------------------------------------------------------------------
 
-    async def _start_trainer(self, checkpoints: Path) -> tuple[Trainer, int]:
+    async def _start_trainer(self) -> Trainer:
+        """Start all ranks from the newest checkpoint, and take up the records of the steps before it."""
         trainer = await self._cluster.start_trainer()
-        state = await trainer.setup(str(checkpoints))
-        return trainer, state.step
+        state = await trainer.setup(str(self._dir / "checkpoints"))
+        self._trainer = trainer
+        self._step = self._saved_step = state.step
+        self._records = [r for r in read_records(self._dir / "metrics.jsonl") if r.step <= state.step]
+        return trainer
+
+    async def _restart_trainer(self, cause: AsyncRLError, progress: Progress | None) -> None:
+        """Start the trainer again, as often as `trainer.max_restarts` allows.
+
+        Raises:
+            TrainerError: When it failed once more than that.
+        """
+        limit = self._config.trainer.max_restarts
+        while self._trainer is None:
+            self._trainer_failures += 1
+            if self._trainer_failures > limit:
+                raise TrainerError(
+                    f"the trainer failed {self._trainer_failures} times, trainer.max_restarts is {limit}; "
+                    f"the last cause: {cause}"
+                ) from cause
+            log.warning("restart %d of %d of the trainer: %s", self._trainer_failures, limit, cause)
+            self._metrics.trainer_restarts_total.inc()
+            self._enter("restarting the trainer from its newest checkpoint", progress)
+            try:
+                await self._start_trainer()
+            except (TrainerError, EnvironmentNotReady) as error:
+                cause = error
+        log.info("the trainer is back at step %d", self._step)
+        # All engines are to serve the checkpoint's weights; until they do they serve nobody.
+        for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING):
+            self._pool.rejoin(engine.engine_id)
+
+    def _weight_sync(self, trainer: Trainer) -> WeightSync:
+        config = self._config
+        return WeightSync(
+            config.weights,
+            pool=self._pool,
+            trainer=trainer,
+            directory=self._dir / "weights",
+            metrics=self._metrics,
+            clock=self._clock,
+            open_port=self._cluster.open_port,
+            backend=self._cluster.weight_backend,
+            tp_size=config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1,
+            generation=self._trainer_failures,
+        )
 
     def _restore(self, tasks: Any, facts: EngineFacts, step: int) -> tuple[TrajectoryQueue, Feeder]:
         """Open the ledger and the spool, and continue from what they hold at the checkpoint's step."""
@@ -326,14 +417,14 @@ class Orchestrator:
         trainer: Trainer,
         sync: WeightSync,
         queue: TrajectoryQueue,
-        step: int,
         begin: float,
         progress: Progress | None,
-    ) -> int:
+    ) -> None:
         """Take, train, settle, sync, advance; until `run.max_steps`, a stop, or the end of the data."""
         config, metrics = self._config, self._metrics
         waited_s, last = 0.0, self._clock()
         last_sampled = _value(metrics.sampled_tokens_total)
+        step = self._step
         metrics.trainer_weight_version.set(step)
         while step < config.run.max_steps and not self._stop.is_set():
             wait_begin = self._clock()
@@ -348,8 +439,8 @@ class Orchestrator:
                 step_s = self._clock() - train_begin
                 _require_finite(result)
                 step += 1
-                self._step = step
                 queue.settle(batch, step)
+                self._step = step
                 report = await sync.sync(step)
             queue.advance(step)
             now, sampled = self._clock(), _value(metrics.sampled_tokens_total)
@@ -371,11 +462,12 @@ class Orchestrator:
                 progress.step(record)
             every = config.trainer.checkpoint_every
             if every and step % every == 0:
-                await self._save(trainer, self._dir / "checkpoints", step)
-        return step
+                await self._save(trainer)
 
-    async def _save(self, trainer: Trainer, checkpoints: Path, step: int) -> None:
-        await trainer.save_checkpoint(str(checkpoints), {"weight_version": step})
+    async def _save(self, trainer: Trainer) -> None:
+        """Write a checkpoint of the step that the ledger has settled last."""
+        await trainer.save_checkpoint(str(self._dir / "checkpoints"), {"weight_version": self._step})
+        self._saved_step = self._step
 
     def _show(self, batch: TakenBatch, record: StepRecord, trainer_idle: float) -> None:
         """Bring the instruments up to date with a step."""

@@ -172,6 +172,10 @@ class TrajectoryQueue:
         self._metrics = metrics
         if metrics is not None:
             counts = ledger.counts()
+            # After a restart of the trainer they hold what an earlier queue of this process counted.
+            metrics.trajectories_dispatched_total.reset()
+            metrics.trajectories_trained_total.reset()
+            metrics.trajectories_dropped_total.clear()
             metrics.trajectories_dispatched_total.inc(counts.dispatched)
             metrics.trajectories_trained_total.inc(counts.trained)
             for reason, number in counts.dropped.items():

@@ -81,6 +81,7 @@ class WeightSync:
         open_port: Callable[[], Awaitable[tuple[str, int]]],
         backend: str = "gloo",
         tp_size: int = 1,
+        generation: int = 0,
     ) -> None:
         """Wire the parts.
 
@@ -94,6 +95,7 @@ class WeightSync:
             open_port: Host and free port where trainer rank 0 and an engine can meet.
             backend: `gloo` or `nccl`, for the distributed transport.
             tp_size: Ranks of one engine in its group.
+            generation: Trainers before this one: engines may still be in their groups, by name.
         """
         self._config = config
         self._pool = pool
@@ -104,6 +106,7 @@ class WeightSync:
         self._open_port = open_port
         self._backend = backend
         self._tp_size = tp_size
+        self._generation = generation
         self._lock = asyncio.Lock()
         self.trainer_busy = asyncio.Lock()
         """Held from the start of a trainer step to the end of its sync: in between, the trainer's weights are
@@ -299,9 +302,19 @@ class WeightSync:
             )
 
     async def _catch_up_all(self) -> None:
+        """Bring up all engines that have joined; one that fails fails the start of a run, not a restart."""
+
+        async def bring(engine: Engine) -> None:
+            try:
+                await self._catch_up(engine)
+            except EngineError as error:
+                if not self._generation:
+                    raise
+                self._pool.quarantine(engine.engine_id, error)
+
         async with Nursery() as nursery:
             for engine in self._pool.engines(EngineState.JOINING):
-                nursery.start(f"catch up {engine.engine_id}", self._catch_up(engine))
+                nursery.start(f"catch up {engine.engine_id}", bring(engine))
 
     async def _catch_up(self, engine: Engine) -> None:
         """Load the current version from files into an engine that serves nobody, and let it serve.
@@ -312,6 +325,8 @@ class WeightSync:
         limit_s = self._config.timeout_s
         try:
             async with asyncio.timeout(limit_s):
+                if self._generation:  # the update before this one may have been cut short
+                    await engine.resume_generation(self._config.interrupt)
                 health = await engine.health()
                 if health.weight_version != self._version or self._version != 0:
                     path = str(self._published[self._version])
@@ -333,7 +348,7 @@ class WeightSync:
         host, port = await self._open_port()
         self._num_groups += 1
         invite = GroupInvite(
-            group_name=f"weights-{engine.engine_id}-{self._num_groups}",
+            group_name=f"weights-{engine.engine_id}-{self._generation}-{self._num_groups}",
             backend="nccl" if self._backend == "nccl" else "gloo",
             host=host,
             port=port,

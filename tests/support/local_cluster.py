@@ -48,6 +48,8 @@ class CheckingTrainer:
         self.resumed = False
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        self.resumed = self.resumed or bool(self.batches)
+        self.step = 0
         path = Path(checkpoint_dir or "") / "latest.json"
         if checkpoint_dir and path.exists():
             self.step = msgspec.json.decode(path.read_bytes())["step"]

@@ -1,0 +1,233 @@
+"""A trainer that dies in the middle of a run comes back in the same run, on simulated engines."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from async_rl import orchestrator
+from async_rl.errors import EnvironmentNotReady, TrainerError
+from async_rl.metrics import Metrics
+from async_rl.queue.ledger import Ledger
+from async_rl.supervision import first_error
+from async_rl.training import Trainer
+from async_rl.types import TrainBatch
+from tests.simulation.test_loop import assert_conserved, make_config, run
+from tests.support.local_cluster import LocalCluster
+
+Call = Callable[..., Awaitable[Any]]
+
+
+class RestartedCluster(LocalCluster):
+    """Counts the lives of its trainer, and lets each call of one fail as it is told."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.lives = 0
+        self.steps: list[tuple[int, int]] = []  # (life, step) of every batch that was trained
+        self.faults: dict[tuple[int, str, int], TrainerError | None] = {}
+        """By life, method and step (that is done, or that train_step shall do); None hangs."""
+        self.starts: list[EnvironmentNotReady] = []
+        """Failures of the next starts after the first."""
+        for method in ("train_step", "publish", "save_checkpoint"):
+            self._break(method, getattr(self.trainer, method))
+
+    async def start_trainer(self) -> Trainer:
+        if self.lives and self.starts:
+            raise self.starts.pop(0)
+        self.lives += 1
+        return await super().start_trainer()
+
+    def _break(self, method: str, call: Call) -> None:
+        async def broken(*arguments: Any) -> Any:
+            step = arguments[1] if method == "train_step" else self.trainer.step
+            key = (self.lives, method, step)
+            if key in self.faults:
+                fault = self.faults.pop(key)
+                if fault is None:
+                    await asyncio.Future()
+                else:
+                    raise fault
+            result = await call(*arguments)
+            if method == "train_step":
+                self.steps.append((self.lives, step))
+            return result
+
+        setattr(self.trainer, method, broken)
+
+
+def died(doing: str = "train_step") -> TrainerError:
+    return TrainerError(f"trainer rank 0 died during {doing}")
+
+
+def trained_ids(batches: list[TrainBatch]) -> list[str]:
+    return [i for batch in batches for i in batch.trajectory_ids]
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "retract"])
+async def test_the_trainer_comes_back_at_its_checkpoint_when_it_dies_in_a_step(
+    calculator, tmp_path, interrupt
+):
+    config = make_config(calculator, tmp_path, f"weights.interrupt={interrupt}")
+    cluster = RestartedCluster(config, step_s=0.02)
+    cluster.faults[1, "train_step", 4] = died()  # 1 to 3 are done, the checkpoint is of 2
+    summary = await run(config, cluster)
+    assert cluster.steps == [(1, 1), (1, 2), (1, 3), (2, 3), (2, 4), (2, 5), (2, 6)]
+    assert summary.weight_versions == 6
+    assert summary.trajectories.trained == 6 * 16
+    assert summary.trajectories.dropped["restart"] >= 16  # the step that the checkpoint does not have
+    assert_conserved(summary)
+    counted = Counter(trained_ids(cluster.trainer.batches))
+    assert set(counted.values()) == {1}
+    assert cluster.restarts == []  # the engines stayed up
+    assert {(await engine.health()).weight_version for engine in cluster.engines} == {6}
+    ledger = Ledger(tmp_path / "sim" / "ledger.sqlite")
+    assert ledger.audit().holds
+    ledger.close()
+
+
+async def test_engines_serve_the_checkpoints_version_again_when_the_trainer_went_back(calculator, tmp_path):
+    config = make_config(calculator, tmp_path)
+    cluster = RestartedCluster(config, step_s=0.02)
+    cluster.faults[1, "train_step", 6] = died()  # the engines serve 5, the checkpoint is of 4
+    versions: list[set[int]] = []
+    publish = cluster.trainer.publish
+
+    async def look_and_publish(directory: str, weight_version: int) -> None:
+        versions.append({(await engine.health()).weight_version for engine in cluster.engines})
+        await publish(directory, weight_version)
+
+    cluster.trainer.publish = look_and_publish  # type: ignore[method-assign]
+    await run(config, cluster)
+    # Published: 1 to 5, then 4 anew, then 5 and 6, and the export: each finds what came before it.
+    assert versions == [{0}, {1}, {2}, {3}, {4}, {5}, {4}, {5}, {6}]
+
+
+@pytest.mark.parametrize("method", ["publish", "save_checkpoint"])
+async def test_the_run_goes_on_when_the_trainer_dies_between_steps(calculator, tmp_path, method):
+    config = make_config(calculator, tmp_path)
+    cluster = RestartedCluster(config)
+    cluster.faults[1, method, 4] = died(method)
+    summary = await run(config, cluster)
+    assert [step for life, step in cluster.steps if life == 2] == [3, 4, 5, 6]
+    assert summary.trajectories.trained == 6 * 16
+    assert_conserved(summary)
+
+
+async def test_the_run_goes_on_when_the_trainer_dies_at_its_very_end(calculator, tmp_path):
+    config = make_config(calculator, tmp_path, "trainer.checkpoint_every=4")
+    cluster = RestartedCluster(config)
+    cluster.faults[1, "save_checkpoint", 6] = died("save_checkpoint")
+    summary = await run(config, cluster)
+    assert [step for life, step in cluster.steps if life == 2] == [5, 6]
+    assert summary.weight_versions == 6
+    assert_conserved(summary)
+
+
+async def test_training_starts_from_nothing_when_the_trainer_dies_before_a_checkpoint(calculator, tmp_path):
+    config = make_config(calculator, tmp_path)
+    cluster = RestartedCluster(config)
+    cluster.faults[1, "train_step", 2] = died()
+    summary = await run(config, cluster)
+    assert cluster.steps[:3] == [(1, 1), (2, 1), (2, 2)]
+    assert summary.trajectories.trained == 6 * 16
+    assert_conserved(summary)
+
+
+async def test_rollouts_fill_the_bound_while_the_trainer_starts(calculator, tmp_path):
+    config = make_config(calculator, tmp_path, "rollout.max_staleness=2")
+    cluster = RestartedCluster(config)
+    cluster.faults[1, "train_step", 3] = died()
+    outstanding: list[int] = []
+    start = cluster.start_trainer
+
+    async def start_slowly() -> Trainer:
+        if cluster.lives:
+            await asyncio.sleep(1.5)
+            ledger = Ledger(tmp_path / "sim" / "ledger.sqlite")  # a second reader: what is written by now
+            outstanding.append(sum(bool(group.queued) for group in ledger.outstanding()))
+            ledger.close()
+        return await start()
+
+    cluster.start_trainer = start_slowly  # type: ignore[method-assign]
+    summary = await run(config, cluster)
+    # A batch of 4 groups at each of the versions that a staleness of 2 allows, the broken batch among them.
+    assert outstanding == [4 * 3]
+    assert_conserved(summary)
+
+
+async def test_recovery_admits_no_more_than_the_bound_when_it_happens_again_and_again(calculator, tmp_path):
+    """Elsewhere each recovery let a batch more in, until work was older than the bound (AReaL#1388)."""
+    config = make_config(calculator, tmp_path, "rollout.max_staleness=1", "run.max_steps=8")
+    cluster = RestartedCluster(config, step_s=0.02)
+    for life, step in ((1, 2), (2, 4), (3, 6)):
+        cluster.faults[life, "train_step", step] = died()
+    summary = await run(config, cluster)
+    assert cluster.lives == 4
+    assert summary.trajectories.trained == 8 * 16
+    assert summary.trajectories.in_flight + summary.trajectories.queued <= 4 * 4 * (1 + 1)
+    assert_conserved(summary)
+    assert len(set(trained_ids(cluster.trainer.batches))) == len(cluster.steps) * 16
+
+
+async def test_the_run_ends_with_the_cause_when_the_trainer_fails_too_often(calculator, tmp_path):
+    config = make_config(calculator, tmp_path, "trainer.max_restarts=2")
+    cluster = RestartedCluster(config)
+    for life in (1, 2, 3):
+        cluster.faults[life, "train_step", 3] = died()
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await run(config, cluster)
+    error = first_error(caught.value)
+    assert isinstance(error, TrainerError)
+    assert error.exit_code == 1
+    assert "the trainer failed 3 times, trainer.max_restarts is 2" in str(error)
+    assert "trainer rank 0 died during train_step" in str(error)
+
+
+async def test_a_start_that_fails_counts_as_a_restart(calculator, tmp_path):
+    config = make_config(calculator, tmp_path, "trainer.max_restarts=2")
+    cluster = RestartedCluster(config)
+    cluster.faults[1, "train_step", 3] = died()
+    cluster.starts = [EnvironmentNotReady("no rank came up")]
+    summary = await run(config, cluster)
+    assert cluster.lives == 2
+    assert summary.weight_versions == 6
+    assert_conserved(summary)
+
+
+async def test_the_run_is_stopped_in_order_while_the_trainer_starts(calculator, tmp_path):
+    config = make_config(calculator, tmp_path)
+    stop = asyncio.Event()
+    cluster = RestartedCluster(config)
+    cluster.faults[1, "train_step", 4] = died()
+    start = cluster.start_trainer
+
+    async def start_and_stop() -> Trainer:
+        if cluster.lives:
+            stop.set()
+        return await start()
+
+    cluster.start_trainer = start_and_stop  # type: ignore[method-assign]
+    summary = await run(config, cluster, stop)
+    assert summary.weight_versions == 2  # what the checkpoint has
+    assert summary.trajectories.in_flight == 0
+    assert_conserved(summary)
+
+
+async def test_metrics_keep_the_law_of_conservation_when_the_queue_is_made_anew(
+    calculator, tmp_path, monkeypatch
+):
+    made: list[Metrics] = []
+    monkeypatch.setattr(orchestrator, "Metrics", lambda: made.append(Metrics()) or made[0])
+    config = make_config(calculator, tmp_path)
+    cluster = RestartedCluster(config)
+    cluster.faults[1, "train_step", 4] = died()
+    summary = await run(config, cluster)
+    value = made[0].registry.get_sample_value
+    assert value("async_rl_trajectories_dispatched_total") == summary.trajectories.dispatched
+    assert value("async_rl_trajectories_trained_total") == summary.trajectories.trained
+    restarted = value("async_rl_trajectories_dropped_total", {"reason": "restart"})
+    assert restarted == summary.trajectories.dropped["restart"]
+    assert value("async_rl_trainer_restarts_total") == 1
