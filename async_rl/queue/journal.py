@@ -1,0 +1,567 @@
+"""What trajectories in flight have so far, on disk once a second, so that a killed driver goes on from there.
+
+```
+ session ──segments, turns, the running call──► Entry ──news──► Journal.run ──a write a tick──► journal-000007
+                                                                                                    │ killed
+ session ◄───────────── replay (rollout.replay) ◄───────────── Journal.restore ◄────────────────────┘
+```
+
+The file is a sequence of codec frames, each a `JournalRecord`: what is new of one trajectory since its last
+record, the tokens of the call that runs included. A record that fails its checksum ends the journal of its
+trajectory there, because the next one does not continue it: records are numbered. What is cut short at the
+end of the file was being written when the process died, and is no loss of anything told to anybody.
+
+A record may also begin its trajectory anew (a new `epoch`, number 0): for another attempt, after a replay
+that took another course, and when the file is compacted. Compaction writes what is alive into the next file
+and removes this one, once it has grown to a multiple of that: disk use is bounded by what is in flight.
+
+The file is written, not synced: it survives the death of the process, and a power cut costs its tail.
+Routing rows are not in it. They are ten times the tokens, and the first call after a restart, or a prefill
+without new tokens, reports all of them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Final, Literal, Protocol
+
+import msgspec
+import numpy as np
+
+from async_rl import codec
+from async_rl.errors import CorruptFrame, SpoolFull
+from async_rl.metrics import Metrics
+from async_rl.types import Context, Sampled, Segment, VersionSpan
+
+log = logging.getLogger(__name__)
+
+_COMPACT_BYTES: Final = 1 << 20
+"""A file below this is never compacted: rewriting it would save nothing worth a second file."""
+
+_GROWTH: Final = 4
+"""A file is compacted at this multiple of what is alive: rewriting then costs a third of what is appended."""
+
+_RECORD_BYTES: Final = 512
+"""About what a record needs beside its tokens: prefix, ids, the description of its arrays, alignment."""
+
+_TOKEN_BYTES: Final = 8
+"""An int32 and a float32."""
+
+_MAGIC: Final = b"ASYNCRL\0"
+
+
+class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of `Session.generate`: what was asked for, and how it ended."""
+
+    start: int
+    """Tokens of the trajectory before it."""
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    end: int | None = None
+    """Tokens of the trajectory after it; None while it runs."""
+    reason: Literal["stop", "length"] = "length"
+
+
+class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What is new of one trajectory."""
+
+    trajectory_id: str
+    attempt: int
+    epoch: int
+    """Grows whenever the trajectory is written anew, from its beginning."""
+    index: int
+    """Of this record in its epoch, consecutive."""
+    segments: tuple[Context | Sampled, ...]
+    """Closed since the last record; they are final."""
+    open_start: int
+    """Tokens of the running call that earlier records hold and that still count."""
+    open: tuple[Sampled, ...]
+    """What the running call sampled since, one piece for each weight version."""
+    first_turn: int
+    turns: tuple[TurnNote, ...]
+    """From the `first_turn`-th on, in the place of what was known of them."""
+
+
+class Journalled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What the journal knows of one trajectory."""
+
+    trajectory_id: str
+    attempt: int
+    segments: tuple[Segment, ...]
+    turns: tuple[TurnNote, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Context and sampled together."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum(len(s.token_ids) for s in self.segments if isinstance(s, Sampled))
+
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """The smallest version among the sampled tokens, or None when nothing was sampled."""
+        return min((s.weight_version for s in self.segments if isinstance(s, Sampled)), default=None)
+
+
+class OpenCall(Protocol):
+    """An engine call that runs: what it has delivered so far. Lists grow, or are cleared."""
+
+    engine_id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[VersionSpan]
+
+
+class Entry:
+    """One trajectory's side of the journal. Its session tells it everything, at once; the journal asks later.
+
+    Example:
+        >>> entry.begin_turn(7, max_new_tokens=16, stop=())
+        >>> entry.call = call  # its lists grow
+        >>> entry.segments.append(segment)  # and when it has ended, what is kept of it
+        >>> entry.end_turn(12, "stop")
+    """
+
+    def __init__(self, trajectory_id: str, attempt: int = 1, replay: Journalled | None = None) -> None:
+        """Begin with nothing.
+
+        Args:
+            trajectory_id: Of the trajectory.
+            attempt: Which try of it this is, from 1.
+            replay: What an earlier process left of this attempt. It stands in the journal for this entry
+                until `end_replay`.
+        """
+        self.trajectory_id = trajectory_id
+        self.attempt = attempt
+        self.segments: list[Segment] = []
+        self.call: OpenCall | None = None
+        self.replay = replay
+        self._turns: list[TurnNote] = []
+        self._epoch = 0
+        self._index = 0
+        self._written_segments = 0
+        self._written_call: OpenCall | None = None
+        self._written_open = 0
+        self._written_turns = 0
+
+    def begin_turn(self, start: int, max_new_tokens: int, stop: Sequence[str]) -> None:
+        """The policy is asked for a turn."""
+        self._turns.append(TurnNote(start=start, max_new_tokens=max_new_tokens, stop=tuple(stop)))
+
+    def end_turn(self, end: int, reason: Literal["stop", "length"]) -> None:
+        """The turn is whole."""
+        self._turns[-1] = msgspec.structs.replace(self._turns[-1], end=end, reason=reason)
+        self._written_turns = min(self._written_turns, len(self._turns) - 1)
+
+    def end_replay(self) -> None:
+        """From now on the trajectory is what this entry was told, no longer what was left of it."""
+        self.replay = None
+
+    def news(self) -> JournalRecord | None:
+        """What was not written yet; it counts as written from now on. None when there is nothing."""
+        if self.replay is not None:
+            return None
+        call = self.call
+        known = self._written_open if call is self._written_call else 0
+        sampled = 0 if call is None else len(call.token_ids)
+        known = min(known, sampled)  # less than it was: an answer that could not be right was cleared
+        closed = tuple(self.segments[self._written_segments :])
+        turns = tuple(self._turns[self._written_turns :])
+        if not closed and not turns and known == sampled and known == self._written_open:
+            return None
+        return self._write(closed, known, turns)
+
+    def everything(self) -> JournalRecord | None:
+        """All there is, in one record that begins a new epoch; None when there is nothing yet."""
+        self._epoch += 1
+        self._index = self._written_segments = self._written_open = self._written_turns = 0
+        self._written_call = None
+        if self.replay is None:
+            return self.news()
+        record = JournalRecord(
+            trajectory_id=self.trajectory_id,
+            attempt=self.attempt,
+            epoch=self._epoch,
+            index=0,
+            segments=self.replay.segments,
+            open_start=0,
+            open=(),
+            first_turn=0,
+            turns=self.replay.turns,
+        )
+        self._epoch += 1  # that of the entry's own records, which do not continue this one
+        return record
+
+    @property
+    def alive_bytes(self) -> int:
+        """About what `everything` would take."""
+        segments = self.segments if self.replay is None else self.replay.segments
+        tokens = sum(len(segment.token_ids) for segment in segments)
+        tokens += 0 if self.call is None else len(self.call.token_ids)
+        return _RECORD_BYTES + _TOKEN_BYTES * tokens
+
+    def _write(
+        self, closed: tuple[Segment, ...], open_start: int, turns: tuple[TurnNote, ...]
+    ) -> JournalRecord:
+        record = JournalRecord(
+            trajectory_id=self.trajectory_id,
+            attempt=self.attempt,
+            epoch=self._epoch,
+            index=self._index,
+            segments=closed,
+            open_start=open_start,
+            open=() if self.call is None else tuple(_pieces(self.call, open_start)),
+            first_turn=self._written_turns,
+            turns=turns,
+        )
+        self._index += 1
+        self._written_segments = len(self.segments)
+        self._written_turns = len(self._turns)
+        self._written_call = self.call
+        self._written_open = 0 if self.call is None else len(self.call.token_ids)
+        return record
+
+
+class Journal:
+    """The journal of a run, in a folder of its own. All methods but `run` are for the event loop's thread.
+
+    Example:
+        >>> journal = Journal(Path("journal"), metrics=metrics)
+        >>> left = journal.restore(in_flight_ids, newest_version=step)
+        >>> entry = journal.open(trajectory_id, replay=left.get(trajectory_id))
+        >>> async with services(journal=lambda: journal.run(every_s=1.0, before=ledger.flush)): ...
+        >>> journal.forget([trajectory_id])  # it is kept elsewhere, or settled
+    """
+
+    def __init__(self, directory: Path, metrics: Metrics | None = None) -> None:
+        """Open the folder; nothing is read before `restore` and nothing written before `run` or `write`."""
+        self._directory = directory
+        self._metrics = metrics
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._entries: dict[str, Entry] = {}
+        self._waiting: deque[tuple[list[JournalRecord], bool]] = deque()  # gathered, not written
+        self._lock = threading.Lock()
+        self._number = max((_number(path) for path in _files(directory)), default=0)
+        self._file: int | None = None
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file that is written."""
+        return self._nbytes
+
+    def restore(self, alive: Collection[str], newest_version: int) -> dict[str, Journalled]:
+        """Read what an earlier process left, forget what is no longer in flight, and go on in a new file.
+
+        Args:
+            alive: Trajectories in flight.
+            newest_version: Of the checkpoint that the run goes on from. Tokens of later versions, which are
+                no more, count as sampled by it: as old as they can be, so that the bound is kept.
+
+        Returns:
+            By trajectory, what `open` may be given as its `replay`.
+
+        Raises:
+            SpoolFull: When the disk has no room for the new file; the old one stays.
+        """
+        found, lost = read(self._directory)
+        if lost:
+            log.warning("%d records of the journal are damaged; their trajectories go on from before", lost)
+        if self._metrics is not None:
+            self._metrics.journal_corrupt_records_total.inc(lost)
+        left = {name: _relabelled(found[name], newest_version) for name in found if name in alive}
+        self._entries = {name: Entry(name, state.attempt, state) for name, state in left.items()}
+        self._gather(compact=True)
+        self._append()
+        return left
+
+    def open(self, trajectory_id: str, attempt: int = 1, replay: Journalled | None = None) -> Entry:
+        """Journal a trajectory from now on, in the place of an earlier attempt of it."""
+        before = self._entries.get(trajectory_id)
+        entry = self._entries[trajectory_id] = Entry(trajectory_id, attempt, replay)
+        if before is not None:
+            entry._epoch = before._epoch + 1
+        return entry
+
+    def forget(self, trajectory_ids: Collection[str]) -> None:
+        """These need no journal any more; they leave the file when it is compacted."""
+        for trajectory_id in trajectory_ids:
+            self._entries.pop(trajectory_id, None)
+
+    async def run(self, every_s: float, before: Callable[[], None] = lambda: None) -> None:
+        """Write what is new, for ever.
+
+        Args:
+            every_s: Seconds between two writes: what a kill can cost.
+            before: Called in the same thread before each write: the ledger must know what the journal tells
+                of.
+
+        Raises:
+            SpoolFull: When the disk is full. What was written before is whole and stays.
+        """
+
+        def work() -> None:
+            before()
+            self._append()
+
+        while True:
+            await asyncio.sleep(every_s)
+            self._gather()
+            await asyncio.to_thread(work)
+
+    def write(self) -> None:
+        """Write what is new, now, in this thread.
+
+        Raises:
+            SpoolFull: As `run`.
+        """
+        self._gather()
+        self._append()
+
+    def close(self) -> None:
+        """Close the file; write first what should be in it."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _gather(self, *, compact: bool = False) -> None:
+        """Take what is to be written, and decide whether it goes into a new file."""
+        alive = sum(entry.alive_bytes for entry in self._entries.values())
+        compact = compact or self._nbytes > max(_COMPACT_BYTES, _GROWTH * alive)
+        records = (entry.everything() if compact else entry.news() for entry in self._entries.values())
+        self._waiting.append(([record for record in records if record is not None], compact))
+
+    def _append(self) -> None:
+        """Write what was gathered, in order: whole records or none. From any thread."""
+        with self._lock:
+            while self._waiting:
+                records, compact = self._waiting.popleft()
+                try:
+                    self._write(_encoded(records), compact)
+                except BaseException:
+                    self._waiting.appendleft((records, compact))
+                    raise
+
+    def _write(self, data: bytes, compact: bool) -> None:
+        try:
+            if compact or self._file is None:
+                self._replace(data)
+            elif data:
+                self._extend(self._file, data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise SpoolFull(
+                f"the journal {self._directory} has {self._nbytes} bytes and no room for another "
+                f"{len(data)}: the disk is full; free some and start the run again, it goes on from what "
+                "was written"
+            ) from error
+        if self._metrics is not None:
+            self._metrics.journal_bytes.set(self._nbytes)
+            self._metrics.journal_written_bytes_total.inc(len(data))
+
+    def _extend(self, file: int, data: bytes) -> None:
+        try:
+            _write_all(file, data)
+        except OSError:
+            os.ftruncate(file, self._nbytes)  # half a record must not stand before later ones
+            raise
+        self._nbytes += len(data)
+
+    def _replace(self, data: bytes) -> None:
+        """Begin the next file; the one before goes when this one is there."""
+        old = _files(self._directory)
+        path = self._directory / f"journal-{self._number + 1:06d}"
+        part = path.with_name(f".{path.name}.part")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        file = os.open(part, flags, 0o600)
+        try:
+            _write_all(file, data)
+            part.rename(path)
+        except OSError:
+            os.close(file)
+            part.unlink(missing_ok=True)
+            raise
+        if self._file is not None:
+            os.close(self._file)
+        self._file, self._nbytes, self._number = file, len(data), self._number + 1
+        for stale in old:
+            stale.unlink()
+
+
+def read(directory: Path) -> tuple[dict[str, Journalled], int]:
+    """What the journal in a folder tells, by trajectory, and how many records are damaged."""
+    states: dict[str, _State] = {}
+    lost = 0
+    for path in _files(directory):
+        for record in read_records(path.read_bytes()):
+            if record is None:
+                lost += 1
+            else:
+                states.setdefault(record.trajectory_id, _State()).apply(record)
+    known = {name: state.journalled(name) for name, state in states.items()}
+    return {name: state for name, state in known.items() if state.segments}, lost
+
+
+def read_records(data: bytes) -> Iterator[JournalRecord | None]:
+    """The records of a file in order, None for each stretch that is damaged. A torn tail is left out."""
+    view = memoryview(data)
+    position = 0
+    while position < len(data):
+        try:
+            head = codec.inspect(view[position:], verify=False)
+        except CorruptFrame:
+            # Its length cannot be trusted: look for the next one. What has none after it was cut short.
+            position = _next_frame(data, position + codec.ALIGNMENT)
+            if position < len(data):
+                yield None
+            continue
+        try:
+            yield codec.decode(view[position:], JournalRecord)
+        except CorruptFrame:
+            yield None
+        position += -(-head.nbytes // codec.ALIGNMENT) * codec.ALIGNMENT
+
+
+class _State:
+    """What the records of one trajectory come to."""
+
+    def __init__(self) -> None:
+        self.attempt = self.epoch = self.next = -1
+        self.segments: list[Segment] = []
+        self.turns: list[TurnNote] = []
+        self._open: list[Sampled] = []
+
+    def apply(self, record: JournalRecord) -> None:
+        """Take in a record that continues what is known, or begins anew; ignore any other."""
+        if record.index == 0 or record.attempt > self.attempt:
+            self.attempt, self.epoch, self.next = record.attempt, record.epoch, 0
+            self.segments, self.turns, self._open = [], [], []
+        if (record.attempt, record.epoch, record.index) != (self.attempt, self.epoch, self.next):
+            return  # one before it is damaged: its trajectory ends there
+        self.next += 1
+        self.segments += record.segments
+        self._open = [*_cut(self._open, record.open_start), *record.open]
+        self.turns = [*self.turns[: record.first_turn], *record.turns]
+
+    def journalled(self, trajectory_id: str) -> Journalled:
+        """What is known, with what the running call had sampled as segments of a call that was aborted."""
+        segments, end = [*self.segments, *_joined(self._open)], 0
+        for index, segment in enumerate(segments):
+            if isinstance(segment, Sampled) and not np.isfinite(segment.rollout_log_probs).all():
+                segments = segments[:index]  # an answer that would have been refused when its call ended
+                break
+            end += len(segment.token_ids)
+        turns = tuple(_until(turn, end) for turn in self.turns if turn.start <= end)
+        return Journalled(
+            trajectory_id=trajectory_id, attempt=self.attempt, segments=tuple(segments), turns=turns
+        )
+
+
+def _until(turn: TurnNote, end: int) -> TurnNote:
+    """A turn of which there are tokens up to `end` only."""
+    return turn if turn.end is None or turn.end <= end else msgspec.structs.replace(turn, end=None)
+
+
+def _pieces(call: OpenCall, start: int) -> Iterator[Sampled]:
+    """What a running call sampled from its `start`-th token on, one piece for each weight version."""
+    for span in call.versions:
+        begin = max(span.start, start)
+        if begin < span.end:
+            yield Sampled(
+                token_ids=np.array(call.token_ids[begin : span.end], np.int32),
+                rollout_log_probs=np.array(call.log_probs[begin : span.end], np.float32),
+                weight_version=span.weight_version,
+                engine_id=call.engine_id,
+                finish_reason="abort",
+            )
+
+
+def _cut(pieces: Sequence[Sampled], length: int) -> Iterator[Sampled]:
+    """The first `length` tokens."""
+    for piece in pieces:
+        if length <= 0:
+            return
+        yield _shortened(piece, length)
+        length -= len(piece.token_ids)
+
+
+def _shortened(piece: Sampled, length: int) -> Sampled:
+    if length >= len(piece.token_ids):
+        return piece
+    return msgspec.structs.replace(
+        piece, token_ids=piece.token_ids[:length], rollout_log_probs=piece.rollout_log_probs[:length]
+    )
+
+
+def _joined(pieces: Sequence[Sampled]) -> list[Sampled]:
+    """One segment for each weight version of a call that was written piece by piece."""
+    runs: list[list[Sampled]] = []
+    for piece in pieces:
+        if runs and runs[-1][0].weight_version == piece.weight_version:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return [
+        msgspec.structs.replace(
+            run[0],
+            token_ids=np.concatenate([piece.token_ids for piece in run]),
+            rollout_log_probs=np.concatenate([piece.rollout_log_probs for piece in run]),
+        )
+        for run in runs
+    ]
+
+
+def _relabelled(state: Journalled, newest_version: int) -> Journalled:
+    """Versions that the checkpoint does not have count as its own."""
+
+    def label(segment: Segment) -> Segment:
+        if isinstance(segment, Sampled) and segment.weight_version > newest_version:
+            return msgspec.structs.replace(segment, weight_version=newest_version)
+        return segment
+
+    return msgspec.structs.replace(state, segments=tuple(map(label, state.segments)))
+
+
+def _encoded(records: Sequence[JournalRecord]) -> bytes:
+    """Frames one after the other, each aligned as its arrays must be."""
+    pieces: list[bytes | memoryview] = []
+    for record in records:
+        frame = codec.encode(record)
+        pieces += frame
+        pieces.append(bytes(-codec.encoded_size(frame) % codec.ALIGNMENT))
+    return b"".join(pieces)
+
+
+def _next_frame(data: bytes, position: int) -> int:
+    """Where the next frame may begin, or the end of the data."""
+    while (found := data.find(_MAGIC, position)) >= 0:
+        if found % codec.ALIGNMENT == 0:
+            return found
+        position = found + 1
+    return len(data)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("journal-*"), key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("journal-"))
