@@ -209,6 +209,7 @@ class SimulatedEngine:
         self._idle.set()
         self._standing_still = False
         self._dead = False
+        self._deaths = 0
 
     @property
     def engine_id(self) -> str:
@@ -372,6 +373,8 @@ class SimulatedEngine:
 
     def _leave(self, call: _Call) -> None:
         """The call has ended, however it did; what it fed stays in the prefix cache."""
+        if call.dead:
+            return  # with the process, and all that it knew of the call
         if call.has_slot:
             self._running.remove(call)
             for number, key in enumerate(_page_hashes(call.tokens[: len(call.row_versions)])):
@@ -384,8 +387,7 @@ class SimulatedEngine:
         del self._calls[call]
         if not self._calls:
             self._idle.set()
-        if not self._dead:
-            self._fill_slots()
+        self._fill_slots()
 
     # -- interruption and weights -------------------------------------------------------------------------
 
@@ -396,7 +398,9 @@ class SimulatedEngine:
             for call in self._calls:
                 call.aborted = True
                 call.changed.set()
+            deaths = self._deaths
             await self._idle.wait()
+            self._check_alive(deaths)
             return
         self._standing_still = True
         if mode == "retract":
@@ -425,11 +429,12 @@ class SimulatedEngine:
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
         """See `Engine.update_weights`. Waits for running calls unless they stand still, as SGLang does."""
         self._check_alive()
+        deaths = self._deaths
         if not self._standing_still:
             await self._idle.wait()
         fault = self._next_fault(_UPDATE_FAULTS)
         await asyncio.sleep(self._update_s)
-        self._check_alive()
+        self._check_alive(deaths)
         if fault is not None and fault.kind == "partial_update":
             raise WeightSyncError(f"{self._engine_id} failed halfway to version {update.weight_version}")
         self._version = update.weight_version
@@ -458,12 +463,18 @@ class SimulatedEngine:
     def die(self) -> None:
         """As if the process were killed: every call fails, and every later one until `restart`."""
         self._dead = True
+        self._deaths += 1
         for call in self._calls:
             call.dead = True
             call.changed.set()
+        self._calls.clear()
+        self._running.clear()
+        self._queue.clear()
+        self._idle.set()
 
     def restart(self) -> None:
-        """As if the process were started anew: version 0, an empty cache."""
+        """As if the process were ended and started anew: version 0, an empty cache."""
+        self.die()
         self._dead = self._standing_still = False
         self._version = 0
         self._pages.clear()
@@ -471,8 +482,9 @@ class SimulatedEngine:
     async def close(self) -> None:
         """See `Engine.close`."""
 
-    def _check_alive(self) -> None:
-        if self._dead:
+    def _check_alive(self, deaths: int | None = None) -> None:
+        """Raise when the process is gone, or is another one than when so many had died."""
+        if self._dead or deaths not in (None, self._deaths):
             raise EngineError(f"{self._engine_id} cannot be reached")
 
     def _next_fault(self, kinds: frozenset[str]) -> Fault | None:
