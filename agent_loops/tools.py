@@ -14,6 +14,7 @@ import msgspec
 from async_rl.errors import ConfigError, ToolError
 from async_rl.loading import load_object
 from async_rl.threads import call_in_thread
+from async_rl.waits import waiting
 
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Example|Examples|Note|Notes|Source):\s*$", re.MULTILINE)
 _PARAMETER = re.compile(r"^ *(\w+)(?: *\([^)]*\))?: *(.+)$")
@@ -73,7 +74,10 @@ class Tool:
             raise ToolError(f"{self.name}: wrong arguments: {error}") from error
         values = {field: getattr(checked, field) for field in checked.__struct_fields__}
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
+            async with (
+                asyncio.timeout(timeout_s) as deadline,
+                waiting("tool", self.name, timeout_s, scope=deadline),
+            ):
                 if self._is_async:
                     result = await self._function(**values)
                 else:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from async_rl.errors import AsyncRLError, ServiceExited
+from async_rl.waits import acting
 
 T = TypeVar("T")
 
@@ -41,7 +42,8 @@ async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None
     closing = False
 
     async def supervise(name: str, loop: Callable[[], Awaitable[None]]) -> None:
-        await loop()
+        with acting("service", name):
+            await loop()
         if not closing:
             raise ServiceExited(f"{name} returned while the run was still going")
 

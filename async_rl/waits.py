@@ -214,7 +214,7 @@ class waiting:
         ...         wait.renew()
     """
 
-    __slots__ = ("actor", "limit_s", "on", "scope", "since_s", "target", "why")
+    __slots__ = ("actor", "cut", "limit_s", "on", "scope", "since_s", "target", "why")
 
     def __init__(
         self,
@@ -229,6 +229,8 @@ class waiting:
         self.limit_s = limit_s
         self.why = why
         self.scope = scope
+        self.cut = False
+        """Whether `end` ended it."""
 
     def __enter__(self) -> Self:
         self.actor = actor = _acting.get()
@@ -247,6 +249,15 @@ class waiting:
         if kind is None and now - self.since_s > waits.longest_s.get(self.on, 0.0):
             waits.longest_s[self.on] = now - self.since_s
 
+    async def __aenter__(self) -> Self:
+        """As `__enter__`, so that it fits beside a timeout: `async with asyncio.timeout(…), waiting(…):`."""
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, traceback)
+
     def renew(self, on: Awaited | None = None) -> None:
         """Something came: the wait begins anew, as one for `on` where that has changed. The run has moved."""
         waits = self.actor.waits
@@ -256,6 +267,29 @@ class waiting:
         if on is not None:
             self.on = on
         self.since_s = self.actor.touched_s = waits.progressed_s = waits.heard_s[self.target] = now
+
+    def end(self) -> bool:
+        """Let the timeout around it expire now; False when it has none, or is expiring already."""
+        if self.scope is None or self.cut:
+            return False
+        self.cut = True
+        self.scope.reschedule(asyncio.get_running_loop().time())
+        return True
+
+
+class NamedLock(asyncio.Lock):
+    """A lock; whoever is not let in at once waits for it by name."""
+
+    def __init__(self, on: Awaited) -> None:
+        super().__init__()
+        self._on = on
+
+    async def acquire(self) -> Literal[True]:
+        """See `asyncio.Lock.acquire`."""
+        if not self.locked():
+            return await super().acquire()
+        with waiting(self._on):
+            return await super().acquire()
 
 
 def progressed() -> None:

@@ -42,9 +42,11 @@ from async_rl.metrics import Metrics
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.session import RolloutSession
+from async_rl.rollout.slots import Slots
 from async_rl.supervision import Nursery
 from async_rl.threads import call_in_thread
 from async_rl.types import Completion, Group, StopReason, Task, Trajectory
+from async_rl.waits import acting, progressed, waiting
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +88,7 @@ class RolloutManager:
         self._loops: dict[str, Any] = {}
         self._agent_loop(config.rollout.agent_loop)
         self._reward: RewardFunction = load_object(config.rollout.reward, what="reward")
-        self._slots = asyncio.Semaphore(config.rollout.max_concurrent_trajectories)
+        self.slots = Slots(config.rollout.max_concurrent_trajectories)
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._last_error: AsyncRLError | None = None
         self._waits_for_slot = False
@@ -100,12 +102,10 @@ class RolloutManager:
                 if not await self._queue.admit():
                     break
                 # A slot first: a dispatched group starts to sample at once, so it is not born old.
-                self._waits_for_slot = True
-                await self._slots.acquire()
-                self._waits_for_slot = False
+                await self.slots.acquire()
                 following = self._feeder.next() if self._queue.admits else None
                 if following is None:
-                    self._slots.release()
+                    self.slots.release()
                     if self._queue.admits:
                         break  # the data is exhausted
                     continue
@@ -115,7 +115,8 @@ class RolloutManager:
                 self._queue.dispatched(
                     group_id, task.task_id, position, trajectory_ids, self._pool.oldest_version
                 )
-                groups.start(f"group {group_id}", self._run_group(task, group_id, trajectory_ids))
+                self.slots.hand_to(trajectory_ids[0])
+                groups.start(f"group {group_id}", self._group(task, group_id, trajectory_ids))
         self.drained.set()
         self._queue.end_of_data()
         await asyncio.Future()  # the trainer ends the run
@@ -129,24 +130,30 @@ class RolloutManager:
 
     # -- groups ----------------------------------------------------------------------------------------
 
+    async def _group(self, task: Task, group_id: str, trajectory_ids: list[str]) -> None:
+        with acting("group", group_id):
+            await self._run_group(task, group_id, trajectory_ids)
+
     async def _run_group(self, task: Task, group_id: str, trajectory_ids: list[str]) -> None:
         """Run all siblings and hand in those that came to something. The caller's slot is the first one's."""
         finished: dict[str, Trajectory] = {}
         failed: dict[str, str] = {}
 
         async def one(trajectory_id: str, has_slot: bool) -> None:
-            if not has_slot:
-                await self._slots.acquire()
-            try:
-                result = await self._run_trajectory(task, group_id, trajectory_id)
-            finally:
-                self._slots.release()
+            with acting("trajectory", trajectory_id):
+                if not has_slot:
+                    await self.slots.acquire(trajectory_id)
+                try:
+                    result = await self._run_trajectory(task, group_id, trajectory_id)
+                finally:
+                    self.slots.release(trajectory_id)
+            progressed()
             if isinstance(result, Trajectory):
                 finished[trajectory_id] = result
             else:
                 failed[trajectory_id] = result
 
-        async with Nursery() as siblings:
+        async with waiting("trajectories"), Nursery() as siblings:
             for index, trajectory_id in enumerate(trajectory_ids):
                 siblings.start(f"trajectory {trajectory_id}", one(trajectory_id, index == 0))
         for trajectory_id, reason in failed.items():
@@ -204,18 +211,19 @@ class RolloutManager:
         name = task.agent_loop or rollout.agent_loop
         loop = self._agent_loop(name)
         try:
-            async with asyncio.timeout(rollout.trajectory_timeout_s):
+            async with (
+                asyncio.timeout(rollout.trajectory_timeout_s) as scope,
+                waiting("agent loop", name, scope=scope) as wait,
+            ):
                 ended = await loop.run(task, session)
         except PromptTooLong:
             if session.last_turn is None:
                 raise
             stop_reason: StopReason = "length"  # what was sampled before the context was full is kept
         except TimeoutError as error:
-            raise AgentLoopError(
-                f"agent loop {name} ran past rollout.trajectory_timeout_s = "
-                f"{rollout.trajectory_timeout_s}: raise it, or "
-                "bound the loop's own waits"
-            ) from error
+            limit = f"ran past rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}: raise it, or"
+            why = "was ended by the stall doctor:" if wait.cut else limit
+            raise AgentLoopError(f"agent loop {name} {why} bound the loop's own waits") from error
         except AsyncRLError:
             raise
         except Exception as error:
@@ -240,7 +248,7 @@ class RolloutManager:
         """Call the reward function, sync (in a thread) or async, within its time."""
         name, limit = self._config.rollout.reward, self._config.rollout.reward_timeout_s
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit) as scope, waiting("reward", name, scope=scope) as wait:
                 if inspect.iscoroutinefunction(self._reward):
                     value = await self._reward(task, completion)
                 else:
@@ -248,9 +256,9 @@ class RolloutManager:
                     if inspect.isawaitable(value):
                         value = await value
         except TimeoutError as error:
-            raise RewardError(
-                f"reward {name} took more than rollout.reward_timeout_s = {limit}: raise it or make it faster"
-            ) from error
+            why = f"took more than rollout.reward_timeout_s = {limit}: raise it or make it faster"
+            why = "was ended by the stall doctor: bound its own waits" if wait.cut else why
+            raise RewardError(f"reward {name} {why}") from error
         except Exception as error:
             raise RewardError(f"reward {name} raised {type(error).__name__}: {error}") from error
         parts = dict(value) if isinstance(value, Mapping) else {"reward": value}

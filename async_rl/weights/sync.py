@@ -39,6 +39,7 @@ from async_rl.errors import EngineError, VersionMismatch, WeightSyncError
 from async_rl.metrics import Metrics
 from async_rl.supervision import Nursery, first_error
 from async_rl.training import Trainer
+from async_rl.waits import NamedLock, waiting
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +108,8 @@ class WeightSync:
         self._backend = backend
         self._tp_size = tp_size
         self._generation = generation
-        self._lock = asyncio.Lock()
-        self.trainer_busy = asyncio.Lock()
+        self._lock = NamedLock("sync lock")
+        self.trainer_busy = NamedLock("trainer lock")
         """Held from the start of a trainer step to the end of its sync: in between, the trainer's weights are
         ahead of the version the engines know, and nobody else may publish or send them.
         """
@@ -267,7 +268,8 @@ class WeightSync:
     async def _send(self, groups: list[str]) -> None:
         """Broadcast; engines that could not receive say so themselves, so this only reports."""
         try:
-            await self._trainer.send_weights(groups, self._config.bucket_bytes)
+            with waiting("send weights"):
+                await self._trainer.send_weights(groups, self._config.bucket_bytes)
         except EngineError as error:
             log.warning("sending weights: %s", error)
 
@@ -275,7 +277,10 @@ class WeightSync:
     async def _quarantined_on_failure(self, engine: Engine) -> AsyncIterator[None]:
         limit_s = self._config.timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with (
+                asyncio.timeout(limit_s) as scope,
+                waiting("engine update", engine.engine_id, scope=scope),
+            ):
                 yield
         except EngineError as error:
             self._pool.quarantine(engine.engine_id, error)
@@ -324,7 +329,10 @@ class WeightSync:
         """
         limit_s = self._config.timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with (
+                asyncio.timeout(limit_s) as scope,
+                waiting("engine update", engine.engine_id, scope=scope),
+            ):
                 if self._generation:  # the update before this one may have been cut short
                     await engine.resume_generation(self._config.interrupt)
                 health = await engine.health()
@@ -370,7 +378,8 @@ class WeightSync:
 
     async def _publish_files(self, version: int) -> None:
         path = self._directory / f"version_{version}"
-        await self._trainer.publish(str(path), version)
+        with waiting("publish", f"version {version}"):
+            await self._trainer.publish(str(path), version)
         self._published[version] = path
         for old in sorted(self._published)[: -self._config.keep_versions]:
             stale = self._published.pop(old)

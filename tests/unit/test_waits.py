@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from async_rl.waits import Node, Waits, acting, progressed, waiting
+from async_rl.waits import NamedLock, Node, Waits, acting, progressed, waiting
 
 
 class Clock:
@@ -92,3 +92,34 @@ def test_waits_outside_of_a_run_are_nobodys_and_disturb_no_run() -> None:
     waits = Waits()
     with waiting("tool", "calculator"):
         assert waits.open_waits() == []
+
+
+async def test_a_wait_that_is_ended_ends_as_if_its_time_were_over() -> None:
+    async def use() -> None:
+        async with asyncio.timeout(3600) as scope:
+            with waiting("tool", "search", scope=scope) as wait:
+                ends.append(wait.end())
+                ends.append(wait.end())
+                await asyncio.Future()
+
+    ends: list[bool] = []
+    with acting("trajectory", "7", waits=Waits()), pytest.raises(TimeoutError):
+        await use()
+    assert ends == [True, False]
+
+
+async def test_a_lock_is_waited_for_by_name_only_while_somebody_has_it() -> None:
+    waits = Waits()
+    lock = NamedLock("sync lock")
+
+    async def second() -> list[str]:
+        async with lock:
+            return [wait.on for wait in waits.open_waits()]
+
+    with acting("service", "repair", waits=waits):
+        async with lock:
+            assert waits.open_waits() == []
+            other = asyncio.gather(second())
+            await asyncio.sleep(0)
+            assert [wait.on for wait in waits.open_waits()] == ["sync lock"]
+        assert await other == [[]]
