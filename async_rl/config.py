@@ -107,12 +107,13 @@ class RolloutConfig(_Strict, frozen=True, kw_only=True):
         ),
     ] = 4
     overage: Annotated[
-        Literal["wait", "drop"],
+        Literal["wait", "drop", "mask_tokens"],
         Meta(
             description=(
-                "`wait`: a batch waits for groups that would otherwise grow too old, nothing is "
-                "dropped; `drop`: "
-                "batches never wait, groups that grew too old are dropped and counted."
+                "`wait`: a batch waits for groups that would otherwise grow too old, nothing is dropped; "
+                "`drop`: it does not wait for those that are due now, they are dropped; `mask_tokens`: "
+                "tokens that grew too old are left out of the loss, and a batch waits only where a whole "
+                "answer would be."
             )
         ),
     ] = "wait"

@@ -107,6 +107,14 @@ class Metrics:
             "Trainer version minus oldest sampled version of each trained trajectory.",
             VERSIONS,
         )
+        self.length_ks = gauge(
+            "length_ks",
+            "Kolmogorov-Smirnov distance of trained trajectories' lengths from those of all that ended.",
+        )
+        self.masked_tokens_total = counter(
+            "masked_tokens_total",
+            "Sampled tokens of trained trajectories that were too old to be trained on.",
+        )
         self.stage_wait_seconds = histogram(
             "stage_wait_seconds",
             "Waiting of one piece of work in one stage (admission, engine, queue).",
@@ -230,11 +238,13 @@ class Metrics:
             (self.log_prob_diff_nats, record.log_prob_diff),
             (self.log_prob_abs_diff_nats, record.log_prob_abs_diff),
             (self.lag0_log_prob_abs_diff_nats, record.lag0_log_prob_abs_diff),
+            (self.length_ks, record.length_ks),
         ):
             gauge.set(math.nan if figure is None else figure)
         self.trainer_weight_version.set(record.weight_version)
         self.tokens_per_second.set(record.tokens_per_s)
         self.trained_tokens_total.inc(record.trained_tokens)
+        self.masked_tokens_total.inc(record.masked_tokens)
         self.routing_rows_total.inc(record.routing_rows)
         self.routing_rows_invalid_total.inc(record.routing_rows_invalid)
         self.train_step_seconds.observe(record.step_s)

@@ -41,8 +41,9 @@ from async_rl.errors import (
 )
 from async_rl.metrics import Metrics, serve
 from async_rl.queue.ledger import Ledger
+from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool
-from async_rl.queue.trajectory_queue import QueueStatistics, TakenBatch, TrajectoryQueue
+from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.records import (
     StepRecord,
     Summary,
@@ -453,6 +454,7 @@ class Orchestrator:
                 wait_s=wait_s,
                 step_s=step_s,
                 tokens_per_s=(sampled - last_sampled) / max(now - last, 1e-9),
+                length_ks=queue.length_ks,
             )
             last, last_sampled = now, sampled
             self._records.append(record)
@@ -551,6 +553,7 @@ def _record(
     wait_s: float,
     step_s: float,
     tokens_per_s: float,
+    length_ks: float | None,
 ) -> StepRecord:
     measured = result.metrics
     return StepRecord(
@@ -577,10 +580,12 @@ def _record(
         staleness_p50=float(np.percentile(batch.staleness, 50)),
         staleness_p95=float(np.percentile(batch.staleness, 95)),
         staleness_max=max(batch.staleness),
+        length_ks=length_ks,
         trajectories=len(batch.trajectory_ids),
         interrupted=sum(1 for resumes in batch.resumes if resumes),
         tokens=int(measured["tokens"]),
         trained_tokens=int(measured["trained_tokens"]),
+        masked_tokens=batch.num_masked_tokens,
         routing_rows=int(measured["routing_rows"]),
         routing_rows_invalid=int(measured["routing_rows_invalid"]),
         wait_s=wait_s,

@@ -53,12 +53,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     staleness_p50: float = 0.0
     staleness_p95: float = 0.0
     staleness_max: int = 0
+    length_ks: Figure = None
+    """Kolmogorov-Smirnov distance of the lengths trained lately from those of all that ended lately."""
 
     trajectories: int = 0
     interrupted: int = 0
     """Trajectories of the batch that were interrupted and resumed at least once."""
     tokens: int = 0
     trained_tokens: int = 0
+    masked_tokens: int = 0
+    """Sampled tokens of the batch that were left out of the loss because they are too old."""
     routing_rows: int = 0
     routing_rows_invalid: int = 0
 
@@ -141,6 +145,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int
     max_staleness: int
     """The bound from the config."""
+    length_ks: Figure
+    """Of the last step; near 0 unless long answers are dropped or delayed out of proportion."""
+    masked_share: Figure
+    """Of the sampled tokens of trained trajectories, those left out of the loss because they were too old."""
     ppo_kl_mean: Figure
     """None where the engine's log-probs stood for the old ones; the next is not None then."""
     ppo_kl_bypass_mean: Figure
@@ -163,6 +171,7 @@ WINDOW = 5
 def summarise(records: Sequence[StepRecord], totals: Totals) -> Summary:
     """Sum up a run. With no records, what needs a step is None."""
     trained = sum(record.trajectories for record in records)
+    masked = sum(record.masked_tokens for record in records)
     return Summary(
         reward_first=mean(record.reward_mean for record in records[:WINDOW]),
         reward_last=mean(record.reward_mean for record in records[-WINDOW:]),
@@ -171,6 +180,8 @@ def summarise(records: Sequence[StepRecord], totals: Totals) -> Summary:
         interrupted_share=_ratio(sum(record.interrupted for record in records), trained),
         staleness_max=max((record.staleness_max for record in records), default=0),
         max_staleness=totals.max_staleness,
+        length_ks=records[-1].length_ks if records else None,
+        masked_share=_ratio(masked, masked + sum(record.trained_tokens for record in records)),
         ppo_kl_mean=mean(record.ppo_kl for record in records),
         ppo_kl_bypass_mean=mean(record.ppo_kl_bypass for record in records),
         log_prob_abs_diff_mean=mean(record.lag0_log_prob_abs_diff for record in records),

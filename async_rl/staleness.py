@@ -8,7 +8,9 @@ the next version v to be consumed when
 
     F(v):   for every d >= v,  #{outstanding with deadline <= d} <= B (d - v + 1),  and none has deadline < v:
 
-no version's quota is overbooked, so serving them in the order of their deadlines meets all of them.
+no version's quota is overbooked, so serving them in the order of their deadlines meets all of them. That is
+the room reserved for stragglers: a batch of quick answers is let go only as far as the slow ones dispatched
+before them keep the places they will need.
 
 **The bound is never violated, and it never deadlocks** (policy `wait`):
 
@@ -19,14 +21,25 @@ no version's quota is overbooked, so serving them in the order of their deadline
 2. A batch keeps F. `batch_is_safe` takes the B ready groups with the earliest deadlines and lets them go only
    if F(v+1) holds for what remains. So every group with deadline v is in the batch: nobody's deadline passes.
    Taking the earliest lowers each count as far as can be: if it does not keep F(v+1), no batch does.
-3. Finishing can only raise a deadline (the oldest version really sampled is no older than the bound),
-   dropping only removes a group: both keep F.
+3. Finishing can only raise a deadline (the oldest version really sampled is no older than the bound), and so
+   can looking at what a group in flight has sampled so far (`renew`); dropping only removes a group: all
+   keep F.
 4. No deadlock. Let all outstanding groups be ready, at least B. By F(v), #{deadline <= d} - B <= B (d - v),
    and none that is left has the deadline v, so F(v+1) holds after the batch: it is let go. So `None` always
    waits for a group in flight or, with fewer than B outstanding and lag <= η, for admission, which is open.
 
+**`drop`** asks the same of a batch, except for the groups in flight whose deadline is v: for these it does
+not wait, it gives them up. F(v+1) holds for the others as before, so what is lost is exactly the groups that
+take longer than η versions: no finished one is ever crowded out.
+
+**`mask_tokens`** has another deadline. Tokens older than the bound are left out of the loss, so a trajectory
+is lost only with its *newest* token, and a group's deadline is η after the oldest of its finished
+trajectories' newest versions. While none has finished, whatever is sampled next is of the served version s at
+least: the deadline is s + η and moves with s. It never falls, so 1 to 4 hold as they stand: batches wait for
+less, nothing is dropped, and no token above the bound is trained.
+
 Where a premise is broken (an engine answers with weights older than it said), waiting that cannot help is not
-done, and a group whose deadline has passed is dropped: the bound still holds, nothing stands still.
+done, and what is past its deadline is dropped, or masked: the bound still holds, nothing stands still.
 
 While a batch is being trained the next version to be consumed is v+1 and engines serve v: the lag is 1, and
 the slots of that batch open when the engines serve v+1. Nothing is born stale.
@@ -38,7 +51,7 @@ from collections.abc import Mapping
 from itertools import chain, islice
 from typing import Literal
 
-Overage = Literal["wait", "drop"]
+Overage = Literal["wait", "drop", "mask_tokens"]
 
 
 def staleness(version: int, oldest: int) -> int:
@@ -59,7 +72,11 @@ def may_admit(outstanding: int, groups_per_batch: int, max_staleness: int, lag: 
 
 
 def batch_is_safe(
-    ready: Mapping[int, int], in_flight: Mapping[int, int], version: int, groups_per_batch: int
+    ready: Mapping[int, int],
+    in_flight: Mapping[int, int],
+    version: int,
+    groups_per_batch: int,
+    overage: Overage = "wait",
 ) -> bool:
     """Whether the B ready groups with the earliest deadlines may be consumed at `version`.
 
@@ -68,6 +85,8 @@ def batch_is_safe(
         in_flight: Number of unfinished groups by deadline.
         version: The trainer's weight version.
         groups_per_batch: B.
+        overage: What is done about deadlines that are not met: `drop` gives up unfinished groups that are due
+            now, `mask_tokens` can still use finished ones that are late.
 
     Returns:
         True when there are B of them and what remains can still meet all deadlines from `version + 1` on, or
@@ -75,14 +94,18 @@ def batch_is_safe(
     """
     wanted, remaining, unfinished = groups_per_batch, 0, 0
     for deadline in sorted(ready.keys() | in_flight.keys()):
-        if deadline < version:
-            continue  # too late for any batch: nothing is to be had by waiting
         here, coming = ready.get(deadline, 0), in_flight.get(deadline, 0)
+        if deadline < version:  # nothing is to be had by waiting
+            if overage != "mask_tokens":
+                continue
+            coming = 0
+        elif deadline == version and overage == "drop":
+            coming = 0
         taken = here if here < wanted else wanted
         wanted -= taken
         remaining += here - taken + coming
         unfinished += coming
-        if unfinished and remaining > groups_per_batch * (deadline - version):
+        if unfinished and remaining > groups_per_batch * max(0, deadline - version):
             return False
     return wanted == 0
 
@@ -103,7 +126,7 @@ class Backlog:
     def __init__(self, groups_per_batch: int, max_staleness: int, overage: Overage) -> None:
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
-        self.overage = overage
+        self.overage: Overage = overage
         self._in_flight: dict[str, int] = {}
         self._in_flight_counts: dict[int, int] = {}
         self._ready: dict[int, dict[str, None]] = {}  # by deadline, in the order in which they finished
@@ -140,8 +163,16 @@ class Backlog:
         self._in_flight[group_id] = deadline
         _add(self._in_flight_counts, deadline, 1)
 
+    def renew(self, group_id: str, oldest: int) -> None:
+        """A group in flight turns out to hold nothing older than this, so that its deadline is later."""
+        before, deadline = self._in_flight[group_id], oldest + self.max_staleness
+        if deadline > before:
+            self._in_flight[group_id] = deadline
+            _add(self._in_flight_counts, before, -1)
+            _add(self._in_flight_counts, deadline, 1)
+
     def finish(self, group_id: str, oldest: int | None = None) -> None:
-        """A group in flight is ready; `oldest` is the oldest version really sampled, where known."""
+        """A group in flight is ready; `oldest` is the version its age counts from, where known."""
         deadline = self._in_flight.pop(group_id)
         _add(self._in_flight_counts, deadline, -1)
         if oldest is not None:
@@ -163,23 +194,31 @@ class Backlog:
         _add(self._ready_counts, deadline, -1)
 
     def overdue(self, version: int) -> list[str]:
-        """Ready groups whose deadline has passed: to be dropped. Under `wait` there are none (see above)."""
+        """Ready groups whose deadline has passed: to be dropped, unless tokens are masked.
+
+        Where no premise was broken there are none (see above).
+        """
+        if self.overage == "mask_tokens":
+            return []
         late = (groups for deadline, groups in self._ready.items() if deadline < version)
         return list(chain.from_iterable(late))
 
-    def select(self, version: int) -> list[str] | None:
-        """The groups to consume at `version`, earliest deadline first; None when it must wait.
+    def in_flight_until(self, version: int) -> list[str]:
+        """Groups in flight that can be consumed at no later version than this."""
+        if not any(deadline <= version for deadline in self._in_flight_counts):
+            return []
+        return [group_id for group_id, deadline in self._in_flight.items() if deadline <= version]
 
-        `wait` asks that what remains can meet its deadlines; `drop` takes what is ready and not overdue.
-        """
-        if self.overage == "wait" and not batch_is_safe(
-            self._ready_counts, self._in_flight_counts, version, self.groups_per_batch
-        ):
+    def select(self, version: int) -> list[str] | None:
+        """The groups to consume at `version`, earliest deadline first; None when it must wait."""
+        safe = batch_is_safe(
+            self._ready_counts, self._in_flight_counts, version, self.groups_per_batch, self.overage
+        )
+        if not safe:
             return None
-        in_time = sorted(deadline for deadline in self._ready if deadline >= version)
-        groups = chain.from_iterable(self._ready[deadline] for deadline in in_time)
-        chosen = list(islice(groups, self.groups_per_batch))
-        return chosen if len(chosen) == self.groups_per_batch else None
+        usable = sorted(d for d in self._ready if d >= version or self.overage == "mask_tokens")
+        groups = chain.from_iterable(self._ready[deadline] for deadline in usable)
+        return list(islice(groups, self.groups_per_batch))
 
     def awaited(self, version: int) -> int:
         """How many groups in flight must finish at this version, because their deadline is it."""

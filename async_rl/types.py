@@ -206,6 +206,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True)
         """The smallest version among the sampled tokens, or None when nothing was sampled."""
         return min((s.weight_version for s in self.sampled if len(s.token_ids)), default=None)
 
+    @property
+    def newest_weight_version(self) -> int | None:
+        """The largest version among the sampled tokens, or None when nothing was sampled."""
+        return max((s.weight_version for s in self.sampled if len(s.token_ids)), default=None)
+
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The trajectories of one task that are compared with each other."""

@@ -13,11 +13,15 @@ from async_rl.types import Context, Group, TrainBatch, Trajectory
 
 
 def assemble(
-    groups: Sequence[Group], version: int, batch_id: str, facts: EngineFacts | None = None
+    groups: Sequence[Group],
+    version: int,
+    batch_id: str,
+    facts: EngineFacts | None = None,
+    oldest: int | None = None,
 ) -> TrainBatch:
-    """Pack whole groups into arrays of their own; see `plan` for the arguments and errors."""
+    """Pack whole groups into arrays of their own; see `plan` and `fill` for the arguments and errors."""
     batch = plan(groups, version, batch_id, facts)
-    fill(batch, groups)
+    fill(batch, groups, oldest)
     return batch
 
 
@@ -61,8 +65,13 @@ def plan(
     )
 
 
-def fill(batch: TrainBatch, groups: Sequence[Group]) -> None:
+def fill(batch: TrainBatch, groups: Sequence[Group], oldest: int | None = None) -> None:
     """Write every element of the arrays of a planned batch.
+
+    Args:
+        batch: Planned for these groups.
+        groups: In the order of the batch.
+        oldest: Tokens sampled by older weights than this are left out of the loss; None leaves out none.
 
     Raises:
         DataError: When a trajectory has no reward.
@@ -78,7 +87,7 @@ def fill(batch: TrainBatch, groups: Sequence[Group]) -> None:
                 )
             batch.group_index[index] = group_index
             batch.rewards[index] = trajectory.outcome.reward
-            end = _fill_tokens(batch, position, trajectory)
+            end = _fill_tokens(batch, position, trajectory, oldest)
             if batch.routed_experts is not None:
                 _fill_routing(batch, position, end, trajectory)
             position, index = end, index + 1
@@ -112,7 +121,7 @@ def check_routing(trajectory: Trajectory, moe_layers: tuple[int, ...], top_k: in
         raise AlignmentError(f"trajectory {trajectory.trajectory_id}: {error}", error.reason) from error
 
 
-def _fill_tokens(batch: TrainBatch, position: int, trajectory: Trajectory) -> int:
+def _fill_tokens(batch: TrainBatch, position: int, trajectory: Trajectory, oldest: int | None) -> int:
     for segment in trajectory.segments:
         end = position + len(segment.token_ids)
         batch.token_ids[position:end] = segment.token_ids
@@ -121,7 +130,7 @@ def _fill_tokens(batch: TrainBatch, position: int, trajectory: Trajectory) -> in
             batch.rollout_log_probs[position:end] = 0.0
             batch.weight_versions[position:end] = -1
         else:
-            batch.loss_mask[position:end] = True
+            batch.loss_mask[position:end] = oldest is None or segment.weight_version >= oldest
             batch.rollout_log_probs[position:end] = segment.rollout_log_probs
             batch.weight_versions[position:end] = segment.weight_version
         position = end

@@ -10,7 +10,8 @@ At every moment `dispatched = in_flight + queued + trained + sum of dropped`, co
 two states are final: a second settlement is an error, not a no-op.
 
 Each task has a *position*, its place in the endless sequence of tasks. A position is used up by what became
-of its group, except by a restart or a damaged frame: then it is *pending* and is dispatched anew.
+of its group, except by a restart, a damaged frame, or where it is to be retried: then it is *pending* and is
+dispatched anew.
 
 Decisions are made on the outstanding groups in memory; what they change is written behind, in order, by
 `flush`. Whoever tells others of a change (that a group is queued, that a step is trained) flushes first. A
@@ -230,8 +231,13 @@ class Ledger:
             del self._groups[group.group_id]
         self._end_change()
 
-    def drop(self, trajectory_ids: Iterable[str], reason: str) -> None:
+    def drop(self, trajectory_ids: Iterable[str], reason: str, *, retry: bool = False) -> None:
         """Settle outstanding trajectories that will not be trained.
+
+        Args:
+            trajectory_ids: Of any groups.
+            reason: Why.
+            retry: Positions of groups of which nothing is left become pending, whatever the reason.
 
         Raises:
             InvariantError: When one of them is not outstanding; then none is settled.
@@ -248,7 +254,7 @@ class Ledger:
             self._drop(trajectory_id, reason)
             if not group.in_flight and not group.queued:
                 del self._groups[group.group_id]
-                if reason in REDISPATCHED:
+                if retry or reason in REDISPATCHED:
                     self._make_pending(group.position)
         self._end_change()
 

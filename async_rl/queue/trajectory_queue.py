@@ -16,9 +16,9 @@
 | `take` | B ready groups | the groups that must go first | `put`, drops | a batch frame |
 
 The queue holds references and headers, the payload lies in the spool. What may go when is decided by
-`async_rl.staleness`; who owns what is written in the ledger. All methods belong to the event loop's thread;
-copying and checking runs in two threads of the queue's own. A cancelled `put` or `take` has happened or has
-not, never half of it.
+`async_rl.staleness`, what of it is trained by `packing`; who owns what is written in the ledger. All methods
+belong to the event loop's thread; copying and checking runs in two threads of the queue's own. A cancelled
+`put` or `take` has happened or has not, never half of it.
 """
 
 from __future__ import annotations
@@ -26,55 +26,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from async_rl.engines.protocol import EngineFacts
-from async_rl.errors import AlignmentError, CorruptFrame, InvariantError, SpoolFull
+from async_rl.errors import InvariantError, SpoolFull
 from async_rl.metrics import Metrics
-from async_rl.queue import batching
 from async_rl.queue.ledger import DataPosition, Ledger
+from async_rl.queue.lengths import LengthDrift
+from async_rl.queue.packing import Packer, StoredGroup, TakenBatch, age_counts_from
 from async_rl.queue.spool import Spool, SpoolRef
-from async_rl.routing import invalid_rows
-from async_rl.staleness import Backlog, Overage, staleness
-from async_rl.types import Group, Trajectory
+from async_rl.staleness import Backlog, Overage
+from async_rl.types import Group
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
 
-class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch that the trainer may consume, and what is worth knowing of it without reading it.
+class InFlight(Protocol):
+    """A group that is being made, as far as the queue must know it."""
 
-    Lists are per trajectory, in the order of the batch.
-    """
+    def oldest(self) -> int | None:
+        """The version that its age counts from so far, None while it is that of what comes next.
 
-    batch_id: str
-    path: str
-    """Of the `TrainBatch` frame; valid until the batch is settled."""
-    nbytes: int
-    trainer_version: int
-    group_ids: tuple[str, ...]
-    trajectory_ids: tuple[str, ...]
-    staleness: tuple[int, ...]
-    lengths: tuple[int, ...]
-    """Tokens."""
-    rewards: tuple[float, ...]
-    interruptions: tuple[int, ...]
-    resumes: tuple[int, ...]
-    num_sampled_tokens: int
-    routing_rows: int
-    routing_rows_invalid: int
+        By `rollout.overage`: that of the oldest token, or with `mask_tokens` the smallest of the newest ones
+        of its trajectories that sample no more.
+        """
+        ...
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all trajectories."""
-        return sum(self.lengths)
+    def lengths(self) -> Mapping[str, int]:
+        """Tokens sampled so far, by trajectory."""
+        ...
+
+    def cancel(self) -> None:
+        """It is settled as dropped: stop making it, and say nothing more of it."""
+        ...
 
 
 class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,14 +89,8 @@ class _Ready(msgspec.Struct, frozen=True, kw_only=True):
     ref: SpoolRef
     oldest: int
     since: float
-
-
-class _Packed(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of packing: a batch, or the groups whose frames are damaged."""
-
-    batch: TakenBatch | None = None
-    ref: SpoolRef | None = None
-    corrupt: tuple[str, ...] = ()
+    counted: bool
+    """Whether its lengths are counted as ended; those of an earlier process are not."""
 
 
 class _Taken(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +118,7 @@ class TrajectoryQueue:
         groups_per_batch: int,
         max_staleness: int,
         overage: Overage = "wait",
+        min_group_size: int = 1,
         facts: EngineFacts | None = None,
         version: int = 0,
         metrics: Metrics | None = None,
@@ -145,7 +131,8 @@ class TrajectoryQueue:
             spool: Of the groups; batches get a folder beside them, `batches`.
             groups_per_batch: B.
             max_staleness: η, the hard bound.
-            overage: `wait` or `drop`, see the config.
+            overage: `wait`, `drop` or `mask_tokens`, see `async_rl.staleness`.
+            min_group_size: Masking leaves at least so many trajectories of a group, or the group is dropped.
             facts: Of the model when routing is replayed, else None.
             version: What the trainer holds and the engines serve.
             metrics: Where trajectories and waits are counted.
@@ -157,14 +144,27 @@ class TrajectoryQueue:
         for left in self._batches.recover().intact:
             self._batches.free(left)  # its groups are still queued
         self._backlog = Backlog(groups_per_batch, max_staleness, overage)
-        self._facts = facts
+        self._packer = Packer(
+            spool,
+            self._batches,
+            max_staleness=max_staleness,
+            overage=overage,
+            min_group_size=min_group_size,
+            facts=facts,
+            metrics=metrics,
+        )
+        self.redispatch: Callable[[int], bool] = lambda position: False
+        """Asked for the position of a task whose group was lost: whether it will be dispatched once more."""
         self._served = version
         self._next = version
         self._clock = clock
+        self._in_flight: dict[str, InFlight] = {}
+        self._putting: set[str] = set()
         self._ready: dict[str, _Ready] = {}
         self._taken: dict[str, _Taken] = {}
         self._packing: frozenset[str] = frozenset()
         self._largest = 0
+        self._drift = LengthDrift()
         self._stopped = self._ended = False
         self._waits: list[str] = []
         self._changed = asyncio.Event()
@@ -203,7 +203,7 @@ class TrajectoryQueue:
             # Versions above ours were published after the checkpoint and are no more: they count as new.
             oldest = min(group.weight_version, self._next)
             self._backlog.dispatch(group.group_id, oldest)
-            self._make_ready(group.group_id, ref, oldest)
+            self._make_ready(group.group_id, ref, oldest, counted=False)
         for orphan in found.values():
             self._spool.free(orphan)
         self._ledger.flush()
@@ -229,7 +229,13 @@ class TrajectoryQueue:
         return not (self._stopped or self._ended) and self._may_admit()
 
     def dispatched(
-        self, group_id: str, task_id: str, position: int, trajectory_ids: Sequence[str], version: int
+        self,
+        group_id: str,
+        task_id: str,
+        position: int,
+        trajectory_ids: Sequence[str],
+        version: int,
+        work: InFlight | None = None,
     ) -> None:
         """Take note of an admitted group.
 
@@ -239,12 +245,15 @@ class TrajectoryQueue:
             position: Of the task in the sequence of tasks.
             trajectory_ids: Of its siblings, unique for ever.
             version: Nothing in it will be sampled by older weights.
+            work: Who makes it; asked for its age and told when it is given up. None is not asked.
 
         Raises:
             InvariantError: When an id is known already.
         """
         self._ledger.dispatch(group_id, task_id, position, trajectory_ids, version)
         self._backlog.dispatch(group_id, max(version, self._served))
+        if work is not None:
+            self._in_flight[group_id] = work
         if self._metrics is not None:
             self._metrics.trajectories_dispatched_total.inc(len(trajectory_ids))
 
@@ -257,6 +266,13 @@ class TrajectoryQueue:
             InvariantError: When the group is not in flight, or its trajectories are not those in flight.
             SpoolFull: When there is no room, and none will come of a step.
         """
+        self._putting.add(group.group_id)
+        try:
+            await self._put(group)
+        finally:
+            self._putting.discard(group.group_id)
+
+    async def _put(self, group: Group) -> None:
         record = self._ledger.group(group.group_id)
         trajectory_ids = [t.trajectory_id for t in group.trajectories]
         while True:
@@ -272,21 +288,22 @@ class TrajectoryQueue:
                 if not (self._packing or self._taken or self._backlog.select(self._next)):
                     raise
                 await self._change("put")
-        oldest = group.oldest_weight_version
-        if oldest is None:
-            oldest = record.weight_version
+        known = record.weight_version
+        oldest, counts_from = group.oldest_weight_version, age_counts_from(group, self._backlog.overage)
         try:
             self._ledger.queue(
                 group.group_id,
                 trajectory_ids,
-                version=oldest,
+                version=known if oldest is None else oldest,
                 frame=Path(ref.path).name,
                 frame_bytes=ref.nbytes,
             )
         except InvariantError:  # dropped while it was written
             self._spool.free(ref)
             raise
-        self._make_ready(group.group_id, ref, oldest)
+        for trajectory in group.trajectories:
+            self._drift.ended(trajectory.num_sampled_tokens)
+        self._make_ready(group.group_id, ref, known if counts_from is None else counts_from, counted=True)
         self._wake()
         if cancelled is None:
             _, cancelled = await self._off_loop(self._ledger.flush)
@@ -302,14 +319,26 @@ class TrajectoryQueue:
         groups = {group.group_id: group for group in map(self._ledger.group_of, trajectory_ids)}
         if any(group.queued for group in groups.values()):
             raise InvariantError(f"single trajectories of queued groups cannot be dropped: {sorted(groups)}")
+        for group_id in groups:
+            self._count_ended(group_id, trajectory_ids)
         self._drop(trajectory_ids, reason)
         for group_id, group in groups.items():
             if not group.in_flight:
                 self._backlog.remove(group_id)
+                self._in_flight.pop(group_id, None)
         self._wake()
 
-    def drop_group(self, group_id: str, reason: str) -> None:
+    def drop_group(
+        self, group_id: str, reason: str, *, others: Mapping[str, str] | None = None, retry: bool = False
+    ) -> None:
         """Settle what is outstanding of a group that is in flight or ready.
+
+        Args:
+            group_id: The group.
+            reason: Why.
+            others: Trajectories with a reason of their own.
+            retry: Its task's position becomes pending: it will be dispatched once more, by this process or
+                the next.
 
         Raises:
             InvariantError: When it is settled, unknown or in a taken batch.
@@ -317,8 +346,12 @@ class TrajectoryQueue:
         group = self._ledger.group(group_id)
         if group_id not in self._backlog or group_id in self._packing:
             raise InvariantError(f"group {group_id} is in a batch that the trainer has")
-        self._drop(sorted(group.in_flight | group.queued), reason)
+        outstanding = sorted(group.in_flight | group.queued)
+        self._count_ended(group_id, group.in_flight)
+        for trajectory_id in outstanding:
+            self._drop([trajectory_id], (others or {}).get(trajectory_id, reason), retry=retry)
         self._backlog.remove(group_id)
+        self._in_flight.pop(group_id, None)
         ready = self._ready.pop(group_id, None)
         if ready is not None:
             self._ledger.flush()  # nobody may find the group queued in a slab that holds another
@@ -336,9 +369,9 @@ class TrajectoryQueue:
             SpoolFull: When the disk has no room for the batch.
         """
         self._next = version
+        self._renew_deadlines()
         while not self._stopped:
-            for group_id in self._backlog.overdue(version):
-                self.drop_group(group_id, "overage")
+            self._drop_overdue(version)
             chosen = self._backlog.select(version)
             if chosen is not None:
                 batch = await self._pack_off_loop(version, chosen)
@@ -364,6 +397,8 @@ class TrajectoryQueue:
         for group in taken.groups:
             self._spool.free(group.ref)
         self._batches.free(taken.ref)
+        for length in batch.sampled_lengths:
+            self._drift.trained(length)
         if self._metrics is not None:
             self._metrics.trajectories_trained_total.inc(len(batch.trajectory_ids))
         self._wake()
@@ -383,6 +418,11 @@ class TrajectoryQueue:
         """Nothing more will be dispatched: `take` returns None once no batch can be filled."""
         self._ended = True
         self._wake()
+
+    @property
+    def length_ks(self) -> float | None:
+        """How far the lengths of what was trained lately are from those of all that ended: `LengthDrift`."""
+        return self._drift.distance
 
     def statistics(self) -> QueueStatistics:
         """Where everything is, now.
@@ -457,88 +497,51 @@ class TrajectoryQueue:
     # -- work off the loop --------------------------------------------------------------------------------
 
     async def _pack_off_loop(self, version: int, chosen: Sequence[str]) -> TakenBatch | None:
-        """Pack these groups, which stay ready until it is done; None when some of them were damaged."""
+        """Pack these groups, which stay ready until it is done; None when some cannot be trained on."""
         groups = tuple(self._ready[group_id] for group_id in chosen)
+        stored = [
+            StoredGroup(
+                group_id=group.group_id,
+                ref=group.ref,
+                trajectory_ids=frozenset(self._ledger.group(group.group_id).queued),
+            )
+            for group in groups
+        ]
         self._packing = frozenset(chosen)
         try:
-            packed, cancelled = await self._off_loop(lambda: self._pack(version, groups))
+            packed, cancelled = await self._off_loop(lambda: self._packer.pack(version, stored))
         finally:
             self._packing = frozenset()
-        for group_id in packed.corrupt:
-            self.drop_group(group_id, "corrupt")
+        for group_id, reason in packed.unusable.items():
+            self._lose(group_id, reason)
         if cancelled is not None:
             if packed.ref is not None:
                 self._batches.free(packed.ref)
             raise cancelled
         if packed.batch is None or packed.ref is None:
             return None
+        self._hand_out(packed.batch, packed.ref, packed.over_age, groups)
+        # Who is due at this version and is not in its batch cannot be in any.
+        self._drop_overdue(version + 1)
+        return packed.batch
+
+    def _hand_out(
+        self, batch: TakenBatch, ref: SpoolRef, over_age: Sequence[str], groups: tuple[_Ready, ...]
+    ) -> None:
+        """The batch is the trainer's now."""
+        if over_age:
+            self._drop(over_age, "overage")
+        if any(not group.counted for group in groups):
+            fresh = {group.group_id for group in groups if group.counted}
+            for trajectory_id, length in zip(batch.trajectory_ids, batch.sampled_lengths, strict=True):
+                if self._ledger.group_of(trajectory_id).group_id not in fresh:
+                    self._drift.ended(length)
         for group in groups:
             self._backlog.remove(group.group_id)
             del self._ready[group.group_id]
             self._observe("queue", group.since)
-        self._next = version + 1
-        self._taken[packed.batch.batch_id] = _Taken(ref=packed.ref, groups=groups)
-        return packed.batch
-
-    def _pack(self, version: int, ready: Sequence[_Ready]) -> _Packed:
-        """Read, verify and pack; runs in a thread."""
-        groups, corrupt = [], []
-        for entry in ready:
-            try:
-                groups.append(self._spool.read(entry.ref, Group))
-                self._check_routing(groups[-1])
-            except (CorruptFrame, AlignmentError) as error:
-                log.warning("group %s cannot be trained on: %s", entry.group_id, error)
-                corrupt.append(entry.group_id)
-        if corrupt:
-            return _Packed(corrupt=tuple(corrupt))
-        trajectories = [t for group in groups for t in group.trajectories]
-        ages = tuple(self._age(version, t) for t in trajectories)
-        batch_id = f"batch-{version:08d}"
-        plan = batching.plan(groups, version, batch_id, self._facts)
-        ref = self._batches.put_filled(plan, lambda batch: batching.fill(batch, groups))
-        traces = [t.trace for t in trajectories if t.trace is not None]
-        batch = TakenBatch(
-            batch_id=batch_id,
-            path=ref.path,
-            nbytes=ref.nbytes,
-            trainer_version=version,
-            group_ids=tuple(entry.group_id for entry in ready),
-            trajectory_ids=plan.trajectory_ids,
-            staleness=ages,
-            lengths=tuple(t.num_tokens for t in trajectories),
-            rewards=tuple(t.outcome.reward or 0.0 for t in trajectories),
-            interruptions=tuple(t.outcome.num_interruptions for t in trajectories),
-            resumes=tuple(t.outcome.num_resumes for t in trajectories),
-            num_sampled_tokens=sum(t.num_sampled_tokens for t in trajectories),
-            routing_rows=sum(len(trace.rows) for trace in traces),
-            routing_rows_invalid=sum(map(invalid_rows, traces)),
-        )
-        return _Packed(batch=batch, ref=ref)
-
-    def _check_routing(self, group: Group) -> None:
-        """Routing that is not of the model trained here, after a change of it, is as good as damaged."""
-        if self._facts is None:
-            return
-        for trajectory in group.trajectories:
-            try:
-                batching.check_routing(
-                    trajectory, self._facts.moe_layers, self._facts.top_k, self._facts.num_experts
-                )
-            except AlignmentError as error:
-                if self._metrics is not None:
-                    self._metrics.replay_rejected_total.labels(error.reason).inc()
-                raise
-
-    def _age(self, version: int, trajectory: Trajectory) -> int:
-        oldest = trajectory.oldest_weight_version
-        age = 0 if oldest is None else staleness(version, oldest)
-        if age > self._backlog.max_staleness:
-            raise InvariantError(
-                f"trajectory {trajectory.trajectory_id}, sampled by version {oldest}, would be trained at "
-                f"{version}: staleness {age} exceeds rollout.max_staleness = {self._backlog.max_staleness}"
-            )
-        return age
+        self._next = batch.trainer_version + 1
+        self._taken[batch.batch_id] = _Taken(ref=ref, groups=groups)
 
     async def _off_loop(self, work: Callable[[], R]) -> tuple[R, asyncio.CancelledError | None]:
         """Run work in a thread to its end, whatever happens; a cancellation meanwhile is returned."""
@@ -556,18 +559,58 @@ class TrajectoryQueue:
                 raise
             raise cancelled from error
 
+    # -- deadlines ----------------------------------------------------------------------------------------
+
+    def _renew_deadlines(self) -> None:
+        """Look once a version at what groups in flight have really sampled: they may be younger than feared.
+
+        One that has nothing yet to lose will sample by the weights that engines serve now.
+        """
+        for group_id in self._backlog.in_flight_until(self._served + self._backlog.max_staleness - 1):
+            if group_id in self._in_flight and group_id not in self._putting:
+                oldest = self._in_flight[group_id].oldest()
+                self._backlog.renew(group_id, self._served if oldest is None else oldest)
+
+    def _drop_overdue(self, version: int) -> None:
+        """Drop the groups that can be in no batch from `version` on, under `drop` also those being made."""
+        for group_id in self._backlog.overdue(version):
+            self._lose(group_id, "overage")
+        if self._backlog.overage != "drop":
+            return
+        for group_id in self._backlog.in_flight_until(version - 1):
+            work = self._in_flight.get(group_id)
+            # One without an age may sample its first token by the next version.
+            if work is not None and group_id not in self._putting and work.oldest() is not None:
+                work.cancel()
+                self._lose(group_id, "overage")
+
+    def _lose(self, group_id: str, reason: str) -> None:
+        """Drop a group by no fault of its task."""
+        self.drop_group(group_id, reason, retry=self.redispatch(self._ledger.group(group_id).position))
+
     # -- small things -------------------------------------------------------------------------------------
 
-    def _make_ready(self, group_id: str, ref: SpoolRef, oldest: int) -> None:
+    def _make_ready(self, group_id: str, ref: SpoolRef, oldest: int, *, counted: bool) -> None:
         self._backlog.finish(group_id, oldest)
-        self._ready[group_id] = _Ready(group_id=group_id, ref=ref, oldest=oldest, since=self._clock())
+        self._in_flight.pop(group_id, None)
+        self._ready[group_id] = _Ready(
+            group_id=group_id, ref=ref, oldest=oldest, since=self._clock(), counted=counted
+        )
         self._largest = max(self._largest, ref.nbytes)
 
     def _holds(self, ref: SpoolRef, group_id: str) -> bool:
         return ref.kind == Group.__name__ and self._spool.read(ref, Group, verify=False).group_id == group_id
 
-    def _drop(self, trajectory_ids: Sequence[str], reason: str) -> None:
-        self._ledger.drop(trajectory_ids, reason)
+    def _count_ended(self, group_id: str, trajectory_ids: Iterable[str]) -> None:
+        """Count trajectories in flight that come to nothing, with the length that they have reached."""
+        work = self._in_flight.get(group_id)
+        if work is not None:
+            lengths = work.lengths()
+            for trajectory_id in trajectory_ids:
+                self._drift.ended(lengths.get(trajectory_id, 0))
+
+    def _drop(self, trajectory_ids: Sequence[str], reason: str, *, retry: bool = False) -> None:
+        self._ledger.drop(trajectory_ids, reason, retry=retry)
         if self._metrics is not None:
             self._metrics.trajectories_dropped_total.labels(reason=reason).inc(len(trajectory_ids))
 

@@ -45,6 +45,19 @@ def test_versions_are_per_token_when_a_trajectory_was_interrupted() -> None:
     assert batch.loss_mask.tolist() == [False] * 2 + [True] * 5
 
 
+def test_tokens_are_left_out_of_the_loss_when_older_weights_than_asked_for_sampled_them() -> None:
+    """The bound is of each token: a trajectory's last version says nothing of its first (verl issue 7569)."""
+    trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5), (1, 6)))
+    batch = assemble([group_of(trajectory)], 8, "batch", FACTS, oldest=5)
+    assert batch.loss_mask.tolist() == [False] * 4 + [True] * 4
+    assert batch.weight_versions.tolist() == [-1, -1, 3, 3, 5, 5, 5, 6]  # what they are stays known
+    whole = assemble([group_of(trajectory)], 8, "batch", FACTS)
+    assert np.array_equal(batch.rollout_log_probs, whole.rollout_log_probs)
+    assert batch.routing_valid is not None
+    assert whole.routing_valid is not None
+    assert np.array_equal(batch.routing_valid, whole.routing_valid)
+
+
 def test_there_is_no_routing_when_it_is_not_replayed() -> None:
     batch = assemble([make_group("a")], 0, "batch")
     assert (batch.routed_experts, batch.routing_valid, batch.num_experts) == (None, None, 0)

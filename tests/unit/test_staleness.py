@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from async_rl.staleness import Backlog, batch_is_safe, may_admit, staleness
+from async_rl.staleness import Backlog, Overage, batch_is_safe, may_admit, staleness
 
 
 def test_staleness_is_the_age_of_the_oldest_token_at_consumption() -> None:
@@ -69,6 +69,49 @@ def test_only_groups_in_time_are_taken_when_late_ones_are_dropped() -> None:
     backlog.finish("fresh")
     assert backlog.overdue(version=3) == ["late"]
     assert backlog.select(version=3) == ["fresh"]
+
+
+@pytest.mark.parametrize(
+    ("ready", "in_flight", "overage", "safe"),
+    [
+        ({6: 2}, {5: 1}, "drop", True),  # the one that is due is given up
+        ({6: 2}, {6: 3}, "drop", False),  # but no room is taken that others could still use
+        ({6: 2}, {5: 1}, "mask_tokens", False),
+        ({4: 2}, {6: 2}, "mask_tokens", True),  # late ones are trained as far as they can
+        ({4: 2}, {6: 2}, "wait", False),
+        ({4: 2}, {6: 2}, "drop", False),
+        ({4: 3}, {6: 2}, "mask_tokens", False),  # one late one is left, and takes a place of the next batch
+        ({4: 3}, {3: 2}, "mask_tokens", True),
+    ],
+)
+def test_a_batch_waits_by_what_is_done_about_late_groups(
+    ready: dict[int, int], in_flight: dict[int, int], overage: Overage, safe: bool
+) -> None:
+    assert batch_is_safe(ready, in_flight, version=5, groups_per_batch=2, overage=overage) is safe
+
+
+def test_a_batch_need_not_wait_when_the_group_in_flight_is_younger_than_feared() -> None:
+    backlog = Backlog(groups_per_batch=1, max_staleness=1, overage="wait")
+    backlog.dispatch("slow", 0)
+    backlog.dispatch("quick", 1)
+    backlog.finish("quick")
+    assert (backlog.in_flight_until(0), backlog.in_flight_until(1)) == ([], ["slow"])
+    assert backlog.select(version=1) is None
+    backlog.renew("slow", 1)
+    assert backlog.in_flight_until(1) == []
+    assert backlog.select(version=1) == ["quick"]
+    backlog.renew("slow", 0)  # it cannot have become older
+    assert backlog.in_flight_until(2) == ["slow"]
+    assert backlog.in_flight_until(1) == []
+
+
+def test_late_groups_go_first_when_their_old_tokens_are_masked() -> None:
+    backlog = Backlog(groups_per_batch=1, max_staleness=1, overage="mask_tokens")
+    for name, oldest in (("fresh", 3), ("late", 0)):
+        backlog.dispatch(name, oldest)
+        backlog.finish(name)
+    assert backlog.overdue(version=3) == []
+    assert backlog.select(version=3) == ["late"]
 
 
 def test_a_group_is_gone_when_it_was_removed() -> None:

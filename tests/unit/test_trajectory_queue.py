@@ -17,10 +17,11 @@ from async_rl.codec import read_frame
 from async_rl.errors import CorruptFrame, InvariantError, SpoolFull
 from async_rl.metrics import Metrics
 from async_rl.queue.ledger import Ledger
+from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool, SpoolRef
-from async_rl.queue.trajectory_queue import TakenBatch, TrajectoryQueue
+from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.supervision import Nursery
-from async_rl.types import TrainBatch
+from async_rl.types import Group, TrainBatch
 from tests.support.trajectories import FACTS, make_group, make_trajectory
 
 
@@ -254,6 +255,136 @@ async def test_a_trajectory_above_the_bound_is_never_handed_out(
     with pytest.raises(InvariantError, match=r"staleness 2 exceeds rollout\.max_staleness = 1"):
         await run.queue.take(2)
     assert run.queue.statistics().groups_ready == 2
+
+
+class Work:
+    """A group in flight as the queue sees it, its age and lengths at the test's will."""
+
+    def __init__(self, oldest: int | None = None, **lengths: int) -> None:
+        self.age, self.sampled, self.cancelled = oldest, lengths, False
+
+    def oldest(self) -> int | None:
+        return self.age
+
+    def lengths(self) -> dict[str, int]:
+        return self.sampled
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+async def test_take_does_not_wait_for_a_group_that_is_younger_than_its_dispatch(run: Run) -> None:
+    """A group may wait for an engine until newer weights are served: its age is that of its tokens."""
+    run.queue.dispatched("old", "task", 0, ["old-0"], 0, Work(oldest=1))
+    run.queue.dispatched("idle", "task", 1, ["idle-0"], 0, Work(oldest=None))
+    run.next = 2
+    await run.ready("c", "d", version=1)
+    run.queue.advance(1)
+    assert (await run.take(1)).group_ids == ("c", "d")
+
+
+async def test_groups_that_are_due_are_given_up_when_batches_do_not_wait(tmp_path: Path) -> None:
+    run = Run(tmp_path, overage="drop", groups_per_batch=1)
+    asked: list[int] = []
+    run.queue.redispatch = lambda position: not asked.append(position)  # type: ignore[func-returns-value]
+    due, waiting = Work(oldest=0, **{"due-0": 77}), Work(oldest=None)
+    run.queue.dispatched("due", "task", 0, ["due-0", "due-1"], 0, due)
+    run.queue.dispatched("waiting", "task", 1, ["waiting-0"], 0, waiting)
+    run.next = 2
+    run.queue.advance(1)
+    await run.ready("fresh", version=1)
+    batch = await run.take(1)
+    assert batch.group_ids == ("fresh",)
+    assert (due.cancelled, waiting.cancelled) == (True, False)
+    counts = run.queue.statistics()
+    assert (counts.dropped, counts.groups_in_flight) == ({"overage": 2}, 1)
+    assert (asked, run.ledger.data_position().pending) == ([0], (0,))
+    run.ledger.audit()
+    run.queue.close()
+
+
+async def mixed(run: Run, name: str, *ages: tuple[tuple[int, int], ...]) -> None:
+    """Put a group; each trajectory of (tokens, version) spans."""
+    ids = [f"{name}-{i}" for i in range(len(ages))]
+    run.queue.dispatched(name, "task", run.next, ids, 0)
+    run.next += 1
+    trajectories = tuple(make_trajectory(i, name, sampled=spans) for i, spans in zip(ids, ages, strict=True))
+    await run.queue.put(Group(group_id=name, task_id="task", trajectories=trajectories))
+
+
+async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_masked(tmp_path: Path) -> None:
+    run = Run(tmp_path, overage="mask_tokens", min_group_size=2)
+    run.queue.advance(3)
+    await mixed(run, "a", ((4, 0), (2, 3)), ((5, 2),))
+    await mixed(run, "b", ((3, 1), (1, 2), (1, 3)), ((2, 1),), ((2, 3),))
+    batch = await run.take(3)
+    assert batch.trajectory_ids == ("b-0", "b-2", "a-0", "a-1")  # b would lose b-1 before a loses any
+    assert batch.staleness == (1, 0, 0, 1)
+    assert batch.num_masked_tokens == 3 + 4
+    packed = read_frame(batch.path, TrainBatch)
+    assert packed.weight_versions[packed.loss_mask].min() == 2
+    assert packed.loss_mask.sum() == batch.num_sampled_tokens - batch.num_masked_tokens
+    run.queue.settle(batch, 4)
+    counts = run.queue.statistics()
+    assert (counts.trained, counts.dropped) == (4, {"overage": 1})
+    run.ledger.audit()
+    run.queue.close()
+
+
+async def test_a_group_is_dropped_when_masking_leaves_too_few_of_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, overage="mask_tokens", min_group_size=2, groups_per_batch=1)
+    run.queue.advance(3)
+    await mixed(run, "a", ((4, 0),), ((4, 0), (5, 3)))
+    await mixed(run, "b", ((4, 3),), ((5, 3),))
+    batch = await run.take(3)
+    assert batch.group_ids == ("b",)
+    assert run.queue.statistics().dropped == {"overage": 2}
+    run.queue.close()
+
+
+async def test_what_was_masked_away_stays_dropped_when_the_batch_comes_again(tmp_path: Path) -> None:
+    """After a crash the trainer may take the group at an older version: settled is settled."""
+    first = Run(tmp_path, overage="mask_tokens", groups_per_batch=1)
+    first.queue.advance(3)
+    await mixed(first, "a", ((4, 1),), ((4, 1), (5, 3)))
+    assert (await first.take(3)).trajectory_ids == ("a-1",)
+    first.ledger.flush()
+    second = first.again(step=2)
+    batch = await second.take(2)
+    assert batch.trajectory_ids == ("a-1",)
+    second.queue.settle(batch, 3)
+    counts = second.queue.statistics()
+    assert (counts.trained, counts.dropped) == (1, {"overage": 1})
+    second.ledger.audit()
+    for run in (first, second):
+        run.queue.close()
+
+
+async def test_lengths_of_all_that_ended_are_compared_with_those_of_what_was_trained(tmp_path: Path) -> None:
+    run = Run(tmp_path, groups_per_batch=50, max_staleness=3)
+    names = [f"g{i}" for i in range(50)]
+    await run.ready(*names)
+    run.queue.settle(await run.take(), 1)
+    assert run.queue.length_ks == 0.0
+    ids = [f"lost-{i}" for i in range(100)]
+    run.queue.dispatched("lost", "task", 50, ids, 0, Work(0, **dict.fromkeys(ids, 1000)))
+    run.queue.drop_trajectories(ids[:50], "error")
+    assert run.queue.length_ks == pytest.approx(50 / 150)
+    run.queue.drop_group("lost", "straggler")
+    assert run.queue.length_ks == pytest.approx(100 / 200)
+    run.queue.close()
+
+
+async def test_lengths_that_an_earlier_process_saw_end_are_counted_with_what_is_trained(
+    tmp_path: Path,
+) -> None:
+    first = Run(tmp_path, groups_per_batch=50)
+    await first.ready(*(f"g{i}" for i in range(50)))
+    second = first.again()
+    second.queue.settle(await second.take(), 1)
+    assert second.queue.length_ks == 0.0
+    for run in (first, second):
+        run.queue.close()
 
 
 async def test_a_group_sampled_by_older_weights_than_was_said_is_dropped_not_trained(run: Run) -> None:

@@ -1,0 +1,221 @@
+"""From finished groups in the spool to a batch frame: read, verify, mask what is too old, pack.
+
+The last word on the bound: what comes out of here is what the trainer reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from async_rl.engines.protocol import EngineFacts
+from async_rl.errors import AlignmentError, CorruptFrame, InvariantError
+from async_rl.metrics import Metrics
+from async_rl.queue import batching
+from async_rl.queue.spool import Spool, SpoolRef
+from async_rl.routing import invalid_rows
+from async_rl.staleness import Overage, staleness
+from async_rl.types import Group, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that the trainer may consume, and what is worth knowing of it without reading it.
+
+    Lists are per trajectory, in the order of the batch.
+    """
+
+    batch_id: str
+    path: str
+    """Of the `TrainBatch` frame; valid until the batch is settled."""
+    nbytes: int
+    trainer_version: int
+    group_ids: tuple[str, ...]
+    trajectory_ids: tuple[str, ...]
+    staleness: tuple[int, ...]
+    """Of the oldest token that is trained."""
+    lengths: tuple[int, ...]
+    """Tokens."""
+    sampled_lengths: tuple[int, ...]
+    """Tokens that the policy wrote."""
+    rewards: tuple[float, ...]
+    interruptions: tuple[int, ...]
+    resumes: tuple[int, ...]
+    num_masked_tokens: int
+    """Tokens that the policy wrote and that are too old to be trained (`rollout.overage: mask_tokens`)."""
+    routing_rows: int
+    routing_rows_invalid: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all trajectories."""
+        return sum(self.lengths)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum(self.sampled_lengths)
+
+
+class StoredGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished group in the spool."""
+
+    group_id: str
+    ref: SpoolRef
+    trajectory_ids: frozenset[str]
+    """Those of the frame that are still to be trained."""
+
+
+class Packed(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of packing: a batch, or the groups that cannot be trained on, with the reason."""
+
+    batch: TakenBatch | None = None
+    ref: SpoolRef | None = None
+    unusable: Mapping[str, str] = {}
+    over_age: tuple[str, ...] = ()
+    """Trajectories of groups in the batch that are not in it: all of their tokens are too old."""
+
+
+def age_counts_from(group: Group, overage: Overage) -> int | None:
+    """The version that the age of a finished group counts from; None when nothing was sampled.
+
+    That of its oldest token or, where old tokens are masked, of the token with which the first of its
+    trajectories would lose its last one.
+    """
+    if overage != "mask_tokens":
+        return group.oldest_weight_version
+    newest = (trajectory.newest_weight_version for trajectory in group.trajectories)
+    return min((version for version in newest if version is not None), default=None)
+
+
+class Packer:
+    """Makes batches of stored groups. Holds no state: any thread may pack."""
+
+    def __init__(
+        self,
+        spool: Spool,
+        batches: Spool,
+        *,
+        max_staleness: int,
+        overage: Overage,
+        min_group_size: int,
+        facts: EngineFacts | None,
+        metrics: Metrics | None,
+    ) -> None:
+        """Read from one spool, write to another.
+
+        Args:
+            spool: Where the groups are.
+            batches: Where batches go.
+            max_staleness: η.
+            overage: Whether older tokens are masked; otherwise there are none.
+            min_group_size: A group of which fewer trajectories are left is not trained.
+            facts: Of the model when routing is replayed, else None.
+            metrics: Where rejections are counted.
+        """
+        self._spool = spool
+        self._batches = batches
+        self._max_staleness = max_staleness
+        self._overage = overage
+        self._min_group_size = min_group_size
+        self._facts = facts
+        self._metrics = metrics
+
+    def pack(self, version: int, stored: Sequence[StoredGroup]) -> Packed:
+        """Read, verify and pack, to be consumed at `version`.
+
+        Raises:
+            InvariantError: When a token in it would exceed the bound.
+            SpoolFull: When the disk has no room for the batch.
+        """
+        oldest = version - self._max_staleness if self._overage == "mask_tokens" else None
+        groups, unusable, over_age = [], {}, []
+        for entry in stored:
+            try:
+                group = self._spool.read(entry.ref, Group)
+                self._check_routing(group)
+            except (CorruptFrame, AlignmentError) as error:
+                log.warning("group %s cannot be trained on: %s", entry.group_id, error)
+                unusable[entry.group_id] = "corrupt"
+                continue
+            wanted = [t for t in group.trajectories if t.trajectory_id in entry.trajectory_ids]
+            usable = [t for t in wanted if not _is_all_older(t, oldest)]
+            if len(usable) < min(self._min_group_size, len(wanted)):
+                unusable[entry.group_id] = "overage"
+            kept = {t.trajectory_id for t in usable}
+            over_age += [t.trajectory_id for t in wanted if t.trajectory_id not in kept]
+            groups.append(msgspec.structs.replace(group, trajectories=tuple(usable)))
+        if unusable:
+            return Packed(unusable=unusable)
+        trajectories = [t for group in groups for t in group.trajectories]
+        ages = tuple(self._age(version, t, oldest) for t in trajectories)
+        batch_id = f"batch-{version:08d}"
+        plan = batching.plan(groups, version, batch_id, self._facts)
+        ref = self._batches.put_filled(plan, lambda batch: batching.fill(batch, groups, oldest))
+        traces = [t.trace for t in trajectories if t.trace is not None]
+        batch = TakenBatch(
+            batch_id=batch_id,
+            path=ref.path,
+            nbytes=ref.nbytes,
+            trainer_version=version,
+            group_ids=tuple(entry.group_id for entry in stored),
+            trajectory_ids=plan.trajectory_ids,
+            staleness=ages,
+            lengths=tuple(t.num_tokens for t in trajectories),
+            sampled_lengths=tuple(t.num_sampled_tokens for t in trajectories),
+            rewards=tuple(t.outcome.reward or 0.0 for t in trajectories),
+            interruptions=tuple(t.outcome.num_interruptions for t in trajectories),
+            resumes=tuple(t.outcome.num_resumes for t in trajectories),
+            num_masked_tokens=sum(_num_older(t, oldest) for t in trajectories),
+            routing_rows=sum(len(trace.rows) for trace in traces),
+            routing_rows_invalid=sum(map(invalid_rows, traces)),
+        )
+        return Packed(batch=batch, ref=ref, over_age=tuple(over_age))
+
+    def _check_routing(self, group: Group) -> None:
+        """Routing that is not of the model trained here, after a change of it, is as good as damaged."""
+        if self._facts is None:
+            return
+        for trajectory in group.trajectories:
+            try:
+                batching.check_routing(
+                    trajectory, self._facts.moe_layers, self._facts.top_k, self._facts.num_experts
+                )
+            except AlignmentError as error:
+                if self._metrics is not None:
+                    self._metrics.replay_rejected_total.labels(error.reason).inc()
+                raise
+
+    def _age(self, version: int, trajectory: Trajectory, masked_below: int | None) -> int:
+        """Of the oldest token that is trained, which nothing may put above the bound."""
+        trained = (
+            version_
+            for version_ in _sampled_versions(trajectory)
+            if masked_below is None or version_ >= masked_below
+        )
+        oldest = min(trained, default=version)
+        age = staleness(version, oldest)
+        if age > self._max_staleness:
+            raise InvariantError(
+                f"trajectory {trajectory.trajectory_id}, sampled by version {oldest}, would be trained at "
+                f"{version}: staleness {age} exceeds rollout.max_staleness = {self._max_staleness}"
+            )
+        return age
+
+
+def _sampled_versions(trajectory: Trajectory) -> Iterable[int]:
+    return (segment.weight_version for segment in trajectory.sampled if len(segment.token_ids))
+
+
+def _is_all_older(trajectory: Trajectory, oldest: int | None) -> bool:
+    newest = trajectory.newest_weight_version
+    return oldest is not None and newest is not None and newest < oldest
+
+
+def _num_older(trajectory: Trajectory, oldest: int | None) -> int:
+    if oldest is None:
+        return 0
+    return sum(len(segment.token_ids) for segment in trajectory.sampled if segment.weight_version < oldest)
