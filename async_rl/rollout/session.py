@@ -9,7 +9,8 @@
 
 Everything sampled is kept as a segment under its own weight version the moment its call ends, however it
 ends. Nothing the model sampled is ever tokenised again: a call gets the token ids so far and appends what
-comes back.
+comes back. The journal is told of all of it; after a restart the loop runs again and is given back what the
+journal has (`rollout.replay`).
 
 Routing is gathered by `rollout.rows`: each call asks for the rows that are not held yet, and hands in what
 it reports. Rows that no call reported are recovered by a prefill without new tokens, or marked invalid.
@@ -21,7 +22,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -39,11 +40,14 @@ from async_rl.engines.protocol import (
 )
 from async_rl.errors import EngineError, PromptTooLong
 from async_rl.metrics import Metrics
+from async_rl.queue.journal import Entry
 from async_rl.rollout.api import Turn
+from async_rl.rollout.replay import Replay
 from async_rl.rollout.rows import Rows
 from async_rl.types import (
     Context,
     FinishReason,
+    Int32Array,
     Outcome,
     RoutingTrace,
     Sampled,
@@ -67,7 +71,8 @@ _MAX_RECOVERIES: Final = 4
 class _Call:
     """What one engine call has delivered so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[VersionSpan] = []
@@ -117,6 +122,7 @@ class RolloutSession:
         metrics: Metrics,
         new_id: Callable[[], str],
         clock: Callable[[], float],
+        entry: Entry | None = None,
     ) -> None:
         self.task = task
         self.messages: list[dict[str, Any]] = []
@@ -133,7 +139,9 @@ class RolloutSession:
         self._metrics = metrics
         self._new_id = new_id
         self._clock = clock
-        self._segments: list[Segment] = []
+        self._entry = entry or Entry(trajectory_id)  # one that no journal reads costs nothing
+        self._replay = None if self._entry.replay is None else Replay(self._entry.replay)
+        self._segments: list[Segment] = self._entry.segments
         self._buffer = np.empty(min(1024, rollout.max_context_tokens), np.int32)
         self._length = 0
         self._rows = Rows(
@@ -173,7 +181,7 @@ class RolloutSession:
                 f"rollout.max_context_tokens is {self._config.max_context_tokens}: raise it or "
                 f"shorten the prompt"
             )
-        self._append(Context(token_ids=prompt))
+        self._read(prompt)
         self.messages.extend(messages)
 
     async def generate(self, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
@@ -197,13 +205,22 @@ class RolloutSession:
             stop_token_ids=tuple(self._chat.stop_token_ids),
             stop=tuple(stop),
         )
-        begin, reason, unasked, first = self._length, "length", 0, True
-        last = begin
-        while (left := budget - (self._length - begin)) > 0:
-            reason, ours = await self._call(left, sampling, resumed=not first)
-            if reason in ("stop", "length"):
+        begin, unasked = self._length, 0
+        reason = self._replay_turn(budget, stop)
+        last = self._length
+        resumed = last > begin
+        while reason is None:
+            if self._has_stopped(begin, sampling):
+                reason = "stop"  # its call was cut short after its last token, before it said so
                 break
-            first = False
+            if (left := budget - (self._length - begin)) <= 0:
+                reason = "length"
+                break
+            ended, ours = await self._call(left, sampling, resumed=resumed)
+            if ended == "stop" or ended == "length":
+                reason = ended
+                break
+            resumed = True
             unasked = 0 if ours or self._length > last else unasked + 1
             last = self._length
             if unasked > _MAX_UNASKED_ABORTS:
@@ -213,11 +230,12 @@ class RolloutSession:
                     "interrupted them: see the engines' logs"
                 )
         self._num_turns += 1
+        self._entry.end_turn(self._length, reason)
         token_ids = self._buffer[begin : self._length].copy()
         turn = Turn(
             text=self._chat.decode(token_ids),
             token_ids=token_ids,
-            finish_reason="stop" if reason == "stop" else "length",
+            finish_reason=reason,
         )
         self.messages.append({"role": "assistant", "content": turn.text})
         self._last_turn = turn
@@ -243,7 +261,7 @@ class RolloutSession:
                 f"messages of {len(token_ids)} tokens do not fit: {self.remaining_tokens} tokens are left of "
                 f"rollout.max_context_tokens = {self._config.max_context_tokens}"
             )
-        self._append(Context(token_ids=token_ids))
+        self._read(token_ids)
         self.messages.extend(messages)
 
     def record_tool_call(self, *, error: bool) -> None:
@@ -267,8 +285,8 @@ class RolloutSession:
         Returns:
             Why it ended, and whether an abort was our own doing (a weight update).
         """
-        call = _Call()
         async with self._pool.lease(self._trajectory_id, self._length + budget) as lease:
+            call = self._entry.call = _Call(lease.engine.engine_id)
             if resumed:
                 self._num_resumes += 1
                 self._metrics.resumes_total.inc()
@@ -292,6 +310,7 @@ class RolloutSession:
             finally:
                 # Also on cancellation: what was sampled is a segment before anybody can look.
                 self._keep(call, lease, reason, prompt)
+                self._entry.call = None
             ours = reason == "abort" and lease.interrupted
         if reason == "failover":
             self._num_failovers += 1
@@ -356,6 +375,52 @@ class RolloutSession:
         self._metrics.sampled_tokens_total.inc(len(call.token_ids))
         if call.finish is not None:
             self._rows.take(lease.engine, call.finish, self._buffer[: self._length], prompt)
+
+    def _read(self, token_ids: Int32Array) -> None:
+        """Append what the policy did not write; a replay must go on with the same."""
+        if self._replay is not None:
+            self._replay.context(token_ids)
+            self._end_replay()
+        self._append(Context(token_ids=token_ids))
+
+    def _replay_turn(self, budget: int, stop: Sequence[str]) -> Literal["stop", "length"] | None:
+        """Append what the journal has of the turn that begins now; how it ended, or None to go on with it."""
+        self._entry.begin_turn(self._length, budget, stop)
+        if self._replay is None:
+            return None
+        sampled, ended = self._replay.turn(self._length, budget, stop)
+        for segment in sampled:
+            self._append(segment)
+            self._num_interruptions += segment.finish_reason == "abort"
+            self._num_failovers += segment.finish_reason == "failover"
+        self._num_resumes += max(0, len(sampled) - 1)
+        self._metrics.resumed_tokens_total.inc(sum(len(segment.token_ids) for segment in sampled))
+        self._end_replay()
+        return None if ended is None else ended.reason
+
+    def _end_replay(self) -> None:
+        """Go on live once nothing is left to replay."""
+        if self._replay is not None and self._replay.done:
+            if self._replay.num_discarded:
+                log.warning(
+                    "trajectory %s takes another course than before the restart: %d tokens are not used",
+                    self._trajectory_id,
+                    self._replay.num_discarded,
+                )
+                self._metrics.resume_discarded_tokens_total.inc(self._replay.num_discarded)
+            self._replay = None
+            self._entry.end_replay()
+
+    def _has_stopped(self, begin: int, sampling: SamplingParams) -> bool:
+        """Whether the turn that began there has met a stop token or string."""
+        if self._length == begin:
+            return False
+        if int(self._buffer[self._length - 1]) in sampling.stop_token_ids:
+            return True
+        if not sampling.stop:
+            return False
+        text = self._chat.decode(self._buffer[begin : self._length])
+        return any(stop in text for stop in sampling.stop)
 
     def _append(self, segment: Segment) -> None:
         end = self._length + len(segment.token_ids)

@@ -16,6 +16,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.protocol import DiskUpdate, Engine, EngineFacts, InterruptMode
 from async_rl.engines.simulated import SimulatedEngine, routing_rows
 from async_rl.metrics import Metrics
+from async_rl.queue.journal import Entry
 from async_rl.rollout.session import RolloutSession
 from async_rl.types import RoutingTrace, Task, Trajectory
 
@@ -57,9 +58,10 @@ class Bench:
         interrupt: InterruptMode = "abort",
         flip_sample: float = 0.0,
         weights: Sequence[str] = ("", ""),
+        entry: Entry | None = None,
         **rollout: Any,
     ) -> None:
-        """Start a pool and a session; `weights[v % 2]` is the folder of version v."""
+        """Start a pool and a session; `weights[v % 2]` is the folder of version v, `entry` the journal's."""
         self.weights = weights
         self.metrics = Metrics()
         self.interrupt: InterruptMode = interrupt
@@ -81,6 +83,7 @@ class Bench:
             metrics=self.metrics,
             new_id=lambda: f"b{next(_numbers):031x}",
             clock=lambda: 0.0,
+            entry=entry,
         )
 
     def start(self) -> None:
