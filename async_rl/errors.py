@@ -5,7 +5,8 @@ AsyncRLError            exit 1   a service failed; the message names it
 ├── ConfigError         exit 2   the config, the dataset or the model cannot work (also a ValueError)
 ├── EnvironmentNotReady exit 3   Ray, a GPU, an engine or a trainer did not come up
 ├── EngineError         an engine failed a request; the session moves on with the tokens it has
-│   ├── EngineTimeout   no chunk for `engine.stall_s`, or no answer for `engine.request_timeout_s`
+│   ├── EngineTimeout   no answer for `engine.request_timeout_s`
+│   ├── CallLost        one call came to nothing; its engine may be well
 │   ├── WeightSyncError an engine could not be brought to the published weights
 │   └── VersionMismatch an engine answered under weights nobody published to it
 ├── RolloutError        one trajectory failed; recorded in its outcome, never ends the run
@@ -77,6 +78,13 @@ class ServiceExited(AsyncRLError):
 
 class EngineError(AsyncRLError):
     """An engine failed a request."""
+
+
+class CallLost(EngineError):
+    """One call came to nothing: a connection lost, a stream that went silent, an engine given up.
+
+    The session goes on elsewhere. An engine that loses several is taken out of service.
+    """
 
 
 class EngineTimeout(EngineError):

@@ -190,6 +190,32 @@ class Metrics:
         self.engine_quarantined_total = counter(
             "engine_quarantined_total", "Times an engine was taken out of service.", "engine"
         )
+        self.engine_restarts_total = counter(
+            "engine_restarts_total", "Restarts of engines by result (ok, failed).", "engine", "result"
+        )
+        self.engine_stalls_total = counter(
+            "engine_stalls_total",
+            "What an engine was found not to do: answer (unreachable), go on with any call (silent), with one "
+            "of several (call), or begin one (overtaken).",
+            "engine",
+            "kind",
+        )
+        self.engine_load_imbalance = gauge(
+            "engine_load_imbalance", "Highest load of a serving engine in tokens, over the mean of all."
+        )
+        self.first_token_seconds = histogram(
+            "first_token_seconds",
+            "From asking for an engine to the first token: of a new trajectory, the next call of one whose "
+            "prefix is cached, or one that must be prefilled again.",
+            SECONDS,
+            "kind",
+        )
+        self.prefilled_again_tokens_total = counter(
+            "prefilled_again_tokens_total",
+            "Tokens whose keys and values had been computed before, by why they were lost (update, failover, "
+            "moved, evicted).",
+            "cause",
+        )
         self.engine_idle_ratio = gauge(
             "engine_idle_ratio", "Share of engine time without any call, since the start of training."
         )

@@ -2,238 +2,337 @@
 
 ```
    add ──► JOINING ──serve(version)──► SERVING ◄──serve(version)── UPDATING
-                 ▲                      │   └────hold()──────────────▲ │
-                 └──rejoin()── QUARANTINED ◄────quarantine(error)──────┘
+              ▲                         │ │ └─────hold()──────────────▲ │
+              └─rejoin()─ QUARANTINED ◄─┼─┴──quarantine(error)──────────┘
+                                        └─drain()─► DRAINING ──remove()──► gone
 ```
 
-Calls are given only to engines that serve at an attested weight version. A trajectory goes back to the engine
-that holds its prefix (sticky) unless that one is clearly busier than the least loaded; load is counted in
-tokens. Waiting is by event: whoever waits for an engine wakes the moment one serves.
+Calls are given only to engines that serve at an attested weight version; `balancing` says to which. Who waits
+for an engine is let in in the order of the keys, oldest trajectory first, the moment there is room. An engine
+that is quarantined loses its calls at once: each ends with the engine's error, whatever it was waiting for,
+and its session goes on elsewhere with the tokens that it has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import asynccontextmanager
-from enum import StrEnum
 from typing import Final
 
+from async_rl.engines.balancing import Balancer
+from async_rl.engines.lease import EngineState, Home, Lease, Recomputed, Slot, Vitals
 from async_rl.engines.protocol import Engine
 from async_rl.errors import EngineError
 from async_rl.metrics import Metrics
+from async_rl.waits import waiting
+
+__all__ = ["EnginePool", "EngineState", "Lease", "Vitals"]
 
 log = logging.getLogger(__name__)
-
-_STICKY_SLACK: Final = 1.5
-"""The engine with the prefix is kept while its load is below this multiple of the least loaded one's: moving
-for less pays a prefill for next to nothing."""
 
 _MAX_HOMES: Final = 65536
 """Remembered trajectory homes; the oldest are forgotten first, which costs a prefix-cache hit, no more."""
 
+_STRIKE_MEMORY_S: Final = 600.0
+"""Strikes further apart are no pattern: over days, any engine loses a connection now and then."""
 
-class EngineState(StrEnum):
-    """Where an engine stands; see the module's diagram."""
-
-    JOINING = "joining"
-    SERVING = "serving"
-    UPDATING = "updating"
-    QUARANTINED = "quarantined"
-
-
-class _Slot:
-    """What the pool knows of one engine."""
-
-    def __init__(self, engine: Engine, now: float) -> None:
-        self.engine = engine
-        self.state = EngineState.JOINING
-        self.weight_version = -1
-        self.running_calls = 0
-        self.load_tokens = 0
-        self.error: Exception | None = None
-        self.strikes = 0
-        self.idle_since: float | None = now
-        self.idle_s = 0.0
-
-
-class Lease:
-    """The right to make one call on one engine; given back when the `async with` ends."""
-
-    def __init__(self, pool: EnginePool, slot: _Slot) -> None:
-        self._pool = pool
-        self._slot = slot
-
-    @property
-    def engine(self) -> Engine:
-        """The engine to call."""
-        return self._slot.engine
-
-    @property
-    def weight_version(self) -> int:
-        """The version the engine serves now; it can move during the call unless updates abort."""
-        return self._slot.weight_version
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the engine has stopped serving since the lease was given, so that an abort is ours."""
-        return self._slot.state is not EngineState.SERVING
-
-    def failed(self, error: EngineError) -> None:
-        """Report that the engine failed under this call: nobody is sent there until it has rejoined."""
-        self._pool.quarantine(self._slot.engine.engine_id, error)
-
-    def suspicious(self, error: EngineError) -> None:
-        """Report an answer that cannot be right; an engine that gives several is quarantined."""
-        self._pool.strike(self._slot.engine.engine_id, error)
+_NAMED_STATES: Final = 8
+"""Engines that are listed by name when somebody asks what calls wait for; more are counted."""
 
 
 class EnginePool:
     """All engines of a run.
 
     Example:
-        >>> async with pool.lease(trajectory_id, tokens=900) as lease:
-        ...     async for event in lease.engine.generate(request): ...
+        >>> async with pool.lease(trajectory_id, tokens=900, prompt=400) as lease:
+        ...     async for event in lease.generate(request): ...
     """
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float], max_strikes: int = 3) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        max_strikes: int = 3,
+        max_prefill_tokens: int | None = None,
+    ) -> None:
         """Start empty.
 
         Args:
             metrics: Where states, versions and loads are shown.
             clock: Monotonic seconds.
-            max_strikes: Suspicious answers that quarantine an engine.
+            max_strikes: Suspicious answers or lost calls that quarantine an engine.
+            max_prefill_tokens: See `balancing.Balancer`.
         """
         self._metrics = metrics
         self._clock = clock
         self._max_strikes = max_strikes
-        self._slots: dict[str, _Slot] = {}
-        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._balancer = Balancer(max_prefill_tokens=max_prefill_tokens)
+        self._slots: dict[str, Slot] = {}
+        self._homes: OrderedDict[str, Home] = OrderedDict()
         self._changed = asyncio.Event()
-        self._waiting = 0
+        self._num_asked = self._num_placed = 0
+        self._waiters: list[tuple[str, int, Lease, asyncio.Future[None]]] = []
+        self._oldest: int | None = None  # None: to be found again
         self._started = clock()
 
     # -- membership ---------------------------------------------------------------------------------------
 
     def add(self, engine: Engine) -> None:
         """Take an engine in; it serves nobody before `serve`."""
-        self._slots[engine.engine_id] = _Slot(engine, self._clock())
-        self._show(self._slots[engine.engine_id])
+        slot = Slot(engine, self._clock())
+        self._slots[engine.engine_id] = slot
+        self._balancer.add(engine.engine_id)
+        self._moved(slot, EngineState.JOINING)
 
-    def serve(self, engine_id: str, weight_version: int) -> bool:
-        """Let an engine serve at a version that was read back from it; False when it failed meanwhile."""
-        slot = self._slots[engine_id]
-        if slot.state is EngineState.QUARANTINED:
+    def serve(self, engine_id: str, weight_version: int, *, keeps_cache: bool = False) -> bool:
+        """Let an engine serve at a version that was read back from it.
+
+        Args:
+            engine_id: Which.
+            weight_version: What it serves.
+            keeps_cache: Whether prefixes of before are still in its cache (`in_place`).
+
+        Returns:
+            False when it failed meanwhile, or is to leave.
+        """
+        slot = self._slots.get(engine_id)
+        if slot is None or slot.state in (EngineState.QUARANTINED, EngineState.DRAINING):
             return False
-        slot.state, slot.weight_version, slot.error = EngineState.SERVING, weight_version, None
-        self._show(slot)
-        self._notify()
+        if not keeps_cache:
+            slot.epoch += 1
+            slot.recompute_tokens = self._balancer.load(engine_id)
+        slot.weight_version, slot.error = weight_version, None
+        slot.progress_s = slot.decode_s = self._clock()
+        for call in slot.streaming:
+            call.heard_s = slot.progress_s
+        self._moved(slot, EngineState.SERVING)
         return True
 
     def hold(self, engine_id: str) -> bool:
         """Send a serving engine nothing more, because its weights will change; False when it failed."""
-        slot = self._slots[engine_id]
-        if slot.state is not EngineState.SERVING:
+        slot = self._slots.get(engine_id)
+        if slot is None or slot.state is not EngineState.SERVING:
             return False
-        slot.state = EngineState.UPDATING
-        self._show(slot)
+        self._moved(slot, EngineState.UPDATING)
         return True
 
     def rejoin(self, engine_id: str) -> None:
-        """A quarantined engine has been restarted: it may be brought up to date now."""
+        """A quarantined engine was restarted: it may be brought up to date."""
         slot = self._slots[engine_id]
-        slot.state, slot.weight_version, slot.strikes = EngineState.JOINING, -1, 0
-        self._show(slot)
-        self._notify()
+        slot.life += 1
+        slot.weight_version = -1
+        slot.strikes.clear()
+        self._moved(slot, EngineState.JOINING)
 
     def quarantine(self, engine_id: str, error: Exception) -> None:
-        """Send an engine nothing more until it has rejoined."""
-        slot = self._slots[engine_id]
-        if slot.state is EngineState.QUARANTINED:
+        """Send an engine nothing more until it has rejoined, and take its calls away."""
+        slot = self._slots.get(engine_id)
+        if slot is None or slot.state is EngineState.QUARANTINED:
             return
         log.warning("engine %s is quarantined at version %d: %s", engine_id, slot.weight_version, error)
-        slot.state, slot.error = EngineState.QUARANTINED, error
+        slot.error = error
         self._metrics.engine_quarantined_total.labels(engine_id).inc()
-        self._show(slot)
-        self._notify()
+        self._moved(slot, EngineState.QUARANTINED)
+        self._drop_all(slot, f"engine {engine_id} is quarantined: {error}")
 
     def strike(self, engine_id: str, error: EngineError) -> None:
-        """Count an answer that cannot be right."""
-        slot = self._slots[engine_id]
-        slot.strikes += 1
-        log.warning("engine %s, strike %d of %d: %s", engine_id, slot.strikes, self._max_strikes, error)
-        if slot.strikes >= self._max_strikes:
+        """Count an answer that cannot be right, or a call that was lost."""
+        slot = self._slots.get(engine_id)
+        if slot is None:
+            return
+        now = self._clock()
+        while slot.strikes and now - slot.strikes[0] > _STRIKE_MEMORY_S:
+            slot.strikes.popleft()
+        slot.strikes.append(now)
+        log.warning("engine %s, strike %d of %d: %s", engine_id, len(slot.strikes), self._max_strikes, error)
+        if len(slot.strikes) >= self._max_strikes:
             self.quarantine(engine_id, error)
+
+    async def drain(self, engine_id: str) -> None:
+        """Send an engine nothing more because it will leave; returns when its calls have ended."""
+        slot = self._slots[engine_id]
+        self._moved(slot, EngineState.DRAINING)
+        with waiting("drain", engine_id):
+            await slot.empty.wait()
+
+    def remove(self, engine_id: str) -> None:
+        """Forget an engine. Calls that it still has are dropped, and go on elsewhere."""
+        slot = self._slots.pop(engine_id)
+        self._balancer.remove(engine_id)
+        self._oldest = None
+        self._drop_all(slot, f"engine {engine_id} has left")
+        for gauge in (
+            self._metrics.engine_up,
+            self._metrics.engine_weight_version,
+            self._metrics.engine_running_requests,
+        ):
+            if (engine_id,) in gauge._metrics:
+                gauge.remove(engine_id)
+        self._notify()
+
+    def drop_silent_call(self, engine_id: str, why: str) -> None:
+        """End the call of an engine that has been silent for longest; its session goes on with the rest."""
+        slot = self._slots[engine_id]
+        calls = [*slot.streaming][:1] or [*slot.prefilling][:1]
+        for call in calls:
+            call.drop(why)
+
+    def drop_overtaken_call(self, engine_id: str, why: str) -> None:
+        """End the oldest call of an engine that has not had a token."""
+        for call in [*self._slots[engine_id].prefilling][:1]:
+            call.drop(why)
 
     # -- calls --------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def lease(self, key: str, tokens: int) -> AsyncIterator[Lease]:
+    async def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AsyncIterator[Lease]:
         """Wait for an engine and hold a place on it.
 
         Args:
-            key: Trajectory id; calls of one trajectory prefer one engine.
+            key: Trajectory id; calls of one trajectory prefer one engine, and the smallest key waits least:
+                ids that grow with time let the oldest trajectory in first.
             tokens: Tokens the call will hold there at most, prompt and answer.
+            prompt: Of these, tokens of the prompt.
         """
-        if (slot := self._choose(key)) is None:
-            begin = self._clock()
-            self._waiting += 1
-            try:
-                while (slot := self._choose(key)) is None:
-                    await self._changed.wait()
-            finally:
-                self._waiting -= 1
-            self._metrics.stage_wait_seconds.labels("engine").observe(self._clock() - begin)
-        self._enter(slot, tokens)
+        lease = Lease(self, self._clock, key, tokens, prompt, self._homes.get(key))
+        self._num_asked += 1
+        if self._waiters or not self._place(lease):
+            await self._wait_for_place(lease)
         try:
-            yield Lease(self, slot)
+            yield lease
         finally:
-            self._leave(slot, tokens)
+            self._leave(lease)
+
+    @asynccontextmanager
+    async def attended(self, engine_id: str, limit_s: float) -> AsyncIterator[None]:
+        """Bound what is asked of an engine beside calls: by a limit, and by its quarantine.
+
+        Raises:
+            TimeoutError: When either comes first.
+        """
+        slot = self._slots[engine_id]
+        async with asyncio.timeout(limit_s) as limit:
+            slot.attended.add(limit)
+            try:
+                yield
+            finally:
+                slot.attended.discard(limit)
 
     def forget(self, key: str) -> None:
         """A trajectory is done; its home need not be remembered."""
         self._homes.pop(key, None)
 
-    def _choose(self, key: str) -> _Slot | None:
-        serving = [slot for slot in self._slots.values() if slot.state is EngineState.SERVING]
-        if not serving:
-            return None
-        least = min(serving, key=lambda slot: slot.load_tokens)
-        home = self._slots.get(self._homes.get(key, ""))
-        if (
-            home is not None
-            and home.state is EngineState.SERVING
-            and home.load_tokens <= least.load_tokens * _STICKY_SLACK
-        ):
-            return home
-        self._homes[key] = least.engine.engine_id
-        self._homes.move_to_end(key)
-        if len(self._homes) > _MAX_HOMES:
-            self._homes.popitem(last=False)
-        return least
+    async def _wait_for_place(self, lease: Lease) -> None:
+        """Wait in line; the line moves when an engine serves, a call has its first token, or one ends."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiters, (lease.key, self._num_asked, lease, turn))
+        self._admit()
+        try:
+            with waiting("engine", why=self._states):
+                await turn
+        except BaseException:
+            if lease.placed:  # cancelled in the moment in which it got its place
+                self._leave(lease)
+            else:
+                turn.cancel()
+            raise
+        self._metrics.stage_wait_seconds.labels("engine").observe(self._clock() - lease.asked_s)
 
-    def _enter(self, slot: _Slot, tokens: int) -> None:
+    def _admit(self) -> None:
+        """Let in who waits, in order, until one finds no place."""
+        while self._waiters:
+            *_, lease, turn = self._waiters[0]
+            if not turn.done():
+                if not self._place(lease):
+                    return
+                turn.set_result(None)
+            heapq.heappop(self._waiters)
+
+    def _place(self, lease: Lease) -> bool:
+        home, held = lease.home, 0
+        slot = self._slots.get(home.engine_id) if home is not None else None
+        cause: Recomputed | None = None
+        if home is not None:
+            if slot is None or slot.life != home.life or slot.state is EngineState.QUARANTINED:
+                cause = "failover"
+            elif slot.epoch != home.epoch:
+                cause = "update"
+            else:
+                held = min(home.tokens, lease.prompt)
+        cached = home is not None and cause is None and 2 * held >= lease.prompt
+        chosen = self._balancer.choose(home=home.engine_id if home is not None else None, cached=cached)
+        if chosen is None:
+            return False
+        if home is not None and cause is None and chosen != home.engine_id:
+            cause, held = "moved", 0
+        slot, prefill_tokens = self._slots[chosen], lease.prompt - held
         if slot.idle_since is not None:
             slot.idle_s += self._clock() - slot.idle_since
             slot.idle_since = None
-        slot.running_calls += 1
-        slot.load_tokens += tokens
-        self._metrics.engine_running_requests.labels(slot.engine.engine_id).set(slot.running_calls)
+        self._balancer.begin(chosen, tokens=lease.tokens, prefill_tokens=prefill_tokens)
+        self._num_placed += 1
+        lease.place(slot, self._num_placed, prefill_tokens, cause)
+        self._metrics.engine_running_requests.labels(chosen).set(slot.num_calls)
+        return True
 
-    def _leave(self, slot: _Slot, tokens: int) -> None:
-        slot.running_calls -= 1
-        slot.load_tokens -= tokens
-        if slot.running_calls == 0:
+    def _leave(self, lease: Lease) -> None:
+        slot, engine_id = lease.slot, lease.engine.engine_id
+        prefilled = lease in slot.streaming
+        del (slot.streaming if prefilled else slot.prefilling)[lease]
+        if not slot.num_calls:
             slot.idle_since = self._clock()
-        self._metrics.engine_running_requests.labels(slot.engine.engine_id).set(slot.running_calls)
+            slot.empty.set()
+        if self._slots.get(engine_id) is not slot:
+            return  # it has left, with its load
+        if not prefilled:
+            self._balancer.prefilled(engine_id, lease.prefill_tokens)
+        if prefilled or lease.home is None:
+            self._remember(lease, lease.prompt + lease.received if prefilled else 0)
+        self._balancer.end(engine_id, lease.tokens)
+        self._metrics.engine_running_requests.labels(engine_id).set(slot.num_calls)
+        self._admit()
+
+    def _remember(self, lease: Lease, tokens: int) -> None:
+        """Where the trajectory's tokens are. The last one sampled was never fed."""
+        slot = lease.slot
+        home = Home(slot.engine.engine_id, lease.life, lease.epoch, max(0, tokens - 1))
+        self._homes[lease.key] = home
+        self._homes.move_to_end(lease.key)
+        if len(self._homes) > _MAX_HOMES:
+            self._homes.popitem(last=False)
+
+    # -- what leases report -------------------------------------------------------------------------------
+
+    def first_token(self, lease: Lease, waited_s: float) -> None:
+        """See `lease.Desk`."""
+        engine_id = lease.engine.engine_id
+        if self._slots.get(engine_id) is lease.slot:
+            self._balancer.prefilled(engine_id, lease.prefill_tokens)
+        kind = "new" if lease.home is None else "again" if lease.cause is not None else "next"
+        self._metrics.first_token_seconds.labels(kind).observe(waited_s)
+        self._admit()
+
+    def recomputed(self, tokens: int, cause: Recomputed) -> None:
+        """See `lease.Desk`."""
+        self._metrics.prefilled_again_tokens_total.labels(cause).inc(tokens)
 
     # -- what others ask ----------------------------------------------------------------------------------
 
     def engines(self, *states: EngineState) -> Sequence[Engine]:
         """Engines in any of the states; all without an argument."""
         return [slot.engine for slot in self._slots.values() if not states or slot.state in states]
+
+    def __contains__(self, engine_id: str) -> bool:
+        return engine_id in self._slots
+
+    def state_of(self, engine_id: str) -> EngineState | None:
+        """Where an engine stands; None when it is not one of the pool."""
+        slot = self._slots.get(engine_id)
+        return slot.state if slot is not None else None
 
     def version_of(self, engine_id: str) -> int:
         """The attested version of an engine, -1 before the first."""
@@ -243,17 +342,23 @@ class EnginePool:
         """Why an engine is quarantined."""
         return self._slots[engine_id].error
 
+    def vitals(self, engine_id: str) -> Vitals:
+        """What the calls of an engine tell of its health."""
+        return self._slots[engine_id].vitals(self._balancer.prefill(engine_id))
+
     @property
     def oldest_version(self) -> int:
         """A lower bound of the version that a call made from now on samples under."""
-        return min(
-            (
-                slot.weight_version
-                for slot in self._slots.values()
-                if slot.state in (EngineState.SERVING, EngineState.UPDATING)
-            ),
-            default=0,
-        )
+        if self._oldest is None:
+            sampling = (EngineState.SERVING, EngineState.UPDATING)
+            versions = (slot.weight_version for slot in self._slots.values() if slot.state in sampling)
+            self._oldest = min(versions, default=0)
+        return self._oldest
+
+    @property
+    def imbalance(self) -> float:
+        """Highest load of an engine over the mean, see `Balancer.imbalance`."""
+        return self._balancer.imbalance
 
     @property
     def idle_share(self) -> float:
@@ -271,29 +376,58 @@ class EnginePool:
         self._started = self._clock()
         for slot in self._slots.values():
             slot.idle_s = 0.0
-            slot.idle_since = self._started if slot.running_calls == 0 else None
+            slot.idle_since = self._started if not slot.num_calls else None
 
-    async def wait_quarantined(self) -> str:
-        """Wait until some engine is quarantined, and name it."""
+    async def wait_quarantined(self, under_repair: Container[str] = ()) -> str:
+        """Wait until some engine is quarantined that nobody repairs yet, and name it."""
         while True:
             for engine_id, slot in self._slots.items():
-                if slot.state is EngineState.QUARANTINED:
+                if slot.state is EngineState.QUARANTINED and engine_id not in under_repair:
                     return engine_id
-            await self._changed.wait()
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Wait until some engine's state changes."""
+        await self._changed.wait()
 
     def waiting_for(self) -> str | None:
         """What calls wait for, in words; None when no call waits."""
-        if not self._waiting:
+        waiting_calls = sum(not turn.done() for *_, turn in self._waiters)
+        if not waiting_calls:
             return None
-        states = ", ".join(f"{engine_id} {slot.state}" for engine_id, slot in self._slots.items())
-        return f"{self._waiting} calls wait for an engine that serves ({states or 'no engine yet'})"
+        return f"{waiting_calls} calls wait for an engine that serves ({self._states()})"
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _states(self) -> str:
+        if len(self._slots) > _NAMED_STATES:
+            counts = Counter(slot.state for slot in self._slots.values())
+            return ", ".join(f"{count} {state}" for state, count in counts.items())
+        names = (f"{engine_id} {slot.state}" for engine_id, slot in self._slots.items())
+        return ", ".join(names) or "no engine yet"
+
+    def _moved(self, slot: Slot, state: EngineState) -> None:
+        """An engine has changed its state, or its version."""
+        engine_id = slot.engine.engine_id
+        slot.state = state
+        self._oldest = None
+        if state is EngineState.SERVING:
+            self._balancer.open(engine_id)
+        else:
+            self._balancer.close(engine_id)
+        self._metrics.engine_up.labels(engine_id).set(state is not EngineState.QUARANTINED)
+        self._metrics.engine_weight_version.labels(engine_id).set(slot.weight_version)
+        self._notify()
 
     def _notify(self) -> None:
-        """Wake everybody who waits; later waiters get a fresh event."""
+        """Let in who can be, and wake everybody who waits for a change; later waiters get a fresh event."""
+        self._admit()
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _show(self, slot: _Slot) -> None:
-        engine_id = slot.engine.engine_id
-        self._metrics.engine_up.labels(engine_id).set(slot.state is not EngineState.QUARANTINED)
-        self._metrics.engine_weight_version.labels(engine_id).set(slot.weight_version)
+    def _drop_all(self, slot: Slot, why: str) -> None:
+        for call in slot.calls():
+            call.drop(why)
+        for limit in slot.attended:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())

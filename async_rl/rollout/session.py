@@ -285,7 +285,9 @@ class RolloutSession:
         Returns:
             Why it ended, and whether an abort was our own doing (a weight update).
         """
-        async with self._pool.lease(self._trajectory_id, self._length + budget) as lease:
+        async with self._pool.lease(
+            self._trajectory_id, self._length + budget, prompt=self._length
+        ) as lease:
             call = self._entry.call = _Call(lease.engine.engine_id)
             if resumed:
                 self._num_resumes += 1
@@ -294,15 +296,14 @@ class RolloutSession:
             prompt = self._length
             reason: FinishReason = "failover"
             try:
-                async with aclosing(lease.engine.generate(request)) as stream:  # type: ignore[type-var]
+                async with aclosing(lease.generate(request)) as stream:
                     async for event in stream:
                         if isinstance(event, Chunk):
                             call.take(event, lease.weight_version)
                         else:
                             call.finish = event
                             reason = event.reason
-            except EngineError as error:
-                lease.failed(error)
+            except EngineError:
                 reason = "failover"
             else:
                 if not self._is_right(call, lease):
@@ -484,15 +485,15 @@ class RolloutSession:
         """
         token_ids = self._buffer[: needed + 1]
         for _ in range(_MAX_RECOVERIES):
-            async with self._pool.lease(self._trajectory_id, needed + 1) as lease:
+            async with self._pool.lease(self._trajectory_id, needed + 1, prompt=needed + 1) as lease:
                 request = self._request(lease, needed + 1, 0, SamplingParams())
                 try:
-                    async with aclosing(lease.engine.generate(request)) as stream:  # type: ignore[type-var]
+                    async with aclosing(lease.generate(request)) as stream:
                         async for event in stream:
                             if isinstance(event, Finish):
                                 self._rows.take(lease.engine, event, token_ids, needed + 1, recovery=True)
                 except EngineError as error:
-                    lease.failed(error)
+                    log.info("trajectory %s: its rows were not recovered: %s", self._trajectory_id, error)
             if self._rows.held(token_ids) >= needed:
                 return
         # The rows stay invalid: the trainer replays those tokens natively, and they are counted.

@@ -1,0 +1,292 @@
+"""One call on one engine, and what all calls of an engine say about it.
+
+```
+ placed ──► prefilling ──first chunk──► streaming ──finish──► over
+              └──────────── the engine failed, or the call was dropped ───┘
+```
+
+A lease is the only way to an engine's `generate`. Its stream is passed on as it comes; on the way the engine
+is timed (`Vitals`), what it prefilled again is counted, and what fails is held against it. A call can be
+dropped from outside at any moment, whatever it waits for: so calls leave an engine that no longer answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from async_rl.engines.protocol import Chunk, Engine, Finish, GenerateRequest
+from async_rl.errors import CallLost, EngineError
+from async_rl.waits import waiting
+
+Recomputed = Literal["update", "failover", "moved", "evicted"]
+"""Why tokens are prefilled again; the label of `prefilled_again_tokens_total`.
+
+update: the engine has forgotten them for new weights.  failover: their engine failed.
+moved: their engine was too busy.  evicted: it had no memory for them, or keeps no cache.
+"""
+
+
+class EngineState(StrEnum):
+    """Where an engine stands; see the diagram of `pool`."""
+
+    JOINING = "joining"
+    SERVING = "serving"
+    UPDATING = "updating"
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+
+
+class Vitals(msgspec.Struct, frozen=True, kw_only=True):
+    """What the calls of an engine tell of its health. Times are of the pool's clock."""
+
+    calls: int
+    progress_s: float
+    """When anything last came from it, or when it began to have calls, or to serve."""
+    decode_s: float
+    """When a call that was streaming already went on."""
+    prefill_tokens: int
+    """Tokens it has to prefill before its calls can go on."""
+    silent_since_s: float | None
+    """Of the streaming call that has been silent for longest."""
+    overtaken_s: float | None
+    """When the oldest call without a token was overtaken by one that was sent later."""
+
+
+class Slot:
+    """What the pool knows of one engine."""
+
+    def __init__(self, engine: Engine, now: float) -> None:
+        self.engine = engine
+        self.state = EngineState.JOINING
+        self.weight_version = -1
+        self.error: Exception | None = None
+        self.strikes: deque[float] = deque()
+        self.life = 0
+        """Counts restarts: what an earlier life had in its prefix cache is gone."""
+        self.epoch = 0
+        """Counts flushes of the prefix cache."""
+        self.prefilling: dict[Lease, None] = {}
+        """Calls without a token, in the order in which they were sent."""
+        self.streaming: dict[Lease, None] = {}
+        """Calls with tokens, the one that has been silent for longest first."""
+        self.recompute_tokens = 0
+        """Of calls that the engine itself starts anew (`retract`), until one of them goes on."""
+        self.attended: set[asyncio.Timeout] = set()
+        """Waits for the engine that are no calls: they end when it is quarantined."""
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self.progress_s = now
+        self.decode_s = now
+        self.idle_since: float | None = now
+        self.idle_s = 0.0
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that are open."""
+        return len(self.prefilling) + len(self.streaming)
+
+    def calls(self) -> list[Lease]:
+        """Those calls."""
+        return [*self.streaming, *self.prefilling]
+
+    def vitals(self, prefill_tokens: int) -> Vitals:
+        """What the calls say now."""
+        silent = next(iter(self.streaming), None)
+        waiting = next(iter(self.prefilling), None)
+        return Vitals(
+            calls=self.num_calls,
+            progress_s=self.progress_s,
+            decode_s=self.decode_s,
+            prefill_tokens=prefill_tokens + self.recompute_tokens,
+            silent_since_s=silent.heard_s if silent is not None else None,
+            overtaken_s=waiting.overtaken_s if waiting is not None else None,
+        )
+
+
+class Home(msgspec.Struct, frozen=True):
+    """Where a trajectory's last call was, and what the engine holds of it."""
+
+    engine_id: str
+    life: int
+    epoch: int
+    tokens: int
+
+
+class Desk(Protocol):
+    """What a lease reports to: the pool."""
+
+    def strike(self, engine_id: str, error: EngineError) -> None:
+        """An answer that cannot be right, or a call that came to nothing."""
+        ...
+
+    def quarantine(self, engine_id: str, error: Exception) -> None:
+        """The engine failed."""
+        ...
+
+    def first_token(self, lease: Lease, waited_s: float) -> None:
+        """The call has been prefilled."""
+        ...
+
+    def recomputed(self, tokens: int, cause: Recomputed) -> None:
+        """The call prefilled tokens that had been computed before."""
+        ...
+
+
+class Lease:
+    """The right to make one call on one engine; given back when the block of `EnginePool.lease` ends."""
+
+    def __init__(
+        self, desk: Desk, clock: Callable[[], float], key: str, tokens: int, prompt: int, home: Home | None
+    ) -> None:
+        """Ask for a place; the pool calls `place` when there is one.
+
+        Args:
+            desk: Where to report.
+            clock: Monotonic seconds.
+            key: Trajectory id.
+            tokens: Tokens the call will hold at most, prompt and answer.
+            prompt: Of these, tokens of the prompt.
+            home: Of the trajectory's last call.
+        """
+        self.key = key
+        self.tokens = tokens
+        self.prompt = prompt
+        self.home = home
+        self.prefill_tokens = 0
+        self.cause: Recomputed | None = None
+        """Why what the home held must be prefilled again, None while it is there."""
+        self.life = self.epoch = -1
+        """Of the engine when the call began."""
+        self.number = -1
+        self.received = 0
+        """Tokens that came."""
+        self.asked_s = clock()
+        self.heard_s = self.asked_s
+        self.overtaken_s: float | None = None
+        self._desk = desk
+        self._clock = clock
+        self._slot: Slot | None = None
+        self._wait: asyncio.Timeout | None = None
+        self._dropped: EngineError | None = None
+
+    def place(self, slot: Slot, number: int, prefill_tokens: int, cause: Recomputed | None) -> None:
+        """It is the engine's from now on."""
+        self._slot, self.number, self.prefill_tokens, self.cause = slot, number, prefill_tokens, cause
+        self.life, self.epoch = slot.life, slot.epoch
+        now = self.heard_s = self._clock()
+        if not slot.num_calls:
+            slot.progress_s = now  # what an idle engine did not say is no silence
+        slot.prefilling[self] = None
+        slot.empty.clear()
+
+    @property
+    def slot(self) -> Slot:
+        """Of the engine that it was placed on."""
+        assert self._slot is not None, "the lease has no engine yet"
+        return self._slot
+
+    @property
+    def placed(self) -> bool:
+        """Whether it has an engine."""
+        return self._slot is not None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine to call."""
+        return self.slot.engine
+
+    @property
+    def weight_version(self) -> int:
+        """The version the engine serves now; it can move during the call unless updates abort."""
+        return self.slot.weight_version
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the engine has stopped serving since the lease was given, so that an abort is ours."""
+        slot = self.slot
+        return slot.state is not EngineState.SERVING or (slot.life, slot.epoch) != (self.life, self.epoch)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
+        """Stream the call, as `Engine.generate` does.
+
+        Raises:
+            EngineError: When the call or its engine failed, or it was dropped. It has been reported: the
+                caller keeps the chunks it has seen and asks for another lease.
+        """
+        engine_id = self.engine.engine_id
+        stream: Any = self.engine.generate(request)
+        wait = waiting("first chunk", engine_id)
+        try:
+            async with wait, aclosing(stream):
+                while (event := await self._next(stream)) is not None:
+                    if isinstance(event, Chunk):
+                        self._hear(len(event.token_ids))
+                        wait.renew("chunk")
+                    else:
+                        self._finish(len(request.input_ids), event)
+                    yield event
+        except CallLost as error:
+            if error is not self._dropped:
+                self._desk.strike(engine_id, error)
+            raise
+        except EngineError as error:
+            self._desk.quarantine(engine_id, error)
+            raise
+
+    def suspicious(self, error: EngineError) -> None:
+        """Report an answer that cannot be right; an engine that gives several is quarantined."""
+        self._desk.strike(self.engine.engine_id, error)
+
+    def drop(self, why: str) -> None:
+        """End the call now, with what has come of it; whoever decides that has dealt with the engine."""
+        if self._dropped is not None:
+            return
+        self._dropped = CallLost(why)
+        if self._wait is not None and not self._wait.expired():
+            self._wait.reschedule(asyncio.get_running_loop().time())
+
+    async def _next(self, stream: AsyncGenerator[Chunk | Finish, None]) -> Chunk | Finish | None:
+        """The next event, None at the end."""
+        if self._dropped is not None:
+            raise self._dropped
+        try:
+            async with asyncio.timeout(None) as self._wait:
+                return await anext(stream, None)
+        except TimeoutError:
+            if self._dropped is None:
+                raise
+            raise self._dropped from None
+        finally:
+            self._wait = None
+
+    def _hear(self, tokens: int) -> None:
+        slot, now = self.slot, self._clock()
+        self.received += tokens
+        self.heard_s = slot.progress_s = now
+        slot.recompute_tokens = 0
+        if self in slot.streaming:
+            del slot.streaming[self]  # to the end
+            slot.streaming[self] = None
+            slot.decode_s = now
+            return
+        del slot.prefilling[self]
+        slot.streaming[self] = None
+        oldest = next(iter(slot.prefilling), None)
+        if oldest is not None and oldest.number < self.number and oldest.overtaken_s is None:
+            oldest.overtaken_s = now
+        self._desk.first_token(self, now - self.asked_s)
+
+    def _finish(self, prompt: int, finish: Finish) -> None:
+        self.slot.progress_s = self._clock()
+        if self.home is None or (finish.reason == "abort" and not self.received):
+            return  # an engine that ends a call in its queue does not say what it had of it
+        again = min(prompt, self.home.tokens) - finish.cached_tokens
+        if again > 0:
+            self._desk.recomputed(again, self.cause or "evicted")

@@ -1,0 +1,326 @@
+"""Calls on engines as the pool sees them: their order and pace, what they cost, how they are dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.engines.protocol import Chunk, Engine, Finish, GenerateRequest, SamplingParams
+from async_rl.errors import CallLost, EngineError
+from async_rl.metrics import Metrics
+from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.supervision import Nursery
+
+END = Finish(reason="length", version_spans=())
+
+
+class Played:
+    """An engine whose streams are queues that the test fills; an exception among the events is raised."""
+
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self.streams: list[asyncio.Queue[Chunk | Finish | Exception]] = []
+        self.left = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
+        events: asyncio.Queue[Chunk | Finish | Exception] = asyncio.Queue()
+        self.streams.append(events)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if isinstance(event, Finish):
+                    return
+        finally:
+            self.left += 1
+
+    def say(self, stream: int, *events: Chunk | Finish | Exception) -> None:
+        for event in events:
+            self.streams[stream].put_nowait(event)
+
+
+class Bench:
+    """A pool of played engines on the loop's clock, and calls that run beside the test."""
+
+    def __init__(self, *names: str, nursery: Nursery, **pool: Any) -> None:
+        self.metrics = Metrics()
+        self.nursery = nursery
+        self.pool = EnginePool(self.metrics, lambda: asyncio.get_running_loop().time(), **pool)
+        self.engines = {name: Played(name) for name in names}
+        for name, engine in self.engines.items():
+            self.pool.add(cast(Engine, engine))
+            self.pool.serve(name, 0)
+        self.order: list[str] = []
+        self.tokens: dict[str, int] = {}
+        self.ended: dict[str, Exception | None] = {}
+
+    async def call(self, key: str, *, prompt: int = 10) -> str:
+        """One call; the engine that it went to."""
+        async with self.pool.lease(key, prompt + 90, prompt=prompt) as lease:
+            self.order.append(key)
+            engine_id = lease.engine.engine_id
+            request = GenerateRequest(
+                request_id=key,
+                input_ids=np.zeros(prompt, np.int32),
+                max_new_tokens=90,
+                sampling=SamplingParams(),
+            )
+            self.ended[key] = None
+            try:
+                async for event in lease.generate(request):
+                    if isinstance(event, Chunk):
+                        self.tokens[key] = self.tokens.get(key, 0) + len(event.token_ids)
+            except EngineError as error:
+                self.ended[key] = error
+        return engine_id
+
+    def start(self, key: str, **prompt: int) -> asyncio.Task[str]:
+        return self.nursery.start(key, self.call(key, **prompt))
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels) or 0.0
+
+
+def tokens(count: int) -> Chunk:
+    return Chunk(token_ids=[7] * count, log_probs=[-1.0] * count)
+
+
+async def settle() -> None:
+    """Let everything happen that can happen now."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@in_virtual_time
+async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quarantined() -> None:
+    """A stopped engine sends no error: who waits for it must be told by others."""
+    async with Nursery() as nursery:
+        bench = Bench("a", nursery=nursery)
+        running, queued = bench.start("t1"), bench.start("t2")
+        await settle()
+        bench.engines["a"].say(0, tokens(3))
+        await settle()
+        bench.pool.quarantine("a", EngineError("it does not answer"))
+        await settle()
+        assert running.done()
+        assert queued.done()
+        assert bench.tokens == {"t1": 3}
+        assert "it does not answer" in str(bench.ended["t1"])
+        assert isinstance(bench.ended["t2"], CallLost)
+        assert bench.engines["a"].left == 2  # the streams were closed, so that the engine is told
+        assert asyncio.get_running_loop().time() == 0.0
+
+
+@in_virtual_time
+async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> None:
+    async with Nursery() as nursery:
+        bench = Bench("a", nursery=nursery, max_prefill_tokens=50)
+        first, second = bench.start("t1", prompt=60), bench.start("t2", prompt=60)
+        await settle()
+        assert bench.order == ["t1"]
+        first.cancel()
+        await settle()
+        assert bench.order == ["t1", "t2"]
+        second.cancel()
+        await settle()
+        assert bench.pool.vitals("a").calls == 0
+        assert bench.pool.vitals("a").prefill_tokens == 0
+
+
+@in_virtual_time
+async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
+    """A wave after an update: everybody wants to prefill, the engine is given little at a time."""
+    async with Nursery() as nursery:
+        bench = Bench("a", nursery=nursery, max_prefill_tokens=50)
+        for key in ("t5", "t3", "t9", "t1"):
+            bench.start(key, prompt=40)
+        await settle()
+        assert bench.order == ["t5", "t3"]  # 40 tokens leave room, 80 do not
+        assert "2 calls wait" in (bench.pool.waiting_for() or "")
+        for stream, expected in ((0, ["t1"]), (1, ["t1", "t9"])):
+            bench.engines["a"].say(stream, tokens(1))
+            await settle()
+            assert bench.order[2:] == expected
+        assert bench.pool.waiting_for() is None
+        for stream in range(4):
+            bench.engines["a"].say(stream, END)
+
+
+@in_virtual_time
+async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_comes() -> None:
+    async with Nursery() as nursery:
+        bench = Bench("a", nursery=nursery)
+        bench.pool.hold("a")
+        waits, other = bench.start("t1"), bench.start("t2")
+        await settle()
+        bench.pool.serve("a", 1)  # its turn has come, but it has not run yet
+        waits.cancel()
+        await settle()
+        assert bench.order == ["t2"]
+        assert bench.pool.vitals("a").calls == 1
+        bench.engines["a"].say(0, END)
+        await settle()
+        assert other.result() == "a"
+        assert bench.pool.vitals("a").calls == 0
+
+
+@in_virtual_time
+async def test_one_lost_call_is_no_reason_to_stop_an_engine_but_three_are() -> None:
+    async with Nursery() as nursery:
+        bench = Bench("a", nursery=nursery)
+        for number in range(3):
+            assert bench.pool.state_of("a") is EngineState.SERVING
+            bench.start(f"t{number}")
+            await settle()
+            bench.engines["a"].say(number, CallLost("connection reset"))
+            await settle()
+        assert bench.pool.state_of("a") is EngineState.QUARANTINED
+
+
+@in_virtual_time
+async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
+    async with Nursery() as nursery:
+        bench = Bench("a", nursery=nursery)
+        for _ in range(9):
+            bench.pool.strike("a", EngineError("nan"))
+            await asyncio.sleep(400.0)
+        assert bench.pool.state_of("a") is EngineState.SERVING
+
+
+@pytest.mark.parametrize("cause", ["update", "failover", "evicted"])
+@in_virtual_time
+async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> None:
+    async with Nursery() as nursery:
+        bench = Bench("a", nursery=nursery)
+        bench.start("t1", prompt=10)
+        await settle()
+        bench.engines["a"].say(0, tokens(5), END)
+        await settle()
+        if cause == "update":
+            bench.pool.hold("a")
+            bench.pool.serve("a", 1)
+        if cause == "failover":
+            bench.pool.quarantine("a", EngineError("gone"))
+            bench.pool.rejoin("a")
+            bench.pool.serve("a", 0)
+        bench.start("t1", prompt=25)
+        await settle()
+        finish = Finish(reason="length", version_spans=(), cached_tokens=4)
+        bench.engines["a"].say(1, tokens(1), finish)
+        await settle()
+        # 14 had been fed: the fifth sampled token never was.
+        assert bench.counted("prefilled_again_tokens_total", cause=cause) == 14 - 4
+        kind = "next" if cause == "evicted" else "again"
+        assert bench.counted("first_token_seconds_count", kind=kind) == 1
+
+
+@in_virtual_time
+async def test_nothing_was_prefilled_again_when_the_cache_was_kept() -> None:
+    async with Nursery() as nursery:
+        bench = Bench("a", nursery=nursery)
+        bench.start("t1", prompt=10)
+        await settle()
+        bench.engines["a"].say(0, tokens(5), END)
+        await settle()
+        bench.pool.hold("a")
+        bench.pool.serve("a", 1, keeps_cache=True)
+        bench.start("t1", prompt=15)
+        await settle()
+        assert bench.pool.vitals("a").prefill_tokens == 1
+        bench.engines["a"].say(1, Finish(reason="length", version_spans=(), cached_tokens=14))
+        await settle()
+        assert bench.counted("first_token_seconds_count", kind="again") == 0
+
+
+@in_virtual_time
+async def test_a_full_home_is_gone_back_to_when_it_has_the_prefix() -> None:
+    async with Nursery() as nursery:
+        bench = Bench("a", "b", nursery=nursery, max_prefill_tokens=50)
+        first = bench.start("mine", prompt=40)
+        await settle()
+        bench.engines["a"].say(0, tokens(20), END)
+        await settle()
+        assert first.result() == "a"
+        for key in ("x", "y"):
+            bench.start(key, prompt=60)
+        await settle()
+        assert bench.pool.vitals("a").prefill_tokens == 60
+        again = bench.start("mine", prompt=60)
+        await settle()
+        for engine in bench.engines.values():
+            for stream in range(len(engine.streams)):
+                engine.say(stream, END)
+        await settle()
+        assert again.result() == "a"
+
+
+@in_virtual_time
+async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> None:
+    async with Nursery() as nursery:
+        bench = Bench("a", "b", nursery=nursery)
+        bench.start("t1")
+        await settle()
+        drained = nursery.start("drain", bench.pool.drain("a"))
+        await settle()
+        assert not drained.done()
+        elsewhere = bench.start("t2")
+        await settle()
+        bench.engines["b"].say(0, END)
+        await settle()
+        assert elsewhere.result() == "b"
+        assert not bench.pool.serve("a", 5)  # an update that was under way does not bring it back
+        bench.engines["a"].say(0, tokens(2), END)
+        await settle()
+        assert drained.done()
+        bench.pool.remove("a")
+        assert "a" not in bench.pool
+        assert bench.counted("engine_up", engine="b") == 1
+        assert bench.metrics.registry.get_sample_value("async_rl_engine_up", {"engine": "a"}) is None
+
+
+@in_virtual_time
+async def test_calls_go_on_elsewhere_when_their_engine_is_removed_under_them() -> None:
+    async with Nursery() as nursery:
+        bench = Bench("a", "b", nursery=nursery)
+        bench.start("t1")
+        await settle()
+        bench.engines["a"].say(0, tokens(2))
+        await settle()
+        bench.pool.remove("a")
+        await settle()
+        assert "has left" in str(bench.ended["t1"])
+        assert bench.tokens["t1"] == 2
+        again = bench.start("t1", prompt=12)
+        await settle()
+        bench.engines["b"].say(0, END)
+        await settle()
+        assert again.result() == "b"
+
+
+@in_virtual_time
+async def test_vitals_name_the_call_that_was_overtaken() -> None:
+    async with Nursery() as nursery:
+        bench = Bench("a", nursery=nursery)
+        bench.start("t1")
+        await settle()
+        bench.start("t2")
+        await asyncio.sleep(5.0)
+        assert bench.pool.vitals("a").overtaken_s is None
+        bench.engines["a"].say(1, tokens(1))
+        await asyncio.sleep(2.0)
+        vitals = bench.pool.vitals("a")
+        assert (vitals.overtaken_s, vitals.progress_s, vitals.silent_since_s) == (5.0, 5.0, 5.0)
+        assert vitals.prefill_tokens == 10
+        bench.pool.drop_overtaken_call("a", "lost")
+        await settle()
+        assert isinstance(bench.ended["t1"], CallLost)
+        assert bench.ended["t2"] is None
+        assert bench.pool.state_of("a") is EngineState.SERVING
+        bench.engines["a"].say(1, END)
