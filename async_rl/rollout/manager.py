@@ -20,7 +20,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -39,7 +39,8 @@ from async_rl.errors import (
 )
 from async_rl.loading import load_object
 from async_rl.metrics import Metrics
-from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.queue.journal import Journal, Journalled
+from async_rl.queue.trajectory_queue import LeftGroup, TrajectoryQueue
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.session import RolloutSession
 from async_rl.rollout.slots import Slots
@@ -74,8 +75,13 @@ class RolloutManager:
         metrics: Metrics,
         new_id: Callable[[], str],
         clock: Callable[[], float],
+        journal: Journal | None = None,
+        journalled: Mapping[str, Journalled] | None = None,
     ) -> None:
-        """Load the agent loop and the reward that the config names."""
+        """Load the agent loop and the reward that the config names.
+
+        `journal` is told of what is in flight, `journalled` is what it has of groups that `queue` has left.
+        """
         self._config = config
         self._feeder = feeder
         self._queue = queue
@@ -85,6 +91,9 @@ class RolloutManager:
         self._metrics = metrics
         self._new_id = new_id
         self._clock = clock
+        self._journal = journal
+        self._journalled = dict(journalled or {})
+        self._attempts = {name: n for left in queue.left for name, n in left.attempts.items()}
         self._loops: dict[str, Any] = {}
         self._agent_loop(config.rollout.agent_loop)
         self._reward: RewardFunction = load_object(config.rollout.reward, what="reward")
@@ -98,6 +107,8 @@ class RolloutManager:
     async def run(self) -> None:
         """Dispatch groups until the data is exhausted or the queue admits no more, and see them through."""
         async with Nursery() as groups:
+            for left in self._queue.left:
+                await self._start_left(groups, left)
             while True:
                 if not await self._queue.admit():
                     break
@@ -116,10 +127,26 @@ class RolloutManager:
                     group_id, task.task_id, position, trajectory_ids, self._pool.oldest_version
                 )
                 self.slots.hand_to(trajectory_ids[0])
-                groups.start(f"group {group_id}", self._group(task, group_id, trajectory_ids))
+                seated = asyncio.Event()
+                groups.start(f"group {group_id}", self._group(task, group_id, trajectory_ids, seated))
+                with waiting("slot"):
+                    await seated.wait()  # siblings first: members that wait for a slot make a group old
         self.drained.set()
         self._queue.end_of_data()
         await asyncio.Future()  # the trainer ends the run
+
+    async def _start_left(self, groups: Nursery, left: LeftGroup) -> None:
+        """Go on with a group that an earlier process left in flight; it has been admitted long ago."""
+        unfinished = [name for name in left.trajectory_ids if name not in left.ended]
+        if unfinished:
+            await self.slots.acquire()
+            self.slots.hand_to(unfinished[0])
+        task, seated = self._feeder.task_at(left.position), asyncio.Event()
+        work = self._group(task, left.group_id, list(left.trajectory_ids), seated, left.ended)
+        groups.start(f"group {left.group_id}", work)
+        if unfinished:
+            with waiting("slot"):
+                await seated.wait()
 
     def waiting_for(self) -> str | None:
         """What dispatching waits for, in words."""
@@ -130,31 +157,56 @@ class RolloutManager:
 
     # -- groups ----------------------------------------------------------------------------------------
 
-    async def _group(self, task: Task, group_id: str, trajectory_ids: list[str]) -> None:
+    async def _group(
+        self,
+        task: Task,
+        group_id: str,
+        trajectory_ids: list[str],
+        seated: asyncio.Event,
+        ended: Mapping[str, Trajectory] | None = None,
+    ) -> None:
         with acting("group", group_id):
-            await self._run_group(task, group_id, trajectory_ids)
+            await self._run_group(task, group_id, trajectory_ids, seated, ended or {})
+        self._forget(trajectory_ids)
 
-    async def _run_group(self, task: Task, group_id: str, trajectory_ids: list[str]) -> None:
-        """Run all siblings and hand in those that came to something. The caller's slot is the first one's."""
-        finished: dict[str, Trajectory] = {}
+    async def _run_group(
+        self,
+        task: Task,
+        group_id: str,
+        trajectory_ids: list[str],
+        seated: asyncio.Event,
+        ended: Mapping[str, Trajectory],
+    ) -> None:
+        """Run all siblings that have not ended and hand in those that came to something.
+
+        The caller's slot is the first one's; `seated` is set once each has had one.
+        """
+        unfinished = [name for name in trajectory_ids if name not in ended]
+        unseated = set(unfinished)
+        finished = dict(ended)
         failed: dict[str, str] = {}
 
         async def one(trajectory_id: str, has_slot: bool) -> None:
             with acting("trajectory", trajectory_id):
                 if not has_slot:
                     await self.slots.acquire(trajectory_id)
+                unseated.discard(trajectory_id)
+                if not unseated:
+                    seated.set()
                 try:
                     result = await self._run_trajectory(task, group_id, trajectory_id)
                 finally:
                     self.slots.release(trajectory_id)
             progressed()
-            if isinstance(result, Trajectory):
-                finished[trajectory_id] = result
-            else:
+            if not isinstance(result, Trajectory):
                 failed[trajectory_id] = result
+                return
+            finished[trajectory_id] = result
+            if len(finished) + len(failed) < len(trajectory_ids) and await self._queue.keep(result):
+                self._forget([trajectory_id])
 
         async with waiting("trajectories"), Nursery() as siblings:
-            for index, trajectory_id in enumerate(trajectory_ids):
+            for index, trajectory_id in enumerate(unfinished):
                 siblings.start(f"trajectory {trajectory_id}", one(trajectory_id, index == 0))
         for trajectory_id, reason in failed.items():
             self._queue.drop_trajectories([trajectory_id], reason)
@@ -176,9 +228,12 @@ class RolloutManager:
     async def _run_trajectory(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory | str:
         """Try until it comes to something or `rollout.max_attempts` is reached; else the last reason."""
         reason = ""
-        for attempt in range(1, self._config.rollout.max_attempts + 1):
+        first, last = self._attempts.pop(trajectory_id, 1), self._config.rollout.max_attempts
+        for attempt in range(first, max(first, last) + 1):
+            if attempt > first:
+                self._queue.tried_again(trajectory_id, attempt)
             try:
-                trajectory = await self._attempt(task, group_id, trajectory_id)
+                trajectory = await self._attempt(task, group_id, trajectory_id, attempt)
             except (RolloutError, EngineError, AlignmentError) as error:
                 log.warning(
                     "trajectory %s of task %s, attempt %d: %s", trajectory_id, task.task_id, attempt, error
@@ -192,8 +247,13 @@ class RolloutManager:
                 return trajectory
         return reason
 
-    async def _attempt(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory:
+    async def _attempt(self, task: Task, group_id: str, trajectory_id: str, attempt: int) -> Trajectory:
         rollout = self._config.rollout
+        entry = None
+        if self._journal is not None:
+            left = self._journalled.pop(trajectory_id, None)
+            replay = left if left is not None and left.attempt == attempt else None
+            entry = self._journal.open(trajectory_id, attempt, replay)
         session = RolloutSession(
             task=task,
             trajectory_id=trajectory_id,
@@ -207,6 +267,7 @@ class RolloutManager:
             metrics=self._metrics,
             new_id=self._new_id,
             clock=self._clock,
+            entry=entry,
         )
         name = task.agent_loop or rollout.agent_loop
         loop = self._agent_loop(name)
@@ -272,6 +333,11 @@ class RolloutManager:
             else:
                 raise RewardError(f"reward {name} returned {part} = {number!r}, expected a finite number")
         return parts
+
+    def _forget(self, trajectory_ids: Sequence[str]) -> None:
+        """These are kept elsewhere now, or settled: the journal can do without them."""
+        if self._journal is not None:
+            self._journal.forget(trajectory_ids)
 
     def _agent_loop(self, name: str) -> Any:
         """The agent loop of a dotted path, made once; `run` keeps its state in its own variables."""
