@@ -26,7 +26,7 @@ from typing import Any, Final
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from async_rl import orchestrator
 from async_rl.config import Config, SGLangEngines, parse_config, to_builtins
@@ -37,6 +37,7 @@ from async_rl.engines.sglang import SGLangEngine
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import AsyncRLError, EngineError, EnvironmentNotReady, TrainerError
 from async_rl.loading import load_object
+from async_rl.processes import Process, die_with_parent, kill, this_process
 from async_rl.records import Summary
 from async_rl.report import Progress
 from async_rl.supervision import Nursery
@@ -46,6 +47,9 @@ log = logging.getLogger(__name__)
 
 _STOP_LIMIT_S: Final = 60.0
 """A server that holds a GPU is given time to free it; then its actor is killed, and the server with it."""
+
+_KILL_LIMIT_S: Final = 30.0
+"""A process that holds a GPU can take its time to go, even when it is killed."""
 
 _OBJECT_STORE_BYTES: Final = 256 << 20
 """Of a Ray that we start: batches are files, so the store carries next to nothing."""
@@ -110,14 +114,19 @@ class _RankActor:
     """One trainer rank in a process of its own."""
 
     def __init__(self, log_path: str, cpus: float) -> None:
+        die_with_parent()
         _redirect_output(log_path)
         # Several ranks of OpenMP threads that spin for each other stall a machine of few cores for seconds.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
         self._worker: Any = None
 
-    def address(self) -> tuple[str, int, str]:
-        """A host and free port of this node, and the node's id."""
-        return *_free_address(), ray.get_runtime_context().get_node_id()
+    def process(self) -> Process:
+        """Which process this is."""
+        return this_process(ray.get_runtime_context().get_node_id())
+
+    def address(self) -> tuple[str, int]:
+        """A host and free port of this node."""
+        return _free_address()
 
     def make(
         self, worker: str, config: dict[str, Any], rank: int, world_size: int, init_address: str
@@ -248,6 +257,7 @@ class _EngineActor:
     """Owns one SGLang server process: it dies with this actor."""
 
     def __init__(self, config: dict[str, Any], index: int, log_dir: str, driver_node: str) -> None:
+        die_with_parent()
         parsed = parse_config(config)
         assert isinstance(parsed.engine, SGLangEngines)
         elsewhere = ray.get_runtime_context().get_node_id() != driver_node
@@ -260,6 +270,10 @@ class _EngineActor:
             seed=parsed.run.seed,
             advertise_host=_node_address() if elsewhere else None,
         )
+
+    async def process(self) -> Process:
+        """Which process this is."""
+        return this_process(ray.get_runtime_context().get_node_id())
 
     async def start(self) -> tuple[str, str, str]:
         """Start (again); URL, API key and admin key."""
@@ -291,8 +305,11 @@ class RayCluster(orchestrator.Cluster):
         self._dir = run_dir
         self._logs = run_dir / "logs"
         self._engine_actors: dict[str, Any] = {}
+        self._engine_group: Any = None
         self._engines: dict[str, Engine] = {}
         self._rank_actors: list[Any] = []
+        self._rank_group: Any = None
+        self._processes: dict[Any, Process] = {}  # of the actors
         self._restarted: dict[str, asyncio.Event] = {}
         self._facts = load_facts(config.model.path)
         self.weight_backend = "nccl" if _cuda(config.trainer.device) else "gloo"
@@ -315,24 +332,14 @@ class RayCluster(orchestrator.Cluster):
                 engine_id = f"engine-{index}"
                 self._engines[engine_id] = self._client(engine_id, url, api_key, admin_key, died=None)
         else:
-            gpus = self._config.placement.gpus_per_engine
-            if gpus is None:
-                gpus = float(engine.tp_size) if _cuda(engine.device) else 0.0
-            group = await _reserve(
-                [{"CPU": self._config.placement.cpus_per_engine, "GPU": gpus}] * engine.num_engines,
+            self._engine_group = await _reserve(
+                [{"CPU": self._config.placement.cpus_per_engine, "GPU": self._gpus_per_engine}]
+                * engine.num_engines,
                 self._config.placement.strategy,
                 engine.start_timeout_s,
             )
-            actor_class = ray.remote(_EngineActor)
             for index in range(engine.num_engines):
-                self._engine_actors[f"engine-{index}"] = actor_class.options(
-                    num_cpus=self._config.placement.cpus_per_engine,
-                    num_gpus=gpus,
-                    max_concurrency=8,
-                    scheduling_strategy=_in_group(group, index),
-                ).remote(
-                    to_builtins(self._config), index, str(self._logs), ray.get_runtime_context().get_node_id()
-                )
+                self._engine_actors[f"engine-{index}"] = self._engine_actor(index)
         async with Nursery() as nursery:
             for engine_id in self._engine_actors or self._engines:
                 self._restarted[engine_id] = asyncio.Event()
@@ -346,8 +353,10 @@ class RayCluster(orchestrator.Cluster):
             if isinstance(engine, SimulatedEngine):
                 engine.restart()
             else:
-                if engine_id in self._engine_actors:
-                    await self._engine_actors[engine_id].stop.remote()
+                if engine_id in self._engine_actors and not await self._stop_server(engine_id):
+                    await self._end(self._engine_actors[engine_id])
+                    index = list(self._engine_actors).index(engine_id)
+                    self._engine_actors[engine_id] = self._engine_actor(index)
                 await self._start_engine(engine_id)
         except RayError as error:
             raise EnvironmentNotReady(f"{engine_id} cannot be restarted: {_last_line(error)}") from error
@@ -356,10 +365,10 @@ class RayCluster(orchestrator.Cluster):
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
         """Report servers whose process ends."""
 
-        async def watch(engine_id: str, actor: Any) -> None:
+        async def watch(engine_id: str) -> None:
             while True:
                 try:
-                    last_words = await actor.wait.remote()
+                    last_words = await self._engine_actors[engine_id].wait.remote()
                 except RayError as error:
                     last_words = str(error)
                 self._restarted[engine_id].clear()
@@ -367,36 +376,53 @@ class RayCluster(orchestrator.Cluster):
                 await self._restarted[engine_id].wait()
 
         async with Nursery() as nursery:
-            for engine_id, actor in self._engine_actors.items():
-                nursery.start(f"watch {engine_id}", watch(engine_id, actor))
+            for engine_id in self._engine_actors:
+                nursery.start(f"watch {engine_id}", watch(engine_id))
             await asyncio.Future()
 
     async def start_trainer(self) -> Trainer:
-        """Start all ranks; they meet in `setup`."""
+        """Start all ranks, which meet in `setup`; ranks of an earlier life are killed first."""
+        limit_s = self._config.trainer.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._end(*self._rank_actors)
+                return await self._start_ranks()
+        except RayError as error:
+            raise EnvironmentNotReady(f"the trainer's ranks did not start: {_last_line(error)}") from error
+        except TimeoutError as error:
+            raise EnvironmentNotReady(
+                f"the trainer's ranks did not start within trainer.start_timeout_s = {limit_s}"
+            ) from error
+
+    async def _start_ranks(self) -> Trainer:
         config, placement = self._config, self._config.placement
         gpus = placement.gpus_per_rank
         if gpus is None:
             gpus = 1.0 if _cuda(config.trainer.device) else 0.0
         ranks = config.trainer.num_ranks
-        group = await _reserve(
-            [{"CPU": placement.cpus_per_rank, "GPU": gpus}] * ranks,
-            placement.strategy,
-            config.trainer.start_timeout_s,
-        )
+        if self._rank_group is None:
+            self._rank_group = await _reserve(
+                [{"CPU": placement.cpus_per_rank, "GPU": gpus}] * ranks,
+                placement.strategy,
+                config.trainer.start_timeout_s,
+            )
         actor_class = ray.remote(_RankActor)
         log_paths = [self._logs / f"trainer-{rank}.log" for rank in range(ranks)]
-        self._rank_actors = [
+        actors = self._rank_actors = [
             actor_class.options(
-                num_cpus=placement.cpus_per_rank, num_gpus=gpus, scheduling_strategy=_in_group(group, rank)
+                num_cpus=placement.cpus_per_rank,
+                num_gpus=gpus,
+                scheduling_strategy=_in_group(self._rank_group, rank),
             ).remote(str(log_paths[rank]), placement.cpus_per_rank)
             for rank in range(ranks)
         ]
-        addresses = [await actor.address.remote() for actor in self._rank_actors]
+        for actor in actors:
+            self._processes[actor] = await actor.process.remote()
+        trainer = RayTrainer(actors, [self._processes[actor].host for actor in actors], log_paths, config)
         plain = {**to_builtins(config), "_working_dir": os.getcwd()}
-        host, port, _ = addresses[0]
-        trainer = RayTrainer(self._rank_actors, [node for *_, node in addresses], log_paths, config)
+        host, port = await self.open_port()
         async with Nursery() as nursery:
-            for rank, actor in enumerate(self._rank_actors):
+            for rank, actor in enumerate(actors):
                 nursery.start(
                     f"make trainer rank {rank}",
                     _made(actor, config.trainer.worker, plain, rank, ranks, f"{host}:{port}"),
@@ -405,39 +431,110 @@ class RayCluster(orchestrator.Cluster):
 
     async def open_port(self) -> tuple[str, int]:
         """Where rank 0 of the trainer and an engine can meet: on rank 0's node."""
-        host, port, _ = await self._rank_actors[0].address.remote()
+        limit_s = self._config.weights.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                host, port = await self._rank_actors[0].address.remote()
+        except (RayError, TimeoutError) as error:
+            raise TrainerError(f"trainer rank 0 gave no address within {limit_s} s: {error!r}") from error
         return host, port
 
     async def close(self) -> None:
         """End all servers and ranks."""
-
-        async def stop(engine_id: str, actor: Any) -> None:
-            try:
-                async with asyncio.timeout(_STOP_LIMIT_S):
-                    await actor.stop.remote()
-            except (RayError, TimeoutError) as error:
-                log.warning("engine %s could not be stopped in order: %r", engine_id, error)
-
         for engine in self._engines.values():
             await engine.close()
         async with Nursery() as nursery:
-            for engine_id, actor in self._engine_actors.items():
-                nursery.start(f"stop {engine_id}", stop(engine_id, actor))
-        for actor in (*self._engine_actors.values(), *self._rank_actors):
-            ray.kill(actor)
+            for engine_id in self._engine_actors:
+                nursery.start(f"stop {engine_id}", self._stop_server(engine_id))
+        await self._end(*self._engine_actors.values(), *self._rank_actors)
 
     # -- helpers ---------------------------------------------------------------------------------------
 
-    async def _start_engine(self, engine_id: str) -> None:
-        if engine_id in self._engine_actors:
-            actor = self._engine_actors[engine_id]
+    @property
+    def _gpus_per_engine(self) -> float:
+        engine, gpus = self._config.engine, self._config.placement.gpus_per_engine
+        if gpus is not None:
+            return gpus
+        return float(engine.tp_size) if isinstance(engine, SGLangEngines) and _cuda(engine.device) else 0.0
+
+    def _engine_actor(self, index: int) -> Any:
+        actor_class = ray.remote(_EngineActor)
+        return actor_class.options(
+            num_cpus=self._config.placement.cpus_per_engine,
+            num_gpus=self._gpus_per_engine,
+            max_concurrency=8,
+            scheduling_strategy=_in_group(self._engine_group, index),
+        ).remote(to_builtins(self._config), index, str(self._logs), ray.get_runtime_context().get_node_id())
+
+    async def _stop_server(self, engine_id: str) -> bool:
+        """End a server in order; False when its actor is gone, or does not answer."""
+        try:
+            async with asyncio.timeout(_STOP_LIMIT_S):
+                await self._engine_actors[engine_id].stop.remote()
+        except (RayError, TimeoutError) as error:
+            log.warning("engine %s could not be stopped in order: %r", engine_id, error)
+            return False
+        return True
+
+    async def _end(self, *actors: Any) -> None:
+        """End actors that may be well, dead, stopped or hung, and wait until their processes are gone."""
+        here = ray.get_runtime_context().get_node_id()
+
+        async def end(process: Process) -> None:
+            gone = False
             try:
-                url, api_key, admin_key = await actor.start.remote()
-            except RayTaskError as error:
-                raise _cause(error, EnvironmentNotReady(f"{engine_id} did not start: {error}")) from error
-            if engine_id not in self._engines:  # a restarted server is found where it was
-                self._engines[engine_id] = self._client(engine_id, url, api_key, admin_key, actor.died.remote)
-        await self._engines[engine_id].wait_ready()
+                if process.host == here:
+                    gone = await asyncio.to_thread(kill, process, _KILL_LIMIT_S)
+                else:
+                    there = NodeAffinitySchedulingStrategy(process.host, soft=False)
+                    remote = ray.remote(kill).options(scheduling_strategy=there, num_cpus=0)
+                    async with asyncio.timeout(2 * _KILL_LIMIT_S):
+                        gone = await remote.remote(process, _KILL_LIMIT_S)
+            except (RayError, TimeoutError) as error:
+                log.warning("cannot reach node %s: %r", process.host, error)
+            if not gone:
+                log.warning("process %d of node %s may still run", process.pid, process.host)
+
+        for actor in actors:
+            ray.kill(actor)
+        async with Nursery() as nursery:
+            for actor in actors:
+                process = self._processes.pop(actor, None)
+                if process is not None:
+                    nursery.start(f"kill process {process.pid}", end(process))
+
+    async def _start_engine(self, engine_id: str) -> None:
+        engine = self._engines.get(engine_id)
+        actor = self._engine_actors.get(engine_id)
+        if actor is not None:
+            config = self._config.engine
+            assert isinstance(config, SGLangEngines), "only a real engine is an actor"
+            try:
+                async with asyncio.timeout(config.start_timeout_s):
+                    if actor not in self._processes:
+                        self._processes[actor] = await actor.process.remote()
+                    url, api_key, admin_key = await actor.start.remote()
+            except (RayError, TimeoutError) as error:
+                raise _cause(error, EnvironmentNotReady(f"{engine_id} did not start: {error!r}")) from error
+            if engine is None:
+                engine = self._client(engine_id, url, api_key, admin_key, self._died(engine_id))
+                self._engines[engine_id] = engine
+            elif isinstance(engine, SGLangEngine):
+                engine.move_to(url, api_key, admin_key)
+        assert engine is not None, "an engine is an actor of ours or was given by its URL"
+        await engine.wait_ready()
+
+    def _died(self, engine_id: str) -> Callable[[], Awaitable[str | None]]:
+        """Asks whichever actor the engine has."""
+
+        async def died() -> str | None:
+            try:
+                last_words: str | None = await self._engine_actors[engine_id].died.remote()
+            except RayError as error:
+                return f"its actor is gone: {_last_line(error)}"
+            return last_words
+
+        return died
 
     def _client(
         self,
@@ -500,9 +597,10 @@ async def _made(actor: Any, *arguments: Any) -> None:
         raise _cause(error, failure) from error
 
 
-def _cause(error: RayTaskError, otherwise: AsyncRLError) -> AsyncRLError:
+def _cause(error: Exception, otherwise: AsyncRLError) -> AsyncRLError:
     """Our own error as it was raised in the actor, or one that says what happened there."""
-    return error.cause if isinstance(error.cause, AsyncRLError) else otherwise
+    ours = isinstance(error, RayTaskError) and isinstance(error.cause, AsyncRLError)
+    return error.cause if ours else otherwise  # type: ignore[attr-defined]
 
 
 def _last_line(error: Exception) -> str:
@@ -524,7 +622,7 @@ def _free_address() -> tuple[str, int]:
 def _redirect_output(path: str) -> None:
     """Send everything this process prints to its own log in the run folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)

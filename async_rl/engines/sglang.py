@@ -156,10 +156,7 @@ class SGLangEngine:
         self._died = died
         self._session = session
         self._owns_session = session is None
-        self._url = URL(url)
-        self._headers = {"Content-Type": "application/json"} | _bearer(api_key)
-        self._streams = StreamClient(str(self._url / "generate"), self._headers)
-        self._admin_headers = {"Content-Type": "application/json"} | _bearer(admin_key or api_key)
+        self.move_to(url, api_key, admin_key)
         self._context_length = facts.context_length
         self._running = 0
         self._idle = asyncio.Event()
@@ -169,6 +166,13 @@ class SGLangEngine:
         self._resumed_s = -math.inf
         self.num_short_chunks = 0
         """Chunks whose tokens and log-probs differed in number and were cut to the shorter."""
+
+    def move_to(self, url: str, api_key: str | None, admin_key: str | None) -> None:
+        """The server is at another address now; connections to the old one end with their calls."""
+        self._url = URL(url)
+        self._headers = {"Content-Type": "application/json"} | _bearer(api_key)
+        self._streams = StreamClient(str(self._url / "generate"), self._headers)
+        self._admin_headers = {"Content-Type": "application/json"} | _bearer(admin_key or api_key)
 
     @property
     def engine_id(self) -> str:

@@ -17,7 +17,7 @@ from async_rl.errors import EngineError, TrainerError
 from async_rl.training import StepResult, Trainer, TrainerState
 from async_rl.types import TrainBatch
 
-_FIGURES = (
+FIGURES = (
     "loss",
     "ppo_kl",
     "clip_fraction",
@@ -66,7 +66,7 @@ class CheckingTrainer:
         self.batches.append(batch)
         self.step = step
         trained = int(batch.loss_mask.sum())
-        zeros = dict.fromkeys(_FIGURES, 0.0)
+        zeros = dict.fromkeys(FIGURES, 0.0)
         rows = 0 if batch.routing_valid is None else batch.num_tokens - batch.num_trajectories
         return StepResult(
             step=step,

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS = (
     "types errors yaml12",
-    "config routing staleness codec waits supervision threads loading chat records engines.protocol training",
+    "config routing staleness codec waits processes supervision threads loading chat records "
+    "engines.protocol training",
     "metrics report engines queue weights",
     "rollout",
     "orchestrator",

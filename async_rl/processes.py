@@ -1,0 +1,64 @@
+"""Ending a process for good, whatever state it is in; Linux, no Ray."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+_PR_SET_PDEATHSIG: Final = 1
+"""Of prctl(2)."""
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process of some host, told from a later one with the same number."""
+
+    host: str
+    """Name of the host or node, in the words of whoever asks."""
+    pid: int
+    started: str
+    """Clock ticks after boot, as /proc has them."""
+
+
+def this_process(host: str) -> Process:
+    """The process that calls."""
+    return Process(host, os.getpid(), _started(os.getpid()))
+
+
+def kill(process: Process, limit_s: float) -> bool:
+    """Kill a process of this host and wait until it is gone; also one that is stopped, hung or gone already.
+
+    Returns:
+        False when it is still there after `limit_s`, as in a driver's uninterruptible wait.
+    """
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if _started(process.pid) != process.started:
+            return True
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        return bool(select.select([descriptor], [], [], limit_s)[0])
+    except (ProcessLookupError, FileNotFoundError):
+        return True  # it went by itself meanwhile
+    finally:
+        os.close(descriptor)
+
+
+def die_with_parent() -> None:
+    """Be killed when the process that started this one dies: who is stopped or hung would not notice.
+
+    It is about the thread that started this process, so it is of use where that is a main thread.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _started(pid: int) -> str:
+    # After the name in parentheses, which may hold anything, from the third field of proc(5) on.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -1,0 +1,44 @@
+"""Trainer ranks that are killed or stopped for real, under Ray; engines are simulated, models left out."""
+
+import asyncio
+import json
+
+import psutil
+import pytest
+
+from async_rl import placement
+from async_rl.queue.ledger import Ledger
+from tests.simulation.test_loop import assert_conserved, make_config
+from tests.support.mortal_rank import PLAN
+
+pytestmark = [pytest.mark.ray]
+
+
+async def test_ranks_come_back_when_one_is_killed_and_one_hangs(calculator, tmp_path, monkeypatch, caplog):
+    plan = tmp_path / "deaths.json"
+    plan.write_text(json.dumps([(1, 3, "SIGKILL"), (0, 5, "SIGSTOP")]))
+    monkeypatch.setenv(PLAN, str(plan))
+    worker = "tests.support.mortal_rank:MortalRank"
+    config = make_config(
+        calculator,
+        tmp_path,
+        f"trainer.worker={worker}",
+        "trainer.num_ranks=2",
+        "trainer.step_timeout_s=2",
+    )
+    run_dir = tmp_path / "sim"
+    for name in ("checkpoints", "logs"):
+        (run_dir / name).mkdir(parents=True)
+    summary = await placement.run(config, run_dir, asyncio.Event())
+    assert sorted(path.name for path in tmp_path.glob("*-SIG*")) == ["0-5-SIGSTOP", "1-3-SIGKILL"]
+    assert "trainer rank 1 died during train_step; its last words are in" in caplog.text
+    assert str(run_dir / "logs" / "trainer-1.log") in caplog.text
+    assert "the trainer took more than 2.0 s for train_step" in caplog.text
+    assert summary.weight_versions == 6
+    assert summary.trajectories.trained == 6 * 16
+    assert_conserved(summary)
+    left = [p for p in psutil.process_iter(["name"]) if "_RankActor" in p.info["name"]]
+    assert left == []  # the stopped one is gone too
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    assert ledger.audit().holds
+    ledger.close()

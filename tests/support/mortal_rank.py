@@ -1,0 +1,55 @@
+"""A trainer rank without a model: it looks at its batches, and dies or stops where it is told."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from async_rl.codec import read_frame
+from async_rl.training import StepResult, TrainerState
+from async_rl.types import TrainBatch
+from tests.support.local_cluster import FIGURES
+
+PLAN = "ASYNC_RL_TEST_DEATHS"
+"""Environment variable: a JSON file of [rank, step, signal name] that each happen once."""
+
+
+class MortalRank:
+    """See `async_rl.training.TrainerRank`."""
+
+    def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
+        self._rank = rank
+        self._step = 0
+
+    def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        assert checkpoint_dir is not None
+        latest = Path(checkpoint_dir) / "latest.json"
+        self._step = json.loads(latest.read_text()) if latest.exists() else 0
+        return TrainerState(step=self._step)
+
+    def train_step(self, batch_path: str, step: int) -> StepResult:
+        batch = read_frame(batch_path, TrainBatch)
+        assert batch.trainer_version == self._step == step - 1
+        self._meet_fate(step)
+        self._step = step
+        counts = {"tokens": batch.num_tokens, "trained_tokens": int(batch.loss_mask.sum())}
+        rows = {"routing_rows": 0, "routing_rows_invalid": 0, "step_s": 0.0}
+        return StepResult(step=step, metrics=dict.fromkeys(FIGURES, 0.0) | counts | rows)
+
+    def _meet_fate(self, step: int) -> None:
+        plan = Path(os.environ[PLAN])
+        for death in json.loads(plan.read_text()):
+            once = plan.with_name("-".join(map(str, death)))
+            if death[:2] == [self._rank, step] and not once.exists():
+                once.touch()
+                os.kill(os.getpid(), getattr(signal, death[2]))
+
+    def publish(self, directory: str, weight_version: int) -> None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+
+    def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        if self._rank == 0:
+            (Path(directory) / "latest.json").write_text(json.dumps(self._step))
+
+    def close(self) -> None: ...
