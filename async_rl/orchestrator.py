@@ -188,8 +188,6 @@ class Orchestrator:
     def health(self) -> dict[str, Any]:
         """For `/health`: how the run is and what it waits for."""
         waits = [self._pool.waiting_for()]
-        if self._queue is not None:
-            waits.append(self._queue.waiting_for())
         return {
             "status": "ok",
             "phase": self._phase,
@@ -493,7 +491,7 @@ class Orchestrator:
             m.trajectories_queued.set(counts.queued)
             m.queue_bytes.set(counts.bytes)
             if progress is not None:
-                waits = (self._pool.waiting_for(), queue.waiting_for())
+                waits = (self._pool.waiting_for(),)
                 progress.flow(
                     in_flight=counts.in_flight,
                     queued=counts.queued,

@@ -220,6 +220,10 @@ class Backlog:
         groups = chain.from_iterable(self._ready[deadline] for deadline in usable)
         return list(islice(groups, self.groups_per_batch))
 
+    def in_flight(self, due: int | None = None) -> list[str]:
+        """The groups in flight; those only whose deadline is no later than `due`, where that is given."""
+        return [group for group, deadline in self._in_flight.items() if due is None or deadline <= due]
+
     def awaited(self, version: int) -> int:
         """How many groups in flight must finish at this version, because their deadline is it."""
         return self._in_flight_counts.get(version, 0)

@@ -33,6 +33,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from async_rl.diagnosis import QueueView
 from async_rl.engines.protocol import EngineFacts
 from async_rl.errors import InvariantError, SpoolFull
 from async_rl.metrics import Metrics
@@ -42,6 +43,7 @@ from async_rl.queue.packing import Packer, StoredGroup, TakenBatch, age_counts_f
 from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.staleness import Backlog, Overage
 from async_rl.types import Group
+from async_rl.waits import Awaited, waiting
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +168,6 @@ class TrajectoryQueue:
         self._largest = 0
         self._drift = LengthDrift()
         self._stopped = self._ended = False
-        self._waits: list[str] = []
         self._changed = asyncio.Event()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="trajectory-queue")
         self._metrics = metrics
@@ -220,7 +221,7 @@ class TrajectoryQueue:
             if self._may_admit():
                 self._observe("admission", begin)
                 return True
-            await self._change("admit")
+            await self._change("admission", self._why_admit)
         return False
 
     @property
@@ -287,7 +288,7 @@ class TrajectoryQueue:
             except SpoolFull:
                 if not (self._packing or self._taken or self._backlog.select(self._next)):
                     raise
-                await self._change("put")
+                await self._change("room", self._why_put)
         known = record.weight_version
         oldest, counts_from = group.oldest_weight_version, age_counts_from(group, self._backlog.overage)
         try:
@@ -380,7 +381,7 @@ class TrajectoryQueue:
             elif self._ended and not self._backlog.num_in_flight:
                 return None
             else:
-                await self._change("take")
+                await self._change("batch", self._why_take)
         return None
 
     def settle(self, batch: TakenBatch, step: int) -> None:
@@ -442,10 +443,15 @@ class TrajectoryQueue:
             bytes=self._spool.used_bytes,
         )
 
-    def waiting_for(self) -> str | None:
-        """What those who wait in the queue wait for, in words; None when nobody does."""
-        sentences = {"admit": self._why_admit, "put": self._why_put, "take": self._why_take}
-        return "; ".join(sentences[call]() for call in dict.fromkeys(self._waits)) or None
+    def view(self) -> QueueView:
+        """For a diagnosis: which groups the next batch waits for."""
+        return QueueView(
+            num_ready=self._backlog.num_ready,
+            groups_per_batch=self._backlog.groups_per_batch,
+            in_flight=tuple(self._backlog.in_flight()),
+            due=tuple(self._backlog.in_flight(due=self._next)),
+            admits=self.admits,
+        )
 
     def close(self) -> None:
         """Stop, write what is not written yet, and close the ledger."""
@@ -472,25 +478,25 @@ class TrajectoryQueue:
         backlog = self._backlog
         if not backlog.may_admit(lag=self._next - self._served):
             return (
-                f"admit: {backlog.outstanding} groups are outstanding, all that a batch of "
+                f"{backlog.outstanding} groups are outstanding, all that a batch of "
                 f"{backlog.groups_per_batch} and a staleness of {backlog.max_staleness} allow while engines "
                 f"serve version {self._served}"
             )
-        return f"admit: the spool holds {self._spool.used_bytes} of {self._spool.max_bytes} bytes"
+        return f"the spool holds {self._spool.used_bytes} of {self._spool.max_bytes} bytes"
 
     def _why_put(self) -> str:
-        return f"put: a step that frees some of {self._spool.used_bytes} bytes in the spool"
+        return f"a step must free some of {self._spool.used_bytes} bytes in the spool"
 
     def _why_take(self) -> str:
         backlog = self._backlog
         if backlog.num_ready < backlog.groups_per_batch:
             return (
-                f"take: {backlog.num_ready} of {backlog.groups_per_batch} groups are ready, "
+                f"{backlog.num_ready} of {backlog.groups_per_batch} groups are ready, "
                 f"{backlog.num_in_flight} in flight"
             )
         due = backlog.awaited(self._next)
         return (
-            f"take: {due or 'some'} of {backlog.num_in_flight} groups in flight must go before the "
+            f"{due or 'some'} of {backlog.num_in_flight} groups in flight must go before the "
             f"{backlog.num_ready} ready ones, or they would grow older than {backlog.max_staleness}"
         )
 
@@ -549,7 +555,8 @@ class TrajectoryQueue:
         cancelled = None
         while not future.done():
             try:
-                await asyncio.wait([future])
+                with waiting("disk"):
+                    await asyncio.wait([future])
             except asyncio.CancelledError as error:
                 cancelled = error
         try:
@@ -623,10 +630,7 @@ class TrajectoryQueue:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _change(self, call: str) -> None:
+    async def _change(self, on: Awaited, why: Callable[[], str]) -> None:
         """Wait until something has changed."""
-        self._waits.append(call)
-        try:
+        with waiting(on, why=why):
             await self._changed.wait()
-        finally:
-            self._waits.remove(call)

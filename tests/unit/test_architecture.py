@@ -14,7 +14,7 @@ LAYERS = (
     "types errors yaml12",
     "config routing staleness codec waits processes supervision threads loading chat records "
     "engines.protocol training",
-    "metrics report engines queue weights",
+    "metrics report diagnosis engines queue weights",
     "rollout",
     "orchestrator",
     "placement simulation",

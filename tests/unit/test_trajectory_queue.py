@@ -22,6 +22,7 @@ from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.supervision import Nursery
 from async_rl.types import Group, TrainBatch
+from async_rl.waits import Waits, acting
 from tests.support.trajectories import FACTS, make_group, make_trajectory
 
 
@@ -85,6 +86,14 @@ async def held(
         go.set()
 
 
+@asynccontextmanager
+async def named_waits() -> AsyncIterator[Callable[[], dict[str, str | None]]]:
+    """What is waited for in the block, and what that says of itself."""
+    waits = Waits()
+    with acting("test", waits=waits):
+        yield lambda: {wait.on: wait.why for wait in waits.open_waits()}
+
+
 async def settled() -> None:
     """Let everybody run until all wait."""
     for _ in range(20):
@@ -133,12 +142,12 @@ async def test_a_batch_cannot_be_settled_twice(run: Run) -> None:
 
 async def test_admission_opens_when_engines_serve_the_next_version_and_not_before(run: Run) -> None:
     await run.ready("a", "b", "c", "d")
-    async with Nursery() as nursery:
+    async with named_waits() as waited, Nursery() as nursery:
         admitted = nursery.start("feeder", run.queue.admit())
         await settled()
         assert not admitted.done()
-        assert run.queue.waiting_for() == (
-            "admit: 4 groups are outstanding, all that a batch of 2 and a staleness of 1 allow while engines "
+        assert waited()["admission"] == (
+            "4 groups are outstanding, all that a batch of 2 and a staleness of 1 allow while engines "
             "serve version 0"
         )
         batch = await run.take(0)
@@ -147,7 +156,7 @@ async def test_admission_opens_when_engines_serve_the_next_version_and_not_befor
         assert not admitted.done()
         run.queue.advance(1)
         assert await admitted
-    assert run.queue.waiting_for() is None
+        assert waited() == {}
 
 
 async def test_a_slot_is_free_when_a_group_was_dropped(run: Run) -> None:
@@ -167,10 +176,10 @@ async def test_a_slot_is_free_when_a_group_was_dropped(run: Run) -> None:
 async def test_admission_closes_when_the_spool_could_not_hold_another_group(tmp_path: Path) -> None:
     run = Run(tmp_path, max_bytes=384 << 10, max_staleness=5)
     await run.ready("a", "b", tokens=6000)  # slabs of 160 kB each
-    async with Nursery() as nursery:
+    async with named_waits() as waited, Nursery() as nursery:
         admitted = nursery.start("feeder", run.queue.admit())
         await settled()
-        assert run.queue.waiting_for() == f"admit: the spool holds {run.spool.used_bytes} of 393216 bytes"
+        assert waited() == {"admission": f"the spool holds {run.spool.used_bytes} of 393216 bytes"}
         run.queue.settle(await run.take(), 1)
         run.queue.advance(1)
         assert await admitted
@@ -181,14 +190,11 @@ async def test_put_waits_for_a_step_when_the_spool_is_full(tmp_path: Path) -> No
     run = Run(tmp_path, max_bytes=384 << 10, max_staleness=5)
     await run.ready("a", "b", tokens=6000)
     run.dispatch("c")
-    async with Nursery() as nursery:
+    async with named_waits() as waited, Nursery() as nursery:
         put = nursery.start("put", run.queue.put(make_group("c", tokens=6000)))
         batch = await run.take()
-        await until(lambda: run.queue.waiting_for() is not None)
-        assert (
-            run.queue.waiting_for()
-            == f"put: a step that frees some of {run.spool.used_bytes} bytes in the spool"
-        )
+        await until(lambda: "room" in waited())
+        assert waited()["room"] == f"a step must free some of {run.spool.used_bytes} bytes in the spool"
         assert run.queue.statistics().groups_in_flight == 1
         run.queue.settle(batch, 1)
         await put
@@ -214,12 +220,13 @@ async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Pa
     run.queue.settle(await run.take(0), 1)
     run.queue.advance(1)
     await run.ready("c", "d", version=1)
-    async with Nursery() as nursery:
+    async with named_waits() as waited, Nursery() as nursery:
         taking = nursery.start("trainer", run.queue.take(1))
         await settled()
-        assert run.queue.waiting_for() == (
-            "take: 1 of 1 groups in flight must go before the 2 ready ones, or they would grow older than 1"
+        assert waited()["batch"] == (
+            "1 of 1 groups in flight must go before the 2 ready ones, or they would grow older than 1"
         )
+        assert run.queue.view().due == ("old",)
         await run.queue.put(make_group("old", version=0))
         batch = await taking
     assert batch is not None
@@ -474,11 +481,11 @@ async def test_a_trajectory_that_sampled_nothing_has_no_age(run: Run) -> None:
 async def test_nobody_waits_any_more_when_the_queue_is_stopped(run: Run) -> None:
     for name in "abcd":
         run.dispatch(name)
-    async with Nursery() as nursery:
+    async with named_waits() as waited, Nursery() as nursery:
         admitted = nursery.start("feeder", run.queue.admit())
         taken = nursery.start("trainer", run.queue.take(0))
         await settled()
-        assert run.queue.waiting_for() is not None
+        assert waited().keys() == {"admission", "batch"}
         run.queue.stop()
     assert (admitted.result(), taken.result()) == (False, None)
     await run.queue.put(make_group("a"))  # what is in flight is kept
