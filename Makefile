@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check bench monitor docs
+.PHONY: help setup quickstart test check bench simulate monitor docs
 BIN := .venv/bin
 
 help:  ## List the targets.
@@ -20,6 +20,12 @@ check: setup  ## Formatting, lint and types.
 
 bench: setup  ## Run every benchmark, briefly.
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file --quick; done
+
+SEEDS ?= 2000
+SEED_START ?= 0
+
+simulate: setup  ## Run SEEDS=2000 seeds of the simulation from SEED_START=0 on; one seed is told in detail.
+	@$(BIN)/python -m async_rl.simulation --seeds $(SEEDS) --start $(SEED_START)
 
 monitor:  ## Start Prometheus and Grafana (Docker) on this machine; see monitoring/README.md.
 	docker compose -f monitoring/docker-compose.yml up

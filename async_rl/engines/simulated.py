@@ -114,6 +114,7 @@ class _Call:
         self.has_slot = False
         self.aborted = False
         self.dead = False
+        self.finish: Finish | None = None
         self.changed = asyncio.Event()
 
     @property
@@ -240,13 +241,7 @@ class SimulatedEngine:
         try:
             async for chunk in self._decode(call):
                 yield chunk
-            reason = self._reason(call)
-            finish = Finish(
-                reason=reason,
-                version_spans=_spans(call.sampled_versions),
-                routing=self._payload(call),
-                cached_tokens=call.cached_tokens,
-            )
+            finish = self._end(call)
         finally:
             self._leave(call)
         yield finish
@@ -263,8 +258,23 @@ class SimulatedEngine:
                     if call.aborted:
                         return
                     continue
-                for chunk in await self._deliver(call, self._sample(call)):
+                chunks = await self._deliver(call, self._sample(call))
+                if self._is_over(call):
+                    self._end(call)  # not when the last chunk has been fetched: an update may come before
+                for chunk in chunks:
                     yield chunk
+
+    def _end(self, call: _Call) -> Finish:
+        """The call is over; it leaves its slot with what is known now."""
+        if call.finish is None:
+            call.finish = Finish(
+                reason=self._reason(call),
+                version_spans=_spans(call.sampled_versions),
+                routing=self._payload(call),
+                cached_tokens=call.cached_tokens,
+            )
+            self._leave(call)
+        return call.finish
 
     async def _deliver(self, call: _Call, chunk: Chunk) -> tuple[Chunk, ...]:
         """What becomes of a chunk on its way, once the call's fault is due."""
@@ -373,8 +383,8 @@ class SimulatedEngine:
 
     def _leave(self, call: _Call) -> None:
         """The call has ended, however it did; what it fed stays in the prefix cache."""
-        if call.dead:
-            return  # with the process, and all that it knew of the call
+        if call not in self._calls:
+            return  # it has left before, or died with the process
         if call.has_slot:
             self._running.remove(call)
             for number, key in enumerate(_page_hashes(call.tokens[: len(call.row_versions)])):

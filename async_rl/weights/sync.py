@@ -128,6 +128,8 @@ class WeightSync:
         """
         async with self._lock:
             self._version = version
+            for left in sorted(self._directory.glob("version_*")):  # by an earlier life of the run
+                await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
             if initial_path is not None:
                 self._published[version] = initial_path
             else:

@@ -1,0 +1,137 @@
+"""Runs seeds on all cores and says what happened: `make simulate SEEDS=2000 SEED_START=0`.
+
+A single seed is told in detail: its config, its last events, what every life ended with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from async_rl.config import changed_fields
+from async_rl.simulation.scenario import draw
+from async_rl.simulation.simulate import Outcome, simulate
+
+_MEMORY: Final = Path("/dev/shm")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code: 1 when a seed has failed."""
+    parser = argparse.ArgumentParser(prog="python -m async_rl.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2000, help="how many")
+    parser.add_argument("--start", type=int, default=0, help="the first one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    options = parser.parse_args(arguments)
+    seeds = range(options.start, options.start + options.seeds)
+    if len(seeds) == 1:
+        outcome = run_seed(seeds[0])
+        _tell(outcome)
+        return int(bool(outcome.violations))
+    begin_s = time.perf_counter()
+    outcomes: list[Outcome] = []
+    failed: list[Outcome] = []
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for outcome in pool.map(run_seed, seeds, chunksize=4):
+            outcomes.append(outcome)
+            if outcome.violations:
+                failed.append(outcome)
+                print(f"\nseed {outcome.seed}: {outcome.violations[0][:400]}")
+            _show_progress(len(outcomes), len(seeds), len(failed), time.perf_counter() - begin_s)
+    print()
+    print("\n".join(summary(outcomes, time.perf_counter() - begin_s)))
+    for outcome in failed:
+        print(f"seed {outcome.seed} failed; replay it: make simulate SEED_START={outcome.seed} SEEDS=1")
+    return int(bool(failed))
+
+
+def run_seed(seed: int) -> Outcome:
+    """Simulate in a folder of its own, in memory where there is such a place."""
+    memory = _MEMORY if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="async_rl_simulation_", dir=memory) as folder:
+        try:
+            return simulate(seed, Path(folder))
+        except Exception:  # of the simulation itself; one seed must not end the others
+            return _broken(seed, traceback.format_exc())
+
+
+def summary(outcomes: Sequence[Outcome], real_s: float) -> list[str]:
+    """A table of what was done to the runs and what became of them."""
+    lives = Counter(kind for outcome in outcomes for kind in map(_kind_of_end, outcome.lives))
+    faults = Counter[str]()
+    hit = Counter[str]()
+    for outcome in outcomes:
+        faults.update(outcome.faults)
+        hit.update(outcome.faults.keys())
+    steps = sum(outcome.steps for outcome in outcomes)
+    lines = [
+        f"{len(outcomes)} seeds in {real_s:.0f} s: {sum(1 for o in outcomes if o.violations)} failed; "
+        f"{steps:,} callbacks, {sum(o.tokens for o in outcomes):,} tokens, "
+        f"{sum(o.virtual_s for o in outcomes) / 3600:.1f} virtual hours",
+        "",
+        f"{'fault':<24}{'happened':>10}{'in seeds':>10}",
+        *(f"{kind:<24}{number:>10}{hit[kind]:>10}" for kind, number in sorted(faults.items())),
+        "",
+        f"{'a life of the driver ended':<48}{'times':>8}",
+        *(f"{kind:<48}{number:>8}" for kind, number in lives.most_common()),
+    ]
+    return lines
+
+
+def _kind_of_end(life: str) -> str:
+    """`failed: WeightSyncError: no engine ...` is a `failed: WeightSyncError`."""
+    return ":".join(re.split(": ", life)[:2]) if life.startswith("failed") else life
+
+
+def _tell(outcome: Outcome) -> None:
+    for key, value in _settings(outcome.seed):
+        print(f"{key} = {value}")
+    print(f"\nthe last events\n{os.linesep.join(outcome.events)}\n")
+    for number, life in enumerate(outcome.lives):
+        print(f"life {number}: {life}")
+    print(f"faults: {outcome.faults}")
+    print(f"{outcome.steps} callbacks, {outcome.virtual_s:.1f} virtual seconds, trace {outcome.trace}")
+    for violation in outcome.violations:
+        print(f"VIOLATION {violation}")
+
+
+def _settings(seed: int) -> Iterable[tuple[str, object]]:
+    scenario = draw(seed)
+    yield from changed_fields(scenario.config).items()
+    yield "speeds", scenario.speeds
+    yield "deaths", scenario.deaths
+    yield "injections", [(i.step, i.kind, i.engine) for i in scenario.injections]
+
+
+def _show_progress(done: int, total: int, failed: int, real_s: float) -> None:
+    if sys.stdout.isatty() or done == total or done % 100 == 0:
+        end = "\r" if sys.stdout.isatty() else "\n"
+        print(f"{done} of {total} seeds, {failed} failed, {real_s:.0f} s", end=end, flush=True)
+
+
+def _broken(seed: int, what: str) -> Outcome:
+    return Outcome(
+        seed=seed,
+        violations=(f"the simulation broke: {what}",),
+        lives=(),
+        faults={},
+        steps=0,
+        tokens=0,
+        virtual_s=0.0,
+        real_s=0.0,
+        trace="",
+        events=(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

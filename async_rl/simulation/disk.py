@@ -1,0 +1,88 @@
+"""The operating system's side of a run's folder: it fills up, and the driver can die in any operation on it.
+
+While it is mounted, calls that take room on the disk (of SQLite, the spool and the journal) go through here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Disk:
+    """Room that can run out, and a count of operations.
+
+    Example:
+        >>> disk = Disk()
+        >>> with disk.mounted():
+        ...     disk.full = True
+    """
+
+    def __init__(self) -> None:
+        self.full = False
+        self.operations = 0
+        self.die_at: int | None = None
+        """The operation in which the driver dies."""
+        self.die: Callable[[], None] = lambda: None
+        """Called then, with the operation half done."""
+
+    @contextmanager
+    def mounted(self) -> Iterator[None]:
+        """Stand between the program and the disk. One at a time in a process."""
+        fallocate, write, connect = os.posix_fallocate, os.write, sqlite3.connect
+
+        def faulty_fallocate(file: int, offset: int, length: int) -> None:
+            self._take_room()
+            fallocate(file, offset, length)
+
+        def faulty_write(file: int, data: Any) -> int:
+            if self._dies():
+                half = write(file, memoryview(data)[: len(data) // 2])
+                self.die()
+                return half
+            self._refuse_if_full()
+            return write(file, data)
+
+        disk = self
+
+        class Connection(sqlite3.Connection):
+            """Says what SQLite says when a write finds no room."""
+
+            def execute(self, statement: str, values: Any = (), /) -> sqlite3.Cursor:
+                if statement.startswith(_WRITES):
+                    if disk._dies():
+                        disk.die()
+                    if disk.full:
+                        raise sqlite3.OperationalError("database or disk is full")
+                return super().execute(statement, values)
+
+        def faulty_connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
+            connection: sqlite3.Connection = connect(*arguments, **{"factory": Connection, **options})
+            return connection
+
+        os.posix_fallocate, os.write = faulty_fallocate, faulty_write
+        sqlite3.connect = faulty_connect  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            os.posix_fallocate, os.write, sqlite3.connect = fallocate, write, connect
+
+    def _take_room(self) -> None:
+        if self._dies():
+            self.die()
+        self._refuse_if_full()
+
+    def _refuse_if_full(self) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _dies(self) -> bool:
+        self.operations += 1
+        return self.operations == self.die_at
+
+
+_WRITES = ("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT")

@@ -1,0 +1,333 @@
+"""Simulated engines with the faults of real ones, behind a network that delays and loses connections.
+
+The network is the client's side of a call: what the engine sends arrives later, or the connection ends though
+the engine lives. An engine that is frozen keeps its connections and says nothing until it thaws or is
+restarted, as a stopped process does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Final, get_args
+
+import msgspec
+
+from async_rl.config import SimulatedEngines
+from async_rl.engines.protocol import (
+    Chunk,
+    DistributedUpdate,
+    Engine,
+    EngineHealth,
+    Finish,
+    GenerateRequest,
+    GroupInvite,
+    InterruptMode,
+    WeightUpdate,
+)
+from async_rl.engines.simulated import Fault, SimulatedEngine, _Call
+from async_rl.errors import EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
+from async_rl.simulation.scenario import (
+    ENGINE_FAULTS,
+    FACTS,
+    CallFault,
+    EngineFault,
+    Injection,
+    Scenario,
+    UpdateFault,
+)
+from async_rl.simulation.trainer import Broadcasts, SimulatedTrainer
+from async_rl.simulation.witness import Witness
+from async_rl.training import Trainer
+
+_AT_ONCE: Final = frozenset(get_args(EngineFault))
+
+_CONTROL_S: Final = 2.0
+"""A control request without an answer for so long is given up."""
+
+
+class FaultyEngine(SimulatedEngine):
+    """See the module."""
+
+    def __init__(
+        self, index: int, scenario: Scenario, witness: Witness, broadcasts: Broadcasts, life: int
+    ) -> None:
+        """Start idle, at version 0.
+
+        Args:
+            index: Number among the engines.
+            scenario: Speeds and sizes.
+            witness: Who hears everything that is said.
+            broadcasts: Where the trainer sends weights.
+            life: Number of the driver's life, which draws other delays.
+        """
+        config = scenario.config.engine
+        assert isinstance(config, SimulatedEngines)
+        super().__init__(
+            f"engine-{index}",
+            config,
+            seed=scenario.seed + index,
+            facts=FACTS,
+            update_s=scenario.speeds.update_s,
+        )
+        self._speed = config
+        self._model_path = scenario.config.model.path
+        self._witness = witness
+        self._broadcasts = broadcasts
+        self._latency_s = scenario.speeds.latency_s
+        self._delays = random.Random(f"network {scenario.seed} {life} {index}")
+        self._call_faults: list[CallFault] = []
+        self._update_faults_to_come: list[UpdateFault] = []
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self._streams = 0
+        self._no_streams = asyncio.Event()
+        self._no_streams.set()
+        self._attested: int | None = None
+        self.failing_restarts = 0
+
+    @property
+    def weight_version(self) -> int:
+        """What it really serves."""
+        return self._version
+
+    @property
+    def num_streams(self) -> int:
+        """Calls that the driver has open."""
+        return self._streams
+
+    # -- faults -------------------------------------------------------------------------------------------
+
+    def inject(self, injection: Injection) -> None:
+        """Let something go wrong, now or in the next call or update."""
+        kind = injection.kind
+        if kind in ("die", "die_unseen"):
+            self.die()
+        elif kind == "freeze":
+            self._thawed.clear()
+            asyncio.get_running_loop().call_later(20 * injection.amount, self._thawed.set)
+        elif kind == "slow":
+            self._config = msgspec.structs.replace(
+                self._speed, decode_step_s=self._speed.decode_step_s * 20 + 0.05
+            )
+            asyncio.get_running_loop().call_later(10 * injection.amount, self._speed_up)
+        elif kind == "fail_restarts":
+            self.failing_restarts += 1 + int(3 * injection.amount)
+        elif kind == "die_in_call":
+            self.faults.append(Fault("die", after_tokens=int(8 * injection.amount)))
+        elif kind in ("hang", "wrong_rows", "nan", "lose", "repeat"):
+            self.faults.append(Fault(kind, after_tokens=int(8 * injection.amount)))
+        elif kind == "disconnect":
+            self._call_faults.append(kind)
+        elif kind in ("refuse_flush", "partial_update"):
+            self.faults.append(Fault(kind))
+        elif kind in ("late_error", "no_op_update", "hang_update", "die_in_update"):
+            self._update_faults_to_come.append(kind)
+        else:
+            raise ValueError(f"{kind} is nothing that an engine does")
+
+    def restart(self) -> None:
+        """See `SimulatedEngine.restart`."""
+        super().restart()
+        self._thawed.set()
+        self._attested = None
+
+    def _speed_up(self) -> None:
+        self._config = self._speed
+
+    # -- calls --------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
+        """See `Engine.generate`."""
+        self._witness.call_begins(self._engine_id, request, self._version, self._attested)
+        self._streams += 1
+        self._no_streams.clear()
+        breaks_after = self._delays.randrange(1, 9) if self._call_faults else 0
+        if breaks_after:
+            self._witness.met(self._call_faults.pop())
+        chunks: list[Chunk] = []
+        finish: Finish | None = None
+        failed = False
+        try:
+            async with aclosing(super().generate(request)) as stream:
+                async for event in stream:
+                    await self._arrival()
+                    if isinstance(event, Finish):
+                        finish = event
+                        break
+                    chunks.append(event)
+                    yield event
+                    if len(chunks) == breaks_after:
+                        raise EngineError(f"{self._engine_id}: connection lost")
+        except EngineError:
+            failed = True
+            raise
+        finally:
+            self._witness.call_ends(request, chunks, finish, failed=failed)
+            self._streams -= 1
+            if not self._streams:
+                self._no_streams.set()
+        assert finish is not None
+        yield finish
+
+    async def _arrival(self) -> None:
+        """The way of an event to the client."""
+        if self._latency_s and self._delays.random() < 0.5:
+            await asyncio.sleep(self._delays.expovariate(1 / self._latency_s))
+        while not self._thawed.is_set():
+            try:
+                async with asyncio.timeout(self._config.stall_s):
+                    await self._thawed.wait()
+            except TimeoutError as error:
+                if not self._standing_still:
+                    raise EngineTimeout(
+                        f"{self._engine_id} was silent for {self._config.stall_s} s"
+                    ) from error
+
+    def _sample(self, call: _Call) -> Chunk:
+        digest = call.digest
+        chunk = super()._sample(call)
+        self._witness.says(digest, chunk.token_ids[0], self._version, chunk.log_probs[0])
+        return chunk
+
+    def _next_fault(self, kinds: frozenset[str]) -> Fault | None:
+        fault = super()._next_fault(kinds)
+        if fault is not None:
+            self._witness.met("die_in_call" if fault.kind == "die" else fault.kind)
+        return fault
+
+    # -- control ------------------------------------------------------------------------------------------
+
+    async def interrupt(self, mode: InterruptMode) -> None:
+        """See `Engine.interrupt`."""
+        await self._answering()
+        await super().interrupt(mode)
+        if mode == "abort":
+            await self._no_streams.wait()
+
+    async def resume_generation(self, mode: InterruptMode) -> None:
+        """See `Engine.resume_generation`."""
+        await self._answering()
+        await super().resume_generation(mode)
+
+    async def join_weight_group(self, invite: GroupInvite) -> None:
+        """See `Engine.join_weight_group`."""
+        await self._answering()
+        await super().join_weight_group(invite)
+        await self._broadcasts.join(invite.group_name, "engine", "trainer")
+
+    async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
+        """See `Engine.update_weights`."""
+        await self._answering()
+        self._attested = None
+        deaths = self._deaths
+        fault = self._update_faults_to_come.pop(0) if self._update_faults_to_come else None
+        if fault is not None:
+            self._witness.met(fault)
+        if isinstance(update, DistributedUpdate):
+            self._check_alive()
+            await self._broadcasts.receive(update.group_name)
+            self._check_alive(deaths)
+        if fault == "no_op_update":
+            return
+        if fault == "hang_update":
+            await asyncio.Future()
+        if fault == "die_in_update":
+            self.die()
+        self._check_files(update)
+        await super().update_weights(update, flush=flush)
+        self._check_files(update)
+        self._witness.published(update.weight_version)
+        if fault == "late_error":
+            raise WeightSyncError(f"{self._engine_id} has new weights, and fails all the same")
+
+    def _check_files(self, update: WeightUpdate) -> None:
+        """Published files hold their version for as long as an engine reads them."""
+        if isinstance(update, DistributedUpdate) or update.path == self._model_path:
+            return
+        path = Path(update.path) / "weights"
+        found = path.read_text() if path.exists() else "nothing"
+        if found != str(update.weight_version):
+            self._witness.fail(f"{self._engine_id} reads {found} for version {update.weight_version}")
+
+    async def health(self) -> EngineHealth:
+        """See `Engine.health`."""
+        await self._answering()
+        health = await super().health()
+        self._attested = health.weight_version
+        return health
+
+    async def _answering(self) -> None:
+        if self._latency_s:
+            await asyncio.sleep(self._delays.expovariate(1 / self._latency_s))
+        try:
+            async with asyncio.timeout(_CONTROL_S):
+                await self._thawed.wait()
+        except TimeoutError as error:
+            raise EngineTimeout(f"{self._engine_id} did not answer within {_CONTROL_S} s") from error
+
+
+class SimulatedCluster:
+    """See `async_rl.orchestrator.Cluster`."""
+
+    weight_backend = "gloo"
+
+    def __init__(self, scenario: Scenario, witness: Witness, life: int, look: Callable[[], None]) -> None:
+        """Make engines and a trainer for one life of the driver."""
+        broadcasts = Broadcasts()
+        self._scenario = scenario
+        self._witness = witness
+        self.engines = [
+            FaultyEngine(index, scenario, witness, broadcasts, life)
+            for index in range(scenario.config.engine.num_engines)
+        ]
+        self.trainer = SimulatedTrainer(scenario.config, scenario.speeds, witness, broadcasts, look)
+        self._died: Callable[[str, EngineError], None] | None = None
+
+    def inject(self, injection: Injection) -> None:
+        """Let something go wrong with an engine or the trainer."""
+        kind = injection.kind
+        if kind in ENGINE_FAULTS:
+            engine = self.engines[injection.engine % len(self.engines)]
+            engine.inject(injection)
+            if kind in _AT_ONCE:
+                self._witness.met(kind)
+            if kind == "die" and self._died is not None:
+                self._died(engine.engine_id, EngineError(f"{engine.engine_id} was killed"))
+        else:
+            self.trainer.faults.append(kind)  # type: ignore[arg-type]
+
+    async def start_engines(self) -> list[Engine]:
+        """See `Cluster.start_engines`."""
+        await asyncio.sleep(self._scenario.speeds.restart_s)
+        return list(self.engines)
+
+    async def start_trainer(self) -> Trainer:
+        """See `Cluster.start_trainer`."""
+        await asyncio.sleep(self._scenario.speeds.restart_s)
+        return self.trainer
+
+    async def restart_engine(self, engine_id: str) -> None:
+        """See `Cluster.restart_engine`."""
+        engine = next(engine for engine in self.engines if engine.engine_id == engine_id)
+        engine.die()
+        await asyncio.sleep(self._scenario.speeds.restart_s)
+        if engine.failing_restarts:
+            engine.failing_restarts -= 1
+            raise EnvironmentNotReady(f"{engine_id} does not come up")
+        engine.restart()
+
+    async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
+        """See `Cluster.watch_engines`."""
+        self._died = died
+        try:
+            await asyncio.Future()
+        finally:
+            self._died = None
+
+    async def open_port(self) -> tuple[str, int]:
+        """See `Cluster.open_port`."""
+        return "127.0.0.1", 0

@@ -1,0 +1,235 @@
+"""What a seed stands for: a config, tasks, and what goes wrong when. Pure; nothing is drawn while it runs.
+
+Each seed uses some of the kinds of fault only, so that some runs are ruled by one of them, and one in eight
+is a run in peace.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Final, Literal, TypeVar, get_args
+
+import msgspec
+
+from async_rl.config import Config, parse_config
+from async_rl.engines.protocol import EngineFacts
+from async_rl.types import Task
+
+T = TypeVar("T")
+
+CallFault = Literal["die_in_call", "hang", "wrong_rows", "nan", "lose", "repeat", "disconnect"]
+UpdateFault = Literal[
+    "refuse_flush", "partial_update", "late_error", "no_op_update", "hang_update", "die_in_update"
+]
+EngineFault = Literal["die", "die_unseen", "freeze", "slow", "fail_restarts"]
+TrainerFault = Literal["step_fails", "step_is_nan", "step_is_slow", "checkpoint_fails", "publish_fails"]
+DiskFault = Literal["disk_full", "corrupt_frame"]
+ClockFault = Literal["clock_jump"]
+FaultKind = CallFault | UpdateFault | EngineFault | TrainerFault | DiskFault | ClockFault
+
+Ending = Literal["kill", "kill_on_disk", "cancel", "stop"]
+"""What ends a life of the driver: killed between two callbacks or between two operations on its disk,
+cancelled (the second Ctrl-C), told to stop (the first)."""
+
+FAULTS: Final[tuple[FaultKind, ...]] = tuple(
+    kind
+    for family in (CallFault, UpdateFault, EngineFault, TrainerFault, DiskFault, ClockFault)
+    for kind in get_args(family)
+)
+
+ENGINE_FAULTS: Final = frozenset((*get_args(CallFault), *get_args(UpdateFault), *get_args(EngineFault)))
+"""Of engines and the network to them."""
+
+FACTS: Final = EngineFacts(
+    num_layers=3, moe_layers=(1, 2), num_experts=61, top_k=2, vocab_size=400, context_length=4096
+)
+"""Of the simulated model. A prime number of experts: a row of routing tells its weight version modulo 61."""
+
+_LAST_STEP: Final = 5_000
+"""Of the loop, where something may still go wrong."""
+
+
+class Injection(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that goes wrong."""
+
+    step: int
+    """Of the loop, counted over all lives of the driver."""
+    kind: FaultKind
+    engine: int
+    """Which, modulo their number."""
+    amount: float
+    """In (0, 1): how long, how late, which byte."""
+
+
+class Death(msgspec.Struct, frozen=True, kw_only=True):
+    """How a life of the driver ends."""
+
+    kind: Ending
+    after: int
+    """Steps of the loop since its beginning; operations of the disk for `kill_on_disk`."""
+
+
+class Speeds(msgspec.Struct, frozen=True, kw_only=True):
+    """How long things take, virtual seconds."""
+
+    train_s: float
+    update_s: float
+    restart_s: float
+    latency_s: float
+    """Mean delay of what an engine says, drawn for each chunk; 0 for none."""
+    thread_s: float
+    """Mean of both parts of a thread's work; 0 for none."""
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated run."""
+
+    seed: int
+    config: Config
+    tasks: tuple[Task, ...]
+    speeds: Speeds
+    injections: tuple[Injection, ...]
+    deaths: tuple[Death, ...]
+    """Of the first lives; the ones after those run to the end."""
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed, the same in every process."""
+    rng = random.Random(f"scenario {seed}")
+    speeds = Speeds(
+        train_s=rng.choice((0.0, 0.05, 0.3, 2.0)),
+        update_s=rng.choice((0.0, 0.02, 0.3)),
+        restart_s=rng.choice((0.0, 0.5, 5.0)),
+        latency_s=rng.choice((0.0, 0.0, 0.004, 0.05)),
+        thread_s=rng.choice((0.0, 0.002, 0.05)),
+    )
+    return Scenario(
+        seed=seed,
+        config=_config(rng, seed),
+        tasks=tuple(_task(rng, index) for index in range(rng.randint(3, 24))),
+        speeds=speeds,
+        injections=_injections(rng),
+        deaths=_deaths(rng),
+    )
+
+
+def _config(rng: random.Random, seed: int) -> Config:
+    group_size = rng.choice((1, 2, 2, 3, 4))
+    interrupt = rng.choice(("abort", "abort", "retract", "in_place"))
+    context = rng.randint(72, 200)
+    tree: dict[str, Any] = {
+        "run": {
+            "name": "run",
+            "seed": seed % 1000,
+            "max_steps": rng.randint(2, 7),
+            "drain_s": rng.choice((0.0, 0.5, 5.0)),
+        },
+        "model": {"path": "model"},
+        "data": {"path": "tasks", "shuffle": rng.random() < 0.7, "epochs": rng.choice((None, None, None, 2))},
+        "engine": {
+            "kind": "simulated",
+            "num_engines": rng.choice((1, 2, 2, 3, 4)),
+            "max_running_requests": rng.choice((1, 2, 4, 16)),
+            "decode_step_s": rng.choice((0.002, 0.02, 0.1)),
+            "prefill_tokens_per_s": rng.choice((300.0, 3000.0, 100_000.0)),
+            "mean_new_tokens": rng.choice((3.0, 6.0, 12.0)),
+            "vocab_size": FACTS.vocab_size,
+            "max_restarts": 1000,
+            "stall_s": rng.choice((3.0, 10.0)),
+        },
+        "rollout": {
+            "agent_loop": "async_rl.simulation.users:TurnsLoop",
+            "reward": "async_rl.simulation.users:" + rng.choice(("reward", "reward_in_thread")),
+            "group_size": group_size,
+            "max_concurrent_trajectories": rng.choice((1, 3, 8, 24)),
+            "max_staleness": rng.choice((0, 1, 1, 2, 4)),
+            "overage": rng.choice(("wait", "wait", "drop")),
+            "max_context_tokens": context,
+            "max_new_tokens": rng.randint(4, context // 2),
+            "temperature": 1.0,
+            "trajectory_timeout_s": rng.choice((2.0, 15.0, 120.0)),
+            "tool_timeout_s": 1.0,
+            "reward_timeout_s": 2.0,
+            "max_attempts": rng.randint(1, 3),
+            "max_failed_share": rng.choice((1.0, 1.0, 1.0, 0.5)),
+        },
+        "routing": {
+            "replay": rng.choice(("r3", "r3", "r3", "off")),
+            "merge": "splice" if interrupt == "in_place" else rng.choice(("replace", "splice")),
+            "flip_sample": rng.choice((0.0, 0.5)),
+        },
+        "queue": {"max_bytes": rng.choice((1 << 20, 2 << 20, 1 << 30))},
+        "weights": {
+            "transport": rng.choice(("disk", "disk", "distributed")),
+            "interrupt": interrupt,
+            "rolling": rng.random() < 0.3,
+            "bucket_bytes": 1 << 20,
+            "keep_versions": rng.randint(1, 2),
+            "timeout_s": rng.choice((4.0, 20.0)),
+        },
+        "trainer": {
+            "groups_per_batch": rng.choice((1, 2, 2, 3, 4)),
+            "checkpoint_every": rng.choice((0, 1, 2, 3)),
+            "loss": {"normalize_advantages": group_size > 1},
+            "max_restarts": 1000,
+        },
+    }
+    return parse_config(tree)
+
+
+def _task(rng: random.Random, index: int) -> Task:
+    """A prompt as token ids in words, and a script of what the agent loop and its tools do."""
+    prompt = " ".join(str(rng.randrange(5, FACTS.vocab_size)) for _ in range(rng.randint(3, 40)))
+    turns = [
+        {
+            "max_new_tokens": rng.choice((None, None, 3, 10)),
+            "tool_s": rng.choice((0.0, 0.01, 0.2, 1.5)),
+            "in_thread": rng.random() < 0.2,
+            "result": " ".join(str(rng.randrange(5, FACTS.vocab_size)) for _ in range(rng.randint(1, 12))),
+        }
+        for _ in range(rng.choice((1, 1, 2, 3)))
+    ]
+    trouble = rng.choice(("raise", "hang", "silent", "too_long", "flaky_reward", "slow_reward"))
+    return Task(
+        task_id=f"task-{index}",
+        messages=[{"role": "user", "content": prompt}],
+        answer=index,
+        metadata={"turns": turns, "trouble": trouble if rng.random() < 0.15 else None},
+    )
+
+
+def _injections(rng: random.Random) -> tuple[Injection, ...]:
+    if rng.random() < 0.125:
+        return ()
+    kinds = _some(rng, FAULTS)
+    return tuple(
+        sorted(
+            (
+                Injection(
+                    step=int(_LAST_STEP ** rng.uniform(0.4, 1.0)),
+                    kind=rng.choice(kinds),
+                    engine=rng.randrange(12),
+                    amount=rng.uniform(0.001, 0.999),
+                )
+                for _ in range(rng.choice((1, 2, 4, 8, 16)))
+            ),
+            key=lambda injection: injection.step,
+        )
+    )
+
+
+def _deaths(rng: random.Random) -> tuple[Death, ...]:
+    deaths: list[Death] = []
+    while len(deaths) < 3 and rng.random() < 0.45:
+        kind: Ending = rng.choice(get_args(Ending))
+        last = 400 if kind == "kill_on_disk" else _LAST_STEP
+        deaths.append(Death(kind=kind, after=int(last ** rng.uniform(0.2, 1.0))))
+    return tuple(deaths)
+
+
+def _some(rng: random.Random, kinds: Sequence[T]) -> list[T]:
+    """A part of them, at least one; often few, often most."""
+    share = rng.choice((0.1, 0.4, 0.8))
+    chosen = [kind for kind in kinds if rng.random() < share]
+    return chosen or [rng.choice(kinds)]

@@ -1,0 +1,402 @@
+"""One seed: lives of a driver, one after the other, until the run has come to its end.
+
+```
+ scenario ─► life 1 ──killed──► copy of the folder ─► life 2 ──failed, cancelled, stopped──► life 3 ─► the end
+               │                                        │
+               └── a loop in virtual time, a cluster; the same run folder, witness, disk and clock go through
+```
+
+After each callback of the loop the witness looks on, and what the scenario has for this step is done. A kill
+takes effect between two callbacks, or inside an operation on the disk: the folder is copied as it is at that
+moment, and the next life goes on from the copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+
+from async_rl.engines.pool import EngineState
+from async_rl.errors import (
+    AsyncRLError,
+    EngineError,
+    EnvironmentNotReady,
+    InvariantError,
+    SpoolFull,
+    TrainerError,
+)
+from async_rl.metrics import Metrics
+from async_rl.orchestrator import Orchestrator
+from async_rl.records import Summary
+from async_rl.simulation.disk import Disk
+from async_rl.simulation.engines import FaultyEngine, SimulatedCluster
+from async_rl.simulation.scenario import (
+    ENGINE_FAULTS,
+    FACTS,
+    Death,
+    Injection,
+    Scenario,
+    TrainerFault,
+    draw,
+)
+from async_rl.simulation.users import SimulatedChat, attempt_begins
+from async_rl.simulation.virtual_time import NumberedTask, VirtualTimeLoop
+from async_rl.simulation.witness import Witness
+from async_rl.supervision import first_error
+
+_MAX_LIVES: Final = 24
+_MAX_LIFE_S: Final = 3000.0
+"""Virtual seconds in which a life must come to its end: many times what all timeouts together take."""
+
+_MAX_LIFE_STEPS: Final = 400_000
+"""Callbacks of the loop, so that a life that goes round in circles without time passing is seen."""
+
+_LOOK_EVERY: Final = 8
+"""Steps between two looks at what is in memory."""
+
+_DOWNTIME_S: Final = 1.0
+
+Ended = Literal["finished", "killed", "kill_on_disk", "cancelled", "stopped", "failed", "halted"]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a seed."""
+
+    seed: int
+    violations: tuple[str, ...]
+    lives: tuple[str, ...]
+    """How each ended; `failed: ` with the error."""
+    faults: dict[str, int]
+    steps: int
+    """Callbacks of all loops."""
+    tokens: int
+    virtual_s: float
+    real_s: float
+    trace: str
+    """Hash of all events and turns; equal for equal seeds."""
+    events: tuple[str, ...]
+    """The last ones."""
+
+
+class _Halt(KeyboardInterrupt):
+    """Ends the loop here and now: asyncio lets it through, unlike other exceptions."""
+
+
+class _Watched(Orchestrator):
+    """The orchestrator, looked into."""
+
+    def look(self, witness: Witness) -> None:
+        """Check what must hold between any two callbacks."""
+        if self._queue is not None:
+            try:
+                counts = self._queue.statistics()
+            except InvariantError as error:
+                witness.fail(str(error))
+                return
+            outstanding = counts.groups_in_flight + counts.groups_ready
+            if outstanding > self._config.max_outstanding_groups:
+                witness.fail(f"{outstanding} groups are outstanding")
+            if counts.bytes > self._config.queue.max_bytes:
+                witness.fail(f"the spool holds {counts.bytes} bytes")
+        for engine in self._pool.engines(EngineState.SERVING):
+            assert isinstance(engine, FaultyEngine)
+            claimed = self._pool.version_of(engine.engine_id)
+            if engine.weight_version != claimed:
+                witness.fail(
+                    f"{engine.engine_id} serves version {engine.weight_version}, the pool says {claimed}"
+                )
+
+    def waits(self) -> str:
+        """What everything waits for, in words."""
+        return str(self.health())
+
+
+def simulate(seed: int, folder: Path, *, scenario: Scenario | None = None) -> Outcome:
+    """Run a seed to its end.
+
+    Args:
+        seed: Decides everything.
+        folder: Empty; run folders are made in it.
+        scenario: In the place of the one that the seed draws.
+    """
+    return _Simulation(scenario or draw(seed), folder).run()
+
+
+class _Simulation:
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
+        self._scenario = scenario
+        self._folder = folder
+        self._witness = Witness(scenario)
+        self._disk = Disk()
+        self._disk.die = self._kill_on_disk
+        self._threads = random.Random(f"threads {scenario.seed}")
+        self._injections = deque(scenario.injections)
+        self._steps = self._life_steps = self._num_ids = 0
+        self._now_s = 0.0
+        self._run_dir = folder / "life-0"
+        self._lives: list[str] = []
+        self._death: Death | None = None
+        self._ended: Ended = "finished"
+        self._clearing = self._killed = False
+
+    def run(self) -> Outcome:
+        begin_s = time.perf_counter()
+        with self._disk.mounted(), _silence():
+            self._run_dir.mkdir()
+            for life in range(_MAX_LIVES):
+                deaths = self._scenario.deaths
+                self._live(life, deaths[life] if life < len(deaths) else None)
+                if self._witness.violations or self._ended == "finished":
+                    break
+                self._disk.full = False
+            else:
+                self._witness.fail(f"after {_MAX_LIVES} lives there is no end: {self._lives}")
+        return Outcome(
+            seed=self._scenario.seed,
+            violations=tuple(self._witness.violations),
+            lives=tuple(self._lives),
+            faults=dict(self._witness.met_faults),
+            steps=self._steps,
+            tokens=self._witness.tokens_said,
+            virtual_s=self._now_s,
+            real_s=time.perf_counter() - begin_s,
+            trace=self._witness.trace,
+            events=tuple(self._witness.events),
+        )
+
+    # -- one life -----------------------------------------------------------------------------------------
+
+    def _live(self, life: int, death: Death | None) -> None:
+        self._witness.note(f"life {life}")
+        self._death, self._life_steps, self._ended = death, 0, "failed"
+        self._disk.die_at = None
+        if death is not None and death.kind == "kill_on_disk":
+            self._disk.die_at = self._disk.operations + death.after
+        loop = VirtualTimeLoop(
+            begin_s=self._now_s,
+            thread_s=self._thread_s if self._scenario.speeds.thread_s else None,
+            after_step=self._after_step,
+        )
+        self._loop, self._born_s = loop, self._now_s
+        self._witness.now = loop.time
+        loop.set_exception_handler(self._unhandled)
+        for name in ("checkpoints", "logs"):
+            (self._run_dir / name).mkdir(parents=True, exist_ok=True)
+        self._stop = asyncio.Event()
+        self._cluster = SimulatedCluster(self._scenario, self._witness, life, self._look_into_ledger)
+        self._orchestrator = _Watched(
+            self._scenario.config, self._run_dir, self._stop, self._cluster, Metrics(), loop.time
+        )
+        try:
+            loop.run_until_complete(self._main())
+        except _Halt:
+            self._clear_away()
+        self._lives.append(self._ended if self._ended != "failed" else f"failed: {self._cause}")
+        self._now_s = loop.time() + _DOWNTIME_S
+        loop.close()
+
+    async def _main(self) -> None:
+        """The life of a driver, and how it ended."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        attempt_begins.set(self._witness.attempt_begins)
+        self._cause = ""
+        try:
+            summary = await self._orchestrator.run(
+                self._scenario.tasks, SimulatedChat(), FACTS, self._new_id, None
+            )
+        except asyncio.CancelledError:
+            self._ended = "cancelled"
+            if not self._was("cancel"):
+                self._witness.fail("the run was cancelled by nobody")
+        except Exception as error:
+            cause = first_error(error)
+            told = f"{type(cause).__name__}: {cause}"
+            self._cause = told.replace(str(self._folder), "...")  # which another run does not have
+            self._judge(cause)
+        else:
+            self._ended = "finished"
+            self._check_end(summary)
+        if not self._witness.deaf:
+            self._witness.note(f"life ends: {self._ended} {self._cause}")
+            left = [t.get_name() for t in asyncio.all_tasks() if t is not task]
+            if left:
+                self._witness.fail(f"tasks are left: {sorted(left)}")
+            if open_calls := [e.engine_id for e in self._cluster.engines if e.num_streams]:
+                self._witness.fail(f"calls are left open on {open_calls}")
+
+    def _judge(self, cause: BaseException) -> None:
+        """Whether what was done to the run may end it so."""
+        met = self._witness.met_faults.keys()
+        if isinstance(cause, InvariantError) or not isinstance(cause, AsyncRLError):
+            allowed = False
+        elif isinstance(cause, TrainerError):
+            allowed = bool(met & set(get_args(TrainerFault)))
+        elif isinstance(cause, EngineError | EnvironmentNotReady):
+            # A clock that jumps lets everything run past its time.
+            allowed = bool(met & {*ENGINE_FAULTS, "clock_jump"})
+        elif "disk" in str(cause):
+            allowed = "disk_full" in met
+        elif isinstance(cause, SpoolFull):
+            allowed = "queue.max_bytes" in str(cause)
+        else:
+            allowed = "max_failed_share" in str(cause) and self._scenario.config.rollout.max_failed_share < 1
+        if not allowed:
+            self._witness.fail(f"the run ended with {type(cause).__name__}: {cause}")
+
+    def _was(self, kind: str) -> bool:
+        return self._death is not None and self._death.kind == kind and self._life_steps >= self._death.after
+
+    def _check_end(self, summary: Summary) -> None:
+        """What must hold when a run has come to its end, or was told to stop."""
+        config, witness = self._scenario.config, self._witness
+        if self._task.cancelling():
+            witness.fail("the run was cancelled and ended as if it had not been")
+        if summary.trajectories.unaccounted:
+            witness.fail(f"unaccounted: {summary.trajectories}")
+        step = self._cluster.trainer.step
+        witness.check_ledger(self._run_dir, settled=step)
+        if step < config.run.max_steps:
+            if self._was("stop"):
+                self._ended = "stopped"
+            elif config.data.epochs is None:
+                witness.fail(f"the run ended after {step} of {config.run.max_steps} steps")
+        witness.check_folder(self._run_dir)
+
+    # -- what happens between two callbacks ---------------------------------------------------------------
+
+    def _after_step(self, task: NumberedTask | None) -> None:
+        self._steps += 1
+        self._life_steps += 1
+        if self._life_steps > _MAX_LIFE_STEPS or self._loop.time() - self._born_s > _MAX_LIFE_S:
+            self._halt_stuck()
+        if self._clearing:
+            return
+        if self._killed:
+            raise _Halt
+        self._witness.turn(task.number if task is not None else 0)
+        while self._injections and self._injections[0].step <= self._steps:
+            self._inject(self._injections.popleft())
+        if self._death is not None and self._life_steps == self._death.after:
+            self._die(self._death)
+        if self._life_steps % _LOOK_EVERY == 0:
+            self._orchestrator.look(self._witness)
+        if self._witness.violations:
+            self._ended = "halted"
+            raise _Halt
+
+    def _halt_stuck(self) -> None:
+        """Neither the end nor an error in all this time."""
+        where = "while it was cleared away" if self._clearing else f"waits: {self._orchestrator.waits()}"
+        deaf, self._witness.deaf = self._witness.deaf, False
+        self._witness.fail(f"the run does not come to its end; {where}")
+        self._witness.deaf = deaf
+        self._ended = "halted"
+        raise _Halt
+
+    def _inject(self, injection: Injection) -> None:
+        kind, amount = injection.kind, injection.amount
+        if kind == "disk_full":
+            self._witness.met(kind)
+            self._disk.full = True
+            self._loop.call_later(10 * amount, self._free_disk)
+        elif kind == "corrupt_frame":
+            self._corrupt_frame(amount)
+        elif kind == "clock_jump":
+            self._witness.met(kind)
+            self._loop.jump(10 ** (4 * amount - 2))
+        else:
+            self._cluster.inject(injection)
+
+    def _free_disk(self) -> None:
+        self._disk.full = False
+
+    def _corrupt_frame(self, amount: float) -> None:
+        """Flip a bit of a frame of the queue."""
+        slabs = sorted((self._run_dir / "spool").glob("slab-*"))
+        if not slabs:
+            return
+        self._witness.met("corrupt_frame")
+        path = slabs[int(amount * len(slabs))]
+        with path.open("r+b") as file:
+            place = int(amount * 1e6) % 600
+            file.seek(place)
+            byte = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte[0] ^ 1]))
+
+    def _die(self, death: Death) -> None:
+        if death.kind == "kill":
+            self._kill("killed")
+            raise _Halt
+        elif death.kind == "cancel":
+            self._witness.note("cancelled")
+            self._task.cancel()
+        elif death.kind == "stop":
+            self._witness.note("told to stop")
+            self._stop.set()
+
+    def _kill_on_disk(self) -> None:
+        self._kill("kill_on_disk")
+
+    def _kill(self, ended: Ended) -> None:
+        """Keep the folder as it is; what the remains do to theirs until they are gone never happened."""
+        self._witness.note(ended)
+        copy = self._folder / f"life-{len(self._lives) + 1}"
+        shutil.copytree(self._run_dir, copy)
+        self._run_dir = copy
+        self._ended, self._killed, self._witness.deaf = ended, True, True
+
+    def _clear_away(self) -> None:
+        """End the tasks of a life that was cut off; they are cancelled, which must end them."""
+        self._witness.deaf = self._clearing = True
+        self._disk.full, self._disk.die_at = False, None
+        self._life_steps, self._born_s = 0, self._loop.time()
+        ended, cause = self._ended, self._cause
+        self._task.cancel()
+        with suppress(_Halt, asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._ended, self._cause = ended, cause
+        self._witness.deaf = self._clearing = self._killed = False
+
+    # -- what the run is given ----------------------------------------------------------------------------
+
+    def _look_into_ledger(self) -> None:
+        self._witness.check_ledger(self._run_dir, settled=self._cluster.trainer.step)
+
+    def _thread_s(self) -> tuple[float, float]:
+        mean = self._scenario.speeds.thread_s
+        draw_s = self._threads.expovariate
+        return draw_s(1 / mean), draw_s(1 / mean)
+
+    def _new_id(self) -> str:
+        self._num_ids += 1
+        return f"{self._num_ids:032x}"
+
+    def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What a callback or a forgotten task raised."""
+        if not self._clearing:
+            self._witness.fail(f"unhandled: {context.get('message')}: {context.get('exception')!r}")
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Thousands of runs have nothing to say to the log."""
+    logger = logging.getLogger("async_rl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,211 @@
+"""A trainer that takes time: what it is given goes to the witness, its step into the run's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from async_rl.codec import read_frame
+from async_rl.config import Config
+from async_rl.engines.protocol import GroupInvite, TensorSpec
+from async_rl.errors import CheckpointError, TrainerError, WeightSyncError
+from async_rl.simulation.scenario import Speeds, TrainerFault
+from async_rl.simulation.witness import Witness
+from async_rl.training import StepResult, TrainerState
+from async_rl.types import TrainBatch
+
+_NO_FIGURES: Final = dict.fromkeys(
+    (
+        "clip_fraction",
+        "entropy",
+        "grad_norm",
+        "importance_ratio_mean",
+        "importance_truncated_fraction",
+        "lag0_log_prob_abs_diff",
+        "log_prob_abs_diff",
+        "log_prob_diff",
+        "loss",
+        "ppo_kl",
+        "ppo_kl_bypass",
+        "rollout_kl",
+        "rollout_kl_lag0",
+        "rollout_kl_lag1",
+        "rollout_kl_lag2_up",
+        "routing_rows_invalid",
+    ),
+    0.0,
+)
+
+_JOIN_S: Final = 3.0
+"""How long both ends of a weight-update group wait for each other."""
+
+
+class Broadcasts:
+    """Where trainer and engines meet for distributed updates: events by group name."""
+
+    def __init__(self) -> None:
+        self._joined: dict[str, dict[str, asyncio.Event]] = {}
+        self._receiving: dict[str, asyncio.Event] = {}
+        self._sent: dict[str, asyncio.Event] = {}
+
+    async def join(self, group_name: str, side: str, other: str) -> None:
+        """Wait until both ends have joined.
+
+        Raises:
+            WeightSyncError: When the other one has not in time.
+        """
+        sides = self._joined.setdefault(group_name, {"trainer": asyncio.Event(), "engine": asyncio.Event()})
+        sides[side].set()
+        try:
+            async with asyncio.timeout(_JOIN_S):
+                await sides[other].wait()
+        except TimeoutError as error:
+            raise WeightSyncError(f"the {other} did not join {group_name} in {_JOIN_S} s") from error
+
+    async def receive(self, group_name: str) -> None:
+        """An engine listens, as long as it takes."""
+        self._sent[group_name] = asyncio.Event()
+        self._event(group_name).set()
+        try:
+            await self._sent[group_name].wait()
+        finally:
+            self._event(group_name).clear()
+
+    async def send(self, group_name: str) -> bool:
+        """Wait until the engine listens, and send; False when it does not in time."""
+        try:
+            async with asyncio.timeout(_JOIN_S):
+                await self._event(group_name).wait()
+        except TimeoutError:
+            return False
+        self._sent[group_name].set()
+        return True
+
+    def _event(self, group_name: str) -> asyncio.Event:
+        return self._receiving.setdefault(group_name, asyncio.Event())
+
+
+class SimulatedTrainer:
+    """See `async_rl.training.Trainer`."""
+
+    def __init__(
+        self,
+        config: Config,
+        speeds: Speeds,
+        witness: Witness,
+        broadcasts: Broadcasts,
+        look: Callable[[], None],
+    ) -> None:
+        """Start at step 0.
+
+        Args:
+            config: Of the run.
+            speeds: How long things take.
+            witness: Who looks at every batch.
+            broadcasts: Where engines listen.
+            look: Called before each step and each checkpoint.
+        """
+        self._config = config
+        self._speeds = speeds
+        self._witness = witness
+        self._broadcasts = broadcasts
+        self._look = look
+        self._step = 0
+        self.faults: list[TrainerFault] = []
+        """To come, in order."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._step
+
+    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        """See `TrainerRank.setup`."""
+        path = Path(checkpoint_dir or "") / "latest.json"
+        self._step = msgspec.json.decode(path.read_bytes())["step"] if path.exists() else 0
+        self._witness.restored(self._step)
+        return TrainerState(step=self._step)
+
+    async def train_step(self, batch_path: str, step: int) -> StepResult:
+        """See `TrainerRank.train_step`."""
+        self._look()
+        fault = self._fault("step_fails", "step_is_nan", "step_is_slow")
+        slow = 10.0 if fault == "step_is_slow" else 1.0
+        await asyncio.sleep(slow * self._speeds.train_s / 2)
+        batch = read_frame(batch_path, TrainBatch)
+        if fault == "step_fails":
+            raise TrainerError("the simulated trainer broke")
+        self._witness.trains(batch, self._step, step)
+        await asyncio.sleep(slow * self._speeds.train_s / 2)
+        self._step = step
+        figures: dict[str, float] = dict(_NO_FIGURES)
+        if fault == "step_is_nan":
+            figures["loss"] = math.nan
+        figures |= {
+            "tokens": batch.num_tokens,
+            "trained_tokens": int(batch.loss_mask.sum()),
+            "routing_rows": 0 if batch.routing_valid is None else batch.num_tokens - batch.num_trajectories,
+            "step_s": self._speeds.train_s,
+        }
+        return StepResult(step=step, metrics=figures)
+
+    async def publish(self, directory: str, weight_version: int) -> None:
+        """See `TrainerRank.publish`."""
+        if self._fault("publish_fails"):
+            raise TrainerError("the simulated trainer could not publish")
+        await asyncio.sleep(self._speeds.update_s)
+        if weight_version != self._step:
+            self._witness.fail(f"version {weight_version} is published from a trainer at step {self._step}")
+        _write(Path(directory) / "weights", str(weight_version).encode())
+
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        """See `TrainerRank.save_checkpoint`."""
+        self._look()
+        if self._fault("checkpoint_fails"):
+            raise CheckpointError("the simulated trainer could not write a checkpoint")
+        await asyncio.sleep(self._speeds.train_s / 4)
+        if extra["weight_version"] != self._step:
+            self._witness.fail(f"the checkpoint {extra} is of a trainer at step {self._step}")
+        _write(Path(directory) / "latest.json", msgspec.json.encode({"step": self._step}))
+        self._witness.saved(self._step)
+
+    async def open_weight_group(self, invite: GroupInvite) -> None:
+        """See `TrainerRank.open_weight_group`."""
+        await self._broadcasts.join(invite.group_name, "trainer", "engine")
+
+    async def close_weight_group(self, group_name: str) -> None:
+        """See `TrainerRank.close_weight_group`."""
+
+    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """See `TrainerRank.plan_buckets`."""
+        return ((TensorSpec(name="weights", dtype="float32", shape=(1,)),),)
+
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+        """See `TrainerRank.send_weights`: one group's failure is not another's."""
+        await asyncio.sleep(self._speeds.update_s)
+        reached = [await self._broadcasts.send(name) for name in group_names]
+        if group_names and not any(reached):
+            raise WeightSyncError(f"every weight-update group failed: {', '.join(group_names)}")
+
+    async def close(self) -> None:
+        """See `TrainerRank.close`."""
+
+    def _fault(self, *kinds: TrainerFault) -> TrainerFault | None:
+        for index, kind in enumerate(self.faults):
+            if kind in kinds:
+                self._witness.met(kind)
+                return self.faults.pop(index)
+        return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    part.rename(path)

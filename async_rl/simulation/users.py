@@ -1,0 +1,103 @@
+"""What a user brings to a simulated run: a chat format of token ids, an agent loop, rewards.
+
+All of it follows the script in the task's metadata, see `async_rl.simulation.scenario`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from async_rl.rollout.api import Session
+from async_rl.threads import call_in_thread
+from async_rl.types import Completion, Int32Array, StopReason, Task
+
+attempt_begins: ContextVar[Callable[[], None]] = ContextVar("attempt_begins")
+"""Told when the loop of a trajectory starts from its prompt, in the trajectory's task."""
+
+
+class SimulatedChat:
+    """Token ids in words: `"17 23"` is two tokens. 2 ends a sequence, 4 a turn."""
+
+    stop_token_ids = (2,)
+    end_of_turn_id = 4
+
+    def prompt_ids(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Int32Array:
+        """See `ChatFormat.prompt_ids`."""
+        return _ids(messages)
+
+    def append_ids(self, messages: Sequence[Mapping[str, Any]], *, after_length: bool = False) -> Int32Array:
+        """See `ChatFormat.append_ids`."""
+        ids = _ids(messages)
+        return np.concatenate([np.full(1, self.end_of_turn_id, np.int32), ids]) if after_length else ids
+
+    def decode(self, token_ids: Sequence[int] | Int32Array) -> str:
+        """See `ChatFormat.decode`."""
+        return " ".join(map(str, token_ids))
+
+
+def _ids(messages: Sequence[Mapping[str, Any]]) -> Int32Array:
+    return np.array([int(word) for message in messages for word in message["content"].split()], np.int32)
+
+
+class TurnsLoop:
+    """As many turns as the script has, with a tool's result after each but the last."""
+
+    async def run(self, task: Task, session: Session) -> StopReason | None:
+        """See `agent_loops`."""
+        attempt_begins.get()()
+        turns, trouble = task.metadata["turns"], task.metadata["trouble"]
+        if trouble == "silent":
+            return "completed"
+        session.start(task.messages)
+        for number, script in enumerate(turns):
+            turn = await session.generate(max_new_tokens=script["max_new_tokens"])
+            # A function of what was said: another attempt may fare better.
+            luck = zlib.crc32(turn.text.encode()) % 2
+            if trouble == "raise" and luck:
+                raise RuntimeError("the script says so")
+            if trouble == "hang" and luck:
+                await asyncio.Future()
+            if number + 1 == len(turns):
+                break
+            await self._use_tool(script, session)
+            repeats = 40 if trouble == "too_long" else 1
+            session.add_messages([{"role": "tool", "content": " ".join([script["result"]] * repeats)}])
+        return None
+
+    async def _use_tool(self, script: Mapping[str, Any], session: Session) -> None:
+        try:
+            async with asyncio.timeout(session.tool_timeout_s):
+                if script["in_thread"]:
+                    await call_in_thread(lambda: None, name="tool")
+                await asyncio.sleep(script["tool_s"])
+        except TimeoutError:
+            session.record_tool_call(error=True)
+        else:
+            session.record_tool_call(error=False)
+
+
+async def reward(task: Task, completion: Completion) -> float:
+    """A function of the text; fails for half of them or takes long where the script says so."""
+    if task.metadata["trouble"] == "slow_reward":
+        await asyncio.sleep(zlib.crc32(completion.text.encode()) % 4)
+    return _score(task, completion)
+
+
+def reward_in_thread(task: Task, completion: Completion) -> float:
+    """The same, blocking."""
+    return _score(task, completion)
+
+
+def _score(task: Task, completion: Completion) -> float:
+    drawn = zlib.crc32(completion.text.encode())
+    if task.metadata["trouble"] == "flaky_reward" and drawn % 2:
+        raise RuntimeError("the script says so")
+    return drawn % 1000 / 1000
