@@ -21,6 +21,7 @@ from async_rl.errors import ConfigError
 
 Meta = msgspec.Meta
 PositiveInt = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -263,6 +264,15 @@ class QueueConfig(_Strict, frozen=True, kw_only=True):
     max_bytes: Annotated[
         int, Meta(ge=1 << 20, description="Most bytes of finished trajectories held in the spool.")
     ] = 8 << 30
+    journal_s: Annotated[
+        PositiveFloat | None,
+        Meta(
+            description=(
+                "Seconds between writes of the journal of trajectories in flight: what a kill can cost; null "
+                "keeps none, and a restart then samples them from their beginning."
+            ),
+        ),
+    ] = 1.0
 
 
 class WeightsConfig(_Strict, frozen=True, kw_only=True):

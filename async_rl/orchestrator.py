@@ -8,6 +8,7 @@
  watch     processes         a server that ends           it ends                            a quarantine
  stopper   the stop event    the first signal             Ctrl-C                             a drain
  pulse     statistics        a second                     time                               gauges, the panel
+ journal   what is new       queue.journal_s              time                               the journal
 ```
 
 The order of a step is what keeps the bound hard: take a batch at version n, train, settle it, sync n+1 to the
@@ -40,9 +41,7 @@ from async_rl.errors import (
     TrainerError,
 )
 from async_rl.metrics import Metrics, serve
-from async_rl.queue.ledger import Ledger
 from async_rl.queue.packing import TakenBatch
-from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.records import (
     StepRecord,
@@ -53,9 +52,9 @@ from async_rl.records import (
     read_records,
     summarise,
 )
+from async_rl.recovery import Estate
 from async_rl.report import Progress
-from async_rl.rollout.dataset import TaskOrder, load_tasks
-from async_rl.rollout.feeder import Feeder
+from async_rl.rollout.dataset import load_tasks
 from async_rl.rollout.manager import RolloutManager
 from async_rl.supervision import Nursery, first_error, services
 from async_rl.training import StepResult, Trainer
@@ -188,6 +187,8 @@ class Orchestrator:
     def health(self) -> dict[str, Any]:
         """For `/health`: how the run is and what it waits for."""
         waits = [self._pool.waiting_for()]
+        if self._queue is not None:
+            waits.append(self._queue.waiting_for())
         return {
             "status": "ok",
             "phase": self._phase,
@@ -209,10 +210,13 @@ class Orchestrator:
             # A trainer that came back starts from its checkpoint as a new driver does: with all that hangs on
             # the trainer's step made anew from the run's folder, and the engines brought back to it.
             sync = self._weight_sync(trainer)
-            queue, feeder = self._restore(tasks, facts, self._step)
+            estate = Estate(
+                self._config, self._dir, tasks, facts, self._step, self._metrics, self._clock
+            )
+            queue = estate.queue
             manager = RolloutManager(
                 self._config,
-                feeder=feeder,
+                feeder=estate.feeder,
                 queue=queue,
                 pool=self._pool,
                 chat=chat,
@@ -220,9 +224,14 @@ class Orchestrator:
                 metrics=self._metrics,
                 new_id=new_id,
                 clock=self._clock,
+                journal=estate.journal,
+                journalled=estate.journalled,
             )
             self._queue, self._manager = queue, manager
-            ended_s = await self._live(trainer, sync, queue, manager, progress)
+            try:
+                ended_s = await self._live(trainer, sync, estate, manager, progress)
+            finally:
+                estate.leave()
             counts = queue.statistics()
             queue.close()
             if ended_s is not None:
@@ -234,7 +243,7 @@ class Orchestrator:
         self,
         trainer: Trainer,
         sync: WeightSync,
-        queue: TrajectoryQueue,
+        estate: Estate,
         manager: RolloutManager,
         progress: Progress | None,
     ) -> float | None:
@@ -243,6 +252,7 @@ class Orchestrator:
         Returns:
             When the last step ended, on the clock; None after a failure of the trainer.
         """
+        queue = estate.queue
 
         async def stopper() -> None:
             await self._stop.wait()
@@ -256,6 +266,7 @@ class Orchestrator:
                 watch=lambda: self._cluster.watch_engines(self._pool.quarantine),
                 stopper=stopper,
                 pulse=lambda: self._pulse(queue, manager, progress),
+                journal=estate.write_journal,
             ):
                 try:
                     async with services(repair=lambda: self._repair(sync)):
@@ -327,7 +338,7 @@ class Orchestrator:
             async with asyncio.timeout(self._config.run.drain_s):
                 await manager.drained.wait()
         except TimeoutError:
-            log.warning("some trajectories still run after run.drain_s; they start again on resume")
+            log.warning("some trajectories still run after run.drain_s; they go on when it resumes")
 
     def _enter(self, phase: str, progress: Progress | None) -> None:
         self._phase = phase
@@ -387,28 +398,6 @@ class Orchestrator:
             generation=self._trainer_failures,
         )
 
-    def _restore(self, tasks: Any, facts: EngineFacts, step: int) -> tuple[TrajectoryQueue, Feeder]:
-        """Open the ledger and the spool, and continue from what they hold at the checkpoint's step."""
-        config = self._config
-        ledger = Ledger(self._dir / "ledger.sqlite")
-        spool = Spool(self._dir / "spool", config.queue.max_bytes)
-        ledger.rollback(step)
-        queue = TrajectoryQueue(
-            ledger,
-            spool,
-            groups_per_batch=config.trainer.groups_per_batch,
-            max_staleness=config.rollout.max_staleness,
-            overage=config.rollout.overage,
-            facts=facts if config.routing.from_engine else None,
-            version=step,
-            metrics=self._metrics,
-            clock=self._clock,
-        )
-        position = queue.restore()
-        order = TaskOrder(len(tasks), config.run.seed, config.data.shuffle)
-        feeder = Feeder(tasks, order, config.data.epochs, start=position.cursor, pending=position.pending)
-        return queue, feeder
-
     # -- the trainer's loop ----------------------------------------------------------------------------
 
     async def _train(
@@ -440,6 +429,7 @@ class Orchestrator:
                 step += 1
                 queue.settle(batch, step)
                 self._step = step
+                queue.published(step)
                 report = await sync.sync(step)
             queue.advance(step)
             now, sampled = self._clock(), _value(metrics.sampled_tokens_total)
@@ -468,6 +458,8 @@ class Orchestrator:
         """Write a checkpoint of the step that the ledger has settled last."""
         await trainer.save_checkpoint(str(self._dir / "checkpoints"), {"weight_version": self._step})
         self._saved_step = self._step
+        assert self._queue is not None, "a run that has a step has a queue"
+        self._queue.committed(self._step, keep=self._config.trainer.keep_checkpoints)
 
     def _show(self, batch: TakenBatch, record: StepRecord, trainer_idle: float) -> None:
         """Bring the instruments up to date with a step."""
@@ -491,7 +483,7 @@ class Orchestrator:
             m.trajectories_queued.set(counts.queued)
             m.queue_bytes.set(counts.bytes)
             if progress is not None:
-                waits = (self._pool.waiting_for(),)
+                waits = (self._pool.waiting_for(), queue.waiting_for())
                 progress.flow(
                     in_flight=counts.in_flight,
                     queued=counts.queued,

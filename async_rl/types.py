@@ -11,7 +11,7 @@ nothing of ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, Literal
 
@@ -61,6 +61,16 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="sampled"
 
 
 Segment = Context | Sampled
+
+
+def cap_versions(segments: Iterable[Segment], newest: int) -> tuple[Segment, ...]:
+    """Segments whose labels above `newest`, of weight versions that are no more, are lowered to it."""
+    return tuple(
+        msgspec.structs.replace(segment, weight_version=newest)
+        if isinstance(segment, Sampled) and segment.weight_version > newest
+        else segment
+        for segment in segments
+    )
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +157,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True)
     segments: tuple[Segment, ...]
     trace: RoutingTrace | None
     outcome: Outcome
+
+    def capped(self, newest: int) -> Trajectory:
+        """The same with `cap_versions`; itself where there is nothing to lower."""
+        if all(segment.weight_version <= newest for segment in self.sampled):
+            return self
+        return msgspec.structs.replace(self, segments=cap_versions(self.segments, newest))
 
     @property
     def num_tokens(self) -> int:

@@ -38,7 +38,7 @@ import numpy as np
 from async_rl import codec
 from async_rl.errors import CorruptFrame, SpoolFull
 from async_rl.metrics import Metrics
-from async_rl.types import Context, Sampled, Segment, VersionSpan
+from async_rl.types import Context, Sampled, Segment, VersionSpan, cap_versions
 
 log = logging.getLogger(__name__)
 
@@ -279,7 +279,11 @@ class Journal:
             log.warning("%d records of the journal are damaged; their trajectories go on from before", lost)
         if self._metrics is not None:
             self._metrics.journal_corrupt_records_total.inc(lost)
-        left = {name: _relabelled(found[name], newest_version) for name in found if name in alive}
+        left = {
+            name: msgspec.structs.replace(state, segments=cap_versions(state.segments, newest_version))
+            for name, state in found.items()
+            if name in alive
+        }
         self._entries = {name: Entry(name, state.attempt, state) for name, state in left.items()}
         self._gather(compact=True)
         self._append()
@@ -521,17 +525,6 @@ def _joined(pieces: Sequence[Sampled]) -> list[Sampled]:
         )
         for run in runs
     ]
-
-
-def _relabelled(state: Journalled, newest_version: int) -> Journalled:
-    """Versions that the checkpoint does not have count as its own."""
-
-    def label(segment: Segment) -> Segment:
-        if isinstance(segment, Sampled) and segment.weight_version > newest_version:
-            return msgspec.structs.replace(segment, weight_version=newest_version)
-        return segment
-
-    return msgspec.structs.replace(state, segments=tuple(map(label, state.segments)))
 
 
 def _encoded(records: Sequence[JournalRecord]) -> bytes:

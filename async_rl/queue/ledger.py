@@ -1,9 +1,11 @@
 """Who owns which trajectory, in SQLite, so that a crash at any point neither loses nor repeats a task.
 
 ```
-dispatch ──► in_flight ──queue──► queued ──train──► trained (step)
-                 │                   │                  │ rollback: the step is not in the checkpoint
-                 └───────drop────────┴──► dropped (reason) ◄┘
+dispatch ──► in_flight ──queue──► queued ──train──► trained (step) ──commit──► folded into a count
+              │  ▲ finish            │                  │ rollback: the step is not in the checkpoint
+              │  └ it has ended,     │                  ▼
+              │    its group has not │            dropped (restart), its position is pending
+              └─────────drop─────────┴──► dropped (reason) ──commit──► folded into a count
 ```
 
 At every moment `dispatched = in_flight + queued + trained + sum of dropped`, counted per trajectory. The last
@@ -12,6 +14,19 @@ two states are final: a second settlement is an error, not a no-op.
 Each task has a *position*, its place in the endless sequence of tasks. A position is used up by what became
 of its group, except by a restart, a damaged frame, or where it is to be retried: then it is *pending* and is
 dispatched anew.
+
+Beside them stands what the rest of the run did and what a restart must agree with: attempts, rewards and
+sizes of trajectories that ended, published weight versions, the batch of each step that the trainer
+acknowledged, and committed checkpoints. **A restart at the checkpoint of step N** leaves in flight what was
+in flight (the journal has its tokens) and queued what was queued. What was trained after N is dropped as
+`restart` and its positions are pending. Its frames could have been kept until a checkpoint has their step;
+but groups that were in flight or queued behind them fill the bound already, B (η + 1) of them, and for each
+one put back another would grow too old. Weight versions above N are no more: labels above it count as N
+(`ceiling`), the oldest that they can be, so that the bound is kept.
+
+**Size.** Rows of what is settled are folded into counts once no kept checkpoint can undo it: a run of a year
+has as many rows as one of a few checkpoints. Ids are compared with those that have rows; older ones are
+unique because they hold a time.
 
 Decisions are made on the outstanding groups in memory; what they change is written behind, in order, by
 `flush`. Whoever tells others of a change (that a group is queued, that a step is trained) flushes first. A
@@ -33,7 +48,10 @@ import msgspec
 
 from async_rl.errors import AsyncRLError, InvariantError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+_OF_STEPS = (("steps", "step"), ("publications", "weight_version"), ("checkpoints", "step"))
+"""Tables, and the column that a rollback and folding go by."""
 
 REDISPATCHED = frozenset({"restart", "corrupt"})
 """Reasons of drops that are no fault of the task: its position becomes pending."""
@@ -42,11 +60,12 @@ Statement = tuple[str, Sequence[Any]]
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE groups (
+CREATE TABLE groups (                -- each the lease of a position
     group_id TEXT PRIMARY KEY,
     task_id TEXT NOT NULL,
     position INTEGER NOT NULL,       -- place in the sequence of tasks
     weight_version INTEGER NOT NULL, -- nothing in the group was sampled by older weights
+    ceiling INTEGER,                 -- labels above this, in its frame, are of versions that are no more
     frame TEXT,                      -- name of the spool's file, once queued
     frame_bytes INTEGER
 ) WITHOUT ROWID;
@@ -54,13 +73,28 @@ CREATE TABLE trajectories (
     trajectory_id TEXT PRIMARY KEY,
     group_id TEXT NOT NULL REFERENCES groups,
     state TEXT NOT NULL CHECK (state IN ('in_flight', 'queued', 'trained', 'dropped')),
+    attempt INTEGER NOT NULL DEFAULT 1,
+    segments INTEGER,                -- once it has ended
+    tokens INTEGER,                  -- sampled ones
+    reward REAL,
+    frame TEXT,                      -- where it is kept while its group is in flight
     step INTEGER,                    -- that trained it
     reason TEXT,                     -- why it was dropped
     CHECK ((state = 'trained') = (step IS NOT NULL) AND (state = 'dropped') = (reason IS NOT NULL))
 ) WITHOUT ROWID;
-CREATE INDEX outstanding ON trajectories (group_id) WHERE state IN ('in_flight', 'queued');
+CREATE INDEX members ON trajectories (group_id);
 CREATE INDEX trained ON trajectories (step) WHERE state = 'trained';
+CREATE INDEX dropped ON trajectories (state) WHERE state = 'dropped';
 CREATE TABLE pending (position INTEGER PRIMARY KEY);
+CREATE TABLE publications (weight_version INTEGER PRIMARY KEY);
+CREATE TABLE steps (step INTEGER PRIMARY KEY, batch_id TEXT NOT NULL);
+CREATE TABLE checkpoints (step INTEGER PRIMARY KEY);
+CREATE TABLE folded (                -- trajectories that have no row any more
+    state TEXT NOT NULL,
+    reason TEXT NOT NULL,            -- '' where trained
+    number INTEGER NOT NULL,
+    PRIMARY KEY (state, reason)
+) WITHOUT ROWID;
 """
 
 
@@ -95,8 +129,13 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     weight_version: int
     frame: str | None = None
     frame_bytes: int = 0
+    ceiling: int | None = None
     in_flight: set[str] = msgspec.field(default_factory=set)
     queued: set[str] = msgspec.field(default_factory=set)
+    kept: dict[str, str] = msgspec.field(default_factory=dict)
+    """Frames of those in flight that have ended while others of the group have not."""
+    attempts: dict[str, int] = msgspec.field(default_factory=dict)
+    """Of those in flight that were tried more than once."""
 
 
 class Ledger:
@@ -106,7 +145,8 @@ class Ledger:
         >>> ledger.dispatch("g1", "task-7", position=7, trajectory_ids=["a", "b"], version=3)
         >>> ledger.drop(["b"], "error")
         >>> ledger.queue("g1", ["a"], version=3, frame="slab-000001", frame_bytes=4096)
-        >>> ledger.train(["g1"], step=5)
+        >>> ledger.train(["g1"], step=5, batch_id="batch-00000004")
+        >>> ledger.commit(step=5, keep=2)
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,6 +159,8 @@ class Ledger:
         self._owner: dict[str, str] = {}  # group of each outstanding trajectory
         self._pending: set[int] = set()
         self._cursor = 0
+        self._folded_step = 0
+        self._checkpoints: list[int] = []  # those that can be gone back to
         self._counts = dict.fromkeys(("dispatched", "in_flight", "queued", "trained"), 0)
         self._dropped: Counter[str] = Counter()
         self._change: list[Statement] = []  # the one being made
@@ -175,6 +217,60 @@ class Ledger:
             self._write("DELETE FROM pending WHERE position = ?", (position,))
         self._end_change()
 
+    def attempt(self, trajectory_id: str, attempt: int) -> None:
+        """A trajectory in flight is tried once more.
+
+        Raises:
+            InvariantError: When it is not in flight.
+        """
+        self._in_flight(trajectory_id).attempts[trajectory_id] = attempt
+        self._write("UPDATE trajectories SET attempt = ? WHERE trajectory_id = ?", (attempt, trajectory_id))
+        self._end_change()
+
+    def finish(
+        self,
+        trajectory_id: str,
+        *,
+        segments: int,
+        tokens: int,
+        reward: float | None,
+        frame: str | None = None,
+    ) -> None:
+        """A trajectory in flight has ended; it goes on to be in flight until its group is queued.
+
+        Args:
+            trajectory_id: The trajectory.
+            segments: How many it has.
+            tokens: How many the policy wrote.
+            reward: What it was given.
+            frame: Where it is kept until then.
+
+        Raises:
+            InvariantError: When it is not in flight.
+        """
+        group = self._in_flight(trajectory_id)
+        if frame is not None:
+            group.kept[trajectory_id] = frame
+        self._write(
+            "UPDATE trajectories SET segments = ?, tokens = ?, reward = ?, frame = ? WHERE trajectory_id = ?",
+            (segments, tokens, reward, frame, trajectory_id),
+        )
+        self._end_change()
+
+    def lose(self, trajectory_id: str) -> None:
+        """The frame of a trajectory that was kept is damaged: it has not ended.
+
+        Raises:
+            InvariantError: When it is not in flight.
+        """
+        self._in_flight(trajectory_id).kept.pop(trajectory_id, None)
+        self._write(
+            "UPDATE trajectories SET segments = NULL, tokens = NULL, reward = NULL, frame = NULL "
+            "WHERE trajectory_id = ?",
+            (trajectory_id,),
+        )
+        self._end_change()
+
     def queue(
         self, group_id: str, trajectory_ids: Sequence[str], *, version: int, frame: str, frame_bytes: int
     ) -> None:
@@ -198,19 +294,23 @@ class Ledger:
             )
         group.queued, group.in_flight = group.in_flight, set()
         group.weight_version, group.frame, group.frame_bytes = version, frame, frame_bytes
+        group.ceiling, group.kept, group.attempts = None, {}, {}
         self._counts["in_flight"] -= len(trajectory_ids)
         self._counts["queued"] += len(trajectory_ids)
         self._write(
-            "UPDATE groups SET weight_version = ?, frame = ?, frame_bytes = ? WHERE group_id = ?",
+            "UPDATE groups SET weight_version = ?, ceiling = NULL, frame = ?, frame_bytes = ? "
+            "WHERE group_id = ?",
             (version, frame, frame_bytes, group_id),
         )
         self._write(
-            "UPDATE trajectories SET state = 'queued' WHERE group_id = ? AND state = 'in_flight'", (group_id,)
+            "UPDATE trajectories SET state = 'queued', frame = NULL "
+            "WHERE group_id = ? AND state = 'in_flight'",
+            (group_id,),
         )
         self._end_change()
 
-    def train(self, group_ids: Iterable[str], step: int) -> None:
-        """A step that consumed these groups, whole, is done.
+    def train(self, group_ids: Iterable[str], step: int, batch_id: str) -> None:
+        """The trainer has acknowledged a step, whose batch consumed these groups, whole.
 
         Raises:
             InvariantError: When one of them is not queued; then none is settled.
@@ -229,6 +329,20 @@ class Ledger:
             self._counts["queued"] -= len(group.queued)
             self._counts["trained"] += len(group.queued)
             del self._groups[group.group_id]
+        self._write("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, batch_id))
+        self._end_change()
+
+    def publish(self, weight_version: int) -> None:
+        """Engines are being given a new version."""
+        self._write("INSERT OR IGNORE INTO publications VALUES (?)", (weight_version,))
+        self._end_change()
+
+    def commit(self, step: int, keep: int) -> None:
+        """The checkpoint of a step is complete; fold what the oldest of the `keep` newest ones covers."""
+        self._checkpoints = sorted({*self._checkpoints, step})[-keep:]
+        self._write("INSERT OR IGNORE INTO checkpoints VALUES (?)", (step,))
+        if len(self._checkpoints) == keep:
+            self._fold(self._checkpoints[0])
         self._end_change()
 
     def drop(self, trajectory_ids: Iterable[str], reason: str, *, retry: bool = False) -> None:
@@ -250,6 +364,8 @@ class Ledger:
             group = self._groups[self._owner.pop(trajectory_id)]
             state = "in_flight" if trajectory_id in group.in_flight else "queued"
             (group.in_flight if state == "in_flight" else group.queued).remove(trajectory_id)
+            group.kept.pop(trajectory_id, None)
+            group.attempts.pop(trajectory_id, None)
             self._counts[state] -= 1
             self._drop(trajectory_id, reason)
             if not group.in_flight and not group.queued:
@@ -259,13 +375,19 @@ class Ledger:
         self._end_change()
 
     def rollback(self, step: int) -> DataPosition:
-        """Take up the work of an earlier process at the checkpoint of a step.
+        """Take up the work of an earlier process at the checkpoint of a step; see the module.
 
-        What was in flight, and what was trained by later steps, is dropped as `restart` and its positions
-        become pending; what is queued stays. A new database has nothing to roll back.
+        A new database has nothing to roll back.
+
+        Raises:
+            AsyncRLError: When what was trained after the step has been folded.
         """
-        in_flight = [t for group in self._groups.values() for t in group.in_flight]
-        self.drop(in_flight, "restart")
+        if step < self._folded_step:
+            raise AsyncRLError(
+                f"the ledger has folded what was trained up to step {self._folded_step} and cannot go back "
+                f"to step {step}: restore the checkpoint of step {self._folded_step} or a later one, or "
+                "begin another run"
+            )
         self.flush()
         undone = self._rows(
             "SELECT trajectory_id, position FROM trajectories JOIN groups USING (group_id) "
@@ -276,6 +398,12 @@ class Ledger:
             self._drop(trajectory_id, "restart")
             self._make_pending(position)
         self._counts["trained"] -= len(undone)
+        for group in (group for group in self._groups.values() if group.queued):
+            group.ceiling = step if group.ceiling is None else min(group.ceiling, step)
+            self._write("UPDATE groups SET ceiling = ? WHERE group_id = ?", (group.ceiling, group.group_id))
+        self._checkpoints = [kept for kept in self._checkpoints if kept <= step]
+        for table, column in _OF_STEPS:
+            self._write(f"DELETE FROM {table} WHERE {column} > ?", (step,))
         self._end_change()
         self.flush()
         return self.data_position()
@@ -317,6 +445,11 @@ class Ledger:
         if trajectory_id not in self._owner:
             raise InvariantError(f"trajectory {trajectory_id} is settled already, or was never dispatched")
         return self._groups[self._owner[trajectory_id]]
+
+    @property
+    def in_flight(self) -> frozenset[str]:
+        """Trajectories that have not ended, or whose group has not."""
+        return frozenset(t for group in self._groups.values() for t in group.in_flight)
 
     def group(self, group_id: str) -> GroupRecord:
         """One outstanding group.
@@ -364,17 +497,21 @@ class Ledger:
     def _load(self) -> None:
         """Take up what the tables hold."""
         self._pending.update(position for (position,) in self._rows("SELECT position FROM pending"))
+        meta: dict[str, int] = dict(self._rows("SELECT key, value FROM meta"))
         ((last,),) = self._rows("SELECT max(position) FROM groups")
-        self._cursor = 0 if last is None else last + 1
+        self._cursor = max(meta.get("cursor", 0), 0 if last is None else last + 1)
+        self._folded_step = meta.get("folded_step", 0)
+        self._checkpoints = [step for (step,) in self._rows("SELECT step FROM checkpoints ORDER BY step")]
         stored = self._stored_counts()
         self._dropped.update(stored.dropped)
         for state in self._counts:
             self._counts[state] = getattr(stored, state)
-        for trajectory_id, state, *columns in self._rows(
-            "SELECT trajectory_id, state, group_id, task_id, position, weight_version, frame, frame_bytes "
+        for trajectory_id, state, attempt, kept, *columns in self._rows(
+            "SELECT trajectory_id, state, attempt, trajectories.frame, group_id, task_id, position, "
+            "weight_version, ceiling, groups.frame, frame_bytes "
             "FROM trajectories JOIN groups USING (group_id) WHERE state IN ('in_flight', 'queued')"
         ):
-            group_id, task_id, position, version, frame, frame_bytes = columns
+            group_id, task_id, position, version, ceiling, frame, frame_bytes = columns
             group = self._groups.setdefault(
                 group_id,
                 GroupRecord(
@@ -384,8 +521,13 @@ class Ledger:
                     weight_version=version,
                     frame=frame,
                     frame_bytes=frame_bytes or 0,
+                    ceiling=ceiling,
                 ),
             )
+            if kept is not None:
+                group.kept[trajectory_id] = kept
+            if attempt > 1:
+                group.attempts[trajectory_id] = attempt
             (group.in_flight if state == "in_flight" else group.queued).add(trajectory_id)
             self._owner[trajectory_id] = group_id
 
@@ -395,10 +537,38 @@ class Ledger:
             raise InvariantError(f"group {group_id} is not outstanding: settled already, or never dispatched")
         return group
 
+    def _in_flight(self, trajectory_id: str) -> GroupRecord:
+        group = self.group_of(trajectory_id)
+        if trajectory_id not in group.in_flight:
+            raise InvariantError(f"trajectory {trajectory_id} is not in flight: its group is queued")
+        return group
+
+    def _fold(self, step: int) -> None:
+        """Count what is settled for good, instead of having a row for each."""
+        final = "(state = 'dropped' OR state = 'trained' AND step <= ?)"
+        self._write(
+            "INSERT INTO folded SELECT state, coalesce(reason, ''), count(*) FROM trajectories "
+            f"WHERE {final} GROUP BY state, reason "
+            "ON CONFLICT DO UPDATE SET number = number + excluded.number",
+            (step,),
+        )
+        self._write("INSERT OR REPLACE INTO meta VALUES ('cursor', ?)", (self._cursor,))
+        self._write("INSERT OR REPLACE INTO meta VALUES ('folded_step', ?)", (step,))
+        self._write(f"DELETE FROM trajectories WHERE {final}", (step,))
+        self._write(
+            "DELETE FROM groups WHERE NOT EXISTS "
+            "(SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id)",
+            (),
+        )
+        for table, column in _OF_STEPS:
+            self._write(f"DELETE FROM {table} WHERE {column} < ?", (step,))
+        self._folded_step = step
+
     def _drop(self, trajectory_id: str, reason: str) -> None:
         self._dropped[reason] += 1
         self._write(
-            "UPDATE trajectories SET state = 'dropped', step = NULL, reason = ? WHERE trajectory_id = ?",
+            "UPDATE trajectories SET state = 'dropped', step = NULL, frame = NULL, reason = ? "
+            "WHERE trajectory_id = ?",
             (reason, trajectory_id),
         )
 
@@ -422,7 +592,8 @@ class Ledger:
         states: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         for state, reason, number in self._rows(
-            "SELECT state, reason, count(*) FROM trajectories GROUP BY state, reason"
+            "SELECT state, reason, count(*) FROM trajectories GROUP BY state, reason "
+            "UNION ALL SELECT state, nullif(reason, ''), number FROM folded"
         ):
             states[state] += number
             if reason is not None:

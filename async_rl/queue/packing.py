@@ -67,6 +67,8 @@ class StoredGroup(msgspec.Struct, frozen=True, kw_only=True):
     ref: SpoolRef
     trajectory_ids: frozenset[str]
     """Those of the frame that are still to be trained."""
+    ceiling: int | None = None
+    """Labels above it are of weight versions that a restart has undone: they count as it."""
 
 
 class Packed(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +144,8 @@ class Packer:
                 unusable[entry.group_id] = "corrupt"
                 continue
             wanted = [t for t in group.trajectories if t.trajectory_id in entry.trajectory_ids]
+            if entry.ceiling is not None:
+                wanted = [trajectory.capped(entry.ceiling) for trajectory in wanted]
             usable = [t for t in wanted if not _is_all_older(t, oldest)]
             if len(usable) < min(self._min_group_size, len(wanted)):
                 unusable[entry.group_id] = "overage"

@@ -24,6 +24,7 @@ belong to the event loop's thread; copying and checking runs in two threads of t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,14 +36,16 @@ import msgspec
 
 from async_rl.diagnosis import QueueView
 from async_rl.engines.protocol import EngineFacts
-from async_rl.errors import InvariantError, SpoolFull
+from async_rl.errors import CorruptFrame, InvariantError, SpoolFull
 from async_rl.metrics import Metrics
-from async_rl.queue.ledger import DataPosition, Ledger
+from async_rl.queue.journal import Journalled
+from async_rl.queue.kept import KeptTrajectories
+from async_rl.queue.ledger import DataPosition, GroupRecord, Ledger
 from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.packing import Packer, StoredGroup, TakenBatch, age_counts_from
 from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.staleness import Backlog, Overage
-from async_rl.types import Group
+from async_rl.types import Group, Trajectory
 from async_rl.waits import Awaited, waiting
 
 log = logging.getLogger(__name__)
@@ -68,6 +71,20 @@ class InFlight(Protocol):
     def cancel(self) -> None:
         """It is settled as dropped: stop making it, and say nothing more of it."""
         ...
+
+
+class LeftGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A group that an earlier process left in flight, to be made to its end."""
+
+    group_id: str
+    task_id: str
+    position: int
+    trajectory_ids: tuple[str, ...]
+    """All that are in flight, those that have ended included."""
+    ended: Mapping[str, Trajectory]
+    """Those that have ended: they are not made again."""
+    attempts: Mapping[str, int]
+    """Which try of a trajectory it is, where it is not the first."""
 
 
 class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +162,8 @@ class TrajectoryQueue:
         self._batches = Spool(spool.directory / "batches", max_bytes=None)
         for left in self._batches.recover().intact:
             self._batches.free(left)  # its groups are still queued
+        most = spool.max_bytes
+        self._kept = KeptTrajectories(spool.directory / "ended", None if most is None else most // 4)
         self._backlog = Backlog(groups_per_batch, max_staleness, overage)
         self._packer = Packer(
             spool,
@@ -157,6 +176,8 @@ class TrajectoryQueue:
         )
         self.redispatch: Callable[[int], bool] = lambda position: False
         """Asked for the position of a task whose group was lost: whether it will be dispatched once more."""
+        self.left: list[LeftGroup] = []
+        """Groups that an earlier process left in flight, after `restore`; to be made with `resume`."""
         self._served = version
         self._next = version
         self._clock = clock
@@ -182,20 +203,26 @@ class TrajectoryQueue:
             for reason, number in counts.dropped.items():
                 metrics.trajectories_dropped_total.labels(reason=reason).inc(number)
 
-    def restore(self) -> DataPosition:
-        """Take up the groups that an earlier process left queued; before anything else, blocking.
+    def restore(self, journalled: Mapping[str, Journalled] | None = None) -> DataPosition:
+        """Take up the groups that an earlier process left; before anything else, blocking.
 
         A damaged frame settles its group as `corrupt` and makes its position pending; frames that nobody
-        owns are freed.
+        owns are freed. Groups in flight are in `left`, as old as what was sampled of them.
+
+        Args:
+            journalled: What the journal has of trajectories in flight.
 
         Returns:
             Where the sequence of tasks continues, with what was damaged.
         """
         found = {Path(ref.path).name: ref for ref in self._spool.recover().intact}
-        for group in self._ledger.outstanding():
+        outstanding = self._ledger.outstanding()
+        self._kept.recover({name for group in outstanding for name in group.kept.values()})
+        for group in outstanding:
             ref = found.pop(group.frame or "", None)
             if not group.queued:
-                raise InvariantError(f"group {group.group_id} is in flight: roll the ledger back first")
+                self._take_up(group, journalled or {})
+                continue
             if ref is None or not self._holds(ref, group.group_id):
                 self._drop(sorted(group.queued), "corrupt")
                 if ref is not None:
@@ -209,6 +236,53 @@ class TrajectoryQueue:
             self._spool.free(orphan)
         self._ledger.flush()
         return self._ledger.data_position()
+
+    def _take_up(self, group: GroupRecord, journalled: Mapping[str, Journalled]) -> None:
+        """Take up a group in flight. What it has not sampled yet will be by the weights served now."""
+        ended: dict[str, Trajectory] = {}
+        for trajectory_id, name in sorted(group.kept.items()):
+            try:
+                trajectory = self._kept.read(name)
+            except CorruptFrame as error:
+                log.warning("trajectory %s is made again: %s", trajectory_id, error)
+                self._ledger.lose(trajectory_id)
+                self._kept.free([name])
+                continue
+            ended[trajectory_id] = capped = trajectory.capped(self._next)
+            if capped is not trajectory:
+                with contextlib.suppress(SpoolFull):  # then the next restart lowers it again
+                    self._kept.put(capped)
+        sampled = [t.oldest_weight_version for t in ended.values()]
+        sampled += [journalled[t].oldest_weight_version for t in group.in_flight if t in journalled]
+        oldest = min((version for version in sampled if version is not None), default=self._next)
+        self._backlog.dispatch(group.group_id, min(oldest, self._next))
+        self.left.append(
+            LeftGroup(
+                group_id=group.group_id,
+                task_id=group.task_id,
+                position=group.position,
+                trajectory_ids=tuple(sorted(group.in_flight)),
+                ended=ended,
+                attempts=dict(group.attempts),
+            )
+        )
+
+    def abandon(self, left: LeftGroup) -> None:
+        """A group of `left` cannot be made any more: its position is dispatched anew."""
+        self.left.remove(left)
+        self.drop_group(left.group_id, "restart")
+
+    def flush(self) -> None:
+        """Write all changes that are not written yet. From any thread.
+
+        Raises:
+            AsyncRLError: When the ledger cannot be written.
+        """
+        self._ledger.flush()
+
+    def resume(self, group_id: str, work: InFlight) -> None:
+        """A group of `left` is being made again; see `dispatched`."""
+        self._in_flight[group_id] = work
 
     async def admit(self) -> bool:
         """Wait until one more group may be dispatched; then call `dispatched` before awaiting anything.
@@ -258,6 +332,39 @@ class TrajectoryQueue:
         if self._metrics is not None:
             self._metrics.trajectories_dispatched_total.inc(len(trajectory_ids))
 
+    def tried_again(self, trajectory_id: str, attempt: int) -> None:
+        """A trajectory in flight failed and is made anew.
+
+        Raises:
+            InvariantError: When it is not in flight.
+        """
+        self._ledger.attempt(trajectory_id, attempt)
+
+    async def keep(self, trajectory: Trajectory) -> bool:
+        """Store a trajectory that has ended before its group has: a restart will not make it again.
+
+        Returns:
+            False when there is no room for it.
+
+        Raises:
+            InvariantError: When it is not in flight.
+        """
+        try:
+            name, cancelled = await self._off_loop(lambda: self._kept.put(trajectory))
+        except SpoolFull as error:
+            log.warning("trajectory %s is not kept beside the journal: %s", trajectory.trajectory_id, error)
+            return False
+        try:
+            self._finish(trajectory, name)
+        except InvariantError as error:  # dropped while it was written
+            self._kept.free([name])
+            raise (cancelled or error) from error
+        if cancelled is None:
+            _, cancelled = await self._off_loop(self._ledger.flush)
+        if cancelled is not None:
+            raise cancelled
+        return True
+
     async def put(self, group: Group) -> None:
         """Store a finished group. Trajectories that failed were dropped before.
 
@@ -291,7 +398,11 @@ class TrajectoryQueue:
                 await self._change("room", self._why_put)
         known = record.weight_version
         oldest, counts_from = group.oldest_weight_version, age_counts_from(group, self._backlog.overage)
+        kept = dict(record.kept)
         try:
+            for trajectory in group.trajectories:
+                if trajectory.trajectory_id not in kept:
+                    self._finish(trajectory, None)
             self._ledger.queue(
                 group.group_id,
                 trajectory_ids,
@@ -309,7 +420,8 @@ class TrajectoryQueue:
         if cancelled is None:
             _, cancelled = await self._off_loop(self._ledger.flush)
         if cancelled is not None:
-            raise cancelled
+            raise cancelled  # what was kept is nobody's once the ledger is written: `restore` removes it
+        self._kept.free(kept.values())
 
     def drop_trajectories(self, trajectory_ids: Sequence[str], reason: str) -> None:
         """Settle trajectories in flight that came to nothing. Without any left, the group is gone.
@@ -393,7 +505,7 @@ class TrajectoryQueue:
         taken = self._taken.pop(batch.batch_id, None)
         if taken is None:
             raise InvariantError(f"batch {batch.batch_id} is settled already, or was never taken")
-        self._ledger.train(batch.group_ids, step)
+        self._ledger.train(batch.group_ids, step, batch.batch_id)
         self._ledger.flush()  # before a slab can be reused, and before a checkpoint claims the step
         for group in taken.groups:
             self._spool.free(group.ref)
@@ -403,6 +515,14 @@ class TrajectoryQueue:
         if self._metrics is not None:
             self._metrics.trajectories_trained_total.inc(len(batch.trajectory_ids))
         self._wake()
+
+    def published(self, version: int) -> None:
+        """Engines are being given a new version."""
+        self._ledger.publish(version)
+
+    def committed(self, step: int, keep: int) -> None:
+        """The checkpoint of a step is complete, and the `keep` newest ones are kept."""
+        self._ledger.commit(step, keep)
 
     def advance(self, version: int) -> None:
         """All engines that take requests serve this version now; the trainer holds it."""
@@ -510,6 +630,7 @@ class TrajectoryQueue:
                 group_id=group.group_id,
                 ref=group.ref,
                 trajectory_ids=frozenset(self._ledger.group(group.group_id).queued),
+                ceiling=self._ledger.group(group.group_id).ceiling,
             )
             for group in groups
         ]
@@ -616,8 +737,20 @@ class TrajectoryQueue:
             for trajectory_id in trajectory_ids:
                 self._drift.ended(lengths.get(trajectory_id, 0))
 
+    def _finish(self, trajectory: Trajectory, frame: str | None) -> None:
+        self._ledger.finish(
+            trajectory.trajectory_id,
+            segments=len(trajectory.segments),
+            tokens=trajectory.num_sampled_tokens,
+            reward=trajectory.outcome.reward,
+            frame=frame,
+        )
+
     def _drop(self, trajectory_ids: Sequence[str], reason: str, *, retry: bool = False) -> None:
+        groups = {group.group_id: group for group in map(self._ledger.group_of, trajectory_ids)}
+        kept = {name: frame for group in groups.values() for name, frame in group.kept.items()}
         self._ledger.drop(trajectory_ids, reason, retry=retry)
+        self._kept.free([kept[name] for name in trajectory_ids if name in kept])
         if self._metrics is not None:
             self._metrics.trajectories_dropped_total.labels(reason=reason).inc(len(trajectory_ids))
 

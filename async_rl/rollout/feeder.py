@@ -54,4 +54,8 @@ class Feeder:
         else:
             position = self._cursor
             self._cursor += 1
-        return position, self._tasks[self._order.task_at(position)]
+        return position, self.task_at(position)
+
+    def task_at(self, position: int) -> Task:
+        """The task of a position."""
+        return self._tasks[self._order.task_at(position)]

@@ -16,6 +16,7 @@ LAYERS = (
     "engines.protocol training",
     "metrics report diagnosis engines queue weights",
     "rollout",
+    "recovery",
     "orchestrator",
     "placement simulation",
     "reference preflight train cli",

@@ -35,6 +35,10 @@ def queue(ledger: Ledger, *positions: int, size: int = 2) -> None:
         ledger.queue(f"g{p}", ids, version=0, frame=f"slab-{p}", frame_bytes=100)
 
 
+def train(ledger: Ledger, step: int, *group_ids: str) -> None:
+    ledger.train(group_ids, step, f"batch-{step - 1:08d}")
+
+
 def reopened(ledger: Ledger, path: Path) -> Ledger:
     """What a new process finds after the old one was killed; it wrote what was flushed."""
     ledger.flush()
@@ -44,7 +48,7 @@ def reopened(ledger: Ledger, path: Path) -> Ledger:
 def test_a_trajectory_is_counted_once_wherever_it_is(ledger: Ledger) -> None:
     dispatch(ledger, 0, 1, 2, 3)
     queue(ledger, 0, 1)
-    ledger.train(["g0"], step=1)
+    train(ledger, 1, "g0")
     ledger.drop(["g2-0"], "error")
     expected = Conservation(dispatched=8, in_flight=3, queued=2, trained=2, dropped={"error": 1})
     assert ledger.counts() == expected
@@ -54,7 +58,7 @@ def test_a_trajectory_is_counted_once_wherever_it_is(ledger: Ledger) -> None:
 def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Ledger) -> None:
     dispatch(ledger, 0, 1, 2)
     queue(ledger, 1, 2)
-    ledger.train(["g1"], step=1)
+    train(ledger, 1, "g1")
     before = ledger.counts()
     for forbidden in (
         lambda: dispatch(ledger, 0),
@@ -65,10 +69,10 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
         lambda: queue(ledger, 7),
         lambda: queue(ledger, 0, size=1),
         lambda: queue(ledger, 0, size=3),
-        lambda: ledger.train(["g0"], 2),
-        lambda: ledger.train(["g1"], 2),
-        lambda: ledger.train(["g2", "g2"], 2),
-        lambda: ledger.train(["g2", "g1"], 2),
+        lambda: train(ledger, 2, "g0"),
+        lambda: train(ledger, 2, "g1"),
+        lambda: train(ledger, 2, "g2", "g2"),
+        lambda: train(ledger, 2, "g2", "g1"),
         lambda: ledger.drop(["g1-0"], "error"),
         lambda: ledger.drop(["g0-0", "g0-0"], "error"),
         lambda: ledger.drop(["g0-0", "nobody"], "error"),
@@ -84,7 +88,7 @@ def test_the_group_can_be_queued_without_those_that_were_dropped(ledger: Ledger)
     dispatch(ledger, 0, size=3)
     ledger.drop(["g0-2"], "error")
     queue(ledger, 0, size=2)
-    ledger.train(["g0"], 1)
+    train(ledger, 1, "g0")
     assert ledger.audit() == Conservation(
         dispatched=3, in_flight=0, queued=0, trained=2, dropped={"error": 1}
     )
@@ -111,7 +115,7 @@ def test_an_id_is_refused_at_the_next_flush_when_it_was_settled_before(ledger: L
 def test_everything_is_there_when_it_was_flushed_before_a_kill(ledger: Ledger, path: Path) -> None:
     dispatch(ledger, 0, 1, 2)
     queue(ledger, 0, 1)
-    ledger.train(["g0"], 1)
+    train(ledger, 1, "g0")
     ledger.drop(["g2-0"], "error")
     again = reopened(ledger, path)
     assert again.counts() == ledger.counts()
@@ -125,7 +129,8 @@ def test_a_dispatch_never_happened_when_it_was_not_flushed_before_a_kill(ledger:
     ledger.flush()
     dispatch(ledger, 1)
     again = Ledger(path)
-    assert again.rollback(0) == DataPosition(cursor=1, pending=(0,))
+    assert again.rollback(0) == DataPosition(cursor=1)
+    assert again.in_flight == {"g0-0", "g0-1"}
     again.close()
 
 
@@ -134,25 +139,27 @@ def test_tasks_are_neither_skipped_nor_repeated_when_rolled_back_to_a_step(
 ) -> None:
     dispatch(ledger, 0, 1, 2, 3, 4, 5)
     queue(ledger, 0, 1, 2, 3)
-    ledger.train(["g0"], step=1)
-    ledger.train(["g1"], step=2)
-    ledger.train(["g2"], step=3)
+    train(ledger, 1, "g0")
+    train(ledger, 2, "g1")
+    train(ledger, 3, "g2")
     ledger.drop(["g4-0", "g4-1"], "error")
     again = reopened(ledger, path)
     position = again.rollback(step=1)
-    # 0 was trained, 3 is queued, 4 was used up; 1 and 2 were trained too late, 5 was in flight
-    assert position == DataPosition(cursor=6, pending=(1, 2, 5))
-    assert [group.group_id for group in again.outstanding()] == ["g3"]
+    # 0 was trained, 3 is queued, 4 was used up, 5 is in flight; 1 and 2 were trained too late
+    assert position == DataPosition(cursor=6, pending=(1, 2))
+    assert [group.group_id for group in again.outstanding()] == ["g3", "g5"]
     assert again.audit() == Conservation(
-        dispatched=12, in_flight=0, queued=2, trained=2, dropped={"error": 2, "restart": 6}
+        dispatched=12, in_flight=2, queued=2, trained=2, dropped={"error": 2, "restart": 4}
     )
     assert again.rollback(step=1) == position
-    assert again.audit().dropped == {"error": 2, "restart": 6}
+    assert again.audit().dropped == {"error": 2, "restart": 4}
     again.close()
 
 
 def test_a_pending_position_is_used_up_when_it_is_dispatched_anew(ledger: Ledger, path: Path) -> None:
     dispatch(ledger, 0, 1)
+    queue(ledger, 0, 1)
+    train(ledger, 1, "g0", "g1")
     again = reopened(ledger, path)
     assert again.rollback(0).pending == (0, 1)
     again.dispatch("new", "task-0", 0, ["new-0"], version=0)
@@ -179,7 +186,7 @@ def test_a_group_that_was_partly_trained_comes_again_once_when_rolled_back(
     dispatch(ledger, 0, size=3)
     ledger.drop(["g0-2"], "error")
     queue(ledger, 0, size=2)
-    ledger.train(["g0"], 5)
+    train(ledger, 5, "g0")
     again = reopened(ledger, path)
     assert again.rollback(4).pending == (0,)
     assert again.audit().dropped == {"error": 1, "restart": 2}
@@ -213,3 +220,113 @@ def test_a_wrong_count_is_found_by_an_audit(ledger: Ledger) -> None:
     ledger._database.execute("DELETE FROM trajectories WHERE trajectory_id = 'g0-1'")
     with pytest.raises(InvariantError, match="its tables hold"):
         ledger.audit()
+
+
+def test_what_has_ended_is_remembered_until_its_group_is_queued(ledger: Ledger, path: Path) -> None:
+    dispatch(ledger, 0)
+    ledger.attempt("g0-0", 2)
+    ledger.finish("g0-1", segments=3, tokens=40, reward=0.5, frame="g0-1")
+    again = reopened(ledger, path)
+    group = again.group("g0")
+    assert (group.kept, group.attempts, group.in_flight) == ({"g0-1": "g0-1"}, {"g0-0": 2}, {"g0-0", "g0-1"})
+    again.lose("g0-1")
+    third = reopened(again, path)
+    assert third.group("g0").kept == {}
+    third.finish("g0-0", segments=1, tokens=7, reward=1.0)
+    queue(third, 0)
+    assert third.group("g0").attempts == {}
+    third.flush()
+    rows = third._rows("SELECT trajectory_id, attempt, segments, tokens, reward, frame FROM trajectories")
+    assert rows == [("g0-0", 2, 1, 7, 1.0, None), ("g0-1", 1, None, None, None, None)]
+    for forbidden in (
+        lambda: third.attempt("g0-0", 3),
+        lambda: third.finish("g0-0", segments=1, tokens=1, reward=None),
+        lambda: third.lose("nobody"),
+    ):
+        with pytest.raises(InvariantError):
+            forbidden()
+    third.close()
+    again.close()
+
+
+def test_labels_of_undone_versions_have_a_ceiling_until_the_frame_is_gone(ledger: Ledger, path: Path) -> None:
+    dispatch(ledger, 0, 1)
+    queue(ledger, 0)
+    again = reopened(ledger, path)
+    again.rollback(3)
+    third = reopened(again, path)
+    third.rollback(5)  # what it queued itself may have labels up to 5, this frame has not
+    assert third.group("g0").ceiling == 3
+    assert third.group("g1").ceiling is None
+    queue(third, 1)
+    assert third.group("g1").ceiling is None
+    third.close()
+    again.close()
+
+
+def test_publications_acknowledgements_and_checkpoints_agree_with_the_step_rolled_back_to(
+    ledger: Ledger, path: Path
+) -> None:
+    dispatch(ledger, 0, 1, 2)
+    queue(ledger, 0, 1, 2)
+    for step in (1, 2, 3):
+        train(ledger, step, f"g{step - 1}")
+        ledger.publish(step)
+    ledger.commit(2, keep=2)
+    ledger.flush()
+    assert ledger._rows("SELECT * FROM steps WHERE step = 3") == [(3, "batch-00000002")]
+    again = reopened(ledger, path)
+    again.rollback(2)
+    for table in ("steps", "publications"):
+        assert again._rows(f"SELECT count(*) FROM {table}") == [(2,)]
+    assert again._rows("SELECT * FROM checkpoints") == [(2,)]
+    again.close()
+
+
+def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
+    ledger: Ledger, path: Path
+) -> None:
+    for step in range(1, 7):
+        dispatch(ledger, step)
+        ledger.drop([f"g{step}-1"], "error" if step % 2 else "overage")
+        queue(ledger, step, size=1)
+        train(ledger, step, f"g{step}")
+        if step % 2 == 0:
+            ledger.commit(step, keep=2)
+    dispatch(ledger, 7)
+    before = ledger.audit()
+    assert before.trained == 6
+    assert before.dropped == {"error": 3, "overage": 3}
+    # 4 and 6 can be gone back to, so 5 and 6 have rows still, and what was dropped after the last commit
+    assert ledger._rows("SELECT trajectory_id FROM trajectories") == [
+        ("g5-0",),
+        ("g6-0",),
+        ("g7-0",),
+        ("g7-1",),
+    ]
+    assert ledger._rows("SELECT group_id FROM groups") == [("g5",), ("g6",), ("g7",)]
+    assert ledger._rows("SELECT step FROM steps") == [(4,), (5,), (6,)]
+    again = reopened(ledger, path)
+    assert again.audit() == before
+    assert again.data_position() == ledger.data_position()
+    assert again.rollback(4) == DataPosition(cursor=8, pending=(5, 6))
+    assert again.audit().dropped == {"error": 3, "overage": 3, "restart": 2}
+    with pytest.raises(AsyncRLError, match="folded what was trained up to step 4"):
+        again.rollback(3)
+    again.close()
+
+
+def test_no_row_is_left_of_a_year_when_checkpoints_are_committed(ledger: Ledger, path: Path) -> None:
+    for step in range(1, 200):
+        dispatch(ledger, step)
+        queue(ledger, step)
+        train(ledger, step, f"g{step}")
+        ledger.publish(step)
+        ledger.commit(step, keep=1)
+    ledger.flush()
+    for table in ("groups", "trajectories", "pending"):
+        assert ledger._rows(f"SELECT count(*) FROM {table}") == [(0,)]
+    assert ledger.audit().trained == 398
+    again = reopened(ledger, path)
+    assert again.data_position() == DataPosition(cursor=200)
+    again.close()
