@@ -1,0 +1,110 @@
+"""What must be true at the end: the ledger against the trainer's diary, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from async_rl.config import Config
+from async_rl.queue.ledger import REDISPATCHED, Ledger
+from async_rl.records import Summary, read_records
+from tests.chaos.diary import Trained, effective, read
+from tests.chaos.evidence import LedgerWatch, Processes
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One check."""
+
+    check: str
+    holds: bool
+    detail: str
+
+
+def audit(config: Config, diary: Path, watch: LedgerWatch, processes: Processes) -> list[Finding]:
+    """All checks of a run that has ended well."""
+    run_dir = Path(config.run.dir) / config.run.name
+    entries = read(diary)
+    done = effective(entries)
+    every = [entry for entry in entries if isinstance(entry, Trained)]
+    findings = [
+        _steps(config, run_dir, done),
+        _trained_once(done),
+        _staleness(config, every),
+        *_ledger(run_dir, done, watch),
+        _positions(done, watch),
+    ]
+    orphans = processes.left()
+    findings.append(Finding("no process is left", not orphans, ", ".join(orphans) or "none"))
+    files = sorted(path for path in processes.shared if Path(path).exists())
+    findings.append(Finding("no shared memory is left", not files, ", ".join(files) or "none"))
+    return findings
+
+
+def _steps(config: Config, run_dir: Path, done: dict[int, Trained]) -> Finding:
+    wanted = list(range(1, config.run.max_steps + 1))
+    recorded = [record.step for record in read_records(run_dir / "metrics.jsonl")]
+    return Finding(
+        "the run reached its steps, each done once",
+        list(done) == wanted == recorded,
+        f"{len(done)} of {config.run.max_steps} in the diary, {len(recorded)} in metrics.jsonl",
+    )
+
+
+def _trained_once(done: dict[int, Trained]) -> Finding:
+    counted = Counter(i for step in done.values() for i in step.trajectory_ids)
+    twice = [i for i, times in counted.items() if times > 1]
+    return Finding("no trajectory was trained twice", not twice, f"{len(counted)} trained, twice: {twice}")
+
+
+def _staleness(config: Config, every: list[Trained]) -> Finding:
+    worst = max(entry.version - oldest for entry in every for oldest in entry.oldest)
+    bound = config.rollout.max_staleness
+    return Finding("the staleness bound held", worst <= bound, f"at most {worst} of {bound} versions")
+
+
+def _ledger(run_dir: Path, done: dict[int, Trained], watch: LedgerWatch) -> list[Finding]:
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    counts = ledger.audit()  # raises when its counts and its tables differ
+    ledger.close()
+    summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
+    step_of = {i: step for step, entry in done.items() for i in entry.trajectory_ids}
+    rows = {i: watch.rows[i] for i in watch.current}
+    wrong = [i for i, row in rows.items() if (row.state == "trained") != (i in step_of)]
+    wrong += [i for i, row in rows.items() if row.state == "trained" and row.step != step_of.get(i)]
+    outstanding = counts.in_flight + counts.queued
+    return [
+        Finding(
+            "the ledger accounts for every trajectory",
+            counts.holds and summary.trajectories.unaccounted == 0,
+            f"{counts.dispatched} dispatched = {counts.trained} trained + {outstanding} outstanding + "
+            f"{counts.dropped} dropped",
+        ),
+        Finding(
+            "the ledger and the trainer's diary agree",
+            counts.trained == len(step_of) and not wrong,
+            f"{counts.trained} and {len(step_of)} trained, disagreeing rows: {wrong}",
+        ),
+    ]
+
+
+def _positions(done: dict[int, Trained], watch: LedgerWatch) -> Finding:
+    """Each task of the data has come to one end, or still is on its way: none was skipped, none repeated."""
+    trained: Counter[int] = Counter()
+    for entry in done.values():
+        trained.update({watch.rows[i].position for i in entry.trajectory_ids if i in watch.rows})
+    used = set(trained) | watch.pending
+    for trajectory_id, row in watch.rows.items():
+        outstanding = trajectory_id in watch.current and row.state in ("in_flight", "queued")
+        spent = row.state == "dropped" and row.reason not in REDISPATCHED
+        if outstanding or spent:
+            used.add(row.position)
+    cursor = max((row.position for row in watch.rows.values()), default=-1) + 1
+    skipped = sorted(set(range(cursor)) - used)
+    repeated = sorted(position for position, times in trained.items() if times > 1)
+    return Finding(
+        "no task was skipped or repeated",
+        not skipped and not repeated,
+        f"{cursor} tasks, skipped: {skipped}, repeated: {repeated}",
+    )
