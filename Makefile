@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check bench simulate monitor docs
+.PHONY: help setup quickstart test check bench simulate monitor docs chaos
 BIN := .venv/bin
 
 help:  ## List the targets.
@@ -14,6 +14,9 @@ quickstart: setup  ## Set up and train a tiny MoE with a calculator tool, on thi
 
 test: setup  ## Set up and run all tests (under 15 minutes on 2 cores).
 	@$(BIN)/python -m pytest $(TESTS)
+
+chaos: setup  ## Kill and stop processes of the real loop for a while (SEED=0 MINUTES=5).
+	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),5)
 
 check: setup  ## Formatting, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
