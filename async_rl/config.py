@@ -148,10 +148,87 @@ class RolloutConfig(_Strict, frozen=True, kw_only=True):
     ] = 0.5
 
 
-class SGLangEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="sglang"):
+class EnginesConfig(_Strict, frozen=True, kw_only=True):
+    """What is done with any engine: when it counts as failed, how it is brought back, what it is given."""
+
+    stall_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description=(
+                "An engine with calls that says nothing for so long has failed, seconds; what it has to "
+                "prefill is allowed for."
+            ),
+        ),
+    ] = 60.0
+    min_prefill_tokens_per_s: Annotated[
+        float,
+        Meta(gt=0, description="Slowest prefill that is no stall: what waits for one extends `stall_s` so."),
+    ] = 500.0
+    probe_s: Annotated[
+        float,
+        Meta(
+            gt=0, description="How often an engine that says nothing is asked whether it is there, seconds."
+        ),
+    ] = 10.0
+    probe_timeout_s: Annotated[float, Meta(gt=0, description="Longest answer to that question, seconds.")] = (
+        10.0
+    )
+    probe_misses: Annotated[
+        int, Meta(ge=1, description="Questions in a row without an answer that make an engine failed.")
+    ] = 3
+    max_prefill_tokens: Annotated[
+        PositiveInt | None,
+        Meta(
+            description=(
+                "Calls wait, oldest trajectory first, while an engine has so many tokens to prefill; null "
+                "sends all at once."
+            )
+        ),
+    ] = 32768
+    max_restarts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "Restarts of one engine within `restart_window_s`; after them `exhausted` says what happens."
+            ),
+        ),
+    ] = 3
+    restart_window_s: Annotated[
+        float, Meta(gt=0, description="Restarts longer ago are forgotten, seconds.")
+    ] = 3600.0
+    restart_delay_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description=(
+                "Wait before the second restart within the window, seconds; it doubles with each further "
+                "one, less a random share of up to a half."
+            ),
+        ),
+    ] = 2.0
+    restart_delay_max_s: Annotated[float, Meta(ge=0, description="Longest such wait, seconds.")] = 300.0
+    exhausted: Annotated[
+        Literal["leave_out", "end_run"],
+        Meta(
+            description=(
+                "`leave_out`: an engine without restarts left stays out of service until the window has "
+                "moved on; `end_run`: the run ends with its last error."
+            )
+        ),
+    ] = "leave_out"
+    max_outage_s: Annotated[
+        float, Meta(gt=0, description="The run ends when no engine has served for so long, seconds.")
+    ] = 300.0
+
+
+class SGLangEngines(EnginesConfig, frozen=True, kw_only=True, tag_field="kind", tag="sglang"):
     """Real SGLang servers: started by us, or somewhere else (`urls`)."""
 
-    num_engines: Annotated[int, Meta(ge=1, description="Servers to start; ignored when `urls` is set.")] = 1
+    num_engines: Annotated[
+        int, Meta(ge=1, description="Servers to start; none when `urls` or `urls_file` is set.")
+    ] = 1
     urls: Annotated[
         list[str],
         Meta(
@@ -161,6 +238,24 @@ class SGLangEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="s
             )
         ),
     ] = []
+    urls_file: Annotated[
+        str | None,
+        Meta(
+            description=(
+                "A file of such URLs, one a line, that is read again every few seconds: servers join and "
+                "leave the running job as lines come and go. Instead of `urls`."
+            )
+        ),
+    ] = None
+    drain_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description=(
+                "How long calls may go on at a server that leaves, seconds; then they move with their tokens."
+            ),
+        ),
+    ] = 30.0
     device: Annotated[
         Literal["auto", "cuda", "cpu"], Meta(description="`auto` takes the GPU where torch sees one.")
     ] = "auto"
@@ -179,11 +274,6 @@ class SGLangEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="s
     request_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest answer to a control request, seconds.")
     ] = 60.0
-    stall_s: Annotated[
-        float,
-        Meta(gt=0, description="A stream without a chunk for so long counts as a dead engine, seconds."),
-    ] = 60.0
-    max_restarts: Annotated[int, Meta(ge=0, description="Restarts of one server before the run ends.")] = 3
     extra_args: Annotated[
         list[str], Meta(description="Further command-line arguments of the SGLang server, as they are.")
     ] = []
@@ -199,7 +289,7 @@ class SGLangEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="s
     ] = False
 
 
-class SimulatedEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="simulated"):
+class SimulatedEngines(EnginesConfig, frozen=True, kw_only=True, tag_field="kind", tag="simulated"):
     """Engines of the same contract in virtual or real time, without a model: for tests and dry runs."""
 
     num_engines: Annotated[int, Meta(ge=1, description="Simulated engines.")] = 2
@@ -211,11 +301,6 @@ class SimulatedEngines(_Strict, frozen=True, kw_only=True, tag_field="kind", tag
     num_layers: Annotated[int, Meta(ge=1, description="Layers in the routing payload.")] = 2
     num_experts: Annotated[int, Meta(ge=2, description="Experts of a layer.")] = 8
     top_k: Annotated[int, Meta(ge=1, description="Experts a token is sent to.")] = 2
-    max_restarts: Annotated[int, Meta(ge=0, description="Restarts of one engine before the run ends.")] = 3
-    stall_s: Annotated[
-        float,
-        Meta(gt=0, description="A stream without a chunk for so long counts as a dead engine, seconds."),
-    ] = 60.0
 
 
 class RoutingConfig(_Strict, frozen=True, kw_only=True):
@@ -442,6 +527,8 @@ class Config(_Strict, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Check what no single field can."""
+        if isinstance(self.engine, SGLangEngines) and self.engine.urls and self.engine.urls_file:
+            raise ValueError("engine.urls and engine.urls_file are both set: write the URLs into the file")
         layout, ranks = self.trainer.layout, self.trainer.num_ranks
         model_parallel = layout.tp * layout.pp * layout.cp
         if ranks % model_parallel:

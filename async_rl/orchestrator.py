@@ -6,6 +6,7 @@
  rollouts  tasks (feeder)    a slot, admission            a trajectory ends; a new version   groups
  repair    failed engines    a quarantine                 a call or an update failed         a serving engine
  watch     processes         a server that ends           it ends                            a quarantine
+ health    calls, probes     the next look                time                               a quarantine
  stopper   the stop event    the first signal             Ctrl-C                             a drain
  pulse     statistics        a second                     time                               gauges, the panel
  journal   what is new       queue.journal_s              time                               the journal
@@ -30,8 +31,10 @@ from uuid6 import uuid7
 from async_rl.chat import load_chat_format
 from async_rl.config import Config, SGLangEngines
 from async_rl.engines.facts import check_served_by_sglang, load_facts
+from async_rl.engines.health import HealthWatch
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.engines.protocol import Engine, EngineFacts
+from async_rl.engines.repair import Repair
 from async_rl.errors import (
     AsyncRLError,
     ConfigError,
@@ -175,7 +178,18 @@ class Orchestrator:
         self._metrics = metrics
         self._clock = clock
         self._phase = "starting"
-        self._pool = EnginePool(metrics, clock)
+        self._pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
+        self._health = HealthWatch(self._pool, config.engine, metrics, clock)
+        self._repair = Repair(
+            self._pool,
+            cluster.restart_engine,
+            self._catch_up,
+            config.engine,
+            metrics,
+            clock,
+            seed=config.run.seed,
+        )
+        self._sync: WeightSync | None = None
         self._queue: TrajectoryQueue | None = None
         self._manager: RolloutManager | None = None
         self._trainer: Trainer | None = None  # None while it has failed and is not back yet
@@ -209,7 +223,7 @@ class Orchestrator:
         while True:
             # A trainer that came back starts from its checkpoint as a new driver does: with all that hangs on
             # the trainer's step made anew from the run's folder, and the engines brought back to it.
-            sync = self._weight_sync(trainer)
+            sync = self._sync = self._weight_sync(trainer)
             estate = Estate(
                 self._config, self._dir, tasks, facts, self._step, self._metrics, self._clock
             )
@@ -264,12 +278,13 @@ class Orchestrator:
             async with services(
                 rollouts=manager.run,
                 watch=lambda: self._cluster.watch_engines(self._pool.quarantine),
+                health=self._health.run,
                 stopper=stopper,
                 pulse=lambda: self._pulse(queue, manager, progress),
                 journal=estate.write_journal,
             ):
                 try:
-                    async with services(repair=lambda: self._repair(sync)):
+                    async with services(repair=self._repair.run):
                         return await self._train_and_save(trainer, sync, queue, manager, progress)
                 except ExceptionGroup as group:
                     cause = first_error(group)
@@ -491,29 +506,10 @@ class Orchestrator:
                 )
             await asyncio.sleep(1.0)
 
-    # -- engines that failed ---------------------------------------------------------------------------
-
-    async def _repair(self, sync: WeightSync) -> None:
-        """Bring quarantined engines back, one after the other."""
-        attempts: dict[str, int] = {}
-        limit = self._config.engine.max_restarts
-        while True:
-            engine_id = await self._pool.wait_quarantined()
-            cause = self._pool.error_of(engine_id)
-            attempts[engine_id] = attempts.get(engine_id, 0) + 1
-            if attempts[engine_id] > limit:
-                raise EngineError(
-                    f"engine {engine_id} failed {attempts[engine_id]} times, engine.max_restarts is "
-                    f"{limit}; the last "
-                    f"cause: {cause}"
-                ) from cause
-            try:
-                await self._cluster.restart_engine(engine_id)
-                self._pool.rejoin(engine_id)
-                await sync.catch_up(engine_id)
-                log.info("engine %s is back", engine_id)
-            except (EngineError, EnvironmentNotReady, TimeoutError) as error:
-                self._pool.quarantine(engine_id, error)
+    async def _catch_up(self, engine_id: str) -> None:
+        """Bring an engine to the weights of the trainer that there is now."""
+        assert self._sync is not None, "engines are repaired while there is a weight sync"
+        await self._sync.catch_up(engine_id)
 
 
 def sampled_before(records: list[StepRecord]) -> float:

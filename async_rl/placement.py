@@ -555,7 +555,6 @@ class RayCluster(orchestrator.Cluster):
             routing=self._config.routing.from_engine,
             narrow_routing=engine.narrow_routing,
             start_timeout_s=engine.start_timeout_s,
-            stall_s=engine.stall_s,
             request_timeout_s=engine.request_timeout_s,
             died=died,
         )

@@ -59,6 +59,17 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     """When the oldest call without a token was overtaken by one that was sent later."""
 
 
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's state and what it serves; equal at two moments when nothing happened to it in between."""
+
+    state: EngineState
+    weight_version: int
+    life: int
+    """Counts restarts: what an earlier life had in its prefix cache is gone."""
+    epoch: int
+    """Counts flushes of the prefix cache."""
+
+
 class Slot:
     """What the pool knows of one engine."""
 
@@ -68,10 +79,10 @@ class Slot:
         self.weight_version = -1
         self.error: Exception | None = None
         self.strikes: deque[float] = deque()
+        self.newcomer = False
+        """It joins a running job, and has never been brought to its weights."""
         self.life = 0
-        """Counts restarts: what an earlier life had in its prefix cache is gone."""
         self.epoch = 0
-        """Counts flushes of the prefix cache."""
         self.prefilling: dict[Lease, None] = {}
         """Calls without a token, in the order in which they were sent."""
         self.streaming: dict[Lease, None] = {}
@@ -95,6 +106,18 @@ class Slot:
     def calls(self) -> list[Lease]:
         """Those calls."""
         return [*self.streaming, *self.prefilling]
+
+    @property
+    def standing(self) -> Standing:
+        """Where it stands."""
+        return Standing(
+            state=self.state, weight_version=self.weight_version, life=self.life, epoch=self.epoch
+        )
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether it serves nobody until somebody brings it (back)."""
+        return self.state is EngineState.QUARANTINED or (self.newcomer and self.state is EngineState.JOINING)
 
     def vitals(self, prefill_tokens: int) -> Vitals:
         """What the calls say now."""

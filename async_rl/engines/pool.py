@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from async_rl.engines.balancing import Balancer
-from async_rl.engines.lease import EngineState, Home, Lease, Recomputed, Slot, Vitals
+from async_rl.engines.lease import EngineState, Home, Lease, Recomputed, Slot, Standing, Vitals
 from async_rl.engines.protocol import Engine
 from async_rl.errors import EngineError
 from async_rl.metrics import Metrics
@@ -81,9 +81,15 @@ class EnginePool:
 
     # -- membership ---------------------------------------------------------------------------------------
 
-    def add(self, engine: Engine) -> None:
-        """Take an engine in; it serves nobody before `serve`."""
+    def add(self, engine: Engine, *, newcomer: bool = False) -> None:
+        """Take an engine in; it serves nobody before `serve`.
+
+        Args:
+            engine: The engine.
+            newcomer: Whether it joins a running job, so that `repair` must bring it to its weights.
+        """
         slot = Slot(engine, self._clock())
+        slot.newcomer = newcomer
         self._slots[engine.engine_id] = slot
         self._balancer.add(engine.engine_id)
         self._moved(slot, EngineState.JOINING)
@@ -105,7 +111,7 @@ class EnginePool:
         if not keeps_cache:
             slot.epoch += 1
             slot.recompute_tokens = self._balancer.load(engine_id)
-        slot.weight_version, slot.error = weight_version, None
+        slot.weight_version, slot.error, slot.newcomer = weight_version, None, False
         slot.progress_s = slot.decode_s = self._clock()
         for call in slot.streaming:
             call.heard_s = slot.progress_s
@@ -138,6 +144,12 @@ class EnginePool:
         self._metrics.engine_quarantined_total.labels(engine_id).inc()
         self._moved(slot, EngineState.QUARANTINED)
         self._drop_all(slot, f"engine {engine_id} is quarantined: {error}")
+
+    def not_repaired(self, engine_id: str, error: Exception) -> None:
+        """A quarantined engine could not be brought back, for this reason."""
+        if (slot := self._slots.get(engine_id)) is not None:
+            self.quarantine(engine_id, error)
+            slot.error = error
 
     def strike(self, engine_id: str, error: EngineError) -> None:
         """Count an answer that cannot be right, or a call that was lost."""
@@ -329,10 +341,10 @@ class EnginePool:
     def __contains__(self, engine_id: str) -> bool:
         return engine_id in self._slots
 
-    def state_of(self, engine_id: str) -> EngineState | None:
+    def standing_of(self, engine_id: str) -> Standing | None:
         """Where an engine stands; None when it is not one of the pool."""
         slot = self._slots.get(engine_id)
-        return slot.state if slot is not None else None
+        return slot.standing if slot is not None else None
 
     def version_of(self, engine_id: str) -> int:
         """The attested version of an engine, -1 before the first."""
@@ -378,13 +390,22 @@ class EnginePool:
             slot.idle_s = 0.0
             slot.idle_since = self._started if not slot.num_calls else None
 
-    async def wait_quarantined(self, under_repair: Container[str] = ()) -> str:
-        """Wait until some engine is quarantined that nobody repairs yet, and name it."""
+    async def wait_for_repair(self, under_way: Container[str] = ()) -> str:
+        """Wait until some engine needs repair that nobody repairs yet, and name it."""
         while True:
             for engine_id, slot in self._slots.items():
-                if slot.state is EngineState.QUARANTINED and engine_id not in under_repair:
+                if slot.needs_repair and engine_id not in under_way:
                     return engine_id
             await self.changed()
+
+    def needs_repair(self, engine_id: str) -> bool:
+        """Whether an engine of the pool is quarantined, or a newcomer."""
+        slot = self._slots.get(engine_id)
+        return slot is not None and slot.needs_repair
+
+    def has(self, *states: EngineState) -> bool:
+        """Whether some engine is in any of the states."""
+        return any(slot.state in states for slot in self._slots.values())
 
     async def changed(self) -> None:
         """Wait until some engine's state changes."""

@@ -14,7 +14,6 @@ What SGLang is asked for and what it answers was checked against 0.5.23; servers
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
@@ -41,9 +40,10 @@ from async_rl.engines.protocol import (
 from async_rl.engines.sglang_routing import PIECE_BYTES, RoutingText, RoutingWire, receiving
 from async_rl.engines.sglang_wire import CallAccount, encode_request, parse_version
 from async_rl.engines.sse import EventReader
-from async_rl.engines.streams import Answer, ConnectionLost, StreamClient
+from async_rl.engines.streams import Answer, ConnectionLost, StreamClient, Unreachable
 from async_rl.errors import (
     AlignmentError,
+    CallLost,
     ConfigError,
     EngineError,
     EngineTimeout,
@@ -123,7 +123,6 @@ class SGLangEngine:
         admin_key: str | None = None,
         routing: bool = False,
         narrow_routing: bool = False,
-        stall_s: float = 60.0,
         request_timeout_s: float = 60.0,
         start_timeout_s: float = 600.0,
         died: Callable[[], Awaitable[str | None]] | None = None,
@@ -139,7 +138,6 @@ class SGLangEngine:
             admin_key: Of its control endpoints; None takes `api_key`.
             routing: Whether calls will ask for routed experts; `wait_ready` then checks that it can.
             narrow_routing: Whether the server was started to send narrow ids (`engine.narrow_routing`).
-            stall_s: Longest silence of a running stream.
             request_timeout_s: Longest answer to a control request, weight updates left out: their caller
                 bounds them.
             start_timeout_s: Longest `wait_ready`.
@@ -150,7 +148,6 @@ class SGLangEngine:
         self._facts = facts
         self._routing = routing
         self._wire = RoutingWire(facts=facts, narrow=narrow_routing)
-        self._stall_s = stall_s
         self._request_timeout_s = request_timeout_s
         self._start_timeout_s = start_timeout_s
         self._died = died
@@ -161,9 +158,7 @@ class SGLangEngine:
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._last_event_s = -math.inf
         self._standing_still = False
-        self._resumed_s = -math.inf
         self.num_short_chunks = 0
         """Chunks whose tokens and log-probs differed in number and were cut to the shorter."""
 
@@ -182,7 +177,7 @@ class SGLangEngine:
     # -- generation ---------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
-        """See `Engine.generate`."""
+        """See `Engine.generate`. How long it may be silent is for its caller to say, who sees all calls."""
         self._check(request)
         self._running += 1
         self._idle.clear()
@@ -194,7 +189,7 @@ class SGLangEngine:
         gated = False
         try:
             answer = await self._post_generate(request)
-            while data := await self._read(answer, call):
+            while data := await answer.read(timeout_s=None):
                 events = reader.feed(data)
                 if reader.payload is not None:
                     if not gated:
@@ -210,11 +205,11 @@ class SGLangEngine:
                     if chunk is not None:
                         yield chunk
             if finish is None:
-                raise EngineError(
-                    f"{self._engine_id} ended the stream of {request.request_id} without a finish"
-                )
+                raise CallLost(f"{self._engine_id} ended the stream of {request.request_id} without a finish")
+        except Unreachable as e:
+            raise EngineError(f"{self._engine_id} at {self._url} cannot be reached: {e}") from e
         except ConnectionLost as e:
-            raise EngineError(f"{self._engine_id} at {self._url}: connection lost: {e}") from e
+            raise CallLost(f"{self._engine_id} at {self._url}: connection lost: {e}") from e
         finally:
             if gated:
                 gate.release()
@@ -232,36 +227,15 @@ class SGLangEngine:
         try:
             answer = await self._streams.post(encode_request(request), timeout_s=self._request_timeout_s)
         except TimeoutError as e:
-            raise EngineTimeout(
+            raise CallLost(
                 f"{self._engine_id} did not take a request within {self._request_timeout_s} s"
             ) from e
         if answer.status != 200:
             async with answer:
                 text = await answer.read(timeout_s=self._request_timeout_s)
             message = f"{self._engine_id} answered {answer.status} to a request: {text[:500]!r}"
-            raise RequestRefused(message) if 400 <= answer.status < 500 else EngineError(message)
+            raise RequestRefused(message) if 400 <= answer.status < 500 else CallLost(message)
         return answer
-
-    async def _read(self, answer: Answer, call: CallAccount) -> bytes:
-        """The next read of a stream, b"" at its end.
-
-        A call that waits in the engine's queue may be silent for as long as the engine is busy with others,
-        and all calls may be while the engine is told to stand still.
-        """
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                data = await answer.read(timeout_s=self._stall_s)
-            except TimeoutError as e:
-                alive_s = self._resumed_s if call.delivered else max(self._resumed_s, self._last_event_s)
-                if self._standing_still or loop.time() - alive_s < self._stall_s:
-                    continue
-                raise EngineTimeout(
-                    f"{self._engine_id} was silent for {self._stall_s} s in a call, after "
-                    f"{call.delivered} of its tokens"
-                ) from e
-            self._last_event_s = loop.time()
-            return data
 
     async def _abort(self, request_id: str) -> None:
         """Free the slot of a call that we have left. SGLang notices by itself too, within seconds."""
@@ -351,7 +325,6 @@ class SGLangEngine:
         if mode != "abort":
             await self._command("continue_generation", {"torch_empty_cache": False})
         self._standing_still = False
-        self._resumed_s = asyncio.get_running_loop().time()
 
     # -- weights ------------------------------------------------------------------------------------------
 

@@ -69,7 +69,8 @@ class Fault(msgspec.Struct, frozen=True):
     hang: the call goes silent, and ends in a timeout after `stall_s`.
     wrong_rows: the routing has one row too many.
     nan: a log-prob is not a number.
-    lose, repeat: a chunk is never delivered, or twice.
+    lose: a chunk is never delivered, and what comes after it does not fit the engine's count.
+    repeat: a chunk comes twice, and once too often for the engine's count.
     refuse_flush: an update loads the weights and is refused the flush at first.
     partial_update: an update fails halfway; the engine still reports the old version.
     """
@@ -277,7 +278,15 @@ class SimulatedEngine:
         return call.finish
 
     async def _deliver(self, call: _Call, chunk: Chunk) -> tuple[Chunk, ...]:
-        """What becomes of a chunk on its way, once the call's fault is due."""
+        """What becomes of a chunk on its way, once the call's fault is due.
+
+        The client counts along, as that of a server does: it takes nothing twice, and nothing after a gap.
+        """
+        if call.fault_done and call.fault is not None and call.fault.kind == "lose":
+            raise EngineError(
+                f"{self._engine_id} counts {call.num_sampled} tokens of the call {call.request.request_id}, "
+                f"but {call.num_sampled - 2} were delivered and one came"
+            )
         if call.fault is None or call.num_sampled <= call.fault.after_tokens or call.fault_done:
             return (chunk,)
         call.fault_done = True
@@ -294,7 +303,7 @@ class SimulatedEngine:
             case "nan":
                 return (Chunk(token_ids=chunk.token_ids, log_probs=[math.nan]),)
             case "repeat":
-                return (chunk, chunk)
+                return (chunk,)
             case "lose":
                 return ()
         return (chunk,)

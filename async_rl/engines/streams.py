@@ -11,6 +11,7 @@ many as there are calls: the pool of engines bounds those.
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from collections.abc import Mapping
 from types import TracebackType
@@ -35,6 +36,10 @@ _MAX_HEAD: Final = 1 << 16
 
 class ConnectionLost(OSError):
     """The other side went away, or does not speak HTTP, before the answer had ended."""
+
+
+class Unreachable(ConnectionLost):
+    """Nobody takes connections there."""
 
 
 class StreamClient:
@@ -62,7 +67,8 @@ class StreamClient:
         """Send a request and wait for the head of its answer.
 
         Raises:
-            ConnectionLost: When nobody is there, or no HTTP comes back.
+            Unreachable: When nobody is there.
+            ConnectionLost: When no HTTP comes back.
             TimeoutError: When the head takes longer than `timeout_s`.
         """
         request = b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
@@ -89,7 +95,7 @@ class StreamClient:
         except TimeoutError:
             raise
         except OSError as e:
-            raise ConnectionLost(f"cannot connect to {self._host}:{self._port}: {e}") from e
+            raise Unreachable(f"cannot connect to {self._host}:{self._port}: {e}") from e
         return connection
 
     async def _send(self, connection: _Connection, request: bytes, timeout_s: float) -> Answer:
@@ -123,12 +129,12 @@ class Answer:
         self._client = client
         self._connection: _Connection | None = connection
 
-    async def read(self, *, timeout_s: float) -> bytes:
+    async def read(self, *, timeout_s: float | None) -> bytes:
         """What has come since the last read, at least a byte; b"" at the end.
 
         Raises:
             ConnectionLost: When the connection ends before the answer.
-            TimeoutError: When nothing comes for `timeout_s`; one may go on reading.
+            TimeoutError: When nothing comes for `timeout_s`, if there is one; one may go on reading.
         """
         if self._connection is None:
             return b""
@@ -206,7 +212,7 @@ class _Connection(asyncio.BufferedProtocol):
             await self._wait(timeout_s)
         return self._status
 
-    async def read(self, timeout_s: float) -> bytes:
+    async def read(self, timeout_s: float | None) -> bytes:
         """See `Answer.read`."""
         while not self._parts:
             if self._ended:
@@ -246,12 +252,12 @@ class _Connection(asyncio.BufferedProtocol):
 
     # -- waiting ------------------------------------------------------------------------------------------
 
-    async def _wait(self, timeout_s: float) -> None:
+    async def _wait(self, timeout_s: float | None) -> None:
         """Wait until something has changed. One timer serves all waits; it is only ever moved on."""
         if self._error is not None:
             raise self._error
-        self._deadline_s = self._loop.time() + timeout_s
-        if self._timer is None or self._timer.when() > self._deadline_s:
+        self._deadline_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
+        if timeout_s is not None and (self._timer is None or self._timer.when() > self._deadline_s):
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = self._loop.call_at(self._deadline_s, self._look_at_clock)
@@ -264,6 +270,8 @@ class _Connection(asyncio.BufferedProtocol):
     def _look_at_clock(self) -> None:
         self._timer = None
         if self._waiter is None or self._waiter.done():
+            return
+        if self._deadline_s == math.inf:
             return
         if self._loop.time() < self._deadline_s:
             self._timer = self._loop.call_at(self._deadline_s, self._look_at_clock)

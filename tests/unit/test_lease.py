@@ -3,106 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any, cast
 
-import numpy as np
 import pytest
 
-from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.engines.protocol import Chunk, Engine, Finish, GenerateRequest, SamplingParams
+from async_rl.engines.pool import EngineState
+from async_rl.engines.protocol import Finish
 from async_rl.errors import CallLost, EngineError
-from async_rl.metrics import Metrics
 from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.supervision import Nursery
-
-END = Finish(reason="length", version_spans=())
-
-
-class Played:
-    """An engine whose streams are queues that the test fills; an exception among the events is raised."""
-
-    def __init__(self, engine_id: str) -> None:
-        self.engine_id = engine_id
-        self.streams: list[asyncio.Queue[Chunk | Finish | Exception]] = []
-        self.left = 0
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
-        events: asyncio.Queue[Chunk | Finish | Exception] = asyncio.Queue()
-        self.streams.append(events)
-        try:
-            while True:
-                event = await events.get()
-                if isinstance(event, Exception):
-                    raise event
-                yield event
-                if isinstance(event, Finish):
-                    return
-        finally:
-            self.left += 1
-
-    def say(self, stream: int, *events: Chunk | Finish | Exception) -> None:
-        for event in events:
-            self.streams[stream].put_nowait(event)
-
-
-class Bench:
-    """A pool of played engines on the loop's clock, and calls that run beside the test."""
-
-    def __init__(self, *names: str, nursery: Nursery, **pool: Any) -> None:
-        self.metrics = Metrics()
-        self.nursery = nursery
-        self.pool = EnginePool(self.metrics, lambda: asyncio.get_running_loop().time(), **pool)
-        self.engines = {name: Played(name) for name in names}
-        for name, engine in self.engines.items():
-            self.pool.add(cast(Engine, engine))
-            self.pool.serve(name, 0)
-        self.order: list[str] = []
-        self.tokens: dict[str, int] = {}
-        self.ended: dict[str, Exception | None] = {}
-
-    async def call(self, key: str, *, prompt: int = 10) -> str:
-        """One call; the engine that it went to."""
-        async with self.pool.lease(key, prompt + 90, prompt=prompt) as lease:
-            self.order.append(key)
-            engine_id = lease.engine.engine_id
-            request = GenerateRequest(
-                request_id=key,
-                input_ids=np.zeros(prompt, np.int32),
-                max_new_tokens=90,
-                sampling=SamplingParams(),
-            )
-            self.ended[key] = None
-            try:
-                async for event in lease.generate(request):
-                    if isinstance(event, Chunk):
-                        self.tokens[key] = self.tokens.get(key, 0) + len(event.token_ids)
-            except EngineError as error:
-                self.ended[key] = error
-        return engine_id
-
-    def start(self, key: str, **prompt: int) -> asyncio.Task[str]:
-        return self.nursery.start(key, self.call(key, **prompt))
-
-    def counted(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels) or 0.0
-
-
-def tokens(count: int) -> Chunk:
-    return Chunk(token_ids=[7] * count, log_probs=[-1.0] * count)
-
-
-async def settle() -> None:
-    """Let everything happen that can happen now."""
-    for _ in range(10):
-        await asyncio.sleep(0)
+from tests.support.played import END, PlayedPool, settle, tokens
 
 
 @in_virtual_time
 async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quarantined() -> None:
     """A stopped engine sends no error: who waits for it must be told by others."""
     async with Nursery() as nursery:
-        bench = Bench("a", nursery=nursery)
+        bench = PlayedPool("a", nursery=nursery)
         running, queued = bench.start("t1"), bench.start("t2")
         await settle()
         bench.engines["a"].say(0, tokens(3))
@@ -121,7 +37,7 @@ async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quaranti
 @in_virtual_time
 async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> None:
     async with Nursery() as nursery:
-        bench = Bench("a", nursery=nursery, max_prefill_tokens=50)
+        bench = PlayedPool("a", nursery=nursery, max_prefill_tokens=50)
         first, second = bench.start("t1", prompt=60), bench.start("t2", prompt=60)
         await settle()
         assert bench.order == ["t1"]
@@ -138,7 +54,7 @@ async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> N
 async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
     """A wave after an update: everybody wants to prefill, the engine is given little at a time."""
     async with Nursery() as nursery:
-        bench = Bench("a", nursery=nursery, max_prefill_tokens=50)
+        bench = PlayedPool("a", nursery=nursery, max_prefill_tokens=50)
         for key in ("t5", "t3", "t9", "t1"):
             bench.start(key, prompt=40)
         await settle()
@@ -156,7 +72,7 @@ async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
 @in_virtual_time
 async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_comes() -> None:
     async with Nursery() as nursery:
-        bench = Bench("a", nursery=nursery)
+        bench = PlayedPool("a", nursery=nursery)
         bench.pool.hold("a")
         waits, other = bench.start("t1"), bench.start("t2")
         await settle()
@@ -174,31 +90,31 @@ async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_c
 @in_virtual_time
 async def test_one_lost_call_is_no_reason_to_stop_an_engine_but_three_are() -> None:
     async with Nursery() as nursery:
-        bench = Bench("a", nursery=nursery)
+        bench = PlayedPool("a", nursery=nursery)
         for number in range(3):
-            assert bench.pool.state_of("a") is EngineState.SERVING
+            assert bench.state("a") is EngineState.SERVING
             bench.start(f"t{number}")
             await settle()
             bench.engines["a"].say(number, CallLost("connection reset"))
             await settle()
-        assert bench.pool.state_of("a") is EngineState.QUARANTINED
+        assert bench.state("a") is EngineState.QUARANTINED
 
 
 @in_virtual_time
 async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
     async with Nursery() as nursery:
-        bench = Bench("a", nursery=nursery)
+        bench = PlayedPool("a", nursery=nursery)
         for _ in range(9):
             bench.pool.strike("a", EngineError("nan"))
             await asyncio.sleep(400.0)
-        assert bench.pool.state_of("a") is EngineState.SERVING
+        assert bench.state("a") is EngineState.SERVING
 
 
 @pytest.mark.parametrize("cause", ["update", "failover", "evicted"])
 @in_virtual_time
 async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> None:
     async with Nursery() as nursery:
-        bench = Bench("a", nursery=nursery)
+        bench = PlayedPool("a", nursery=nursery)
         bench.start("t1", prompt=10)
         await settle()
         bench.engines["a"].say(0, tokens(5), END)
@@ -224,7 +140,7 @@ async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> No
 @in_virtual_time
 async def test_nothing_was_prefilled_again_when_the_cache_was_kept() -> None:
     async with Nursery() as nursery:
-        bench = Bench("a", nursery=nursery)
+        bench = PlayedPool("a", nursery=nursery)
         bench.start("t1", prompt=10)
         await settle()
         bench.engines["a"].say(0, tokens(5), END)
@@ -242,7 +158,7 @@ async def test_nothing_was_prefilled_again_when_the_cache_was_kept() -> None:
 @in_virtual_time
 async def test_a_full_home_is_gone_back_to_when_it_has_the_prefix() -> None:
     async with Nursery() as nursery:
-        bench = Bench("a", "b", nursery=nursery, max_prefill_tokens=50)
+        bench = PlayedPool("a", "b", nursery=nursery, max_prefill_tokens=50)
         first = bench.start("mine", prompt=40)
         await settle()
         bench.engines["a"].say(0, tokens(20), END)
@@ -264,7 +180,7 @@ async def test_a_full_home_is_gone_back_to_when_it_has_the_prefix() -> None:
 @in_virtual_time
 async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> None:
     async with Nursery() as nursery:
-        bench = Bench("a", "b", nursery=nursery)
+        bench = PlayedPool("a", "b", nursery=nursery)
         bench.start("t1")
         await settle()
         drained = nursery.start("drain", bench.pool.drain("a"))
@@ -288,7 +204,7 @@ async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> No
 @in_virtual_time
 async def test_calls_go_on_elsewhere_when_their_engine_is_removed_under_them() -> None:
     async with Nursery() as nursery:
-        bench = Bench("a", "b", nursery=nursery)
+        bench = PlayedPool("a", "b", nursery=nursery)
         bench.start("t1")
         await settle()
         bench.engines["a"].say(0, tokens(2))
@@ -307,7 +223,7 @@ async def test_calls_go_on_elsewhere_when_their_engine_is_removed_under_them() -
 @in_virtual_time
 async def test_vitals_name_the_call_that_was_overtaken() -> None:
     async with Nursery() as nursery:
-        bench = Bench("a", nursery=nursery)
+        bench = PlayedPool("a", nursery=nursery)
         bench.start("t1")
         await settle()
         bench.start("t2")
@@ -322,5 +238,5 @@ async def test_vitals_name_the_call_that_was_overtaken() -> None:
         await settle()
         assert isinstance(bench.ended["t1"], CallLost)
         assert bench.ended["t2"] is None
-        assert bench.pool.state_of("a") is EngineState.SERVING
+        assert bench.state("a") is EngineState.SERVING
         bench.engines["a"].say(1, END)

@@ -79,7 +79,7 @@ async def test_no_call_is_given_to_an_engine_when_it_is_quarantined():
         async with pool.lease(str(index), tokens=1) as lease:
             assert lease.engine.engine_id == "b"
     assert [e.engine_id for e in pool.engines(EngineState.QUARANTINED)] == ["a"]
-    assert await pool.wait_quarantined() == "a"
+    assert await pool.wait_for_repair() == "a"
 
 
 async def test_an_engine_is_quarantined_when_it_gives_several_suspicious_answers():

@@ -226,49 +226,6 @@ async def test_the_prompt_is_too_long_when_the_server_says_so(server: FakeSGLang
             await call(engine, PROMPT, 8)
 
 
-async def test_a_call_times_out_when_its_stream_stalls(server: FakeSGLang) -> None:
-    server.streams = [[event([10], 1), HANG]]
-    async with server.client(stall_s=0.05) as engine:
-        with pytest.raises(EngineTimeout, match=r"silent for 0\.05 s"):
-            await call(engine, PROMPT, 8)
-
-
-def open_after(seconds: float) -> asyncio.Event:
-    """An event that is set later."""
-    gate = asyncio.Event()
-    asyncio.get_running_loop().call_later(seconds, gate.set)
-    return gate
-
-
-async def test_a_call_waits_when_the_engine_was_told_to_stand_still(server: FakeSGLang) -> None:
-    gate = asyncio.Event()
-    server.streams = [[event([10], 1), gate, event([11], 2, finish_reason=STOP)]]
-    async with server.client(stall_s=0.05) as engine:
-        running = Call(engine, request(PROMPT, 8))
-        async with asyncio.TaskGroup() as group:
-            group.create_task(running.run())
-            await running.has_tokens(1)
-            await engine.interrupt("retract")
-            await open_after(0.2).wait()
-            gate.set()
-            await engine.resume_generation("retract")
-    assert running.token_ids == [10, 11]
-
-
-async def test_a_queued_call_waits_when_the_engine_is_busy_with_others(server: FakeSGLang) -> None:
-    ticks = [open_after(0.04 * i) for i in range(1, 6)]
-    busy = [part for i, tick in enumerate(ticks, start=1) for part in (tick, event([i], i))]
-    server.streams = [
-        [*busy, event([9], 6, finish_reason=STOP)],
-        [open_after(0.18), event([1], 1, finish_reason=STOP)],
-    ]
-    async with server.client(stall_s=0.1) as engine:
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(call(engine, PROMPT, 8))
-            queued = group.create_task(call(engine, PROMPT, 8))
-    assert sorted(len(task.result().token_ids) for task in (running, queued)) == [1, 6]
-
-
 @pytest.mark.case(16)
 async def test_an_id_is_refused_when_it_could_begin_another(server: FakeSGLang) -> None:
     short = msgspec.structs.replace(request(PROMPT, 8), request_id="1")

@@ -148,11 +148,23 @@ def test_one_log_prob_is_no_number_when_that_fault_is_due() -> None:
     assert [math.isnan(value) for value in ended.log_probs] == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize(("kind", "count"), [("lose", 4), ("repeat", 6)])
-def test_the_engine_counts_other_tokens_when_a_chunk_goes_wrong(kind: str, count: int) -> None:
-    ended = run_virtual(call(engine(Fault(kind)), PROMPT, 5))
-    assert len(ended.token_ids) == count
+def test_a_call_ends_at_the_gap_when_a_chunk_is_lost() -> None:
+    """A client counts along: what comes after a gap continues another text."""
+    running = Call(engine(Fault("lose", after_tokens=2)), request(PROMPT, 9))
+    with pytest.raises(EngineError, match="counts 4 tokens of the call"):
+        run_virtual(running.run())
+    assert len(running.token_ids) == 2
+
+
+def test_the_count_is_short_when_the_last_chunk_is_lost() -> None:
+    ended = run_virtual(call(engine(Fault("lose", after_tokens=4)), PROMPT, 5))
+    assert len(ended.token_ids) == 4
     assert ended.finish.version_spans[-1].end == 5
+
+
+def test_a_chunk_is_taken_once_when_it_comes_twice() -> None:
+    ended = run_virtual(call(engine(Fault("repeat")), PROMPT, 5))
+    assert len(ended.token_ids) == ended.finish.version_spans[-1].end == 5
 
 
 def test_the_version_counts_once_when_a_flush_is_refused_at_first() -> None:

@@ -1,0 +1,112 @@
+"""Engines whose streams a test plays by hand, and a pool of them on the loop's clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import numpy as np
+
+from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.engines.protocol import Chunk, Engine, EngineHealth, Finish, GenerateRequest, SamplingParams
+from async_rl.errors import EngineError
+from async_rl.metrics import Metrics
+from async_rl.supervision import Nursery
+
+Said = Chunk | Finish | Exception
+
+END = Finish(reason="length", version_spans=())
+
+
+def tokens(count: int) -> Chunk:
+    """So many tokens at once."""
+    return Chunk(token_ids=[7] * count, log_probs=[-1.0] * count)
+
+
+async def settle() -> None:
+    """Let everything happen that can happen now."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class PlayedEngine:
+    """Its streams are queues that the test fills; an exception among the events is raised."""
+
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self.streams: list[asyncio.Queue[Said]] = []
+        self.left = 0
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.weight_version = 0
+        self.probes = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
+        events: asyncio.Queue[Said] = asyncio.Queue()
+        self.streams.append(events)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if isinstance(event, Finish):
+                    return
+        finally:
+            self.left += 1
+
+    def say(self, stream: int, *events: Said) -> None:
+        for event in events:
+            self.streams[stream].put_nowait(event)
+
+    async def health(self) -> EngineHealth:
+        self.probes += 1
+        await self.answers.wait()
+        return EngineHealth(weight_version=self.weight_version)
+
+
+class PlayedPool:
+    """A pool of played engines that serve, and calls that run beside the test."""
+
+    def __init__(self, *names: str, nursery: Nursery, **pool: Any) -> None:
+        self.metrics = Metrics()
+        self.nursery = nursery
+        self.pool = EnginePool(self.metrics, lambda: asyncio.get_running_loop().time(), **pool)
+        self.engines = {name: PlayedEngine(name) for name in names}
+        for name, engine in self.engines.items():
+            self.pool.add(cast(Engine, engine))
+            self.pool.serve(name, 0)
+        self.order: list[str] = []
+        self.tokens: dict[str, int] = {}
+        self.ended: dict[str, Exception | None] = {}
+
+    async def call(self, key: str, *, prompt: int = 10) -> str:
+        """One call; the engine that it went to."""
+        async with self.pool.lease(key, prompt + 90, prompt=prompt) as lease:
+            self.order.append(key)
+            engine_id = lease.engine.engine_id
+            request = GenerateRequest(
+                request_id=key,
+                input_ids=np.zeros(prompt, np.int32),
+                max_new_tokens=90,
+                sampling=SamplingParams(),
+            )
+            self.ended[key] = None
+            try:
+                async for event in lease.generate(request):
+                    if isinstance(event, Chunk):
+                        self.tokens[key] = self.tokens.get(key, 0) + len(event.token_ids)
+            except EngineError as error:
+                self.ended[key] = error
+        return engine_id
+
+    def start(self, key: str, **prompt: int) -> asyncio.Task[str]:
+        return self.nursery.start(key, self.call(key, **prompt))
+
+    def state(self, engine_id: str) -> EngineState | None:
+        standing = self.pool.standing_of(engine_id)
+        return standing.state if standing is not None else None
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels) or 0.0

@@ -1,0 +1,222 @@
+"""What counts as a sign of life, and what does not count against an engine (sglang#22511: false kills)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from async_rl.config import SimulatedEngines
+from async_rl.engines.health import HealthWatch, judge
+from async_rl.engines.lease import Vitals
+from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.engines.protocol import Engine
+from async_rl.errors import CallLost
+from async_rl.metrics import Metrics
+from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.supervision import Nursery, services
+from tests.support.engine_calls import request
+from tests.support.fake_sglang import HANG, FakeSGLang, event
+from tests.support.played import END, PlayedPool, settle, tokens
+
+CONFIG = SimulatedEngines(
+    stall_s=60.0, min_prefill_tokens_per_s=500.0, probe_s=10.0, probe_timeout_s=5.0, probe_misses=3
+)
+WELL = Vitals(
+    calls=4, progress_s=1000.0, decode_s=1000.0, prefill_tokens=0, silent_since_s=1000.0, overtaken_s=None
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "now", "finding"),
+    [
+        ({}, 1060.0, None),
+        ({}, 1061.0, "silent"),
+        # An idle engine says nothing, and need not.
+        ({"calls": 0}, 9999.0, None),
+        # 32768 tokens may take 66 s more.
+        ({"prefill_tokens": 32768}, 1120.0, None),
+        ({"prefill_tokens": 32768}, 1130.0, "silent"),
+        # Others go on: one that has not begun waits in the engine's queue, for as long as that takes.
+        ({"progress_s": 5000.0, "decode_s": 5000.0, "silent_since_s": 4999.0}, 5001.0, None),
+        # One stream has stopped while the others went on.
+        ({"progress_s": 1061.0, "decode_s": 1061.0}, 1061.5, "call"),
+        # All streams have stopped while first tokens come: a wave of prefills, which go first.
+        ({"progress_s": 1200.0, "decode_s": 1030.0}, 1201.0, None),
+        # One was overtaken in the queue by later ones.
+        ({"progress_s": 1200.0, "silent_since_s": 1199.0, "overtaken_s": 1139.0}, 1200.0, "overtaken"),
+        ({"progress_s": 1200.0, "silent_since_s": 1199.0, "overtaken_s": 1150.0}, 1200.0, None),
+    ],
+)
+def test_an_engine_is_judged_by_what_its_calls_did(
+    changed: dict[str, Any], now: float, finding: str | None
+) -> None:
+    assert judge(msgspec.structs.replace(WELL, **changed), now, CONFIG) == finding
+
+
+@asynccontextmanager
+async def watched(*names: str, config: SimulatedEngines = CONFIG) -> AsyncIterator[PlayedPool]:
+    async with Nursery() as nursery:
+        bench = PlayedPool(*names, nursery=nursery)
+        watch = HealthWatch(bench.pool, config, bench.metrics, asyncio.get_running_loop().time)
+        async with services(health=watch.run):
+            yield bench
+        nursery.cancel()
+
+
+@in_virtual_time
+async def test_a_stopped_engine_is_noticed_and_left_when_its_calls_say_nothing() -> None:
+    """SIGSTOP: connections stay open, nothing comes, and requests are not answered."""
+    async with watched("a") as bench:
+        running = bench.start("t1")
+        await settle()
+        bench.engines["a"].say(0, tokens(3))
+        await asyncio.sleep(1.0)
+        bench.engines["a"].answers.clear()
+        await asyncio.wait([running])
+        assert asyncio.get_running_loop().time() < 45.0  # by its missing answers, before 60 s of silence
+        assert bench.state("a") is EngineState.QUARANTINED
+        assert bench.tokens == {"t1": 3}
+        assert bench.counted("engine_stalls_total", engine="a", kind="unreachable") == 1
+
+
+@in_virtual_time
+async def test_an_idle_engine_that_stopped_is_noticed_before_it_is_needed() -> None:
+    async with watched("a", "b") as bench:
+        bench.engines["a"].answers.clear()
+        await asyncio.sleep(60.0)
+        assert bench.state("a") is EngineState.QUARANTINED
+        assert bench.state("b") is EngineState.SERVING
+
+
+@in_virtual_time
+async def test_an_engine_that_answers_but_does_nothing_is_noticed_by_its_silence() -> None:
+    """Its HTTP process lives, its scheduler hangs."""
+    async with watched("a") as bench:
+        running = bench.start("t1", prompt=500)
+        await asyncio.wait([running])
+        # 60 s, one for the prefill of 500 tokens, an eighth for the look.
+        assert 61.0 <= asyncio.get_running_loop().time() <= 70.0
+        assert bench.state("a") is EngineState.QUARANTINED
+        assert "engine.stall_s" in str(bench.pool.error_of("a"))
+        assert bench.counted("engine_stalls_total", engine="a", kind="silent") == 1
+
+
+@in_virtual_time
+async def test_no_engine_is_killed_when_it_is_slow_to_answer_but_streams() -> None:
+    """sglang#22511: a server under load does not get round to health requests."""
+    async with watched("a") as bench:
+        bench.start("t1")
+        bench.engines["a"].answers.clear()
+        await settle()
+        for _ in range(40):
+            bench.engines["a"].say(0, tokens(1))
+            await asyncio.sleep(14.0)  # slower than the probes, faster than a stall
+        assert bench.state("a") is EngineState.SERVING
+        assert bench.engines["a"].probes > 10
+
+
+@in_virtual_time
+async def test_no_engine_is_killed_when_calls_wait_long_in_its_queue() -> None:
+    async with watched("a") as bench:
+        bench.start("running")
+        bench.start("queued")
+        await settle()
+        for _ in range(60):
+            bench.engines["a"].say(0, tokens(1))
+            await asyncio.sleep(9.0)
+        assert bench.ended["queued"] is None
+        assert bench.state("a") is EngineState.SERVING
+        assert bench.engines["a"].probes == 0  # its chunks say more than an answer would
+
+
+@in_virtual_time
+async def test_a_stream_that_the_engine_forgot_moves_and_the_others_stay() -> None:
+    """verl#7155: everything waits for one id that is lost."""
+    async with watched("a") as bench:
+        lost, other = bench.start("lost"), bench.start("other")
+        await settle()
+        bench.engines["a"].say(0, tokens(5))
+        bench.engines["a"].say(1, tokens(1))
+        while not lost.done():
+            await asyncio.sleep(1.0)
+            bench.engines["a"].say(1, tokens(1))
+        assert asyncio.get_running_loop().time() < 70.0
+        assert isinstance(bench.ended["lost"], CallLost)
+        assert bench.tokens["lost"] == 5
+        assert not other.done()
+        assert bench.state("a") is EngineState.SERVING
+
+
+@in_virtual_time
+async def test_an_update_is_no_silence_but_a_missing_answer_ends_it() -> None:
+    """Calls stand still while the update lasts; whether the engine is there is asked all the same."""
+    async with watched("a") as bench:
+        bench.start("t1")
+        await settle()
+        bench.engines["a"].say(0, tokens(1))
+        await settle()
+        bench.pool.hold("a")
+        await asyncio.sleep(200.0)
+        assert bench.state("a") is EngineState.UPDATING
+        bench.pool.serve("a", 0)
+        await asyncio.sleep(55.0)
+        assert bench.state("a") is EngineState.SERVING
+        bench.pool.hold("a")
+        bench.engines["a"].answers.clear()
+        with pytest.raises(TimeoutError):
+            async with bench.pool.attended("a", 300.0):
+                await asyncio.Future()
+        assert asyncio.get_running_loop().time() < 255.0 + 50.0
+        assert bench.state("a") is EngineState.QUARANTINED
+
+
+@in_virtual_time
+async def test_an_engine_that_somebody_restarted_serves_no_more_calls() -> None:
+    async with watched("a") as bench:
+        bench.pool.hold("a")
+        bench.pool.serve("a", 7)
+        bench.engines["a"].weight_version = 0  # it came back with the model's own weights
+        await asyncio.sleep(25.0)
+        assert bench.state("a") is EngineState.QUARANTINED
+        assert "serves weight version 0, it was brought to 7" in str(bench.pool.error_of("a"))
+
+
+async def test_nobody_is_judged_when_our_own_loop_stood_still() -> None:
+    """Seen elsewhere: a loop that lags for minutes (prime-rl#1713). What came has not been read yet."""
+    config = msgspec.structs.replace(CONFIG, stall_s=0.2, probe_s=60.0)
+    async with watched("a", config=config) as bench:
+        bench.start("t1")
+        await settle()
+        bench.engines["a"].say(0, tokens(1))
+        await asyncio.sleep(0.03)
+        time.sleep(0.4)  # noqa: ASYNC251 - the point of it
+        await asyncio.sleep(0.01)
+        assert bench.state("a") is EngineState.SERVING
+        bench.engines["a"].say(0, END)
+
+
+async def test_a_session_is_told_when_a_server_goes_silent_in_mid_stream() -> None:
+    """The same over HTTP."""
+    server = FakeSGLang()
+    server.streams = [[event([10], 1), HANG]]
+    config = msgspec.structs.replace(CONFIG, stall_s=0.2, probe_s=60.0)
+    metrics = Metrics()
+    pool = EnginePool(metrics, time.monotonic)
+    async with server.client() as engine:
+        pool.add(cast(Engine, engine))
+        pool.serve("engine-0", 0)
+        async with services(health=HealthWatch(pool, config, metrics, time.monotonic).run):
+            asked = request([5, 6, 7], 8)
+            async with pool.lease("t1", 20, prompt=3) as lease:
+                stream = lease.generate(asked)
+                assert (await anext(stream)).token_ids == [10]
+                with pytest.raises(CallLost, match=r"engine\.stall_s is 0\.2"):
+                    await anext(stream)
+        assert server.requests("abort_request") == [{"rid": asked.request_id}]
+        assert not pool.has(EngineState.SERVING)

@@ -1,0 +1,231 @@
+"""Engines that come back: when, how often, and none in the way of another."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.config import SimulatedEngines
+from async_rl.engines.pool import EngineState
+from async_rl.engines.protocol import Engine
+from async_rl.engines.repair import Repair, Restarts
+from async_rl.errors import EngineError, EnvironmentNotReady, WeightSyncError
+from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.supervision import Nursery, first_error, services
+from tests.support.played import PlayedEngine, PlayedPool, settle
+
+CONFIG = SimulatedEngines(
+    max_restarts=4, restart_window_s=1000.0, restart_delay_s=2.0, restart_delay_max_s=5.0, max_outage_s=600.0
+)
+
+
+def test_restarts_come_later_and_later_and_none_beyond_the_limit() -> None:
+    restarts = Restarts(CONFIG, random.Random(0))
+    delays = []
+    for _ in range(4):
+        verdict = restarts.next(100.0)
+        assert not verdict.exhausted
+        delays.append(verdict.delay_s)
+        restarts.note(100.0)
+    assert delays[0] == 0.0  # most failures are over with the process that had them
+    assert 1.0 <= delays[1] <= 2.0
+    assert 2.0 <= delays[2] <= 4.0
+    assert 2.5 <= delays[3] <= 5.0  # the longest
+    last = restarts.next(160.0)
+    assert (last.exhausted, last.delay_s) == (True, 940.0)
+    assert restarts.next(1100.0) == restarts.next(1100.0).__class__(0.0)  # the window has moved on
+
+
+def test_engines_that_failed_together_do_not_start_together() -> None:
+    delays = set()
+    for seed in range(20):
+        restarts = Restarts(CONFIG, random.Random(seed))
+        restarts.note(0.0)
+        delays.add(restarts.next(0.0).delay_s)
+    assert len(delays) == 20
+
+
+@given(failures=st.lists(st.floats(0, 500), max_size=60), limit=st.integers(0, 5), window=st.floats(1, 2000))
+def test_no_window_has_more_restarts_than_the_limit(failures: list[float], limit: int, window: float) -> None:
+    config = msgspec.structs.replace(CONFIG, max_restarts=limit, restart_window_s=window)
+    restarts, now, begun = Restarts(config, random.Random(1)), 0.0, []
+    for pause in failures:
+        now += pause
+        verdict = restarts.next(now)
+        assert verdict.delay_s >= 0
+        if not verdict.exhausted:
+            now += verdict.delay_s
+            restarts.note(now)
+            begun.append(now)
+    for start in begun:
+        assert sum(start <= other < start + window for other in begun) <= limit
+
+
+class Workshop:
+    """A repair of played engines: what restarts and loads do is the test's choice."""
+
+    def __init__(self, bench: PlayedPool, config: SimulatedEngines) -> None:
+        self.bench = bench
+        self.restarts: list[tuple[str, float]] = []
+        self.loaded: list[str] = []
+        self.broken: dict[str, Exception | None] = {}
+        """Engines whose restart fails; None for one that hangs."""
+        self.refuses: set[str] = set()
+        """Engines that do not take the weights."""
+        self.repair = Repair(
+            bench.pool,
+            self.restart,
+            self.catch_up,
+            config,
+            bench.metrics,
+            asyncio.get_running_loop().time,
+            seed=0,
+        )
+
+    async def restart(self, engine_id: str) -> None:
+        self.restarts.append((engine_id, asyncio.get_running_loop().time()))
+        if engine_id in self.broken:
+            error = self.broken[engine_id]
+            if error is None:
+                await asyncio.Future()
+            else:
+                raise error
+
+    async def catch_up(self, engine_id: str) -> None:
+        assert self.bench.state(engine_id) is EngineState.JOINING
+        self.loaded.append(engine_id)
+        if engine_id in self.refuses:
+            raise WeightSyncError(f"{engine_id} has half of them")
+        self.bench.pool.serve(engine_id, 7)
+
+
+@asynccontextmanager
+async def workshop(*names: str, **config: Any) -> AsyncIterator[Workshop]:
+    async with Nursery() as nursery:
+        made = Workshop(PlayedPool(*names, nursery=nursery), msgspec.structs.replace(CONFIG, **config))
+        async with services(repair=made.repair.run):
+            yield made
+        nursery.cancel()
+
+
+@in_virtual_time
+async def test_an_engine_serves_again_only_with_its_weights_read_back() -> None:
+    async with workshop("a") as shop:
+        shop.bench.pool.quarantine("a", EngineError("killed"))
+        await settle()
+        assert shop.restarts == [("a", 0.0)]
+        assert shop.loaded == ["a"]
+        assert shop.bench.state("a") is EngineState.SERVING
+        assert shop.bench.pool.version_of("a") == 7
+        assert shop.bench.counted("engine_restarts_total", engine="a", result="ok") == 1
+
+
+@in_virtual_time
+async def test_an_engine_that_half_applies_its_weights_is_never_served() -> None:
+    async with workshop("a", "b") as shop:
+        shop.refuses.add("a")
+        shop.bench.pool.quarantine("a", EngineError("killed"))
+        for _ in range(50):
+            await asyncio.sleep(1.0)
+            assert shop.bench.state("a") is not EngineState.SERVING
+        assert len(shop.restarts) == 4
+        shop.refuses.clear()
+        await asyncio.sleep(1000.0)  # the first restart leaves the window
+        assert shop.bench.state("a") is EngineState.SERVING
+
+
+@in_virtual_time
+async def test_others_come_back_while_one_cannot_be_restarted() -> None:
+    async with workshop("a", "b", "c", "d") as shop:
+        shop.broken = {"a": None, "b": EnvironmentNotReady("no GPU")}
+        for name in ("a", "b", "c"):
+            shop.bench.pool.quarantine(name, EngineError("killed"))
+        await settle()
+        assert shop.bench.state("c") is EngineState.SERVING
+        await asyncio.sleep(2000.0)
+        assert shop.bench.state("a") is EngineState.QUARANTINED
+        assert [name for name, _ in shop.restarts].count("a") == 1  # it hangs to this day
+        assert [name for name, _ in shop.restarts].count("b") >= 8  # four in a window
+        shop.bench.pool.quarantine("d", EngineError("killed"))
+        await settle()
+        assert shop.bench.state("d") is EngineState.SERVING
+
+
+@in_virtual_time
+async def test_the_run_ends_with_every_cause_when_nobody_serves_for_long() -> None:
+    async def outage() -> None:
+        async with workshop("a", "b") as shop:
+            shop.broken = {"a": EnvironmentNotReady("no GPU"), "b": EnvironmentNotReady("no model")}
+            shop.bench.pool.quarantine("a", EngineError("killed"))
+            await asyncio.sleep(5000.0)  # b serves
+            shop.bench.pool.quarantine("b", EngineError("killed"))
+            await asyncio.Future()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await outage()
+    assert asyncio.get_running_loop().time() == pytest.approx(5600.0, abs=1.0)
+    assert "engine.max_outage_s = 600.0" in str(first_error(caught.value))
+    assert "no GPU; no model" in str(first_error(caught.value))
+
+
+@in_virtual_time
+async def test_the_run_goes_on_when_an_outage_ends_in_time() -> None:
+    async with workshop("a") as shop:
+        shop.broken = {"a": EnvironmentNotReady("rebooting")}
+        shop.bench.pool.quarantine("a", EngineError("killed"))
+        await asyncio.sleep(3.0)
+        shop.broken = {}
+        await asyncio.sleep(20.0)
+        assert shop.bench.state("a") is EngineState.SERVING
+        shop.bench.pool.hold("a")  # an update is no outage
+        await asyncio.sleep(9999.0)
+
+
+@in_virtual_time
+async def test_the_run_ends_when_restarts_are_used_up_and_the_config_says_so() -> None:
+    restarts: list[tuple[str, float]] = []
+
+    async def exhaust() -> None:
+        async with workshop("a", "b", exhausted="end_run") as shop:
+            shop.restarts = restarts
+            shop.refuses.add("a")
+            shop.bench.pool.quarantine("a", EngineError("killed"))
+            await asyncio.Future()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await exhaust()
+    assert len(restarts) == 4
+    message = str(first_error(caught.value))
+    assert "after 4 restarts" in message
+    assert "engine.max_restarts is 4" in message
+    assert "a has half of them" in message
+
+
+@in_virtual_time
+async def test_a_newcomer_is_brought_to_the_weights_before_it_serves() -> None:
+    async with workshop("a") as shop:
+        joined = PlayedEngine("z")
+        shop.bench.pool.add(cast(Engine, joined), newcomer=True)
+        await settle()
+        assert shop.loaded == ["z"]
+        assert shop.bench.pool.version_of("z") == 7
+        assert shop.bench.counted("engine_quarantined_total", engine="z") == 0
+
+
+@in_virtual_time
+async def test_nothing_is_repaired_that_has_left() -> None:
+    async with workshop("a", "b") as shop:
+        shop.broken = {"a": EnvironmentNotReady("gone")}
+        shop.bench.pool.quarantine("a", EngineError("killed"))
+        await settle()
+        shop.bench.pool.remove("a")
+        await asyncio.sleep(9999.0)
+        assert len(shop.restarts) == 1
