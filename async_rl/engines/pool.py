@@ -220,7 +220,7 @@ class EnginePool:
             self._leave(lease)
 
     @asynccontextmanager
-    async def attended(self, engine_id: str, limit_s: float) -> AsyncIterator[None]:
+    async def attended(self, engine_id: str, limit_s: float) -> AsyncIterator[asyncio.Timeout]:
         """Bound what is asked of an engine beside calls: by a limit, and by its quarantine.
 
         Raises:
@@ -230,7 +230,7 @@ class EnginePool:
         async with asyncio.timeout(limit_s) as limit:
             slot.attended.add(limit)
             try:
-                yield
+                yield limit
             finally:
                 slot.attended.discard(limit)
 

@@ -10,8 +10,10 @@
                                serve       sessions that wait wake up
 ```
 
-An engine that fails any of this is quarantined with its old version and the others go on. Only when none is
-left does the run end.
+An engine that fails any of this, hangs in it, or is left in the middle because the update was cut short, is
+quarantined with its old version. The others go on, and the job does without any: `repair` brings them back.
+An engine that (re)joins loads the current version from files beside all this, holding nobody up, and serves
+only if that is still the current one.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -44,8 +48,12 @@ from async_rl.waits import NamedLock, waiting
 log = logging.getLogger(__name__)
 
 
+_CHASES: Final = 2
+"""Loads of an engine that joins while new versions overtake it; for the one after that, updates wait."""
+
+
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one sync took, seconds; per-engine figures are those of the slowest."""
+    """What one sync took, seconds; per-engine figures are those of the slowest, 0 when no engine served."""
 
     weight_version: int
     publish_s: float
@@ -114,7 +122,10 @@ class WeightSync:
         ahead of the version the engines know, and nobody else may publish or send them.
         """
         self._published: dict[int, Path] = {}
+        self._readers = Counter[int]()
+        """By version: engines that load its files now."""
         self._version = -1
+        self._started = asyncio.Event()
         self._buckets: tuple[tuple[TensorSpec, ...], ...] = ()
         self._groups: dict[str, str] = {}
         self._num_groups = 0
@@ -137,64 +148,85 @@ class WeightSync:
             if self._config.transport == "distributed":
                 self._buckets = await self._trainer.plan_buckets(self._config.bucket_bytes)
             await self._catch_up_all()
+        self._started.set()
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring all serving engines to a new version.
-
-        Raises:
-            WeightSyncError: When not one engine could be updated.
-        """
+        """Bring all serving engines to a new version. Those that fail are quarantined, be it all of them."""
         async with self._lock:
             begin = self._clock()
-            self._version = version
             if self._config.transport == "disk":
                 await self._publish_files(version)
             published = self._clock()
+            # No await in between: whoever joins serves the old version and is among these, or loads the new.
+            self._version = version
             engines = self._pool.engines(EngineState.SERVING)
             waves: Sequence[Sequence[Engine]] = [[e] for e in engines] if self._config.rolling else [engines]
             times: list[_EngineTimes] = []
             for wave in waves:
                 times += await self._update_wave(wave, version)
-            if not times:
-                causes = [str(self._pool.error_of(e.engine_id)) for e in engines]
-                raise WeightSyncError(
-                    f"no engine could be brought to weight version {version}: "
-                    f"{'; '.join(causes) or 'none was serving'}"
-                )
-            end = self._clock()
-            standstill = max(t.standstill_s for t in times)
-            transfer = max(t.transfer_s for t in times)
-            for phase, seconds in (
-                ("interrupt", max(t.interrupt_s for t in times)),
-                ("transfer", transfer),
-                ("verify", max(t.attest_s for t in times)),
-                ("total", end - begin),
-            ):
-                self._metrics.weight_sync_seconds.labels(phase).observe(seconds)
-            self._metrics.engine_standstill_seconds.observe(standstill)
-            return SyncReport(
-                weight_version=version,
-                publish_s=published - begin,
-                transfer_s=transfer,
-                standstill_s=standstill,
-                total_s=end - begin,
-            )
+            return self._report(version, times, publish_s=published - begin, total_s=self._clock() - begin)
+
+    def _report(
+        self, version: int, times: Sequence[_EngineTimes], *, publish_s: float, total_s: float
+    ) -> SyncReport:
+        interrupt_s = max((t.interrupt_s for t in times), default=0.0)
+        transfer_s = max((t.transfer_s for t in times), default=0.0)
+        attest_s = max((t.attest_s for t in times), default=0.0)
+        standstill_s = max((t.standstill_s for t in times), default=0.0)
+        if times:
+            observe = self._metrics.weight_sync_seconds
+            observe.labels("interrupt").observe(interrupt_s)
+            observe.labels("transfer").observe(transfer_s)
+            observe.labels("verify").observe(attest_s)
+            observe.labels("total").observe(total_s)
+            self._metrics.engine_standstill_seconds.observe(standstill_s)
+        else:
+            log.warning("weight version %d: no engine serves it yet", version)
+        return SyncReport(
+            weight_version=version,
+            publish_s=publish_s,
+            transfer_s=transfer_s,
+            standstill_s=standstill_s,
+            total_s=total_s,
+        )
 
     async def catch_up(self, engine_id: str) -> None:
-        """Bring an engine that has (re)joined to the current version, from files.
+        """Bring an engine that has (re)joined to the current version, from files, and let it serve.
+
+        Updates of the others go on meanwhile; when one overtakes it, it loads again.
 
         Raises:
             EngineError: When it cannot be; it stays out of service.
         """
-        engine = next(e for e in self._pool.engines() if e.engine_id == engine_id)
-        if self._config.transport == "disk":
-            async with self._lock:
-                await self._catch_up(engine)
-        else:
-            async with self.trainer_busy, self._lock:
-                if self._version not in self._published:
-                    await self._publish_files(self._version)
-                await self._catch_up(engine)
+        await self._started.wait()
+        engine = next((e for e in self._pool.engines() if e.engine_id == engine_id), None)
+        if engine is None:
+            return  # it has left
+        distributed = self._config.transport == "distributed"
+        for _ in range(_CHASES):
+            if distributed:
+                async with self.trainer_busy:
+                    version = await self._files_of_now()
+            else:
+                version = self._version
+            await self._load_files(engine, version)
+            if distributed:
+                async with self.trainer_busy:
+                    if version == self._version:
+                        await self._serve(engine)
+                        return
+            elif version == self._version:
+                await self._serve(engine)
+                return
+        async with self.trainer_busy if distributed else self._lock:
+            await self._load_files(engine, await self._files_of_now())
+            await self._serve(engine)
+
+    async def leave(self, engine_id: str) -> None:
+        """An engine has left for good: its weight-update group is closed."""
+        if (group_name := self._groups.pop(engine_id, None)) is not None:
+            async with self.trainer_busy:
+                await self._trainer.close_weight_group(group_name)
 
     async def close(self) -> None:
         """Leave the weight-update groups."""
@@ -205,8 +237,25 @@ class WeightSync:
     # -- one engine ------------------------------------------------------------------------------------
 
     async def _update_wave(self, engines: Sequence[Engine], version: int) -> list[_EngineTimes]:
-        """Interrupt, update, attest and serve some engines together; those that fail are quarantined."""
+        """Interrupt, update, attest and serve some engines together; those that fail are quarantined.
+
+        So are those that are left in the middle, because the update was cancelled: nobody knows what they
+        have, and they may stand still.
+        """
         results: list[_EngineTimes] = []
+        try:
+            await self._update_together(engines, version, results)
+        finally:
+            for engine in engines:
+                standing = self._pool.standing_of(engine.engine_id)
+                if standing is not None and standing.state is EngineState.UPDATING:
+                    message = f"the update of engine {engine.engine_id} to version {version} was cut short"
+                    self._pool.quarantine(engine.engine_id, WeightSyncError(message))
+        return results
+
+    async def _update_together(
+        self, engines: Sequence[Engine], version: int, results: list[_EngineTimes]
+    ) -> None:
 
         async def bring(engine: Engine) -> None:
             interrupt_s = await self._interrupt(engine)
@@ -217,7 +266,7 @@ class WeightSync:
             async with Nursery() as nursery:
                 for engine in engines:
                     nursery.start(f"update {engine.engine_id}", bring(engine))
-            return results
+            return
         async with Nursery() as nursery:
             interrupts = [
                 (engine, nursery.start(f"interrupt {engine.engine_id}", self._interrupt(engine)))
@@ -236,7 +285,6 @@ class WeightSync:
                     nursery.start(f"update {engine.engine_id}", loading)
                 groups = [self._groups[engine.engine_id] for engine, _ in listening]
                 nursery.start("send weights", self._send(groups))
-        return results
 
     async def _interrupt(self, engine: Engine) -> float | None:
         """Stop an engine; seconds that took, or None when it failed."""
@@ -259,7 +307,7 @@ class WeightSync:
             transferred = self._clock()
             await self._attest(engine, version)
             await engine.resume_generation(self._config.interrupt)
-            if not self._pool.serve(engine.engine_id, version):
+            if not self._pool.serve(engine.engine_id, version, keeps_cache=not flush):
                 return
             times = _EngineTimes(
                 engine.engine_id, interrupt_s, transferred - begin, self._clock() - transferred
@@ -280,7 +328,7 @@ class WeightSync:
         limit_s = self._config.timeout_s
         try:
             async with (
-                asyncio.timeout(limit_s) as scope,
+                self._pool.attended(engine.engine_id, limit_s) as scope,
                 waiting("engine update", engine.engine_id, scope=scope),
             ):
                 yield
@@ -313,7 +361,8 @@ class WeightSync:
 
         async def bring(engine: Engine) -> None:
             try:
-                await self._catch_up(engine)
+                await self._load_files(engine, self._version)
+                await self._serve(engine)
             except EngineError as error:
                 if not self._generation:
                     raise
@@ -321,35 +370,47 @@ class WeightSync:
 
         async with Nursery() as nursery:
             for engine in self._pool.engines(EngineState.JOINING):
-                nursery.start(f"catch up {engine.engine_id}", bring(engine))
+                if not self._pool.needs_repair(engine.engine_id):
+                    nursery.start(f"catch up {engine.engine_id}", bring(engine))
 
-    async def _catch_up(self, engine: Engine) -> None:
-        """Load the current version from files into an engine that serves nobody, and let it serve.
+    async def _load_files(self, engine: Engine, version: int) -> None:
+        """Load a published version into an engine that serves nobody, and read it back.
 
         Raises:
             EngineError: When it cannot; it stays out of service.
         """
+        with self._reading(version) as path:
+            async with self._bounded(engine):
+                if self._generation:  # the update before this one may have been cut short
+                    await engine.resume_generation(self._config.interrupt)
+                health = await engine.health()
+                fresh = version == health.weight_version == 0 and health.model_path in ("", str(path))
+                if self._generation or not fresh:  # it may have half of what an earlier trainer sent
+                    await engine.interrupt("abort")  # one that we did not start may still run calls of ours
+                    await engine.update_weights(
+                        DiskUpdate(weight_version=version, path=str(path)), flush=True
+                    )
+                await self._attest(engine, version)
+
+    async def _serve(self, engine: Engine) -> None:
+        """Let an engine serve the current version, which it has loaded; nobody changes that meanwhile."""
+        if self._config.transport == "distributed":
+            async with self._bounded(engine):
+                await self._open_group(engine)
+        self._pool.serve(engine.engine_id, self._version)
+
+    @asynccontextmanager
+    async def _bounded(self, engine: Engine) -> AsyncIterator[None]:
         limit_s = self._config.timeout_s
         try:
             async with (
                 asyncio.timeout(limit_s) as scope,
                 waiting("engine update", engine.engine_id, scope=scope),
             ):
-                if self._generation:  # the update before this one may have been cut short
-                    await engine.resume_generation(self._config.interrupt)
-                health = await engine.health()
-                if health.weight_version != self._version or self._version != 0:
-                    path = str(self._published[self._version])
-                    update = DiskUpdate(weight_version=self._version, path=path)
-                    await engine.interrupt("abort")  # one that we did not start may still run calls of ours
-                    await engine.update_weights(update, flush=True)
-                await self._attest(engine, self._version)
-                if self._config.transport == "distributed":
-                    await self._open_group(engine)
+                yield
         except TimeoutError as error:
             message = f"engine {engine.engine_id} did not take weights within weights.timeout_s = {limit_s}"
             raise WeightSyncError(message) from error
-        self._pool.serve(engine.engine_id, self._version)
 
     async def _open_group(self, engine: Engine) -> None:
         """Make a process group of trainer rank 0 and one engine: a dead engine then hangs nobody else's
@@ -383,7 +444,28 @@ class WeightSync:
         with waiting("publish", f"version {version}"):
             await self._trainer.publish(str(path), version)
         self._published[version] = path
+        await self._clear_away()
+
+    async def _files_of_now(self) -> int:
+        """The current version, published. Nobody trains meanwhile."""
+        if self._version not in self._published:
+            await self._publish_files(self._version)
+        return self._version
+
+    @contextmanager
+    def _reading(self, version: int) -> Iterator[Path]:
+        """The files of a version, which stay for as long as somebody reads them."""
+        self._readers[version] += 1
+        try:
+            yield self._published[version]
+        finally:
+            self._readers[version] -= 1
+
+    async def _clear_away(self) -> None:
+        """Remove versions that are neither new nor read."""
         for old in sorted(self._published)[: -self._config.keep_versions]:
+            if self._readers[old]:
+                continue
             stale = self._published.pop(old)
             if stale.parent == self._directory:
                 await asyncio.to_thread(shutil.rmtree, stale, ignore_errors=True)
