@@ -1,4 +1,4 @@
-"""The command line: `async-rl train | check | schema`.
+"""The command line: `async-rl train | check | plan | schema`.
 
 Nothing heavy is imported before the arguments are parsed, so that `--help` answers at once. What goes wrong
 ends here, as one sentence on stderr and an exit code: 0 done, 1 a service failed, 2 the config cannot work, 3
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from async_rl import __version__
 from async_rl.errors import AsyncRLError
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _schema(parsed.markdown)
         if parsed.command == "check":
             return _check(parsed.config, parsed.overrides)
+        if parsed.command == "plan":
+            return _plan(parsed)
         from async_rl.train import train
 
         return train(parsed.config, parsed.overrides)
@@ -63,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
             "Checks the config, the model's folder, every row of the dataset and all dotted paths, and "
             "prints the resolved config with the bounds that follow from it.",
         ),
+        (
+            "plan",
+            "simulate a config's job and say what to expect of it",
+            "Runs the scheduler in virtual time: throughput, idle shares, staleness, memory and the "
+            "bottleneck, before there is a machine. Needs neither model nor data; see docs/scaling.md.",
+        ),
     ):
         command = commands.add_parser(name, help=text, description=f"{text.capitalize()}. {more}")
         command.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; see docs/config.md")
@@ -72,9 +81,70 @@ def _parser() -> argparse.ArgumentParser:
             metavar="dotted.key=value",
             help="changes to the config; values are YAML, for example rollout.max_staleness=2",
         )
+        if name == "plan":
+            _add_plan_options(command)
     schema = commands.add_parser("schema", help="print every setting as JSON schema")
     schema.add_argument("--markdown", action="store_true", help="as the tables of docs/config.md instead")
     return parser
+
+
+_PLAN_FIGURES = (
+    ("prompt-tokens", int, "tokens of a prompt"),
+    ("mean-tokens", float, "mean of a lognormal answer before it is cut; default: a quarter of the longest"),
+    ("sigma", float, "standard deviation of its logarithm; 0 makes all answers equal"),
+    ("max-tokens", int, "longest answer; default: rollout.max_new_tokens for each turn"),
+    ("turns", int, "turns of an answer"),
+    ("tool-tokens", int, "tokens read between two turns"),
+    ("tool-s", float, "seconds between two turns"),
+    ("decode-base-s", float, "seconds of a decode step, beside ..."),
+    ("decode-per-call-s", float, "... these for each running call"),
+    ("prefill-tokens-per-s", float, "prefill speed of an engine"),
+    ("sync-s", float, "an engine's standstill in a weight update, seconds"),
+    ("publish-s", float, "seconds in which the trainer writes weights while engines go on"),
+    ("train-tokens-per-s", float, "trainer speed; default: 0.9 of a batch's fluid generation time a step"),
+    ("train-base-s", float, "seconds of a trainer step of any size"),
+)
+"""Flags of `plan` that are fields of `simulation.workload.Workload`."""
+
+_PLAN_SIMULATION = (
+    ("versions", "steps that are measured"),
+    ("warmup", "steps before them"),
+    ("seed", "of the lengths"),
+    ("coarsen", "real trajectories that one simulated one stands for"),
+)
+"""Flags that are fields of `simulation.plan.Simulation`."""
+
+
+def _add_plan_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--engines", nargs="+", type=int, default=[], metavar="N", help="compare so many")
+    command.add_argument("--grow", action="store_true", help="batch and trainer grow with the engines")
+    command.add_argument(
+        "--from", dest="run_dir", type=Path, metavar="RUN_DIR", help="take figures from a past run's folder"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    for flag, kind, text in _PLAN_FIGURES:
+        command.add_argument(f"--{flag}", type=kind, help=text)
+    for flag, text in _PLAN_SIMULATION:
+        command.add_argument(f"--{flag}", type=int, help=text)
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    from async_rl.plan import plan
+
+    def given(flags: Iterable[str]) -> dict[str, Any]:
+        values = ((name, getattr(parsed, name)) for name in (flag.replace("-", "_") for flag in flags))
+        return {name: value for name, value in values if value is not None}
+
+    return plan(
+        parsed.config,
+        parsed.overrides,
+        engines=parsed.engines,
+        grow=parsed.grow,
+        run_dir=parsed.run_dir,
+        figures=given(flag for flag, *_ in _PLAN_FIGURES),
+        simulation=given(flag for flag, _ in _PLAN_SIMULATION),
+        as_json=parsed.json,
+    )
 
 
 def _schema(markdown: bool) -> int:

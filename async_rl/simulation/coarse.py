@@ -1,13 +1,14 @@
 """A fast engine for planning: it knows how speed depends on load, and nothing of tokens.
 
-All running calls of an engine decode in step, so one number, its *progress* (tokens decoded by a call that ran
-all the time), tells how far each of them is. Something happens only when a call comes, ends, or is
+All running calls of an engine decode in step, so one number, its *progress* (tokens decoded by a call that
+ran all the time), tells how far each of them is. Something happens only when a call comes, ends, or is
 interrupted: thousands of engines run in one process, and no event is spent on a token.
 
 ```
- generate ─► waiting ──a slot──► prefilling ──► decoding ──► its length is reached: one Chunk, one Finish
-                ▲                (first come, first served;      │
-                └────retract──── decoding stands meanwhile) ◄────┴──abort──► what it has: one Chunk, one Finish
+ generate ─► waiting ──a slot──► prefilling ──► decoding ──► its length is reached ─► Chunk, Finish
+                ▲                (in order, decoding │
+                │                 stands meanwhile)  │
+                └───────────retract──────────────────┴──abort──► what it has ──────► Chunk, Finish
 ```
 
 Lengths are decided by whoever makes the prompt (`mark`): the tokens themselves carry where a call stops, so
@@ -172,8 +173,6 @@ class CoarseEngine:
         self._go_on()
         try:
             reason = await call.ended
-            self._advance()
-            self._settle(call)
         finally:
             self._leave(call)
         if call.sampled:
@@ -307,7 +306,7 @@ class CoarseEngine:
     async def interrupt(self, mode: InterruptMode) -> None:
         """See `Engine.interrupt`."""
         self._advance()
-        self._still = True
+        self._still = mode != "abort"
         if mode != "in_place":
             running = [*self._decoding, *self._prefilling]
             for call in running:
@@ -339,8 +338,11 @@ class CoarseEngine:
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
         """See `Engine.update_weights`."""
+        self._advance()
+        was_still, self._still = self._still, True
         await asyncio.sleep(self._speed.update_s)
         self._advance()
+        self._still = was_still
         self._version = update.weight_version
         self._marks.append((self._progress, self._version))
         if flush:

@@ -19,7 +19,7 @@ LAYERS = (
     "recovery",
     "orchestrator",
     "placement simulation",
-    "reference preflight train cli",
+    "reference preflight plan train cli",
 )
 """A module imports from its own layer and the ones before it."""
 

@@ -1,0 +1,119 @@
+"""`async-rl plan`: what it prints, what it takes from a past run, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from async_rl.cli import main
+from async_rl.config import load_config
+from async_rl.plan import calibrate
+from async_rl.records import StepRecord, append_record
+from tests.support.run_config import write_run
+
+QUICK = ["--versions", "2", "--warmup", "1", "--prompt-tokens", "8"]
+
+
+def past_run(folder: Path) -> list[StepRecord]:
+    """Ten steps of 4 trajectories with 20 tokens of prompt and 30 sampled; the first is slower."""
+    records = [
+        StepRecord(
+            step=step,
+            weight_version=step,
+            time_s=10.0 * step,
+            trajectories=4,
+            tokens=200,
+            trained_tokens=120,
+            step_s=50.0 if step == 1 else 2.0,
+            sync_s=1.0,
+            standstill_s=0.25,
+            tokens_per_s=64.0,
+        )
+        for step in range(1, 11)
+    ]
+    folder.mkdir()
+    for record in records:
+        append_record(folder / "metrics.jsonl", record)
+    return records
+
+
+def test_the_table_compares_numbers_of_engines_and_names_the_bottleneck(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_run(tmp_path))
+    assert main(["plan", path, "engine.max_running_requests=2", *QUICK, "--engines", "1", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "answers lognormal, mean 8, sigma 0.8, cut at 32" in out
+    assert "of the fluid bound" in out
+    assert "\n1 engines: " in out
+    assert "\n2 engines: " in out
+
+
+def test_json_has_the_workload_and_a_plan_for_each_number_of_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_run(tmp_path))
+    assert (
+        main(["plan", path, *QUICK, "--sigma", "0", "--mean-tokens", "16", "--json", "--engines", "2"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["workload"]["mean_tokens"] == 16
+    (plan,) = found["plans"]
+    assert plan["engines"] == 2
+    assert 0 < plan["relative"] <= 1
+    # 3 layers with 8 experts, two a token: 6 bytes of rows beside 14 of the packed token.
+    assert plan["batch_bytes"] == 2 * 2 * (8 + 16) * (14 + 6)
+    assert plan["bottleneck"]
+
+
+def test_speeds_and_lengths_are_those_of_a_past_run_after_its_first_steps(tmp_path: Path) -> None:
+    config = load_config(
+        write_run(tmp_path), ["engine.num_engines=2", "rollout.max_concurrent_trajectories=16"]
+    )
+    figures = calibrate(config, past_run(tmp_path / "past"))
+    assert figures["prompt_tokens"] == 20
+    assert figures["mean_tokens"] == 30
+    assert figures["train_tokens_per_s"] == 100
+    assert figures["sync_s"] == 0.25
+    assert figures["publish_s"] == 0.75
+    # 8 calls on each engine make 32 tokens a second: a step of 0.25 s.
+    assert figures["decode_base_s"] + 8 * figures["decode_per_call_s"] == pytest.approx(0.25)
+    distributed = msgspec.structs.replace(
+        config, weights=msgspec.structs.replace(config.weights, transport="distributed")
+    )
+    assert calibrate(distributed, past_run(tmp_path / "again"))["sync_s"] == 1.0
+
+
+def test_a_flag_counts_more_than_a_past_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_run(tmp_path))
+    past_run(tmp_path / "past")
+    arguments = ["plan", path, "--from", str(tmp_path / "past"), *QUICK, "--json"]
+    assert main(arguments) == 0
+    workload = json.loads(capsys.readouterr().out)["workload"]
+    assert workload["mean_tokens"] == 30
+    assert workload["prompt_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--engines", "0"], "--engines 0: expected at least 1"),
+        (["--sigma", "-1"], "sigma is -1.0, expected at least 0"),
+        (["--mean-tokens", "0"], "mean_tokens is 0.0, expected more than 0"),
+        (["--versions", "0"], "versions is 0, expected at least 1"),
+        (["--from", "/nowhere"], "name a run folder"),
+        (["rollout.max_stalness=2"], "did you mean 'max_staleness'"),
+    ],
+)
+def test_one_sentence_and_exit_code_2_when_there_is_nothing_to_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    path = str(write_run(tmp_path))
+    assert main(["plan", path, *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("async-rl: ")
+    assert len(err.splitlines()) == 1
+    assert said in err
