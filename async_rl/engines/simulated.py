@@ -113,6 +113,7 @@ class _Call:
         self.row_versions: list[int] = []
         self.cached_tokens = 0
         self.has_slot = False
+        self.retractions = 0
         self.aborted = False
         self.dead = False
         self.finish: Finish | None = None
@@ -138,13 +139,14 @@ class _Call:
 
     async def sleep(self, seconds: float) -> bool:
         """Work for some time; False when the call was aborted or retracted in between."""
+        retractions = self.retractions
         try:
             async with asyncio.timeout(seconds):
-                while not self.aborted and self.has_slot and not self.dead:
+                while not (self.aborted or self.dead or self.retractions > retractions):
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
-            return True
+            return self.retractions == retractions
         self.check_alive()
         return False
 
@@ -252,9 +254,12 @@ class SimulatedEngine:
         while not self._is_over(call) or not call.row_versions:
             if not await self._prefill(call):
                 return
-            while call.has_slot and not self._is_over(call):
+            retractions = call.retractions  # it may have a slot again before anybody has looked
+            while call.retractions == retractions and not self._is_over(call):
                 if not await call.until(lambda: not self._standing_still or not call.has_slot):
                     return
+                if call.retractions > retractions:
+                    break
                 if not await call.sleep(self._config.decode_step_s) or self._standing_still:
                     if call.aborted:
                         return
@@ -425,6 +430,7 @@ class SimulatedEngine:
         if mode == "retract":
             for call in reversed(self._running):
                 call.has_slot = False
+                call.retractions += 1
                 call.changed.set()
                 self._queue.appendleft(call)
             self._running.clear()

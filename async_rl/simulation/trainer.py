@@ -136,13 +136,16 @@ class SimulatedTrainer:
         self._look()
         fault = self._fault("step_fails", "step_is_nan", "step_is_slow")
         slow = 10.0 if fault == "step_is_slow" else 1.0
-        await asyncio.sleep(slow * self._speeds.train_s / 2)
         batch = read_frame(batch_path, TrainBatch)
+        try:
+            await asyncio.sleep(slow * self._speeds.train_s)
+        finally:
+            # Nobody stops a step that remote ranks have begun by no longer waiting for it.
+            if fault != "step_fails":
+                self._witness.trains(batch, self._step, step)
+                self._step = step
         if fault == "step_fails":
             raise TrainerError("the simulated trainer broke")
-        self._witness.trains(batch, self._step, step)
-        await asyncio.sleep(slow * self._speeds.train_s / 2)
-        self._step = step
         figures: dict[str, float] = dict(_NO_FIGURES)
         if fault == "step_is_nan":
             figures["loss"] = math.nan
