@@ -194,6 +194,8 @@ class Orchestrator:
         self._manager: RolloutManager | None = None
         self._trainer: Trainer | None = None  # None while it has failed and is not back yet
         self._step = self._saved_step = 0
+        self._unsettled = False
+        """Whether the trainer may hold a step that the ledger does not: a checkpoint would claim it."""
         self._begin_s: float | None = None
         self._trainer_failures = 0
         self._records: list[StepRecord] = []
@@ -295,7 +297,7 @@ class Orchestrator:
                     await self._restart_trainer(cause, progress)
         except ExceptionGroup as group:
             # What was trained since the last checkpoint is lost only if it was the trainer that failed.
-            lost = self._trainer is None or isinstance(first_error(group), TrainerError)
+            lost = self._unsettled or self._trainer is None or isinstance(first_error(group), TrainerError)
             if self._step > self._saved_step and not lost:
                 self._enter("writing a checkpoint before the run ends with an error", progress)
                 await self._save(trainer)
@@ -369,6 +371,7 @@ class Orchestrator:
         state = await trainer.setup(str(self._dir / "checkpoints"))
         self._trainer = trainer
         self._step = self._saved_step = state.step
+        self._unsettled = False
         self._records = [r for r in read_records(self._dir / "metrics.jsonl") if r.step <= state.step]
         return trainer
 
@@ -438,12 +441,13 @@ class Orchestrator:
             waited_s += wait_s
             async with sync.trainer_busy:
                 train_begin = self._clock()
+                self._unsettled = True
                 result = await trainer.train_step(batch.path, step + 1)
                 step_s = self._clock() - train_begin
                 _require_finite(result)
                 step += 1
                 queue.settle(batch, step)
-                self._step = step
+                self._step, self._unsettled = step, False
                 queue.published(step)
                 report = await sync.sync(step)
             queue.advance(step)
