@@ -86,10 +86,7 @@ class CheckingTrainer:
         sampled = batch.weight_versions[batch.loss_mask]
         assert len(sampled)
         assert sampled.min() >= batch.trainer_version - self.config.rollout.max_staleness
-        if (
-            not self.resumed
-        ):  # what an earlier life queued may be of versions that its checkpoint did not reach
-            assert sampled.max() <= batch.trainer_version
+        assert sampled.max() <= batch.trainer_version
         assert np.isfinite(batch.rollout_log_probs).all()
         if batch.routing_valid is not None:
             last = batch.offsets[1:] - 1

@@ -1,0 +1,371 @@
+"""Runs whose driver is killed, in virtual time: what was sampled is kept, and everything is settled once."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, cast
+
+import numpy as np
+import pytest
+
+from async_rl.chat import ChatFormat
+from async_rl.config import apply_override, parse_config
+from async_rl.engines.facts import load_facts
+from async_rl.errors import SpoolFull
+from async_rl.metrics import Metrics
+from async_rl.orchestrator import Orchestrator
+from async_rl.queue import journal as journal_module
+from async_rl.queue.journal import Journalled, read
+from async_rl.queue.ledger import Conservation, Ledger
+from async_rl.rollout.api import Session
+from async_rl.simulation.users import SimulatedChat
+from async_rl.simulation.virtual_time import VirtualTimeLoop
+from async_rl.supervision import first_error
+from async_rl.types import Completion, Task, TrainBatch
+from tests.support.local_cluster import CheckingTrainer, LocalCluster
+from tests.support.run_config import write_run
+
+TICK_S, TOKEN_S = 0.25, 0.05
+
+
+class Asks:
+    """Two turns with a tool in between."""
+
+    answer: ClassVar[str] = "7 8 9"
+
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        await session.generate()
+        await asyncio.sleep(0.3)
+        session.add_messages([{"role": "tool", "content": Asks.answer}])
+        await session.generate()
+
+
+class Scores:
+    """Remembers what was scored."""
+
+    texts: ClassVar[Counter[str]] = Counter()
+
+    @classmethod
+    async def score(cls, task: Task, completion: Completion) -> float:
+        cls.texts[completion.text] += 1
+        return 1.0
+
+
+class Killed(KeyboardInterrupt):
+    """Leaves the loop where it is, between two callbacks. Asyncio lets no other exception through."""
+
+
+class Life(NamedTuple):
+    """What is left of one process."""
+
+    folder: Path
+    cluster: LocalCluster
+    metrics: Metrics
+    calls: tuple[tuple[int, ...], ...]
+    """Texts that were being sampled when it was killed."""
+    error: BaseException | None
+    journal: dict[str, Journalled]
+    accounts: Conservation
+    unfinished: frozenset[str]
+    trained: dict[str, tuple[list[int], list[float]]]
+    """Tokens and log-probs by trajectory."""
+
+    def counted(self, name: str) -> float:
+        return self.metrics.registry.get_sample_value(f"async_rl_{name}") or 0.0
+
+    @property
+    def left(self) -> dict[str, Journalled]:
+        """What the journal has of trajectories that have not ended."""
+        return {name: self.journal[name] for name in self.unfinished if name in self.journal}
+
+
+class World:
+    """A run folder through several lives."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        write_run(folder)
+        self.root = folder
+        self.folder = folder / "life-0"
+        self.lives: list[Life] = []
+        self.num_ids = 0
+        tree: dict[str, Any] = {
+            "run": {"max_steps": 6},
+            "model": {"path": str(folder / "model")},
+            "data": {"path": str(folder / "tasks.jsonl"), "shuffle": False},
+            "engine": {"kind": "simulated", "decode_step_s": TOKEN_S, "mean_new_tokens": 16},
+            "rollout": {
+                "agent_loop": f"{__name__}:Asks",
+                "reward": f"{__name__}:Scores.score",
+                "group_size": 2,
+                "max_concurrent_trajectories": 8,
+                "max_staleness": 2,
+                "max_context_tokens": 200,
+                "max_new_tokens": 60,
+            },
+            "queue": {"journal_s": TICK_S},
+            "trainer": {"groups_per_batch": 2, "checkpoint_every": 2},
+        }
+        for override in overrides:
+            apply_override(tree, override)
+        self.config = parse_config(tree)
+        Scores.texts = Counter()
+
+    def new_id(self) -> str:
+        self.num_ids += 1
+        return f"{self.num_ids:032x}"
+
+    def live(self, kill: Callable[[float, LocalCluster], bool] = lambda now, cluster: False) -> Life:
+        """One process, until the run has ended or `kill` says so; the next one goes on from its folder."""
+        (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        cluster, metrics = LocalCluster(self.config, step_s=0.4), Metrics()
+        trained = watch(cluster.trainer)
+        calls: list[tuple[int, ...]] = []
+        killed = False
+        here = self.folder
+
+        def after_step(_: Any) -> None:
+            nonlocal killed
+            if not killed and kill(loop.time(), cluster):
+                killed = True
+                self.folder = self.root / f"life-{len(self.lives) + 1}"
+                shutil.copytree(here, self.folder)
+                calls.extend(tuple(call.tokens) for engine in cluster.engines for call in engine._calls)
+                raise Killed
+
+        loop = VirtualTimeLoop(after_step=after_step)
+        run = Orchestrator(self.config, here, asyncio.Event(), cluster, metrics, loop.time)
+        chat = cast(ChatFormat, SimulatedChat())
+        facts = load_facts(self.config.model.path)
+        main = loop.create_task(run.run(TASKS, chat, facts, self.new_id, None))
+        error: BaseException | None = None
+        try:
+            loop.run_until_complete(main)
+        except Killed:
+            main.cancel()  # what its remains do happens in a folder that nobody looks at any more
+            with pytest.raises(asyncio.CancelledError):
+                loop.run_until_complete(main)
+        except ExceptionGroup as group:
+            error = first_error(group)
+        loop.close()
+        ledger = Ledger(self.folder / "ledger.sqlite")
+        life = Life(
+            folder=self.folder,
+            cluster=cluster,
+            metrics=metrics,
+            calls=tuple(calls),
+            error=error,
+            journal=read(self.folder / "journal")[0],
+            accounts=ledger.audit(),
+            unfinished=ledger.in_flight.difference(*(group.kept for group in ledger.outstanding())),
+            trained=trained,
+        )
+        ledger.close()
+        self.lives.append(life)
+        return life
+
+
+TASKS = tuple(
+    Task(task_id=f"t{i}", messages=[{"role": "user", "content": f"{20 + i} 11 12 13"}]) for i in range(40)
+)
+
+
+def watch(trainer: CheckingTrainer) -> dict[str, tuple[list[int], list[float]]]:
+    """Fills as batches are trained: a batch's memory is another one's after its step."""
+    seen: dict[str, tuple[list[int], list[float]]] = {}
+    check = trainer.check
+
+    def check_and_keep(batch: TrainBatch) -> None:
+        check(batch)
+        for name, (begin, end) in zip(batch.trajectory_ids, pairwise(batch.offsets.tolist()), strict=True):
+            seen[name] = (
+                batch.token_ids[begin:end].tolist(),
+                batch.rollout_log_probs[begin:end].tolist(),
+            )
+
+    trainer.check = check_and_keep  # type: ignore[method-assign]
+    return seen
+
+
+def at(moment: float) -> Callable[[float, LocalCluster], bool]:
+    return lambda now, cluster: now >= moment
+
+
+def tokens_of(left: Journalled) -> list[int]:
+    return np.concatenate([segment.token_ids for segment in left.segments]).tolist()
+
+
+def assert_kept(world: World) -> None:
+    """Whatever a journal ever knew of a trajectory that was trained later is the beginning of it."""
+    for number, life in enumerate(world.lives):
+        known = life.left
+        for later in world.lives[number + 1 :]:
+            for name, (tokens, _) in later.trained.items():
+                if name in known:
+                    begin = tokens_of(known[name])
+                    assert tokens[: len(begin)] == begin
+
+
+def assert_settled_once(world: World) -> None:
+    last = world.lives[-1]
+    assert last.error is None
+    assert last.cluster.trainer.step == world.config.run.max_steps
+    accounts = last.accounts
+    assert accounts.trained == world.config.run.max_steps * 4
+    assert set(accounts.dropped) <= {"restart"}  # what was trained after the checkpoint
+    steps: dict[int, tuple[str, ...]] = {}
+    for life in world.lives:  # a later life trains a step after its checkpoint again
+        for batch in life.cluster.trainer.batches:
+            steps = {n: names for n, names in steps.items() if n < batch.trainer_version}
+            steps[batch.trainer_version] = batch.trajectory_ids
+    trained = [name for names in steps.values() for name in names]
+    assert len(trained) == len(set(trained)) == accounts.trained
+
+
+@pytest.mark.parametrize("moment", [0.6, 2.1])
+def test_sampling_goes_on_from_the_tokens_seen_when_the_driver_was_killed(
+    tmp_path: Path, moment: float
+) -> None:
+    world = World(tmp_path)
+    first = world.live(at(moment))
+    left = first.left
+    # Of each text that was being sampled, no more is lost than came since the last tick.
+    begun = [tokens_of(state) for state in left.values()]
+    assert len(first.calls) >= 7
+    for text in first.calls:
+        seen = max(len(begin) for begin in begun if list(text[: len(begin)]) == begin)
+        assert len(text) - seen <= TICK_S / TOKEN_S + 1
+    sampled = sum(state.num_sampled_tokens for state in left.values())
+    assert sampled > 50
+    second = world.live()
+    assert second.counted("resumed_tokens_total") == sampled
+    assert second.counted("resume_discarded_tokens_total") == 0
+    assert second.counted("trajectories_dispatched_total") == second.accounts.dispatched
+    assert second.accounts.dropped == {}
+    trained = second.trained
+    resumed = [name for name in left if name in trained]
+    assert resumed
+    for name in resumed:
+        probs = [
+            segment.rollout_log_probs
+            if isinstance(segment, journal_module.Sampled)
+            else 0 * segment.token_ids
+            for segment in left[name].segments
+        ]
+        expected = np.concatenate(probs).astype(np.float32).tolist()
+        assert trained[name][1][: len(expected)] == expected
+    assert_kept(world)
+    assert_settled_once(world)
+
+
+@pytest.mark.parametrize("journal", [True, False])
+@pytest.mark.parametrize("moments", [(2.1, 0.9, 3.3), (0.01, 4.7), (5.2, 0.3, 0.02, 2.6)])
+def test_nothing_is_lost_when_the_driver_is_killed_again_and_again(
+    tmp_path: Path, moments: Sequence[float], journal: bool
+) -> None:
+    world = World(
+        tmp_path, "rollout.max_concurrent_trajectories=3", *([] if journal else ["queue.journal_s=null"])
+    )
+    for moment in moments:
+        world.live(at(moment))
+    world.live()
+    if journal:
+        assert_kept(world)
+    assert_settled_once(world)
+
+
+def test_the_bound_holds_for_resumed_work_when_the_checkpoint_lacks_the_versions_that_sampled_it(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, "trainer.checkpoint_every=3", "rollout.max_staleness=1", "run.max_steps=8")
+    first = world.live(lambda now, cluster: cluster.trainer.step == 5 and cluster.engines[0]._version == 5)
+    sampled = [
+        s for state in first.left.values() for s in state.segments if isinstance(s, journal_module.Sampled)
+    ]
+    assert max(segment.weight_version for segment in sampled) > 3
+    second = world.live()  # the trainer refuses what is too old, and labels that are ahead of it
+    assert min(batch.trainer_version for batch in second.cluster.trainer.batches) == 3
+    assert second.counted("resumed_tokens_total") > 0
+    assert second.accounts.dropped == {"restart": 2 * 4}
+    assert_settled_once(world)
+
+
+def test_the_rest_is_thrown_away_when_a_tool_gives_another_answer(tmp_path: Path, monkeypatch: Any) -> None:
+    world = World(tmp_path)
+    first = world.live(at(2.6))
+    second_turns = sum(
+        len(turn_tokens)
+        for state in first.left.values()
+        for turn_tokens in [tokens_of(state)[state.turns[1].start :] if len(state.turns) > 1 else []]
+    )
+    assert second_turns > 0
+    monkeypatch.setattr(Asks, "answer", "7 8 10")
+    second = world.live()
+    assert second.counted("resume_discarded_tokens_total") == second_turns
+    assert_settled_once(world)
+
+
+def test_a_sibling_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
+    world = World(tmp_path, "rollout.max_concurrent_trajectories=4")
+
+    def one_is_kept(now: float, cluster: LocalCluster) -> bool:
+        return len(list((world.folder / "spool" / "ended").glob("0*"))) >= 1
+
+    first = world.live(one_is_kept)
+    (kept,) = (first.folder / "spool" / "ended").glob("0*")
+    assert list(Scores.texts.values()) == [1]
+    second = world.live()
+    assert set(Scores.texts.values()) == {1}  # its text was not scored again
+    assert kept.name in second.trained
+    assert not kept.exists()  # its group has it
+    assert_settled_once(world)
+
+
+def test_one_error_says_what_to_do_when_the_disk_is_full_and_nothing_done_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    write, full = os.write, False
+
+    def write_while_there_is_room(file: int, data: Any) -> int:
+        if not full:
+            return write(file, data)
+        half = memoryview(data)[: len(data) // 2]
+        if len(half) > 8:
+            return write(file, half)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fill(now: float, cluster: LocalCluster) -> bool:
+        nonlocal full
+        full = now >= 2.1
+        return False
+
+    monkeypatch.setattr(os, "write", write_while_there_is_room)
+    first = world.live(fill)
+    assert isinstance(first.error, SpoolFull)
+    assert "the disk is full; free some and start the run again" in str(first.error)
+    assert sum(state.num_sampled_tokens for state in first.left.values()) > 100
+    full = False
+    monkeypatch.undo()
+    world.live()
+    assert_kept(world)
+    assert_settled_once(world)
+
+
+def test_a_group_is_given_up_when_its_task_is_no_longer_in_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    first = world.live(at(1.0))
+    monkeypatch.setattr(f"{__name__}.TASKS", TASKS[::-1])
+    second = world.live()
+    assert second.accounts.dropped == {"restart": first.accounts.in_flight}
+    assert second.counted("resumed_tokens_total") == 0
+    assert_settled_once(world)

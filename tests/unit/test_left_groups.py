@@ -1,0 +1,160 @@
+"""What a queue takes over of groups that were in flight: as old as they are, and what has ended of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.codec import Frame, read_frame
+from async_rl.errors import InvariantError, SpoolFull
+from async_rl.queue.journal import Journalled
+from async_rl.queue.kept import KeptTrajectories
+from async_rl.queue.ledger import Ledger
+from async_rl.queue.spool import Spool
+from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.supervision import Nursery
+from async_rl.types import Group, TrainBatch
+from tests.support.trajectories import FACTS, make_group, make_trajectory
+
+
+def open_queue(folder: Path, step: int, *journalled: Journalled, **settings: Any) -> TrajectoryQueue:
+    ledger = Ledger(folder / "ledger.sqlite")
+    ledger.rollback(step)
+    most = settings.pop("max_bytes", None)
+    queue = TrajectoryQueue(
+        ledger,
+        Spool(folder / "spool", most),
+        **{"groups_per_batch": 2, "max_staleness": 1, "facts": FACTS, "version": step, **settings},
+    )
+    queue.restore({state.trajectory_id: state for state in journalled})
+    return queue
+
+
+def dispatch(queue: TrajectoryQueue, *names: str, version: int = 0) -> None:
+    for name in names:
+        queue.dispatched(name, "task", len(queue._backlog._in_flight), [f"{name}-0", f"{name}-1"], version)
+
+
+def journalled(name: str, *versions: int) -> Journalled:
+    segments = make_trajectory(name, sampled=[(2, version) for version in versions]).segments
+    return Journalled(trajectory_id=name, attempt=1, segments=segments)
+
+
+@pytest.mark.parametrize(("versions", "waits"), [((0, 1), True), ((1,), False), ((5,), False), ((), False)])
+async def test_a_batch_waits_for_a_group_that_is_due_by_what_the_journal_has_of_it(
+    tmp_path: Path, versions: tuple[int, ...], waits: bool
+) -> None:
+    first = open_queue(tmp_path, 0)
+    dispatch(first, "left")
+    first.close()
+    queue = open_queue(tmp_path, 1, *([journalled("left-1", *versions)] if versions else []))
+    dispatch(queue, "a", "b", version=1)
+    for name in "ab":
+        await queue.put(make_group(name, version=1))
+    async with Nursery() as nursery:
+        taking = nursery.start("take", queue.take(1))
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert taking.done() is not waits
+        if waits:
+            await queue.put(make_group("left", version=0))
+    batch = taking.result()
+    assert batch is not None
+    assert ("left" in batch.group_ids) is waits
+    queue.close()
+
+
+async def test_a_trajectory_that_has_ended_is_there_after_a_restart_until_its_group_is_queued(
+    tmp_path: Path,
+) -> None:
+    first = open_queue(tmp_path, 0)
+    dispatch(first, "g")
+    ended, other = make_group("g").trajectories
+    assert await first.keep(ended)
+    first.tried_again("g-1", 2)
+    first.close()
+    queue = open_queue(tmp_path, 0)
+    (left,) = queue.left
+    assert left.trajectory_ids == ("g-0", "g-1")
+    assert left.attempts == {"g-1": 2}
+    assert list(left.ended) == ["g-0"]
+    again = left.ended["g-0"]
+    assert again.outcome == ended.outcome
+    assert np.array_equal(again.token_ids, ended.token_ids)
+    assert again.trace is not None
+    await queue.put(Group(group_id="g", task_id="task", trajectories=(again, other)))
+    assert list((tmp_path / "spool" / "ended").iterdir()) == []
+    queue.close()
+
+
+async def test_a_trajectory_is_made_again_when_what_was_kept_of_it_is_damaged(tmp_path: Path) -> None:
+    first = open_queue(tmp_path, 0)
+    dispatch(first, "g", "h")
+    assert await first.keep(make_group("g").trajectories[0])
+    assert await first.keep(make_group("h").trajectories[1])
+    first.close()
+    kept = tmp_path / "spool" / "ended"
+    data = bytearray((kept / "g-0").read_bytes())
+    data[-1] ^= 1
+    (kept / "g-0").write_bytes(data)
+    (kept / "h-1").unlink()
+    (kept / "orphan").write_bytes(b"")
+    queue = open_queue(tmp_path, 0)
+    assert [dict(left.ended) for left in queue.left] == [{}, {}]
+    assert list(kept.iterdir()) == []
+    queue.close()
+
+
+async def test_nothing_is_kept_of_what_was_dropped(tmp_path: Path) -> None:
+    queue = open_queue(tmp_path, 0)
+    dispatch(queue, "g")
+    ended = make_group("g").trajectories[0]
+    assert await queue.keep(ended)
+    queue.drop_group("g", "error")
+    assert list((tmp_path / "spool" / "ended").iterdir()) == []
+    with pytest.raises(InvariantError):
+        await queue.keep(ended)
+    assert list((tmp_path / "spool" / "ended").iterdir()) == []
+    queue.close()
+
+
+async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(tmp_path: Path) -> None:
+    first = open_queue(tmp_path, 4, max_staleness=3)
+    dispatch(first, "queued", "left", version=4)
+    parts = [make_trajectory(f"queued-{i}", "queued", sampled=((2, 3), (3, 6))) for i in range(2)]
+    await first.put(Group(group_id="queued", task_id="task", trajectories=tuple(parts)))
+    assert await first.keep(make_trajectory("left-0", "left", sampled=((3, 6),)))
+    first.close()
+    queue = open_queue(tmp_path, 4, max_staleness=3)
+    (left,) = queue.left
+    assert left.ended["left-0"].oldest_weight_version == 4
+    queue.close()
+    third = open_queue(tmp_path, 5, max_staleness=3)  # a later checkpoint, but 4 was gone back to
+    (left,) = third.left
+    await third.put(
+        Group(
+            group_id="left",
+            task_id="task",
+            trajectories=(left.ended["left-0"], make_trajectory("left-1", "left", sampled=((2, 5),))),
+        )
+    )
+    batch = await third.take(5)
+    assert batch is not None
+    versions = read_frame(batch.path, TrainBatch).weight_versions
+    assert sorted(versions[versions >= 0].tolist()) == [3] * 4 + [4] * 6 + [4] * 3 + [5] * 2
+    third.close()
+
+
+def test_what_has_ended_is_not_kept_when_there_is_no_room(tmp_path: Path) -> None:
+    one, other = make_group("g").trajectories
+    kept = KeptTrajectories(tmp_path, Frame(other).nbytes + 100)
+    name = kept.put(one)
+    assert kept.put(one) == name  # in the place of itself
+    with pytest.raises(SpoolFull, match="exceed the quarter of queue"):
+        kept.put(other)
+    kept.free([name])
+    assert kept.read(kept.put(other)).trajectory_id == "g-1"
