@@ -137,6 +137,56 @@ class RolloutConfig(_Strict, frozen=True, kw_only=True):
     max_attempts: Annotated[
         int, Meta(ge=1, description="Tries of a trajectory whose loop, tool or reward failed.")
     ] = 2
+    failed_siblings: Annotated[
+        Literal["train_rest", "drop", "retry"],
+        Meta(
+            description=(
+                "What becomes of a group of which trajectories failed for good: `train_rest` trains the "
+                "others, `drop` drops the group, `retry` drops it and dispatches its task again, later; "
+                "without retries left, the others are trained."
+            )
+        ),
+    ] = "train_rest"
+    min_group_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="A group of which fewer trajectories are left is dropped: nothing to compare with.",
+        ),
+    ] = 2
+    max_task_retries: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "How often a task is dispatched again after its group was lost: siblings failed "
+                "(`failed_siblings: retry`), it grew too old (`overage: drop`), its frame was damaged."
+            ),
+        ),
+    ] = 1
+    straggler_wait_s: Annotated[
+        PositiveFloat | None,
+        Meta(
+            description=(
+                "Once half of a group has finished, how long it waits for the others before it goes "
+                "without them, seconds; null waits for all. Every limit takes long answers away first: "
+                "look at `length_ks`."
+            )
+        ),
+    ] = None
+    dynamic_filtering: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Drop groups whose rewards are all equal: they carry no gradient; others are dispatched "
+                "in their place (DAPO)."
+            )
+        ),
+    ] = False
+    max_filtered_groups: Annotated[
+        int,
+        Meta(ge=1, description="So many groups in a row may be filtered out before the run ends."),
+    ] = 256
     max_failed_share: Annotated[
         float,
         Meta(

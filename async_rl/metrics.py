@@ -121,6 +121,12 @@ class Metrics:
             SECONDS,
             "stage",
         )
+        self.trajectory_retries_total = counter(
+            "trajectory_retries_total", "Attempts at trajectories after their first one failed."
+        )
+        self.task_retries_total = counter(
+            "task_retries_total", "Times a task was given out again because its group was lost.", "reason"
+        )
         self.tool_calls_total = counter("tool_calls_total", "Tool calls by status (ok, error).", "status")
         self.sampled_tokens_total = counter("sampled_tokens_total", "Tokens sampled by engines.")
         self.trained_tokens_total = counter(

@@ -83,6 +83,7 @@ class Estate:
             groups_per_batch=config.trainer.groups_per_batch,
             max_staleness=config.rollout.max_staleness,
             overage=config.rollout.overage,
+            min_group_size=min(config.rollout.min_group_size, config.rollout.group_size),
             facts=facts if config.routing.from_engine else None,
             version=step,
             metrics=metrics,
@@ -96,7 +97,13 @@ class Estate:
                 self.queue.abandon(left)
         position = ledger.data_position()
         self.feeder = Feeder(
-            tasks, order, config.data.epochs, start=position.cursor, pending=position.pending
+            tasks,
+            order,
+            config.data.epochs,
+            start=position.cursor,
+            pending=position.pending,
+            max_retries=config.rollout.max_task_retries,
+            retry_after=config.trainer.groups_per_batch,
         )
 
     async def write_journal(self) -> None:

@@ -117,6 +117,8 @@ class OpenCall(Protocol):
     """An engine call that runs: what it has delivered so far. Lists grow, or are cleared."""
 
     engine_id: str
+    since_version: int
+    """What the engine served when it began: tokens that have not arrived yet may be of these weights."""
     token_ids: list[int]
     log_probs: list[float]
     versions: list[VersionSpan]
@@ -162,6 +164,27 @@ class Entry:
         """The turn is whole."""
         self._turns[-1] = msgspec.structs.replace(self._turns[-1], end=end, reason=reason)
         self._written_turns = min(self._written_turns, len(self._turns) - 1)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the policy is asked for tokens now."""
+        return bool(self._turns) and self._turns[-1].end is None
+
+    @property
+    def versions(self) -> Iterator[int]:
+        """The versions that sampled what there is, in the running call and what is to be replayed too."""
+        known = self.segments if self.replay is None else self.replay.segments
+        yield from (s.weight_version for s in known if isinstance(s, Sampled))
+        if self.call is not None:
+            yield self.call.since_version
+            yield from (span.weight_version for span in self.call.versions)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy wrote, in the running call and what is to be replayed too."""
+        known = self.segments if self.replay is None else self.replay.segments
+        closed = sum(len(s.token_ids) for s in known if isinstance(s, Sampled))
+        return closed + (len(self.call.token_ids) if self.call is not None else 0)
 
     def end_replay(self) -> None:
         """From now on the trajectory is what this entry was told, no longer what was left of it."""

@@ -174,8 +174,8 @@ class TrajectoryQueue:
             facts=facts,
             metrics=metrics,
         )
-        self.redispatch: Callable[[int], bool] = lambda position: False
-        """Asked for the position of a task whose group was lost: whether it will be dispatched once more."""
+        self.redispatch: Callable[[int, str], bool] = lambda position, reason: False
+        """Told the position of a task whose group was lost, and why: whether it will be dispatched again."""
         self.left: list[LeftGroup] = []
         """Groups that an earlier process left in flight, after `restore`; to be made with `resume`."""
         self._served = version
@@ -714,7 +714,8 @@ class TrajectoryQueue:
 
     def _lose(self, group_id: str, reason: str) -> None:
         """Drop a group by no fault of its task."""
-        self.drop_group(group_id, reason, retry=self.redispatch(self._ledger.group(group_id).position))
+        position = self._ledger.group(group_id).position
+        self.drop_group(group_id, reason, retry=self.redispatch(position, reason))
 
     # -- small things -------------------------------------------------------------------------------------
 

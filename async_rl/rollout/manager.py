@@ -8,8 +8,9 @@
  trajectory    a slot               engines, tools, the reward     chunks, pool events          Trajectory
 ```
 
-A trajectory that fails is data: it is tried again, then dropped with its reason, and its siblings train
-without it. Only when most trajectories fail does the run end, with the last error as the cause.
+A trajectory that fails is data: it is tried again, then dropped with its reason; what becomes of its group is
+decided in `rollout.groups`. Only when most trajectories fail does the run end, with the last error as the
+cause.
 """
 
 from __future__ import annotations
@@ -39,9 +40,18 @@ from async_rl.errors import (
 )
 from async_rl.loading import load_object
 from async_rl.metrics import Metrics
-from async_rl.queue.journal import Journal, Journalled
+from async_rl.queue.journal import Entry, Journal, Journalled
 from async_rl.queue.trajectory_queue import LeftGroup, TrajectoryQueue
 from async_rl.rollout.feeder import Feeder
+from async_rl.rollout.groups import (
+    STRAGGLER,
+    GroupInFlight,
+    GroupPolicy,
+    SignalWatch,
+    has_signal,
+    judge,
+    may_leave_stragglers,
+)
 from async_rl.rollout.session import RolloutSession
 from async_rl.rollout.slots import Slots
 from async_rl.supervision import Nursery
@@ -100,7 +110,11 @@ class RolloutManager:
         self.slots = Slots(config.rollout.max_concurrent_trajectories)
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._last_error: AsyncRLError | None = None
-        self._waits_for_slot = False
+        self._policy = GroupPolicy.of(config.rollout)
+        self._signals = SignalWatch(config.rollout.max_filtered_groups)
+        self._num_groups = 0
+        self._group_ended = asyncio.Event()
+        queue.redispatch = self._redispatch
         self.drained = asyncio.Event()
         """Set once nothing more is dispatched and every group has settled."""
 
@@ -114,23 +128,29 @@ class RolloutManager:
                     break
                 # A slot first: a dispatched group starts to sample at once, so it is not born old.
                 await self.slots.acquire()
+                self._group_ended.clear()
                 following = self._feeder.next() if self._queue.admits else None
                 if following is None:
                     self.slots.release()
                     if self._queue.admits:
-                        break  # the data is exhausted
+                        if not self._num_groups:
+                            break  # the data is exhausted
+                        with waiting("trajectories"):  # the task of one that is lost may come again
+                            await self._group_ended.wait()
                     continue
                 position, task = following
-                group_id = self._new_id()
                 trajectory_ids = [self._new_id() for _ in range(self._config.rollout.group_size)]
+                work = GroupInFlight(
+                    self._new_id(), task, position, trajectory_ids, self._config.rollout.overage
+                )
                 self._queue.dispatched(
-                    group_id, task.task_id, position, trajectory_ids, self._pool.oldest_version
+                    work.group_id, task.task_id, position, trajectory_ids, self._pool.oldest_version, work
                 )
                 self.slots.hand_to(trajectory_ids[0])
-                seated = asyncio.Event()
-                groups.start(f"group {group_id}", self._group(task, group_id, trajectory_ids, seated))
+                groups.start(f"group {work.group_id}", self._group(work))
+                self._num_groups += 1
                 with waiting("slot"):
-                    await seated.wait()  # siblings first: members that wait for a slot make a group old
+                    await work.seated.wait()  # siblings first: members that wait for a slot make a group old
         self.drained.set()
         self._queue.end_of_data()
         await asyncio.Future()  # the trainer ends the run
@@ -141,50 +161,51 @@ class RolloutManager:
         if unfinished:
             await self.slots.acquire()
             self.slots.hand_to(unfinished[0])
-        task, seated = self._feeder.task_at(left.position), asyncio.Event()
-        work = self._group(task, left.group_id, list(left.trajectory_ids), seated, left.ended)
-        groups.start(f"group {left.group_id}", work)
+        work = GroupInFlight(
+            left.group_id,
+            self._feeder.task_at(left.position),
+            left.position,
+            left.trajectory_ids,
+            self._config.rollout.overage,
+        )
+        work.finished.update(left.ended)
+        for trajectory_id in unfinished:
+            if (known := self._journalled.get(trajectory_id)) is not None:
+                work.begin(Entry(trajectory_id, known.attempt, known))  # it is as old as that from now on
+        self._queue.resume(left.group_id, work)
+        groups.start(f"group {left.group_id}", self._group(work))
+        self._num_groups += 1
         if unfinished:
             with waiting("slot"):
-                await seated.wait()
-
-    def waiting_for(self) -> str | None:
-        """What dispatching waits for, in words."""
-        if self._waits_for_slot:
-            limit = self._config.rollout.max_concurrent_trajectories
-            return f"a free slot of rollout.max_concurrent_trajectories = {limit}"
-        return None
+                await work.seated.wait()
 
     # -- groups ----------------------------------------------------------------------------------------
 
-    async def _group(
-        self,
-        task: Task,
-        group_id: str,
-        trajectory_ids: list[str],
-        seated: asyncio.Event,
-        ended: Mapping[str, Trajectory] | None = None,
-    ) -> None:
-        with acting("group", group_id):
-            await self._run_group(task, group_id, trajectory_ids, seated, ended or {})
-        self._forget(trajectory_ids)
+    async def _group(self, work: GroupInFlight) -> None:
+        """See a group from its dispatch to its settlement."""
+        try:
+            with acting("group", work.group_id):
+                if not work.cancelled:
+                    await self._run_siblings(work)
+                if not work.cancelled:  # else it is settled
+                    await self._settle(work)
+        finally:
+            for (
+                trajectory_id
+            ) in work.trajectory_ids:  # one that was cancelled before it began still has its slot
+                self.slots.release(trajectory_id)
+            work.seated.set()
+            self._num_groups -= 1
+            self._group_ended.set()
+        self._forget(work.trajectory_ids)
 
-    async def _run_group(
-        self,
-        task: Task,
-        group_id: str,
-        trajectory_ids: list[str],
-        seated: asyncio.Event,
-        ended: Mapping[str, Trajectory],
-    ) -> None:
-        """Run all siblings that have not ended and hand in those that came to something.
+    async def _run_siblings(self, work: GroupInFlight) -> None:
+        """Run all siblings that have not ended until they have, or were left behind.
 
-        The caller's slot is the first one's; `seated` is set once each has had one.
+        The first one has its slot already.
         """
-        unfinished = [name for name in trajectory_ids if name not in ended]
+        unfinished = [name for name in work.trajectory_ids if name not in work.finished]
         unseated = set(unfinished)
-        finished = dict(ended)
-        failed: dict[str, str] = {}
 
         async def one(trajectory_id: str, has_slot: bool) -> None:
             with acting("trajectory", trajectory_id):
@@ -192,51 +213,70 @@ class RolloutManager:
                     await self.slots.acquire(trajectory_id)
                 unseated.discard(trajectory_id)
                 if not unseated:
-                    seated.set()
+                    work.seated.set()
                 try:
-                    result = await self._run_trajectory(task, group_id, trajectory_id)
+                    result = await self._run_trajectory(trajectory_id, work)
                 finally:
                     self.slots.release(trajectory_id)
             progressed()
-            if not isinstance(result, Trajectory):
-                failed[trajectory_id] = result
-                return
-            finished[trajectory_id] = result
-            if len(finished) + len(failed) < len(trajectory_ids) and await self._queue.keep(result):
+            work.end(trajectory_id, result)
+            if may_leave_stragglers(len(work.finished), len(work.trajectory_ids), self._policy):
+                work.enough.set()
+            if isinstance(result, Trajectory) and not work.ended.is_set() and await self._queue.keep(result):
                 self._forget([trajectory_id])
 
         async with waiting("trajectories"), Nursery() as siblings:
-            for index, trajectory_id in enumerate(unfinished):
-                siblings.start(f"trajectory {trajectory_id}", one(trajectory_id, index == 0))
-        for trajectory_id, reason in failed.items():
+            work.stop = siblings.cancel
+            tasks = {
+                trajectory_id: siblings.start(f"trajectory {trajectory_id}", one(trajectory_id, index == 0))
+                for index, trajectory_id in enumerate(unfinished)
+            }
+            if (limit_s := self._config.rollout.straggler_wait_s) is not None:
+                siblings.start(f"stragglers of {work.group_id}", _leave_stragglers(work, tasks, limit_s))
+
+    async def _settle(self, work: GroupInFlight) -> None:
+        """Hand the group in, or drop it, as its siblings' ends and the policy say."""
+        rewards = [t.outcome.reward for t in work.finished.values() if t.outcome.reward is not None]
+        may_retry = self._feeder.may_retry(work.position)
+        verdict = judge(rewards, work.dropped, self._policy, may_retry=may_retry)
+        if len(rewards) >= self._policy.min_size and self._policy.dynamic_filtering:
+            self._signals.see(signal=has_signal(rewards))
+        if not verdict.train:
+            retry = verdict.retry and self._redispatch(work.position, verdict.reason)
+            self._queue.drop_group(work.group_id, verdict.reason, others=work.dropped, retry=retry)
+            return
+        for trajectory_id, reason in work.dropped.items():
             self._queue.drop_trajectories([trajectory_id], reason)
-        if not finished:
-            return
-        if len(finished) < min(2, self._config.rollout.group_size):
-            self._queue.drop_group(group_id, "alone")  # nothing to compare it with
-            return
+        trajectories = tuple(work.finished[i] for i in work.trajectory_ids if i in work.finished)
         await self._queue.put(
-            Group(
-                group_id=group_id,
-                task_id=task.task_id,
-                trajectories=tuple(finished[i] for i in trajectory_ids if i in finished),
-            )
+            Group(group_id=work.group_id, task_id=work.task.task_id, trajectories=trajectories)
         )
+
+    def _redispatch(self, position: int, reason: str) -> bool:
+        """Give the task of a lost group out once more, if it may be; whether it will be."""
+        if not self._feeder.may_retry(position):
+            return False
+        self._feeder.retry(position)
+        self._metrics.task_retries_total.labels(reason).inc()
+        self._group_ended.set()
+        return True
 
     # -- trajectories ----------------------------------------------------------------------------------
 
-    async def _run_trajectory(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory | str:
+    async def _run_trajectory(self, trajectory_id: str, work: GroupInFlight) -> Trajectory | str:
         """Try until it comes to something or `rollout.max_attempts` is reached; else the last reason."""
         reason = ""
         first, last = self._attempts.pop(trajectory_id, 1), self._config.rollout.max_attempts
         for attempt in range(first, max(first, last) + 1):
             if attempt > first:
                 self._queue.tried_again(trajectory_id, attempt)
+                self._metrics.trajectory_retries_total.inc()
             try:
-                trajectory = await self._attempt(task, group_id, trajectory_id, attempt)
+                trajectory = await self._attempt(trajectory_id, attempt, work)
             except (RolloutError, EngineError, AlignmentError) as error:
+                task_id = work.task.task_id
                 log.warning(
-                    "trajectory %s of task %s, attempt %d: %s", trajectory_id, task.task_id, attempt, error
+                    "trajectory %s of task %s, attempt %d: %s", trajectory_id, task_id, attempt, error
                 )
                 self._count(failed=error)
                 reason = re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
@@ -247,17 +287,18 @@ class RolloutManager:
                 return trajectory
         return reason
 
-    async def _attempt(self, task: Task, group_id: str, trajectory_id: str, attempt: int) -> Trajectory:
-        rollout = self._config.rollout
-        entry = None
+    async def _attempt(self, trajectory_id: str, attempt: int, work: GroupInFlight) -> Trajectory:
+        rollout, task = self._config.rollout, work.task
+        entry = Entry(trajectory_id, attempt)
         if self._journal is not None:
             left = self._journalled.pop(trajectory_id, None)
             replay = left if left is not None and left.attempt == attempt else None
             entry = self._journal.open(trajectory_id, attempt, replay)
+        work.begin(entry)
         session = RolloutSession(
             task=task,
             trajectory_id=trajectory_id,
-            group_id=group_id,
+            group_id=work.group_id,
             pool=self._pool,
             chat=self._chat,
             facts=self._facts,
@@ -366,3 +407,19 @@ class RolloutManager:
                 f"rollout.max_failed_share = "
                 f"{share} allows; the last one: {failed}"
             ) from failed
+
+
+async def _leave_stragglers(
+    work: GroupInFlight, tasks: Mapping[str, asyncio.Task[None]], limit_s: float
+) -> None:
+    """Once enough siblings have finished, give the others so long, and then go without them."""
+    try:
+        with waiting("trajectories"):
+            await work.enough.wait()
+        async with asyncio.timeout(limit_s):
+            with waiting("trajectories"):
+                await work.ended.wait()
+    except TimeoutError:
+        for trajectory_id in work.running:
+            work.end(trajectory_id, STRAGGLER)
+            tasks[trajectory_id].cancel()

@@ -71,8 +71,9 @@ _MAX_RECOVERIES: Final = 4
 class _Call:
     """What one engine call has delivered so far."""
 
-    def __init__(self, engine_id: str) -> None:
+    def __init__(self, engine_id: str, since_version: int) -> None:
         self.engine_id = engine_id
+        self.since_version = since_version
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[VersionSpan] = []
@@ -285,10 +286,8 @@ class RolloutSession:
         Returns:
             Why it ended, and whether an abort was our own doing (a weight update).
         """
-        async with self._pool.lease(
-            self._trajectory_id, self._length + budget, prompt=self._length
-        ) as lease:
-            call = self._entry.call = _Call(lease.engine.engine_id)
+        async with self._pool.lease(self._trajectory_id, self._length + budget, prompt=self._length) as lease:
+            call = self._entry.call = _Call(lease.engine.engine_id, lease.weight_version)
             if resumed:
                 self._num_resumes += 1
                 self._metrics.resumes_total.inc()

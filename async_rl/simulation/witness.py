@@ -31,6 +31,8 @@ from async_rl.types import BoolArray, ExpertIdArray, Int32Array, TrainBatch
 
 _KEPT_EVENTS: Final = 60
 _REDISPATCHED: Final = frozenset({"restart", "corrupt"})
+_RETRIED: Final = frozenset({"overage", "sibling_failed"})
+"""Reasons for which the task of a whole group may be dispatched once more."""
 _INVERSE_OF_7: Final = pow(7, -1, FACTS.num_experts)
 
 _connect = sqlite3.connect  # the disk of the simulation is not in our way
@@ -304,17 +306,22 @@ class Witness:
     def _check_positions(self, pending: set[int], unseen: int) -> None:
         """Each position was given to one group, or is pending; a group undone by a restart does not count.
 
-        So many groups came and went between two looks.
+        Nor does one that was lost whole, if its task was retried. So many groups came and went between two
+        looks.
         """
         holders: dict[int, list[str]] = defaultdict(list)
+        lost: set[int] = set()
         skipped: list[int] = []
         for group, (position, ends) in self._fates.items():
-            holders[position] += [] if ends & _REDISPATCHED else [group]
+            if ends & _RETRIED and not ends & {"in_flight", "queued", "trained"}:
+                lost.add(position)
+            elif not ends & _REDISPATCHED:
+                holders[position].append(group)
         for position in range(max((position for position, _ in self._fates.values()), default=-1) + 1):
             groups = holders[position]
             if len(groups) > 1:
                 self.fail(f"position {position} was given to the groups {groups}")
-            if not groups and position not in pending:
+            if not groups and position not in pending | lost:
                 skipped.append(position)
             if groups and position in pending:
                 self.fail(f"position {position} is pending, but group {groups[0]} has it")

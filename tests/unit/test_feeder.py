@@ -28,3 +28,31 @@ def test_positions_that_are_pending_come_first_when_a_run_is_resumed():
 def test_data_never_ends_when_epochs_are_not_set():
     feeder = make_feeder(epochs=None)
     assert [feeder.next()[0] for _ in range(10)] == list(range(10))
+
+
+def test_a_task_comes_again_after_some_others_when_it_is_retried():
+    feeder = make_feeder(epochs=None, max_retries=2, retry_after=2)
+    assert feeder.next()[0] == 0
+    feeder.retry(0)
+    assert [feeder.next()[0] for _ in range(4)] == [1, 2, 0, 3]
+
+
+def test_a_task_is_retried_no_more_often_than_allowed():
+    feeder = make_feeder(max_retries=1)
+    assert feeder.may_retry(0)
+    feeder.retry(0)
+    assert not feeder.may_retry(0)
+    assert feeder.may_retry(1)
+
+
+def test_the_end_of_the_data_waits_for_no_retry_that_is_not_due():
+    feeder = make_feeder(epochs=1, max_retries=1, retry_after=100)
+    assert len(drain(feeder)) == 3
+    feeder.retry(1)
+    assert drain(feeder) == [(1, "1")]
+
+
+def test_retries_come_in_turn_after_what_an_earlier_life_left_pending():
+    feeder = make_feeder(epochs=1, start=3, pending=[0, 2], max_retries=1)
+    feeder.retry(1)
+    assert drain(feeder) == [(0, "0"), (2, "2"), (1, "1")]

@@ -1,0 +1,261 @@
+"""Long and short answers in virtual time: the real manager, queue and pool on engines that only count tokens.
+
+The trainer here takes, waits, settles and brings engines to the next version, in the orchestrator's order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from async_rl.chat import ChatFormat
+from async_rl.codec import read_frame
+from async_rl.config import Config, parse_config
+from async_rl.engines.pool import EnginePool
+from async_rl.engines.protocol import DiskUpdate, EngineFacts
+from async_rl.metrics import Metrics
+from async_rl.queue.ledger import Ledger
+from async_rl.queue.packing import TakenBatch
+from async_rl.queue.spool import Spool
+from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
+from async_rl.rollout.api import Session
+from async_rl.rollout.dataset import TaskOrder
+from async_rl.rollout.feeder import Feeder
+from async_rl.rollout.manager import RolloutManager
+from async_rl.simulation.coarse import CoarseEngine, EngineSpeed, mark
+from async_rl.supervision import services
+from async_rl.types import Completion, Task, TrainBatch
+
+PROMPT = 8
+_FACTS = EngineFacts(
+    num_layers=1, moe_layers=(), num_experts=0, top_k=0, vocab_size=512, context_length=1 << 30
+)
+
+
+class _Chat:
+    """Prompts that tell a coarse engine how long the answer will be."""
+
+    stop_token_ids = (2,)
+    end_of_turn_id = 104
+
+    def prompt_ids(self, messages: Any, tools: Any = ()) -> np.ndarray:
+        length, number = messages[0]["content"].split()
+        return mark(PROMPT, stop_at=PROMPT + int(length), trajectory=int(number))
+
+    def decode(self, token_ids: Any) -> str:
+        return ""
+
+
+class OneAnswer:
+    """An agent loop of one turn, as long as its task says or, without that, as drawn."""
+
+    def __init__(self, median: float, sigma: float, most: int, seed: int = 0) -> None:
+        self._median, self._sigma, self._most = median, sigma, most
+        self._random, self._numbers = random.Random(seed), count(1)
+
+    async def run(self, task: Task, session: Session) -> None:
+        length = task.metadata.get("tokens")
+        if length is None:
+            length = round(self._random.lognormvariate(math.log(self._median), self._sigma))
+        length = max(1, min(length, self._most))
+        session.start([{"role": "user", "content": f"{length} {next(self._numbers)}"}])
+        await session.generate()
+
+
+async def fair(task: Task, completion: Completion) -> float:
+    """The task's own reward, or one that no two siblings share."""
+    return float(task.metadata.get("reward", next(_rewards)))
+
+
+_rewards = count()
+
+
+class World:
+    """One life of a run, see `train`.
+
+    Time is counted in tokens: one call alone on an engine samples one a second.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        overage: str = "wait",
+        max_staleness: int = 4,
+        groups_per_batch: int = 8,
+        group_size: int = 8,
+        engines: int = 2,
+        slots: int = 32,
+        train_share: float = 0.9,
+        median: float = 100.0,
+        sigma: float = 0.8,
+        most: int = 1000,
+        tasks: Sequence[Task] | None = None,
+        epochs: int | None = None,
+        step: int = 0,
+        seed: int = 0,
+        **rollout: Any,
+    ) -> None:
+        """Take up what is in the folder.
+
+        `train_share`: a step takes so much of the time that full engines need for a batch of median answers.
+        """
+        self.config: Config = parse_config(
+            {
+                "model": {"path": "model"},
+                "data": {"path": "data", "shuffle": False},
+                "engine": {"kind": "simulated", "num_engines": engines, "max_running_requests": slots},
+                "routing": {"replay": "off"},
+                "rollout": {
+                    "agent_loop": f"{__name__}:OneAnswer",
+                    "agent_loop_args": {"median": median, "sigma": sigma, "most": most, "seed": seed},
+                    "reward": f"{__name__}:fair",
+                    "group_size": group_size,
+                    "max_concurrent_trajectories": engines * slots,
+                    "max_staleness": max_staleness,
+                    "overage": overage,
+                    "max_context_tokens": PROMPT + 2 * most,
+                    "max_new_tokens": 2 * most,
+                    "trajectory_timeout_s": 1e9,
+                    **rollout,
+                },
+                "trainer": {"groups_per_batch": groups_per_batch},
+            }
+        )
+        self.tasks = tasks or [Task(task_id=f"task-{i}", messages=[]) for i in range(16)]
+        self.version = step
+        self.step_s = train_share * groups_per_batch * group_size * median / (engines * slots)
+        self.waited_s = 0.0
+        loop = asyncio.get_running_loop()
+        clock, self.metrics = loop.time, Metrics()
+        self.pool = EnginePool(self.metrics, clock)
+        speed = EngineSpeed(
+            slots=slots, decode_base_s=1.0, decode_per_call_s=0.0, prefill_tokens_per_s=1e4, update_s=1.0
+        )
+        self.engines = [CoarseEngine(f"engine-{i}", speed) for i in range(engines)]
+        self.ledger = Ledger(folder / "ledger.sqlite")
+        self.ledger.rollback(step)
+        self.queue = TrajectoryQueue(
+            self.ledger,
+            Spool(folder / "spool", None),
+            groups_per_batch=groups_per_batch,
+            max_staleness=max_staleness,
+            overage=self.config.rollout.overage,
+            min_group_size=min(2, group_size),
+            version=step,
+            metrics=self.metrics,
+            clock=clock,
+        )
+        self.position = self.queue.restore()
+        self.manager = RolloutManager(
+            self.config,
+            feeder=Feeder(
+                self.tasks,
+                TaskOrder(len(self.tasks), seed=0, shuffle=False),
+                epochs,
+                start=self.position.cursor,
+                pending=self.position.pending,
+                max_retries=self.config.rollout.max_task_retries,
+                retry_after=groups_per_batch,
+            ),
+            queue=self.queue,
+            pool=self.pool,
+            chat=cast(ChatFormat, _Chat()),
+            facts=_FACTS,
+            metrics=self.metrics,
+            new_id=(f"{seed:04d}-{step:04d}-{n:010d}" for n in count()).__next__,
+            clock=clock,
+        )
+        self.batches: list[TakenBatch] = []
+        self.ended: list[int] = []
+        """Tokens of all answers that ended, whatever became of them."""
+        self.queue._drift.ended = self._see_end(self.queue._drift.ended)  # type: ignore[method-assign]
+
+    def _see_end(self, told: Any) -> Any:
+        def see(length: int) -> None:
+            self.ended.append(length)
+            told(length)
+
+        return see
+
+    async def train(self, steps: int, *, kill_after_s: float | None = None) -> None:
+        """Make so many steps, or fewer when the data ends; `kill_after_s` leaves everything as it then is."""
+        try:
+            async with asyncio.timeout(kill_after_s):
+                async with services(rollouts=self.manager.run):
+                    for engine in self.engines:
+                        if engine.engine_id not in self.pool:
+                            self.pool.add(engine)
+                        await self._update(engine)
+                    for _ in range(steps):
+                        if not await self._step():
+                            break
+        except TimeoutError:
+            if kill_after_s is None:
+                raise
+
+    async def _step(self) -> bool:
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        batch = await self.queue.take(self.version)
+        if batch is None:
+            return False
+        self.waited_s += clock() - begin
+        self.check(batch)
+        self.batches.append(batch)
+        await asyncio.sleep(self.step_s)
+        self.version += 1
+        self.queue.settle(batch, self.version)
+        for engine in self.engines:
+            self.pool.hold(engine.engine_id)
+        for engine in self.engines:
+            await engine.interrupt("retract")
+            await self._update(engine)
+            await engine.resume_generation("retract")
+        self.queue.advance(self.version)
+        return True
+
+    async def _update(self, engine: CoarseEngine) -> None:
+        await engine.update_weights(DiskUpdate(weight_version=self.version, path=""), flush=True)
+        self.pool.serve(engine.engine_id, self.version)
+
+    def check(self, batch: TakenBatch) -> None:
+        """What no policy may break, from the arrays that a trainer reads."""
+        packed = read_frame(batch.path, TrainBatch)
+        trained = packed.weight_versions[packed.loss_mask]
+        assert packed.trainer_version - trained.min() == max(batch.staleness)
+        assert max(batch.staleness) <= self.config.rollout.max_staleness
+        assert batch.num_sampled_tokens - batch.num_masked_tokens == packed.loss_mask.sum()
+        assert np.add.reduceat(packed.loss_mask, packed.offsets[:-1]).all(), "nobody is there for nothing"
+
+    @property
+    def trained(self) -> list[int]:
+        """Tokens of all answers that were trained."""
+        return [length for batch in self.batches for length in batch.sampled_lengths]
+
+    @property
+    def groups(self) -> Counter[str]:
+        """How often each group was trained."""
+        return Counter(group_id for batch in self.batches for group_id in batch.group_ids)
+
+    def close(self) -> QueueStatistics:
+        """End; what the ledger holds is audited."""
+        self.ledger.audit()
+        counts = self.queue.statistics()
+        self.queue.close()
+        return counts
+
+
+def distance(one: Sequence[int], other: Sequence[int]) -> float:
+    """The two-sample Kolmogorov-Smirnov distance, exactly."""
+    points = np.unique(np.concatenate([one, other]))
+    shares = [np.searchsorted(np.sort(sample), points, side="right") / len(sample) for sample in (one, other)]
+    return float(np.abs(shares[0] - shares[1]).max())

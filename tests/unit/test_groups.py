@@ -1,0 +1,153 @@
+"""What becomes of a group: every rule by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_rl.errors import AsyncRLError
+from async_rl.queue.journal import Entry
+from async_rl.rollout.groups import (
+    GroupInFlight,
+    GroupPolicy,
+    SignalWatch,
+    Verdict,
+    has_signal,
+    judge,
+    may_leave_stragglers,
+)
+from async_rl.staleness import Overage
+from async_rl.types import Task, VersionSpan
+from tests.support.trajectories import make_trajectory
+
+REST = GroupPolicy(failed_siblings="train_rest", min_size=2)
+DROP = GroupPolicy(failed_siblings="drop", min_size=2)
+RETRY = GroupPolicy(failed_siblings="retry", min_size=2)
+FILTER = GroupPolicy(dynamic_filtering=True)
+TRAIN = Verdict(train=True)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reasons", "policy", "may_retry", "verdict"),
+    [
+        ([1.0, 0.0, 1.0], [], DROP, False, TRAIN),
+        ([1.0, 0.0], ["reward_error"], REST, True, TRAIN),
+        ([1.0], ["reward_error", "straggler"], REST, True, Verdict(train=False, reason="too_few_siblings")),
+        ([], ["reward_error"] * 2, REST, True, Verdict(train=False, reason="too_few_siblings")),
+        ([1.0, 0.0], ["reward_error"], DROP, True, Verdict(train=False, reason="sibling_failed")),
+        ([1.0, 0.0], ["straggler"], DROP, True, TRAIN),  # left behind, not failed
+        (
+            [1.0, 0.0],
+            ["reward_error"],
+            RETRY,
+            True,
+            Verdict(train=False, reason="sibling_failed", retry=True),
+        ),
+        ([1.0, 0.0], ["reward_error"], RETRY, False, TRAIN),  # no retries left
+        ([1.0, 0.0], ["straggler"], RETRY, True, TRAIN),
+        ([], ["prompt_too_long"] * 2, RETRY, True, Verdict(train=False, reason="too_few_siblings")),
+        ([1.0, 1.0], [], REST, False, TRAIN),
+        ([1.0, 1.0], [], FILTER, False, Verdict(train=False, reason="no_signal")),
+        ([1.0, 0.5], [], FILTER, False, TRAIN),
+    ],
+)
+def test_a_group_is_judged_by_its_policy(
+    rewards: list[float], reasons: list[str], policy: GroupPolicy, may_retry: bool, verdict: Verdict
+) -> None:
+    dropped = {f"t{i}": reason for i, reason in enumerate(reasons)}
+    assert judge(rewards, dropped, policy, may_retry=may_retry) == verdict
+
+
+def test_a_group_has_signal_when_two_rewards_differ() -> None:
+    assert [has_signal(r) for r in ([], [1.0], [0.0, 0.0], [0.0, 0.0, 1e-9])] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("finished", "size", "may"), [(1, 2, False), (2, 4, True), (2, 5, False), (3, 5, True)]
+)
+def test_stragglers_may_be_left_when_half_of_the_group_has_finished(
+    finished: int, size: int, may: bool
+) -> None:
+    assert may_leave_stragglers(finished, size, REST) is may
+
+
+def test_filtering_ends_with_the_remedy_when_no_group_carries_signal() -> None:
+    watch = SignalWatch(limit=3)
+    for signal in (False, False, False, True, False, False, False):
+        watch.see(signal=signal)
+    with pytest.raises(AsyncRLError, match=r"4 groups in a row .* rollout\.dynamic_filtering=false"):
+        watch.see(signal=False)
+
+
+class Call:
+    """A running engine call."""
+
+    engine_id = "engine-0"
+
+    def __init__(self, *versions: int, since: int) -> None:
+        self.since_version = since
+        self.token_ids = list(range(len(versions)))
+        self.log_probs = [0.0] * len(versions)
+        self.versions = [VersionSpan(start=i, end=i + 1, weight_version=v) for i, v in enumerate(versions)]
+
+
+def group_of(*names: str, overage: Overage = "wait") -> GroupInFlight:
+    return GroupInFlight("g", Task(task_id="task", messages=[]), 0, names, overage)
+
+
+def entry_of(name: str, *spans: tuple[int, int]) -> Entry:
+    """An entry with these (tokens, version) segments."""
+    entry = Entry(name)
+    entry.segments += make_trajectory(name, sampled=spans, routing=False).segments
+    return entry
+
+
+def test_a_group_is_as_old_as_its_oldest_token_the_running_call_included() -> None:
+    """Not as its newest: what fresh weights resumed began under old ones (verl issue 7569)."""
+    group = group_of("young", "running")
+    assert group.oldest() is None
+    young, running = entry_of("young", (4, 6), (2, 7)), Entry("running")
+    group.begin(young)
+    group.begin(running)
+    assert group.oldest() == 6
+    running.call = Call(5, 5, 8, since=5)
+    assert group.oldest() == 5
+    running.call.since_version = 4  # tokens may be under way
+    assert group.oldest() == 4
+    assert group.lengths() == {"young": 6, "running": 3}
+    group.end("running", "reward_error")
+    assert group.oldest() == 6
+    assert not group.ended.is_set()
+    group.end("young", make_trajectory("young", sampled=((4, 6), (2, 7)), routing=False))
+    assert group.oldest() == 6
+    assert group.ended.is_set()
+    assert group.lengths() == {"young": 6, "running": 3}
+
+
+def test_only_answers_that_sample_no_more_age_when_tokens_are_masked() -> None:
+    group = group_of("talking", "calling", "done", overage="mask_tokens")
+    talking, calling = entry_of("talking", (4, 2)), entry_of("calling", (4, 3), (1, 4))
+    talking.begin_turn(3, 16, ())
+    group.begin(talking)
+    assert group.oldest() is None  # it will have a token of the weights served now
+    group.begin(calling)
+    assert group.oldest() == 4  # it is in a tool, and may end there
+    calling.begin_turn(8, 16, ())
+    assert group.oldest() is None
+    group.end("done", make_trajectory("done", sampled=((4, 1), (2, 5)), routing=False))
+    assert group.oldest() == 5
+
+
+def test_an_attempt_that_failed_does_not_age_its_group() -> None:
+    group = group_of("t")
+    group.begin(entry_of("t", (4, 2)))
+    group.begin(entry_of("t", (1, 7)))
+    assert (group.oldest(), group.lengths()) == (7, {"t": 1})
+
+
+def test_siblings_are_stopped_when_their_group_is_cancelled() -> None:
+    group, stopped = group_of("t", overage="drop"), []
+    group.cancel()  # before they began
+    assert group.cancelled
+    group.stop = lambda: stopped.append(True)
+    group.cancel()
+    assert stopped == [True]
