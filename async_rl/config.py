@@ -553,6 +553,42 @@ class PlacementConfig(_Strict, frozen=True, kw_only=True):
     ] = "PACK"
 
 
+class DoctorConfig(_Strict, frozen=True, kw_only=True):
+    """What happens when a run does not move."""
+
+    action: Annotated[
+        Literal["report", "repair", "end"],
+        Meta(
+            description=(
+                "`report`: the chain of waits goes to the log, `/health` and the metrics; `repair`: what "
+                "everything waits for is also tried again, taken out of service or dropped, and the run ends "
+                "with exit code 4 if that does not help; `end`: it ends at once."
+            )
+        ),
+    ] = "report"
+    stall_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description=(
+                "The run stands still when no token, no end of a trajectory, no step and no engine that begins "
+                "to serve came for so long, seconds, and what it waits for is over its own limit or has "
+                "none."
+            ),
+        ),
+    ] = 45.0
+    look_s: Annotated[float, Meta(gt=0, description="Time between two looks, seconds.")] = 5.0
+    blocked_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description=(
+                "An event loop that stands still for so long is reported with what it executes, seconds."
+            ),
+        ),
+    ] = 10.0
+
+
 class MetricsConfig(_Strict, frozen=True, kw_only=True):
     """The /metrics and /health endpoints of the driver."""
 
@@ -574,6 +610,7 @@ class Config(_Strict, frozen=True, kw_only=True):
     trainer: TrainerConfig = TrainerConfig()
     placement: PlacementConfig = PlacementConfig()
     metrics: MetricsConfig = MetricsConfig()
+    doctor: DoctorConfig = DoctorConfig()
 
     def __post_init__(self) -> None:
         """Check what no single field can."""

@@ -13,10 +13,9 @@ nobody's wait in turn. Those are the candidates, ranked: first what cannot be (a
 slot held by the dead, a wait for what is there already), then what is over its limit, then the oldest. A walk
 that ends nowhere but where it began is a deadlock.
 
-A wait may last as long as its limit says. Where the run has shown what is usual, four times the longest such
-wait that ended well, and at least `stall_s`, takes the limit's place once nothing moves at all: a trainer
-step may take an hour by its limit, and after steps of ten seconds one of a minute in which nothing else moves
-is no longer usual.
+A wait may last as long as its limit says. What is regular, a trainer step above all, may last four times the
+longest one so far, and at least `stall_s`, once nothing moves at all: by its limit a step may take an hour,
+but after steps of ten seconds one of a minute, in which nothing else moves, is no longer usual.
 """
 
 from __future__ import annotations
@@ -48,9 +47,16 @@ _GRACE_S: Final = 5.0
 """What a wait may take beyond its limit: the limit's own timeout acts first, and its clean-up takes a while;
 and how long what cannot be may seem to be, between two steps of the event loop."""
 
+_REGULAR: Final = frozenset({"checkpoint", "publish", "trainer step"})
+"""Waits whose earlier durations tell the next one's. Others do not: a search takes longer than a sum, and an
+engine that has nothing to load is up to date at once."""
+
 _USUAL: Final = 4.0
-"""So many times the longest wait that ended well is no longer usual: a batch of long answers makes a step, or
-a call, two or three times longer, not four."""
+"""So many times the longest wait that ended well is no longer usual: a batch of long answers makes a step two
+or three times longer, not four."""
+
+_JUDGED_ELSEWHERE: Final = frozenset({"chunk", "first chunk"})
+"""While the run moves, `engines.health` says which call takes too long: it knows what else goes on there."""
 
 TRAIN_LOOP: Final = Node("train loop")
 RUN: Final = Node("run")
@@ -124,6 +130,8 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """`joining`, `serving`, `updating`, `quarantined`."""
     running_calls: int = 0
     weight_version: int = 0
+    patience_s: float = 0.0
+    """So long may it say nothing to its calls, with all that it has to prefill."""
     error: str = ""
 
 
@@ -196,6 +204,11 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     causes: tuple[Cause, ...]
 
     @property
+    def on(self) -> str:
+        """What the likeliest cause is awaited for; empty without one."""
+        return self.causes[0].on if self.causes else ""
+
+    @property
     def summary(self) -> str:
         """One sentence: the likeliest cause."""
         return self.causes[0].sentence if self.causes else "nothing is waited for"
@@ -234,6 +247,11 @@ def seconds(age_s: float) -> str:
     return f"{age_s:.1f} s" if age_s < 10 else f"{age_s:.0f} s"
 
 
+def phrase(on: str, target: str, why: str | None = None) -> str:
+    """What is awaited, in words: `a chunk of engine-1`."""
+    return _AWAITED[on].format(target) + (f": {why}" if why else "")
+
+
 class _Walk:
     """One walk through the graph of waits. Every node is looked at once, by way of the oldest wait."""
 
@@ -260,7 +278,14 @@ class _Walk:
             self._visit(root, (), ())
         if not self._found:
             for wait, chain in self._cycles:
-                self._add("deadlock", wait.on, wait.target, wait.age_s, chain, waits_for=_phrase(wait))
+                self._add(
+                    "deadlock",
+                    wait.on,
+                    wait.target,
+                    wait.age_s,
+                    chain,
+                    waits_for=phrase(wait.on, wait.target),
+                )
         return sorted(self._found.values(), key=self._rank)
 
     def _rank(self, cause: Cause) -> tuple[int, float]:
@@ -403,7 +428,7 @@ class _Walk:
     def _asleep(self, wait: Wait, chain: tuple[str, ...]) -> None:
         if wait.age_s <= _GRACE_S:
             return
-        link = f"{wait.who} was not woken: there is {_phrase(wait)}"
+        link = f"{wait.who} was not woken: there is {phrase(wait.on, wait.target)}"
         self._add("asleep", wait.on, wait.target, wait.age_s, (*chain, link))
 
     def _leaf(self, wait: Wait, chain: tuple[str, ...], *, age_s: float, problem: Problem = "hangs") -> None:
@@ -413,7 +438,9 @@ class _Walk:
     def _allowed_s(self, wait: Wait) -> float:
         """How long it may last while nothing else moves."""
         stall_s, limit_s = self._snapshot.stall_s, _limit_s(wait, self._snapshot)
-        longest_s = self._snapshot.longest_s.get(wait.on)
+        if wait.on in _JUDGED_ELSEWHERE and wait.target in self._engines:
+            return max(stall_s, self._engines[wait.target].patience_s)
+        longest_s = self._snapshot.longest_s.get(wait.on) if wait.on in _REGULAR else None
         if longest_s is None:
             return stall_s if limit_s is None else limit_s
         usual_s = max(stall_s, _USUAL * longest_s)
@@ -423,7 +450,7 @@ class _Walk:
         limit_s = _limit_s(wait, self._snapshot)
         age = seconds(wait.age_s) if limit_s is None else f"{seconds(wait.age_s)}, limit {limit_s:g} s"
         why = f": {wait.why}" if wait.why else ""
-        return f"{wait.who} waits for {_phrase(wait)} ({age}){why}"
+        return f"{wait.who} waits for {phrase(wait.on, wait.target)} ({age}){why}"
 
     def _add(
         self,
@@ -482,10 +509,9 @@ def _overdue(snapshot: Snapshot) -> list[Cause]:
     waiters: dict[tuple[str, str], int] = defaultdict(int)
     for wait in snapshot.waits:
         waiters[wait.on, wait.target] += 1
-    for wait in sorted(snapshot.waits, key=lambda wait: -wait.age_s):
+    ours = (wait for wait in snapshot.waits if wait.on not in _JUDGED_ELSEWHERE)
+    for wait in sorted(ours, key=lambda wait: -wait.age_s):
         limit_s, age_s = _limit_s(wait, snapshot), wait.age_s
-        if wait.on == "first chunk":
-            age_s = min(age_s, snapshot.unheard_s.get(wait.target, age_s))
         if limit_s is None or age_s <= limit_s + _GRACE_S or (wait.on, wait.target) in found:
             continue
         age = f"{seconds(age_s)}, {_over(age_s, limit_s)}"
@@ -497,17 +523,13 @@ def _overdue(snapshot: Snapshot) -> list[Cause]:
             limit_s=limit_s,
             waiters=waiters[wait.on, wait.target],
             sentence=f"{_CULPRITS[wait.on].format(wait.target)} (for {age})",
-            chain=(f"{wait.who} waits for {_phrase(wait)} ({age})",),
+            chain=(f"{wait.who} waits for {phrase(wait.on, wait.target)} ({age})",),
         )
     return list(found.values())
 
 
 def _limit_s(wait: Wait, snapshot: Snapshot) -> float | None:
     return wait.limit_s if wait.limit_s is not None else snapshot.limits_s.get(wait.on)
-
-
-def _phrase(wait: Wait) -> str:
-    return _AWAITED[wait.on].format(wait.target)
 
 
 def _over(age_s: float, limit_s: float) -> str:

@@ -19,6 +19,7 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   ├── AlignmentError  routing rows do not fit the tokens they belong to
 │   ├── CorruptFrame    a frame is cut short or fails its checksum
 │   └── SpoolFull       no room for another frame, by `queue.max_bytes` or on the disk
+├── StallError          exit 4   nothing moves any more; the message is the chain of waits and its cause
 ├── InvariantError      a rule that always holds was about to be broken: staleness, conservation, settled once
 └── TrainerError        the trainer failed
     ├── NonFiniteLoss   the loss or the gradient norm is not a finite number
@@ -141,6 +142,17 @@ class CorruptFrame(DataError):
 
 class SpoolFull(DataError):
     """There is no room for another frame: `queue.max_bytes` is reached or the disk is full."""
+
+
+class StallError(AsyncRLError):
+    """Nothing moves any more, and nothing that could be done about it helped."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, on: str = "") -> None:
+        super().__init__(message)
+        self.on = on
+        """What everything waits for; see `async_rl.waits.Awaited`."""
 
 
 class InvariantError(AsyncRLError):

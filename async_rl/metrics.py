@@ -250,6 +250,26 @@ class Metrics:
             "trainer_idle_ratio", "Share of time the trainer waited for a batch, since the start of training."
         )
 
+        # Standing still.
+        self.seconds_since_progress = gauge(
+            "seconds_since_progress",
+            "Seconds since a token, the end of a trajectory, a step or an engine that serves.",
+        )
+        self.oldest_wait_seconds = gauge(
+            "oldest_wait_seconds", "Age of the oldest open wait, by what is awaited; 0 for none.", "awaited"
+        )
+        self.stalls_total = counter(
+            "stalls_total",
+            "Times the run stood still or a wait was over its limit, by what was awaited.",
+            "awaited",
+        )
+        self.event_loop_lag_seconds = histogram(
+            "event_loop_lag_seconds", "How late the event loop came to a tick of a second.", SECONDS
+        )
+        self.event_loop_blocked_total = counter(
+            "event_loop_blocked_total", "Times the event loop stood still for `doctor.blocked_s`."
+        )
+
     def observe_step(self, record: StepRecord) -> None:
         """Take over what a step's record says of policy, routing, tokens and times.
 

@@ -9,6 +9,7 @@
  health    calls, probes     the next look                time                               a quarantine
  stopper   the stop event    the first signal             Ctrl-C                             a drain
  pulse     statistics        a second                     time                               gauges, the panel
+ doctor    waits, states     doctor.look_s                time                               the log, remedies
  journal   what is new       queue.journal_s              time                               the journal
 ```
 
@@ -25,11 +26,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from uuid6 import uuid7
 
 from async_rl.chat import load_chat_format
 from async_rl.config import Config, SGLangEngines
+from async_rl.doctor import Doctor, watched
 from async_rl.engines.facts import check_served_by_sglang, load_facts
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.pool import EnginePool, EngineState
@@ -41,6 +44,7 @@ from async_rl.errors import (
     EngineError,
     EnvironmentNotReady,
     NonFiniteLoss,
+    StallError,
     TrainerError,
 )
 from async_rl.metrics import Metrics, serve
@@ -61,9 +65,15 @@ from async_rl.rollout.dataset import load_tasks
 from async_rl.rollout.manager import RolloutManager
 from async_rl.supervision import Nursery, first_error, services
 from async_rl.training import StepResult, Trainer
+from async_rl.waits import Waits, acting, progressed, waiting
 from async_rl.weights.sync import SyncReport, WeightSync
 
 log = logging.getLogger(__name__)
+
+_TRAINER_WAITS = frozenset(
+    {"trainer start", "trainer step", "checkpoint", "publish", "send weights", "export"}
+)
+"""Waits for the trainer: when one stalls the run, no checkpoint can be had."""
 
 
 class Cluster(Protocol):
@@ -127,7 +137,10 @@ async def run(
     chat = load_chat_format(config.model.path)
     metrics = Metrics()
     orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock)
-    async with serve(metrics, config.metrics.host, config.metrics.port, orchestrator.health) as url:
+    async with (
+        watched(orchestrator.named_waits, metrics, config.doctor),
+        serve(metrics, config.metrics.host, config.metrics.port, orchestrator.health) as url,
+    ):
         if progress is not None:
             progress.start(config, run_dir, url)
         try:
@@ -190,6 +203,8 @@ class Orchestrator:
             seed=config.run.seed,
         )
         self._sync: WeightSync | None = None
+        self.named_waits = Waits(clock)
+        self._doctor = Doctor(config, self.named_waits, self._pool, metrics)
         self._queue: TrajectoryQueue | None = None
         self._manager: RolloutManager | None = None
         self._trainer: Trainer | None = None  # None while it has failed and is not back yet
@@ -202,21 +217,20 @@ class Orchestrator:
 
     def health(self) -> dict[str, Any]:
         """For `/health`: how the run is and what it waits for."""
-        waits = [self._pool.waiting_for()]
-        if self._queue is not None:
-            waits.append(self._queue.waiting_for())
+        diagnosis = self._doctor.diagnosis()
         return {
-            "status": "ok",
+            "status": "stalled" if diagnosis.state == "stalled" else "ok",
             "phase": self._phase,
             "step": self._records[-1].step if self._records else 0,
-            "waiting_for": [wait for wait in waits if wait],
+            "waiting_for": diagnosis.causes[0].chain if diagnosis.causes else (),
+            "diagnosis": msgspec.to_builtins(diagnosis),
         }
 
     async def run(
         self, tasks: Any, chat: Any, facts: EngineFacts, new_id: Callable[[], str], progress: Progress | None
     ) -> Summary:
         """See the module's `run`."""
-        async with Nursery() as nursery:
+        async with services(doctor=self._doctor.run), Nursery() as nursery:
             starting_engines = nursery.start("engines", self._cluster.start_engines())
             starting_trainer = nursery.start("trainer", self._start_trainer())
         for engine in starting_engines.result():
@@ -244,6 +258,7 @@ class Orchestrator:
                 journalled=estate.journalled,
             )
             self._queue, self._manager = queue, manager
+            self._doctor.attend(queue, manager.slots)
             try:
                 ended_s = await self._live(trainer, sync, estate, manager, progress)
             finally:
@@ -282,12 +297,14 @@ class Orchestrator:
                 watch=lambda: self._cluster.watch_engines(self._pool.quarantine),
                 health=self._health.run,
                 stopper=stopper,
+                doctor=self._doctor.run,
                 pulse=lambda: self._pulse(queue, manager, progress),
                 journal=estate.write_journal,
             ):
                 try:
                     async with services(repair=self._repair.run):
-                        return await self._train_and_save(trainer, sync, queue, manager, progress)
+                        with acting("train loop"):
+                            return await self._train_and_save(trainer, sync, queue, manager, progress)
                 except ExceptionGroup as group:
                     cause = first_error(group)
                     if not isinstance(cause, TrainerError) or not cause.restartable:
@@ -297,7 +314,7 @@ class Orchestrator:
                     await self._restart_trainer(cause, progress)
         except ExceptionGroup as group:
             # What was trained since the last checkpoint is lost only if it was the trainer that failed.
-            lost = self._unsettled or self._trainer is None or isinstance(first_error(group), TrainerError)
+            lost = self._unsettled or self._trainer is None or _of_the_trainer(first_error(group))
             if self._step > self._saved_step and not lost:
                 self._enter("writing a checkpoint before the run ends with an error", progress)
                 await self._save(trainer)
@@ -314,7 +331,8 @@ class Orchestrator:
     ) -> float:
         """All that needs the trainer, up to its end; returns when the last step ended."""
         self._enter("bringing engines to the trainer's weights", progress)
-        await sync.start(self._step, Path(self._config.model.path) if self._step == 0 else None)
+        with waiting("weight update", str(self._step)):
+            await sync.start(self._step, Path(self._config.model.path) if self._step == 0 else None)
         if self._begin_s is None:
             # Seconds and tokens of earlier lives count on, so that shares and rates are of the whole run.
             self._begin_s = self._clock() - (self._records[-1].time_s if self._records else 0.0)
@@ -329,7 +347,8 @@ class Orchestrator:
         self._enter("writing the checkpoint and the Hugging Face export", progress)
         queue.stop()
         await self._save(trainer)
-        await trainer.publish(str(self._dir / "hf"), self._step)
+        with waiting("export"):
+            await trainer.publish(str(self._dir / "hf"), self._step)
         await sync.close()
         await trainer.close()
         return ended_s
@@ -352,7 +371,7 @@ class Orchestrator:
     async def _drain(self, manager: RolloutManager) -> None:
         """Let running trajectories finish, for a while."""
         try:
-            async with asyncio.timeout(self._config.run.drain_s):
+            async with asyncio.timeout(self._config.run.drain_s), waiting("drain"):
                 await manager.drained.wait()
         except TimeoutError:
             log.warning("some trajectories still run after run.drain_s; they go on when it resumes")
@@ -367,8 +386,9 @@ class Orchestrator:
 
     async def _start_trainer(self) -> Trainer:
         """Start all ranks from the newest checkpoint, and take up the records of the steps before it."""
-        trainer = await self._cluster.start_trainer()
-        state = await trainer.setup(str(self._dir / "checkpoints"))
+        with waiting("trainer start"):
+            trainer = await self._cluster.start_trainer()
+            state = await trainer.setup(str(self._dir / "checkpoints"))
         self._trainer = trainer
         self._step = self._saved_step = state.step
         self._unsettled = False
@@ -442,14 +462,16 @@ class Orchestrator:
             async with sync.trainer_busy:
                 train_begin = self._clock()
                 self._unsettled = True
-                result = await trainer.train_step(batch.path, step + 1)
+                result = await self._step_of(trainer, batch, step + 1)
                 step_s = self._clock() - train_begin
                 _require_finite(result)
                 step += 1
                 queue.settle(batch, step)
                 self._step, self._unsettled = step, False
                 queue.published(step)
-                report = await sync.sync(step)
+                progressed()
+                with waiting("weight update", str(step)):
+                    report = await sync.sync(step)
             queue.advance(step)
             now, sampled = self._clock(), _value(metrics.sampled_tokens_total)
             record = _record(
@@ -473,9 +495,25 @@ class Orchestrator:
             if every and step % every == 0:
                 await self._save(trainer)
 
+    async def _step_of(self, trainer: Trainer, batch: TakenBatch, step: int) -> StepResult:
+        """One step; the trainer bounds it itself, this is for the doctor, who knows what is usual."""
+        try:
+            async with (
+                asyncio.timeout(None) as scope,
+                waiting("trainer step", str(step), scope=scope) as wait,
+            ):
+                return await trainer.train_step(batch.path, step)
+        except TimeoutError as error:
+            if not wait.cut:
+                raise
+            raise TrainerError(
+                f"trainer step {step} took far longer than any before: ended by the stall doctor"
+            ) from error
+
     async def _save(self, trainer: Trainer) -> None:
         """Write a checkpoint of the step that the ledger has settled last."""
-        await trainer.save_checkpoint(str(self._dir / "checkpoints"), {"weight_version": self._step})
+        with waiting("checkpoint"):
+            await trainer.save_checkpoint(str(self._dir / "checkpoints"), {"weight_version": self._step})
         self._saved_step = self._step
         assert self._queue is not None, "a run that has a step has a queue"
         self._queue.committed(self._step, keep=self._config.trainer.keep_checkpoints)
@@ -502,18 +540,23 @@ class Orchestrator:
             m.trajectories_queued.set(counts.queued)
             m.queue_bytes.set(counts.bytes)
             if progress is not None:
-                waits = (self._pool.waiting_for(), queue.waiting_for())
                 progress.flow(
                     in_flight=counts.in_flight,
                     queued=counts.queued,
-                    waiting_for="; ".join(wait for wait in waits if wait),
+                    waiting_for=self._doctor.waiting_for(),
                 )
-            await asyncio.sleep(1.0)
+            with waiting("idle"):
+                await asyncio.sleep(1.0)
 
     async def _catch_up(self, engine_id: str) -> None:
         """Bring an engine to the weights of the trainer that there is now."""
         assert self._sync is not None, "engines are repaired while there is a weight sync"
         await self._sync.catch_up(engine_id)
+
+
+def _of_the_trainer(error: BaseException) -> bool:
+    """Whether it leaves no trainer that could write a checkpoint."""
+    return isinstance(error, TrainerError) or (isinstance(error, StallError) and error.on in _TRAINER_WAITS)
 
 
 def sampled_before(records: list[StepRecord]) -> float:

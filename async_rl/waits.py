@@ -262,8 +262,6 @@ class waiting:
         """Something came: the wait begins anew, as one for `on` where that has changed. The run has moved."""
         waits = self.actor.waits
         now = waits.clock()
-        if now - self.since_s > waits.longest_s.get(self.on, 0.0):
-            waits.longest_s[self.on] = now - self.since_s
         if on is not None:
             self.on = on
         self.since_s = self.actor.touched_s = waits.progressed_s = waits.heard_s[self.target] = now

@@ -28,7 +28,7 @@ from async_rl.engines.lease import EngineState, Home, Lease, Recomputed, Slot, S
 from async_rl.engines.protocol import Engine
 from async_rl.errors import EngineError
 from async_rl.metrics import Metrics
-from async_rl.waits import waiting
+from async_rl.waits import progressed, waiting
 
 __all__ = ["EnginePool", "EngineState", "Lease", "Vitals"]
 
@@ -116,6 +116,7 @@ class EnginePool:
         for call in slot.streaming:
             call.heard_s = slot.progress_s
         self._moved(slot, EngineState.SERVING)
+        progressed()
         return True
 
     def hold(self, engine_id: str) -> bool:

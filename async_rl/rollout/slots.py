@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection
 from typing import Final
 
+from async_rl.diagnosis import SlotsView
 from async_rl.waits import waiting
 
 _DISPATCH: Final = ""
@@ -28,10 +29,10 @@ class Slots:
         self._free = asyncio.Semaphore(limit)
         self._holders: dict[str, None] = {}
 
-    @property
-    def holders(self) -> tuple[str, ...]:
-        """Trajectories that hold a slot."""
-        return tuple(self._holders)
+    def view(self) -> SlotsView:
+        """For a diagnosis: which trajectories hold a slot; one of the dispatcher's is taken off the limit."""
+        holders = tuple(holder for holder in self._holders if holder != _DISPATCH)
+        return SlotsView(limit=self.limit - (_DISPATCH in self._holders), holders=holders)
 
     async def acquire(self, holder: str = _DISPATCH) -> None:
         """Wait for a slot; without a holder it is the dispatcher's, one at a time."""

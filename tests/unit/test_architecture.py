@@ -14,10 +14,10 @@ LAYERS = (
     "types errors yaml12",
     "config routing staleness codec waits processes supervision threads loading chat records "
     "engines.protocol training",
-    "metrics report diagnosis engines queue weights",
+    "metrics report diagnosis watchdog engines queue weights",
     "rollout",
     "recovery",
-    "orchestrator",
+    "doctor orchestrator",
     "placement simulation",
     "reference preflight plan train cli",
 )

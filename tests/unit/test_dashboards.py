@@ -82,7 +82,7 @@ def test_panels_have_ids_of_their_own_and_say_what_they_show(path: Path) -> None
 def test_the_dashboard_has_a_row_for_each_part() -> None:
     dashboard = json.loads((MONITORING / "grafana" / "dashboards" / "async_rl.json").read_text())
     rows = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
-    assert rows == ["Flow", "Staleness", "Weights", "Engines", "Routing", "Trainer"]
+    assert rows == ["Flow", "Staleness", "Weights", "Engines", "Routing", "Trainer", "Standing still"]
 
 
 def test_every_metric_is_on_the_dashboard() -> None:

@@ -83,7 +83,6 @@ def test_a_renewed_wait_begins_anew_and_the_run_has_moved() -> None:
         assert (seen.on, seen.age_s) == ("chunk", 2.0)
         assert waits.quiet_s == 2.0
         assert waits.heard_s == {"engine-1": 5.0}
-        assert waits.longest_s == {"first chunk": 5.0}
         progressed()
         assert waits.quiet_s == 0.0
 
