@@ -271,6 +271,24 @@ class EnginesConfig(_Strict, frozen=True, kw_only=True):
     max_outage_s: Annotated[
         float, Meta(gt=0, description="The run ends when no engine has served for so long, seconds.")
     ] = 300.0
+    urls_file: Annotated[
+        str | None,
+        Meta(
+            description=(
+                "A file of URLs of servers, one a line, that is read again every few seconds: they join and "
+                "leave the running job as lines come and go. Instead of `urls`."
+            )
+        ),
+    ] = None
+    drain_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description=(
+                "How long calls may go on at a server that leaves, seconds; then they move with their tokens."
+            ),
+        ),
+    ] = 30.0
 
 
 class SGLangEngines(EnginesConfig, frozen=True, kw_only=True, tag_field="kind", tag="sglang"):
@@ -288,24 +306,6 @@ class SGLangEngines(EnginesConfig, frozen=True, kw_only=True, tag_field="kind", 
             )
         ),
     ] = []
-    urls_file: Annotated[
-        str | None,
-        Meta(
-            description=(
-                "A file of such URLs, one a line, that is read again every few seconds: servers join and "
-                "leave the running job as lines come and go. Instead of `urls`."
-            )
-        ),
-    ] = None
-    drain_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description=(
-                "How long calls may go on at a server that leaves, seconds; then they move with their tokens."
-            ),
-        ),
-    ] = 30.0
     device: Annotated[
         Literal["auto", "cuda", "cpu"], Meta(description="`auto` takes the GPU where torch sees one.")
     ] = "auto"

@@ -201,8 +201,8 @@ class Metrics:
         )
         self.engine_stalls_total = counter(
             "engine_stalls_total",
-            "What an engine was found not to do: answer (unreachable), go on with any call (silent), with one "
-            "of several (call), or begin one (overtaken).",
+            "What an engine was found not to do: answer (unreachable), go on with any call (silent), with "
+            "one of several (call), or begin one (overtaken).",
             "engine",
             "kind",
         )

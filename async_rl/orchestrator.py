@@ -7,6 +7,7 @@
  repair    failed engines    a quarantine                 a call or an update failed         a serving engine
  watch     processes         a server that ends           it ends                            a quarantine
  health    calls, probes     the next look                time                               a quarantine
+ members   the urls_file     the next look                time                               joins, departures
  stopper   the stop event    the first signal             Ctrl-C                             a drain
  pulse     statistics        a second                     time                               gauges, the panel
  doctor    waits, states     doctor.look_s                time                               the log, remedies
@@ -22,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ from async_rl.config import Config, SGLangEngines
 from async_rl.doctor import Doctor, watched
 from async_rl.engines.facts import check_served_by_sglang, load_facts
 from async_rl.engines.health import HealthWatch
+from async_rl.engines.membership import Membership
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.engines.protocol import Engine, EngineFacts
 from async_rl.engines.repair import Repair
@@ -92,6 +94,14 @@ class Cluster(Protocol):
         Raises:
             EnvironmentNotReady: When they do not come up.
         """
+        ...
+
+    def connect_engine(self, engine_id: str, url: str) -> Engine:
+        """A client of a server that runs already; it connects to nothing yet."""
+        ...
+
+    async def disconnect_engine(self, engine_id: str) -> None:
+        """Let go of a server that has left the job; it runs on."""
         ...
 
     async def restart_engine(self, engine_id: str) -> None:
@@ -202,6 +212,7 @@ class Orchestrator:
             clock,
             seed=config.run.seed,
         )
+        self._membership: Membership | None = None
         self._sync: WeightSync | None = None
         self.named_waits = Waits(clock)
         self._doctor = Doctor(config, self.named_waits, self._pool, metrics)
@@ -296,6 +307,7 @@ class Orchestrator:
                 rollouts=manager.run,
                 watch=lambda: self._cluster.watch_engines(self._pool.quarantine),
                 health=self._health.run,
+                **self._members(),
                 stopper=stopper,
                 doctor=self._doctor.run,
                 pulse=lambda: self._pulse(queue, manager, progress),
@@ -547,6 +559,27 @@ class Orchestrator:
                 )
             with waiting("idle"):
                 await asyncio.sleep(1.0)
+
+    def _members(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """The loop that follows `engine.urls_file`, where there is one."""
+        engine = self._config.engine
+        if engine.urls_file is None:
+            return {}
+        if self._membership is None:
+            self._membership = Membership(
+                Path(engine.urls_file),
+                self._pool,
+                self._cluster.connect_engine,
+                self._depart,
+                drain_s=engine.drain_s,
+            )
+        return {"members": self._membership.run}
+
+    async def _depart(self, engine_id: str) -> None:
+        """Let go of an engine that has left the pool."""
+        if self._sync is not None:
+            await self._sync.leave(engine_id)
+        await self._cluster.disconnect_engine(engine_id)
 
     async def _catch_up(self, engine_id: str) -> None:
         """Bring an engine to the weights of the trainer that there is now."""

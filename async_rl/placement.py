@@ -317,20 +317,13 @@ class RayCluster(orchestrator.Cluster):
     async def start_engines(self) -> list[Engine]:
         """Start all engines of the config and wait until they answer."""
         engine = self._config.engine
+        if engine.urls_file is not None:
+            return []  # they join
         if not isinstance(engine, SGLangEngines):
-            for index in range(engine.num_engines):
-                engine_id = f"engine-{index}"
-                self._engines[engine_id] = SimulatedEngine(
-                    engine_id, engine, seed=self._config.run.seed + index, facts=self._facts
-                )
-                self._restarted[engine_id] = asyncio.Event()
-            return list(self._engines.values())
+            return [self.connect_engine(f"engine-{index}", "") for index in range(engine.num_engines)]
         if engine.urls:
-            api_key = os.environ.get("ASYNC_RL_ENGINE_API_KEY")
-            admin_key = os.environ.get("ASYNC_RL_ENGINE_ADMIN_KEY")
             for index, url in enumerate(engine.urls):
-                engine_id = f"engine-{index}"
-                self._engines[engine_id] = self._client(engine_id, url, api_key, admin_key, died=None)
+                self.connect_engine(f"engine-{index}", url)
         else:
             self._engine_group = await _reserve(
                 [{"CPU": self._config.placement.cpus_per_engine, "GPU": self._gpus_per_engine}]
@@ -345,6 +338,23 @@ class RayCluster(orchestrator.Cluster):
                 self._restarted[engine_id] = asyncio.Event()
                 nursery.start(f"start {engine_id}", self._start_engine(engine_id))
         return list(self._engines.values())
+
+    def connect_engine(self, engine_id: str, url: str) -> Engine:
+        """See `orchestrator.Cluster`. The keys of external servers are in the environment."""
+        engine = self._config.engine
+        if isinstance(engine, SGLangEngines):
+            api_key = os.environ.get("ASYNC_RL_ENGINE_API_KEY")
+            admin_key = os.environ.get("ASYNC_RL_ENGINE_ADMIN_KEY")
+            self._engines[engine_id] = self._client(engine_id, url, api_key, admin_key, died=None)
+        else:
+            seed = self._config.run.seed + len(self._engines)
+            self._engines[engine_id] = SimulatedEngine(engine_id, engine, seed=seed, facts=self._facts)
+        self._restarted[engine_id] = asyncio.Event()
+        return self._engines[engine_id]
+
+    async def disconnect_engine(self, engine_id: str) -> None:
+        """See `orchestrator.Cluster`."""
+        await self._engines.pop(engine_id).close()
 
     async def restart_engine(self, engine_id: str) -> None:
         """Stop the server process and start it anew; an external server is only waited for."""

@@ -14,6 +14,7 @@ import importlib.metadata
 import os
 import random
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -229,15 +230,16 @@ class SGLangServer:
         return "\n  ".join([f"engine {self._index} {code}; the end of {self.log_path}:", *lines])
 
     async def stop(self) -> None:
-        """End the server and all it started. Returns when they are gone."""
+        """End the server and all it started, be they stopped (SIGSTOP). Returns when they are gone."""
         if self._process is None or self.poll() is not None:
             return
+        self._process.send_signal(signal.SIGCONT)  # the guard may be stopped too; it kills all others
         self._process.terminate()
         try:
             async with asyncio.timeout(_GPU_GRACE_S + _STOP_LIMIT_S):
                 await self.wait()
         except TimeoutError:
-            os.killpg(self._process.pid, 9)
+            os.killpg(self._process.pid, signal.SIGKILL)
             await self.wait()
 
 

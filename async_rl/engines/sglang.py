@@ -429,10 +429,6 @@ class SGLangEngine:
         Raises:
             ConfigError: When it runs with something that routing replay cannot live with.
         """
-        if self._standing_still:  # an update failed halfway; a server that was restarted is not paused
-            with suppress(EngineError):
-                await self.resume_generation("retract")
-            self._standing_still = False
         delay_s = 0.02
         try:
             async with asyncio.timeout(self._start_timeout_s):
@@ -450,6 +446,9 @@ class SGLangEngine:
             ) from e
         try:
             self._check_server(await self._ask("server_info", _ServerInfo))
+            # An update that was cut short, of ours or of a driver before us, may have left it standing still:
+            # it would take calls and never begin them.
+            await self.resume_generation("retract")
             info = await self._ask("model_info", _ModelInfo)
             if not (info.weight_version or "").isdecimal():
                 await self._command(
@@ -501,7 +500,11 @@ class SGLangEngine:
             self._context_length = info.context_length
 
     async def close(self) -> None:
-        """See `Engine.close`."""
+        """See `Engine.close`. A server that runs on is not left standing still."""
+        if self._standing_still:
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(_FLUSH_LIMIT_S):
+                    await self.resume_generation("retract")
         self._streams.close()
         if self._owns_session and self._session is not None:
             await self._session.close()

@@ -310,6 +310,13 @@ class SimulatedCluster:
         await asyncio.sleep(self._scenario.speeds.restart_s)
         return self.trainer
 
+    def connect_engine(self, engine_id: str, url: str) -> Engine:
+        """See `Cluster.connect_engine`. Nobody joins: the scenarios have no `engine.urls_file`."""
+        raise AssertionError(f"{engine_id} at {url} joins")
+
+    async def disconnect_engine(self, engine_id: str) -> None:
+        """See `Cluster.disconnect_engine`."""
+
     async def restart_engine(self, engine_id: str) -> None:
         """See `Cluster.restart_engine`."""
         engine = next(engine for engine in self.engines if engine.engine_id == engine_id)

@@ -391,6 +391,11 @@ class _Cluster:
     async def start_trainer(self) -> Trainer:
         return self._trainer
 
+    def connect_engine(self, engine_id: str, url: str) -> Engine:
+        raise AssertionError(f"{engine_id} at {url} joins")
+
+    async def disconnect_engine(self, engine_id: str) -> None: ...
+
     async def restart_engine(self, engine_id: str) -> None: ...
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:

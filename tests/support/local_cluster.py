@@ -122,12 +122,24 @@ class LocalCluster:
         ]
         self.trainer = CheckingTrainer(config, step_s)
         self.restarts: list[str] = []
+        self.left: list[str] = []
 
     async def start_engines(self) -> list[Engine]:
-        return list(self.engines)
+        return [] if self.trainer.config.engine.urls_file else list(self.engines)
 
     async def start_trainer(self) -> Trainer:
         return self.trainer  # type: ignore[return-value]
+
+    def connect_engine(self, engine_id: str, url: str) -> Engine:
+        first = self.engines[0]
+        joined = SimulatedEngine(
+            engine_id, first._config, seed=len(self.engines), facts=first.facts, policy=first._policy
+        )
+        self.engines.append(joined)
+        return joined
+
+    async def disconnect_engine(self, engine_id: str) -> None:
+        self.left.append(engine_id)
 
     async def restart_engine(self, engine_id: str) -> None:
         self.restarts.append(engine_id)

@@ -1,0 +1,305 @@
+"""The whole loop while engines die, stop, join, leave and are updated; in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from uuid6 import uuid7
+
+from async_rl.chat import load_chat_format
+from async_rl.config import Config, apply_override, parse_config
+from async_rl.engines.facts import load_facts
+from async_rl.engines.protocol import Chunk, EngineHealth
+from async_rl.engines.simulated import SimulatedEngine
+from async_rl.metrics import Metrics
+from async_rl.orchestrator import Orchestrator
+from async_rl.records import Summary
+from async_rl.rollout.dataset import load_tasks
+from async_rl.simulation.virtual_time import VirtualTimeLoop
+from async_rl.types import Completion, Task
+from tests.support.local_cluster import LocalCluster
+
+STEPS = 6
+
+
+def count_tokens(task: Task, completion: Completion) -> float:
+    return float(len(completion.text))
+
+
+class Stage(Protocol):
+    """What a test does to a run that goes on."""
+
+    async def __call__(self, cluster: LocalCluster) -> None: ...
+
+
+class Fragile(SimulatedEngine):
+    """Counts what it samples and what it had to sample again, and can be stopped as a process can."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.sampled = 0
+        self.stopped = False
+
+    def _sample(self, call: Any) -> Chunk:
+        self.sampled += 1
+        return super()._sample(call)
+
+    async def _deliver(self, call: Any, chunk: Chunk) -> tuple[Chunk, ...]:
+        if self.stopped:
+            await asyncio.Future()
+        return await super()._deliver(call, chunk)
+
+    async def health(self) -> EngineHealth:
+        if self.stopped:
+            await asyncio.Future()
+        return await super().health()
+
+    def restart(self) -> None:
+        self.stopped = False
+        super().restart()
+
+
+def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"name": "sim", "dir": str(tmp_path), "max_steps": STEPS, "drain_s": 5},
+        "model": {"path": str(calculator / "model"), "dtype": "float32"},
+        "data": {"path": str(calculator / "data" / "tasks.jsonl")},
+        "engine": {
+            "kind": "simulated",
+            "num_engines": 4,
+            "decode_step_s": 0.05,
+            "mean_new_tokens": 100,
+            "stall_s": 10,
+            "max_restarts": 100,
+            "probe_s": 2,
+            "probe_timeout_s": 1,
+        },
+        "rollout": {
+            "group_size": 4,
+            "max_concurrent_trajectories": 64,
+            "max_staleness": 2,
+            "max_context_tokens": 400,
+            "max_new_tokens": 300,
+            "reward": f"{__name__}:count_tokens",
+        },
+        "trainer": {"groups_per_batch": 4},
+    }
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
+
+
+class World:
+    """One run, with somebody beside it who does things to its engines."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.cluster = LocalCluster(config, step_s=3.0)
+        for index, engine in enumerate(self.cluster.engines):
+            engine.__class__ = Fragile
+            engine.sampled, engine.stopped, engine._update_s = 0, False, 0.3 + 0.1 * index
+        self.metrics = Metrics()
+
+    @property
+    def engines(self) -> list[Any]:
+        return self.cluster.engines
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that engines sampled."""
+        return sum(engine.sampled for engine in self.engines)
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels) or 0.0
+
+    @property
+    def kept(self) -> float:
+        """Tokens that sessions have as segments."""
+        return self.counted("sampled_tokens_total")
+
+    def run(self, stage: Stage) -> Summary:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            return runner.run(self._run(stage))
+
+    async def _run(self, stage: Stage) -> Summary:
+        run_dir = Path(self.config.run.dir) / self.config.run.name
+        for name in ("checkpoints", "logs"):
+            (run_dir / name).mkdir(parents=True, exist_ok=True)
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            beside = group.create_task(stage(self.cluster))
+            driver = Orchestrator(
+                self.config, run_dir, asyncio.Event(), self.cluster, self.metrics, loop.time
+            )
+            summary = await driver.run(
+                load_tasks(self.config.data),
+                load_chat_format(self.config.model.path),
+                load_facts(self.config.model.path),
+                lambda: uuid7().hex,
+                None,
+            )
+            beside.cancel()
+        assert summary.trajectories.unaccounted == 0
+        assert summary.staleness_max <= self.config.rollout.max_staleness
+        assert summary.trajectories.trained == STEPS * 16
+        return summary
+
+
+async def nothing(cluster: LocalCluster) -> None:
+    """Leave the run alone."""
+
+
+def test_nearly_all_sampled_tokens_survive_when_engines_are_killed(calculator: Path, tmp_path: Path) -> None:
+    """At least 99% of what engines sampled until they died is in what is trained, queued or in flight."""
+    world = World(make_config(calculator, tmp_path))
+    rng, lost, kills = random.Random(3), [], 0
+
+    async def kill(cluster: LocalCluster) -> None:
+        nonlocal kills
+        while True:
+            await asyncio.sleep(rng.uniform(2.0, 6.0))
+            engine = rng.choice(cluster.engines)
+            running = sum(call.num_sampled for call in engine._running)
+            engine.die()
+            kills += 1
+            lost.append(running)
+
+    summary = world.run(kill)
+    assert kills >= 5
+    assert sum(lost) > 500  # half-written answers, all of them on engines that died
+    # What was trained, dropped for a reason or is still there holds all but a step of each call.
+    assert world.kept >= 0.99 * world.sampled
+    assert summary.trajectories.dropped == {}
+    assert len(world.cluster.restarts) >= 5
+
+
+def test_a_stopped_engine_is_noticed_restarted_and_its_trajectories_go_on(
+    calculator: Path, tmp_path: Path
+) -> None:
+    """SIGSTOP of an idle engine, of one in the middle of calls, of one in the middle of an update."""
+    world = World(make_config(calculator, tmp_path))
+    noticed: list[float] = []
+
+    async def stop(cluster: LocalCluster) -> None:
+        loop = asyncio.get_running_loop()
+        for index in (0, 1, 2):
+            await asyncio.sleep(7.0)
+            begin, before = loop.time(), len(cluster.restarts)
+            cluster.engines[index].stopped = True  # type: ignore[attr-defined]
+            while len(cluster.restarts) == before:  # noqa: ASYNC110 - virtual time costs nothing
+                await asyncio.sleep(0.1)
+            noticed.append(loop.time() - begin)
+
+    world.run(stop)
+    assert sorted(world.cluster.restarts) == ["engine-0", "engine-1", "engine-2"]
+    assert max(noticed) < 11.5  # engine.stall_s and an eighth, or sooner by probes
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "in_place"])
+def test_somebody_generates_at_every_moment_when_updates_roll(
+    calculator: Path, tmp_path: Path, interrupt: str
+) -> None:
+    """And nobody is dispatched as younger than the oldest weights that are served."""
+    routing = ["routing.merge=splice"] if interrupt == "in_place" else []
+    world = World(
+        make_config(
+            calculator,
+            tmp_path,
+            "weights.rolling=true",
+            f"weights.interrupt={interrupt}",
+            "rollout.max_staleness=1",
+            *routing,
+        )
+    )
+    updates: list[int] = []
+    standing: set[str] = set()
+    for engine in world.engines:
+        original = engine.update_weights
+
+        async def update(change: Any, *, flush: bool, engine: Any = engine, original: Any = original) -> None:
+            others = [other for other in world.engines if other is not engine]
+            before = sum(other.sampled for other in others)
+            if change.weight_version:
+                standing.add(engine.engine_id)
+                assert len(standing) == 1
+            await original(change, flush=flush)
+            standing.discard(engine.engine_id)
+            if change.weight_version:
+                updates.append(sum(other.sampled for other in others) - before)
+
+        engine.update_weights = update
+    summary = world.run(nothing)
+    assert len(updates) == STEPS * 4
+    # 0.3 s and more are six decode steps, in which the others have gone on; when the bound lets in nothing
+    # new until the version is out, what they had may be done before.
+    assert sum(tokens >= 6 for tokens in updates) >= 0.75 * len(updates)
+    assert summary.interrupted_share is not None
+    assert summary.interrupted_share > 0
+
+
+def test_an_update_that_aborts_everything_drops_nothing(calculator: Path, tmp_path: Path) -> None:
+    """Seen elsewhere: a publish aborts all that is in flight and drops its groups (miles#2589, #2296)."""
+    world = World(make_config(calculator, tmp_path))
+    summary = world.run(nothing)
+    assert summary.interrupted_share is not None
+    assert summary.interrupted_share > 0.1
+    assert summary.trajectories.dropped == {}
+    assert world.kept >= 0.99 * world.sampled
+    assert world.counted("prefilled_again_tokens_total", cause="update") > 1000
+
+
+def test_a_pause_in_place_ends_and_what_it_paused_goes_on(calculator: Path, tmp_path: Path) -> None:
+    """Seen elsewhere: an in-place pause that never ends (sglang#22620), engines killed by a drain after
+    resume (prime-rl#2841). Here one engine even dies while it stands still.
+    """
+    config = make_config(calculator, tmp_path, "weights.interrupt=in_place", "routing.merge=splice")
+    world = World(config)
+    victim = world.engines[1]
+    original, updates = victim.update_weights, 0
+
+    async def die_in_the_second(change: Any, *, flush: bool) -> None:
+        nonlocal updates
+        updates += 1
+        if updates == 2:
+            victim.die()
+        await original(change, flush=flush)
+
+    victim.update_weights = die_in_the_second
+    summary = world.run(nothing)
+    assert world.cluster.restarts == ["engine-1"]
+    assert summary.trajectories.dropped == {}
+
+
+def test_engines_join_and_leave_a_running_job(calculator: Path, tmp_path: Path) -> None:
+    servers = tmp_path / "servers.txt"
+    servers.write_text("http://a:1\nhttp://b:1\n")
+    config = make_config(calculator, tmp_path, f"engine.urls_file={servers}", "engine.drain_s=1")
+    world = World(config)
+    template = list(world.engines)
+    joined_at: list[int] = []
+
+    async def come_and_go(cluster: LocalCluster) -> None:
+        await asyncio.sleep(20.0)
+        servers.write_text("http://b:1\nhttp://c:1\n")
+
+    original = world.cluster.connect_engine
+
+    def connect(engine_id: str, url: str) -> Any:
+        engine: Any = original(engine_id, url)
+        engine.__class__ = Fragile
+        engine.sampled, engine.stopped = 0, False
+        joined_at.append(world.cluster.trainer.step)
+        return engine
+
+    world.cluster.connect_engine = connect  # type: ignore[method-assign]
+    world.run(come_and_go)
+    a, b, c = (engine for engine in world.engines if engine not in template)
+    assert joined_at[:2] == [0, 0]
+    assert joined_at[2] > 0
+    assert world.cluster.left == [a.engine_id]
+    assert a._version < b._version == c._version == STEPS  # the one that left was left alone
+    assert min(a.sampled, b.sampled, c.sampled) > 100

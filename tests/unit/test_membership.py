@@ -1,0 +1,170 @@
+"""Servers that join and leave a job that runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.engines.membership import REREAD_S, Membership, changes, parse_urls
+from async_rl.engines.pool import EngineState
+from async_rl.engines.protocol import Engine
+from async_rl.errors import ConfigError
+from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.supervision import Nursery, first_error, services
+from tests.support.played import END, PlayedEngine, PlayedPool, settle, tokens
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+
+
+def test_a_file_has_a_url_a_line_and_comments() -> None:
+    text = f"# ours\n{A}/\n\n  {B}  # the new one\n{A}\n"
+    assert parse_urls(text, "servers.txt") == (A, B)
+
+
+@pytest.mark.parametrize("line", ["a:1", "ftp://a:1", "http://", "http:/a"])
+def test_a_line_that_is_no_url_is_named(line: str) -> None:
+    with pytest.raises(ConfigError, match=rf"servers.txt:2: '{line.rstrip('/')}"):
+        parse_urls(f"{A}\n{line}\n", "servers.txt")
+
+
+@given(known=st.sets(st.sampled_from("abcdef")), wanted=st.lists(st.sampled_from("abcdef"), unique=True))
+def test_what_joins_and_leaves_makes_the_known_the_wanted(known: set[str], wanted: list[str]) -> None:
+    joins, leaves = changes(known, wanted)
+    assert (known | set(joins)) - set(leaves) == set(wanted)
+    assert not set(joins) & known
+    assert joins == [url for url in wanted if url in joins]
+
+
+class Job:
+    """A pool that follows a file."""
+
+    def __init__(self, path: Path, nursery: Nursery) -> None:
+        self.path = path
+        self.bench = PlayedPool(nursery=nursery)
+        self.departed: list[str] = []
+        self.urls: dict[str, str] = {}
+        self.aborted: list[str] = []
+        self.members = Membership(path, self.bench.pool, self.connect, self.depart, drain_s=30.0)
+
+    def connect(self, engine_id: str, url: str) -> Engine:
+        engine = PlayedEngine(engine_id)
+        self.bench.engines[engine_id] = engine
+        self.urls[engine_id] = url
+
+        async def interrupt(mode: str) -> None:
+            self.aborted.append(engine_id)
+            for stream in range(len(engine.streams)):
+                engine.say(stream, END)
+            await settle()
+
+        engine.interrupt = interrupt  # type: ignore[attr-defined]
+        return cast(Engine, engine)
+
+    async def depart(self, engine_id: str) -> None:
+        self.departed.append(engine_id)
+
+    async def write(self, *lines: str) -> None:
+        self.path.write_text("\n".join(lines))
+        await asyncio.sleep(2.5 * REREAD_S)
+
+    def states(self) -> dict[str, EngineState | None]:
+        return {engine_id: self.bench.state(engine_id) for engine_id in self.urls}
+
+
+@asynccontextmanager
+async def job(tmp_path: Path, *lines: str) -> AsyncIterator[Job]:
+    path = tmp_path / "servers.txt"
+    path.write_text("\n".join(lines))
+    async with Nursery() as nursery:
+        made = Job(path, nursery)
+        async with services(members=made.members.run):
+            await asyncio.sleep(1.5 * REREAD_S)
+            yield made
+        nursery.cancel()
+
+
+@in_virtual_time
+async def test_a_new_line_is_a_newcomer_that_nobody_calls_before_it_has_its_weights(tmp_path: Path) -> None:
+    async with job(tmp_path, A) as made:
+        assert made.urls == {"engine-0": A}
+        await made.write(A, B)
+        assert made.urls == {"engine-0": A, "engine-1": B}
+        assert made.states() == {"engine-0": EngineState.JOINING, "engine-1": EngineState.JOINING}
+        assert made.bench.pool.needs_repair("engine-1")
+
+
+@in_virtual_time
+async def test_a_server_leaves_when_its_calls_have_ended(tmp_path: Path) -> None:
+    async with job(tmp_path, A, B) as made:
+        for engine_id in made.urls:
+            made.bench.pool.serve(engine_id, 3)
+        running = made.bench.start("t1")
+        await settle()
+        await made.write(B)
+        assert made.states()["engine-0"] is EngineState.DRAINING
+        made.bench.engines["engine-0"].say(0, tokens(2), END)
+        await settle()
+        assert running.done()
+        assert made.departed == ["engine-0"]
+        assert made.states() == {"engine-0": None, "engine-1": EngineState.SERVING}
+        assert made.aborted == []
+
+
+@in_virtual_time
+async def test_long_calls_are_moved_when_their_server_leaves(tmp_path: Path) -> None:
+    async with job(tmp_path, A, B) as made:
+        made.bench.pool.serve("engine-0", 3)
+        running = made.bench.start("t1")
+        await settle()
+        made.bench.engines["engine-0"].say(0, tokens(2))
+        await made.write(B)
+        await asyncio.sleep(25.0)
+        assert not running.done()
+        await asyncio.sleep(10.0)
+        assert running.done()
+        assert made.bench.tokens == {"t1": 2}
+        assert made.aborted == made.departed == ["engine-0"]
+
+
+@in_virtual_time
+async def test_a_server_that_comes_back_is_another_engine(tmp_path: Path) -> None:
+    async with job(tmp_path, A, B) as made:
+        await made.write(B)
+        await made.write(B, A)
+        assert made.urls == {"engine-0": A, "engine-1": B, "engine-2": A}
+        assert made.departed == ["engine-0"]
+
+
+@in_virtual_time
+async def test_nobody_leaves_when_the_file_is_half_written_broken_or_gone(tmp_path: Path) -> None:
+    async with job(tmp_path, A, B) as made:
+        made.path.write_text("")  # an editor truncates, then writes
+        await asyncio.sleep(REREAD_S)
+        made.path.write_text(f"{A}\n{B}\n{C}")
+        await asyncio.sleep(REREAD_S)
+        assert list(made.urls.values()) == [A, B]
+        await asyncio.sleep(REREAD_S)
+        assert list(made.urls.values()) == [A, B, C]
+        await made.write("no url")
+        made.path.unlink()
+        await asyncio.sleep(5 * REREAD_S)
+        assert made.departed == []
+        await made.write(C)
+        assert made.departed == ["engine-0", "engine-1"]
+
+
+@in_virtual_time
+async def test_the_run_does_not_start_when_there_is_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with services(members=Membership(tmp_path / "none", None, None, None, drain_s=1.0).run):  # type: ignore[arg-type]
+            await asyncio.Future()
+    error = first_error(caught.value)
+    assert isinstance(error, ConfigError)
+    assert "engine.urls_file" in str(error)
