@@ -108,7 +108,7 @@ class FaultyEngine(SimulatedEngine):
             self.die()
         elif kind == "freeze":
             self._thawed.clear()
-            asyncio.get_running_loop().call_later(20 * injection.amount, self._thawed.set)
+            asyncio.get_running_loop().call_later(10 ** (4 * injection.amount - 1), self._thawed.set)
         elif kind == "slow":
             self._config = msgspec.structs.replace(
                 self._speed, decode_step_s=self._speed.decode_step_s * 20 + 0.05
@@ -129,10 +129,14 @@ class FaultyEngine(SimulatedEngine):
         else:
             raise ValueError(f"{kind} is nothing that an engine does")
 
+    def die(self) -> None:
+        """See `SimulatedEngine.die`."""
+        super().die()
+        self._thawed.set()
+
     def restart(self) -> None:
         """See `SimulatedEngine.restart`."""
         super().restart()
-        self._thawed.set()
         self._attested = None
 
     def _speed_up(self) -> None:
@@ -177,15 +181,10 @@ class FaultyEngine(SimulatedEngine):
         """The way of an event to the client."""
         if self._latency_s and self._delays.random() < 0.5:
             await asyncio.sleep(self._delays.expovariate(1 / self._latency_s))
-        while not self._thawed.is_set():
-            try:
-                async with asyncio.timeout(self._config.stall_s):
-                    await self._thawed.wait()
-            except TimeoutError as error:
-                if not self._standing_still:
-                    raise EngineTimeout(
-                        f"{self._engine_id} was silent for {self._config.stall_s} s"
-                    ) from error
+        if not self._thawed.is_set():
+            deaths = self._deaths
+            await self._thawed.wait()
+            self._check_alive(deaths)
 
     def _sample(self, call: _Call) -> Chunk:
         digest = call.digest

@@ -231,6 +231,9 @@ class _Simulation:
             self._ended = "finished"
             self._check_end(summary)
         if not self._witness.deaf:
+            await self._loop.shutdown_default_executor()
+            if self._ended in ("finished", "stopped"):
+                self._witness.check_folder(self._run_dir)
             self._witness.note(f"life ends: {self._ended} {self._cause}")
             left = [t.get_name() for t in asyncio.all_tasks() if t is not task]
             if left:
@@ -277,7 +280,6 @@ class _Simulation:
                 self._ended = "stopped"
             elif config.data.epochs is None:
                 witness.fail(f"the run ended after {step} of {config.run.max_steps} steps")
-        witness.check_folder(self._run_dir)
 
     # -- what happens between two callbacks ---------------------------------------------------------------
 

@@ -81,6 +81,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._thread_s = thread_s
         self._after_step = after_step
         self._num_tasks = 0
+        self._at_work: dict[int, Callable[[], None]] = {}
+        self._num_works = 0
         super().__init__(self._jumping)
         self.set_task_factory(self._number)
 
@@ -101,15 +103,21 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             _work(future, func, args)()
             return future
         work_s, delivery_s = self._thread_s()
+        self._num_works += 1
+        number = self._num_works
 
         def work() -> None:  # whether anybody still waits or not: a thread cannot be cancelled
-            self.call_later(delivery_s, _work(future, func, args))
+            if self._at_work.pop(number, None) is not None:
+                self.call_later(delivery_s, _work(future, func, args))
 
-        if work_s:
-            self.call_later(work_s, work)
-        else:
-            work()
+        self._at_work[number] = work
+        self.call_later(work_s, work)
         return future
+
+    async def shutdown_default_executor(self) -> None:
+        """Let all threads come to the end of their work."""
+        for work in list(self._at_work.values()):
+            work()
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
