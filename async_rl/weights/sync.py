@@ -30,6 +30,7 @@ from typing import Final
 import msgspec
 
 from async_rl.config import WeightsConfig
+from async_rl.engines.lease import Standing
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.engines.protocol import (
     DiskUpdate,
@@ -164,6 +165,7 @@ class WeightSync:
             times: list[_EngineTimes] = []
             for wave in waves:
                 times += await self._update_wave(wave, version)
+            await self._clear_away()
             return self._report(version, times, publish_s=published - begin, total_s=self._clock() - begin)
 
     def _report(
@@ -209,18 +211,20 @@ class WeightSync:
                     version = await self._files_of_now()
             else:
                 version = self._version
-            await self._load_files(engine, version)
+            loaded = await self._load_files(engine, version)
             if distributed:
                 async with self.trainer_busy:
                     if version == self._version:
-                        await self._serve(engine)
-                        return
+                        await self._serve(engine, loaded)
+                        break
             elif version == self._version:
-                await self._serve(engine)
-                return
-        async with self.trainer_busy if distributed else self._lock:
-            await self._load_files(engine, await self._files_of_now())
-            await self._serve(engine)
+                await self._serve(engine, loaded)
+                break
+        else:
+            async with self.trainer_busy if distributed else self._lock:
+                loaded = await self._load_files(engine, await self._files_of_now())
+                await self._serve(engine, loaded)
+        await self._clear_away()
 
     async def leave(self, engine_id: str) -> None:
         """An engine has left for good: its weight-update group is closed."""
@@ -229,10 +233,11 @@ class WeightSync:
                 await self._trainer.close_weight_group(group_name)
 
     async def close(self) -> None:
-        """Leave the weight-update groups."""
+        """Leave the weight-update groups and the files that somebody still read when they grew old."""
         for group_name in self._groups.values():
             await self._trainer.close_weight_group(group_name)
         self._groups.clear()
+        await self._clear_away()
 
     # -- one engine ------------------------------------------------------------------------------------
 
@@ -361,8 +366,7 @@ class WeightSync:
 
         async def bring(engine: Engine) -> None:
             try:
-                await self._load_files(engine, self._version)
-                await self._serve(engine)
+                await self._serve(engine, await self._load_files(engine, self._version))
             except EngineError as error:
                 if not self._generation:
                     raise
@@ -373,12 +377,16 @@ class WeightSync:
                 if not self._pool.needs_repair(engine.engine_id):
                     nursery.start(f"catch up {engine.engine_id}", bring(engine))
 
-    async def _load_files(self, engine: Engine, version: int) -> None:
+    async def _load_files(self, engine: Engine, version: int) -> Standing | None:
         """Load a published version into an engine that serves nobody, and read it back.
+
+        Returns:
+            What the engine was then.
 
         Raises:
             EngineError: When it cannot; it stays out of service.
         """
+        standing = self._pool.standing_of(engine.engine_id)
         with self._reading(version) as path:
             async with self._bounded(engine):
                 if self._generation:  # the update before this one may have been cut short
@@ -391,13 +399,18 @@ class WeightSync:
                         DiskUpdate(weight_version=version, path=str(path)), flush=True
                     )
                 await self._attest(engine, version)
+        return standing
 
-    async def _serve(self, engine: Engine) -> None:
-        """Let an engine serve the current version, which it has loaded; nobody changes that meanwhile."""
+    async def _serve(self, engine: Engine, loaded: Standing | None) -> None:
+        """Let an engine serve the current version, which it has loaded; nobody changes that meanwhile.
+
+        One that was restarted since has loaded nothing: whoever restarted it brings it up.
+        """
         if self._config.transport == "distributed":
             async with self._bounded(engine):
                 await self._open_group(engine)
-        self._pool.serve(engine.engine_id, self._version)
+        if self._pool.standing_of(engine.engine_id) == loaded:
+            self._pool.serve(engine.engine_id, self._version)
 
     @asynccontextmanager
     async def _bounded(self, engine: Engine) -> AsyncIterator[None]:
@@ -444,7 +457,6 @@ class WeightSync:
         with waiting("publish", f"version {version}"):
             await self._trainer.publish(str(path), version)
         self._published[version] = path
-        await self._clear_away()
 
     async def _files_of_now(self) -> int:
         """The current version, published. Nobody trains meanwhile."""
@@ -462,10 +474,12 @@ class WeightSync:
             self._readers[version] -= 1
 
     async def _clear_away(self) -> None:
-        """Remove versions that are neither new nor read."""
-        for old in sorted(self._published)[: -self._config.keep_versions]:
-            if self._readers[old]:
-                continue
-            stale = self._published.pop(old)
+        """Remove versions that are neither new nor read.
+
+        Not while one is being published: until it is the current version, that is the one to load.
+        """
+        old = sorted(self._published)[: -self._config.keep_versions]
+        unread = [version for version in old if not self._readers[version]]
+        for stale in [self._published.pop(version) for version in unread]:
             if stale.parent == self._directory:
                 await asyncio.to_thread(shutil.rmtree, stale, ignore_errors=True)
