@@ -156,6 +156,7 @@ async def test_a_server_can_be_killed_and_started_again(sglang_world: SGLangWorl
         await engine.wait_ready()
         assert (await engine.health()).weight_version == 0
         assert len((await call(engine, PROMPT, 5)).token_ids) == 5
+        os.killpg(server.pid, signal.SIGSTOP)  # one that is stopped, its guard too, can be ended
     finally:
         await engine.close()
         await replaying.close()
