@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -78,6 +80,14 @@ async def ray_cluster(config: Config, run_dir: Path) -> AsyncIterator[RayCluster
 
 
 def _connect(config: Config) -> None:
+    # Whoever reaches a port of Ray runs code as us. A Ray of one machine listens on the loopback interface
+    # (the switch is private to Ray, and the only one) and asks for a token, for who else is on this machine.
+    ray_constants.ENABLE_RAY_CLUSTER = config.placement.ray_address is not None
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(ray_constants.ENABLE_RAY_CLUSTER))
+    if config.placement.ray_address is None:
+        # Without one of ours Ray would write a token into the user's home, for ever.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Ray would otherwise set up a virtual environment of its own where the driver was started by a tool that
     # makes some.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -57,7 +58,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
     config = load_config(path, overrides)
     check(config)
     console = Console()
-    with run_folder(config) as run_dir:
+    with private_files(), run_folder(config) as run_dir:
         finished = read_records(run_dir / "metrics.jsonl")
         if finished and finished[-1].step >= config.run.max_steps and (run_dir / "summary.json").exists():
             summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
@@ -147,6 +148,16 @@ def on_signals(first: Callable[[str], None], received: list[signal.Signals]) -> 
 
 
 @contextmanager
+def private_files() -> Iterator[None]:
+    """What this process, and all that it starts meanwhile, writes is for its user alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextmanager
 def run_folder(config: Config) -> Iterator[Path]:
     """Make the run's folder, write the resolved config into it and keep other runs out of it.
 
@@ -155,8 +166,10 @@ def run_folder(config: Config) -> Iterator[Path]:
     """
     folder = Path(config.run.dir) / config.run.name
     try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)  # what earlier versions made was open to all users
         for name in ("logs", "checkpoints", "hf"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / name).mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run.dir: cannot make the run folder {folder}: {error.strerror}") from error
     if config.run.resume == "never" and any((folder / "checkpoints").iterdir()):

@@ -22,6 +22,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+_LOOK_S = 5
+"""How often it is noted what shared memory the server has mapped."""
+
 
 def main() -> int:
     """Run the command under guard; returns its exit code."""
@@ -40,30 +43,39 @@ def main() -> int:
         orphaned = os.getppid() != parent
     except ProcessLookupError:
         orphaned = True
-    if not orphaned:
-        poller.poll()
+    shared: set[str] = set()
+    while not orphaned and not poller.poll(_LOOK_S * 1000):
+        # A server that ends by itself, as when one of its processes dies, takes the knowledge with it.
+        shared |= _shared_memory(_members())
     if server.poll() is None and grace_s > 0:
         server.terminate()
         select.select([server_fd], [], [], grace_s)
-    _end_group()
+    _end_group(shared)
     shutil.rmtree(scratch, ignore_errors=True)
     code = server.wait()
     return code if code >= 0 else 128 - code  # a signal, as shells say it
 
 
-def _end_group() -> None:
-    """Kill all processes of our group but ourselves, and unlink the shared memory they have mapped."""
-    leftovers: set[str] = set()
+def _end_group(shared: set[str]) -> None:
+    """Kill all processes of our group but ourselves, and unlink the shared memory they have or had mapped."""
+    leftovers = set(shared)
     while members := _members():
-        for process in members:  # all of them first: the death of one can end the others
-            with suppress(ProcessLookupError, FileNotFoundError):
-                maps = Path(f"/proc/{process}/maps").read_text().splitlines()
-                leftovers.update(line.split(maxsplit=5)[5] for line in maps if " /dev/shm/" in line)
+        leftovers |= _shared_memory(members)  # of all first: the death of one can end the others
         for process in members:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
     for path in leftovers:
         Path(path).unlink(missing_ok=True)
+
+
+def _shared_memory(processes: list[int]) -> set[str]:
+    """Files in /dev/shm that these processes have mapped, and that still have a name."""
+    found: set[str] = set()
+    for process in processes:
+        with suppress(ProcessLookupError, FileNotFoundError):
+            maps = Path(f"/proc/{process}/maps").read_text().splitlines()
+            found.update(line.split(maxsplit=5)[5] for line in maps if " /dev/shm/" in line)
+    return {path for path in found if not path.endswith(" (deleted)")}
 
 
 def _members() -> list[int]:

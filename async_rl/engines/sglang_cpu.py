@@ -16,10 +16,12 @@ Needs in the environment: `SGLANG_USE_CPU_ENGINE=1` (else SGLang looks for a GPU
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.metadata
 import multiprocessing
 import os
+import socket
 import sys
 import types
 from typing import Any, NoReturn
@@ -93,6 +95,42 @@ elementwise._launch_fused_gate_sigmoid_mul = _gate_by_torch
 mla.AttentionBackendRegistry.register("torch_native", lambda *_: mla.AttnForwardMethod.MLA)
 
 
+# `torch.distributed.rendezvous` is a function of that name.
+_meeting: Any = importlib.import_module("torch.distributed.rendezvous")
+_create_store = _meeting._create_c10d_store
+
+
+def _store_on_its_host(
+    hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True
+) -> Any:
+    """The store of the server's own ranks listens where it is told to be, not on all interfaces."""
+    if rank != 0:
+        return _create_store(hostname, port, rank, world_size, timeout, use_libuv)
+    with socket.create_server((hostname, port)) as listener:
+        return _meeting.TCPStore(
+            hostname,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            use_libuv=use_libuv,
+            master_listen_fd=listener.detach(),
+        )
+
+
+_meeting._create_c10d_store = _store_on_its_host
+
+
+def _without_keys(information: Any) -> Any:
+    """What /server_info answers: it would tell who has the API key the admin key too, in several places."""
+    if isinstance(information, dict):
+        secret = ("api_key", "admin_api_key", "launch_command")
+        return {name: _without_keys(value) for name, value in information.items() if name not in secret}
+    if isinstance(information, list | tuple):
+        return [_without_keys(value) for value in information]
+    return information
+
+
 def main(arguments: list[str]) -> None:
     """Run the server with these arguments until it is told to end."""
     # SGLang asks for "spawn", because a CUDA context does not survive a fork. Here there is none, and no
@@ -102,9 +140,12 @@ def main(arguments: list[str]) -> None:
     multiprocessing.set_start_method = lambda *_, **__: None
 
     from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import http_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    plain = http_server.msgspec_to_builtins
+    http_server.msgspec_to_builtins = lambda information: _without_keys(plain(information))
     try:
         run_server(prepare_server_args(arguments))
     finally:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 from async_rl.engines.protocol import GroupInvite, TensorSpec
 from async_rl.errors import WeightSyncError
@@ -108,6 +108,29 @@ def fill_buckets(
         yield buffer[:filled]
 
 
+def open_store(host: str, port: int, world_size: int, timeout_s: float) -> c10d.Store:
+    """The store at which `world_size` processes meet, for the one that is rank 0; waits for the others.
+
+    Torch's own rendezvous would listen on all interfaces, and whoever reaches a store can write into it: this
+    one listens on `host` only.
+
+    Raises:
+        RuntimeError: When the others have not come within `timeout_s`.
+        OSError: When the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listener:
+        # The store closes the descriptor that it is given.
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+
+
 class WeightGroup:
     """Rank 0 of one process group that an engine's ranks have joined."""
 
@@ -120,10 +143,7 @@ class WeightGroup:
         self.name = invite.group_name
         timeout = timedelta(seconds=timeout_s)
         try:
-            store, _, _ = next(
-                rendezvous(f"tcp://{invite.host}:{invite.port}", 0, invite.world_size, timeout=timeout)
-            )
-            store.set_timeout(timeout)
+            store = open_store(invite.host, invite.port, invite.world_size, timeout_s)
             # A process may be in several groups but has one default one, so this is not init_process_group.
             # SGLang prefixes the store with the name before torch's helper prefixes it again: so must we.
             self._group, _ = c10d._new_process_group_helper(
@@ -135,7 +155,7 @@ class WeightGroup:
                 group_name=c10d.GroupName(invite.group_name),
                 timeout=timeout,
             )
-        except RuntimeError as e:
+        except (RuntimeError, OSError) as e:
             raise WeightSyncError(
                 f"the engine did not join the weight-update group {self.name} at "
                 f"{invite.host}:{invite.port} within {timeout_s} s: {e}"

@@ -12,6 +12,7 @@ from async_rl.queue.ledger import REDISPATCHED, Ledger
 from async_rl.records import Summary, read_records
 from tests.chaos.diary import Trained, effective, read
 from tests.chaos.evidence import LedgerWatch, Processes
+from tests.chaos.exposure import Exposure
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -22,7 +23,9 @@ class Finding(msgspec.Struct, frozen=True):
     detail: str
 
 
-def audit(config: Config, diary: Path, watch: LedgerWatch, processes: Processes) -> list[Finding]:
+def audit(
+    config: Config, diary: Path, watch: LedgerWatch, processes: Processes, exposure: Exposure
+) -> list[Finding]:
     """All checks of a run that has ended well."""
     run_dir = Path(config.run.dir) / config.run.name
     entries = read(diary)
@@ -39,7 +42,25 @@ def audit(config: Config, diary: Path, watch: LedgerWatch, processes: Processes)
     findings.append(Finding("no process is left", not orphans, ", ".join(orphans) or "none"))
     files = sorted(path for path in processes.shared if Path(path).exists())
     findings.append(Finding("no shared memory is left", not files, ", ".join(files) or "none"))
-    return findings
+    return findings + _private(exposure)
+
+
+def _private(exposure: Exposure) -> list[Finding]:
+    """Nothing of the run is open to others than its user."""
+    beyond, readable, leaks = map(sorted, (exposure.open_to_others, exposure.readable, exposure.leaks))
+    return [
+        Finding(
+            "everything listens on the loopback interface",
+            not beyond and exposure.num_listening > 0,
+            f"{exposure.num_listening} sockets looked at, beyond: {beyond}",
+        ),
+        Finding("files are the user's alone", not readable, ", ".join(readable) or "all of them"),
+        Finding(
+            "no key is shown",
+            not leaks and len(exposure.secrets) >= 3,  # two of an engine, one of Ray
+            f"{len(exposure.secrets)} keys looked for, found in: {leaks}",
+        ),
+    ]
 
 
 def _steps(config: Config, run_dir: Path, done: dict[int, Trained]) -> Finding:

@@ -20,9 +20,11 @@ from typing import Any
 import psutil
 
 from async_rl.config import Config, parse_config
+from async_rl.engines.server import free_port
 from tests.chaos.audit import Finding, audit
 from tests.chaos.diary import DIARY, Trained, read
 from tests.chaos.evidence import LedgerWatch, Processes
+from tests.chaos.exposure import Exposure
 from tests.chaos.plan import Blow, last
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +69,7 @@ def make_config(
             "max_new_tokens": 96,
         },
         "routing": {"merge": merge},
+        "metrics": {"port": free_port("127.0.0.1")},
         "weights": {
             "transport": rng.choice(["disk", "distributed"]),
             "interrupt": interrupt,
@@ -110,6 +113,7 @@ class Chaos:
         self._expected: int | None = None  # the exit code of a driver that we struck
         self.processes = Processes(self._diary)
         self.ledger = LedgerWatch(self._run_dir / "ledger.sqlite")
+        self.exposure = Exposure()
 
     def run(self, plan: Iterable[Blow], seed: int, more_steps: int = 3) -> list[Finding]:
         """Start, strike by the plan, kill the driver, let it come to its end, and audit.
@@ -132,7 +136,7 @@ class Chaos:
                 raise Violation(f"the driver ended with code {self._ended()}: {self._last_words()}")
             self._note("the run has ended")
             self._look()
-            return audit(self.config, self._diary, self.ledger, self.processes)
+            return audit(self.config, self._diary, self.ledger, self.processes, self.exposure)
         finally:
             self._clean_up()
 
@@ -190,9 +194,11 @@ class Chaos:
     # -- waiting ---------------------------------------------------------------------------------------
 
     def _wait_for_step(self, what: str) -> None:
+        port = self._tree["metrics"]["port"]
         before, begin = self._num_trained(), time.monotonic()
         self._until(lambda: self._num_trained() > before, STUCK_S, f"a step ({what})")
         self._note(f"step {self._steps()} is done, {time.monotonic() - begin:.1f} s later")
+        self.exposure.look(self.processes, self._run_dir, self._output, port)
 
     def _wait_until_gone(self, processes: list[psutil.Process]) -> None:
         begin = time.monotonic()

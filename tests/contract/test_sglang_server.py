@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -104,6 +105,28 @@ def test_the_keys_cannot_be_seen_when_the_server_runs(sglang_world: SGLangWorld)
     for secret in (server.api_key, server.admin_key):
         assert not any(secret in line for line in command_lines)
         assert secret not in server.log_path.read_text()
+
+
+def test_the_server_listens_on_loopback_only_when_told_to(sglang_world: SGLangWorld) -> None:
+    addresses = {
+        connection.laddr.ip
+        for pid in group_of(sglang_world.server.pid)
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}  # the store that SGLang's own ranks meet at included
+
+
+async def test_the_admin_key_is_not_told_to_who_has_the_other_one(sglang_world: SGLangWorld) -> None:
+    server = sglang_world.server
+    headers = {"Authorization": f"Bearer {server.api_key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.get(f"{server.url}/server_info") as response,
+    ):
+        text = await response.text()
+    assert '"tp_size"' in text
+    assert server.admin_key not in text
 
 
 def group_of(group: int | None) -> list[int]:

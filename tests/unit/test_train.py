@@ -54,6 +54,30 @@ def test_a_run_leaves_config_summary_and_curves_in_its_folder(
     assert str(folder) in capsys.readouterr().out
 
 
+async def leaves_a_file_in_every_folder(
+    config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress
+) -> Summary:
+    for folder in ("spool", "weights"):
+        (run_dir / folder).mkdir()
+        (run_dir / folder / "file").write_text("prompts and answers")
+    return two_steps(run_dir)
+
+
+def test_files_are_the_users_alone_when_the_umask_is_open(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    folder = tmp_path / "runs" / "tiny"
+    before = os.umask(0o000)
+    try:
+        folder.mkdir(mode=0o777, parents=True)  # as an earlier version left it
+        assert train(path, [], leaves_a_file_in_every_folder) == 0
+        assert os.umask(0o000) == 0o000  # as it was
+    finally:
+        os.umask(before)
+    modes = {p.relative_to(folder): p.stat().st_mode & 0o777 for p in [folder, *folder.rglob("*")]}
+    assert Path("spool/file") in modes
+    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
+
+
 def test_nothing_is_made_when_the_config_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path"):
         train(write_run(tmp_path), ["data.path=/nowhere.jsonl"], finishes)

@@ -1,9 +1,22 @@
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from async_rl.engines.protocol import TensorSpec
 from async_rl.errors import WeightSyncError
-from async_rl.weights.transports import fill_buckets, plan_buckets, send_buckets, size_of, spec_of
+from async_rl.weights.transports import (
+    fill_buckets,
+    open_store,
+    plan_buckets,
+    send_buckets,
+    size_of,
+    spec_of,
+)
 
 
 def specs(*shapes: tuple[int, ...], dtype: str = "float32") -> list[TensorSpec]:
@@ -88,3 +101,24 @@ def test_other_groups_get_everything_when_one_fails():
 def test_sending_fails_when_no_group_is_left():
     with pytest.raises(WeightSyncError, match="bad"):
         send_buckets([torch.zeros(1, dtype=torch.uint8)] * 3, {"bad": FakeGroup(fails_at=0)})
+
+
+def test_the_store_listens_on_its_host_only_and_waits_for_the_others():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(open_store, "127.0.0.1", port, 2, 20.0)
+        other = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=20))
+        store = opening.result()
+    listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert ("127.0.0.1", port) in listening
+    assert {ip for ip, at in listening if at == port} == {"127.0.0.1"}
+    store.set("said", "hello")
+    assert other.get("said") == b"hello"
+
+
+def test_the_store_gives_up_when_the_others_do_not_come():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(RuntimeError, match="1/2"):
+        open_store("127.0.0.1", port, 2, timeout_s=1.0)

@@ -30,6 +30,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
+from async_rl.weights.transports import open_store
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cpu import has_transformer_engine
@@ -83,8 +84,7 @@ def start_process_groups(
     Args:
         rank: This process.
         world_size: All of them.
-        init_address: `host:port` where rank 0 listens, or a URL that torch.distributed knows; not used by a
-            rank that is alone.
+        init_address: `host:port` where rank 0 listens; not used by a rank that is alone.
         layout: Parallel sizes.
         timeout_s: Longest wait in an exchange, seconds.
         seed: Of the generators that initialisation and dropout would use.
@@ -93,16 +93,15 @@ def start_process_groups(
         EnvironmentNotReady: When the ranks do not find each other.
     """
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    where: dict[str, Any] = (
-        {"store": dist.HashStore()}
-        if world_size == 1
-        else {"init_method": init_address if "://" in init_address else f"tcp://{init_address}"}
-    )
     try:
         dist.init_process_group(
-            backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s), **where
+            backend,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            store=_store(rank, world_size, init_address, timeout_s),
         )
-    except (RuntimeError, ValueError) as e:
+    except (RuntimeError, ValueError, OSError) as e:
         raise EnvironmentNotReady(
             f"trainer rank {rank} of {world_size} could not join the others at {init_address!r}: {e}"
         ) from e
@@ -117,6 +116,16 @@ def start_process_groups(
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _store(rank: int, world_size: int, address: str, timeout_s: float) -> dist.Store:
+    """Where the ranks meet."""
+    if world_size == 1:
+        return dist.HashStore()
+    host, _, port = address.rpartition(":")
+    if rank == 0:
+        return open_store(host, int(port), world_size, timeout_s)
+    return dist.TCPStore(host, int(port), world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def stop_process_groups() -> None:

@@ -1,0 +1,84 @@
+"""What a run shows to others while it runs: ports, command lines, files, endpoints; no key may be in them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from tests.chaos.evidence import Processes
+
+_KEY = re.compile(r'^(?:admin-)?api-key: "([0-9a-f]+)"$', re.MULTILINE)
+
+
+class Exposure(msgspec.Struct):
+    """Collected over the looks of a run; empty lists and sets are good."""
+
+    num_listening: int = 0
+    """Sockets that were seen listening, for a test that must not pass by seeing nothing."""
+    open_to_others: set[str] = msgspec.field(default_factory=set)
+    """Sockets that listen beyond the loopback interface, with their process."""
+    secrets: set[str] = msgspec.field(default_factory=set)
+    """Keys of the engines and the token of Ray."""
+    leaks: set[str] = msgspec.field(default_factory=set)
+    """Where one of them can be read by others."""
+    readable: set[str] = msgspec.field(default_factory=set)
+    """Files and folders that others than the user may open."""
+
+    def look(self, processes: Processes, run_dir: Path, output: Path, port: int) -> None:
+        """Look at everything once, while the run goes on.
+
+        Args:
+            processes: Of the run.
+            run_dir: Its folder.
+            output: What its driver prints.
+            port: Of its metrics.
+        """
+        shown: dict[str, str] = {}
+        for process in [process for role in processes.look().values() for process in role]:
+            with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+                command = process.cmdline()
+                shown[f"command line of {process.name()}"] = " ".join(command)
+                self._ports(process)
+                self._keys(process, command)
+        for path in ("metrics", "health"):
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer,
+            ):
+                shown[f"/{path}"] = answer.read().decode()
+        for path in [output, *sorted(p for p in run_dir.rglob("*") if p.is_file())]:
+            with suppress(FileNotFoundError):
+                shown[str(path)] = path.read_bytes().decode("latin-1")
+        for path in [run_dir, *run_dir.rglob("*")]:
+            self._private(path)
+        self.leaks |= {where for where, text in shown.items() if any(key in text for key in self.secrets)}
+
+    def _ports(self, process: psutil.Process) -> None:
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                self.num_listening += 1
+                address = ipaddress.ip_address(connection.laddr.ip)
+                address = getattr(address, "ipv4_mapped", None) or address
+                if not address.is_loopback:
+                    self.open_to_others.add(f"{process.name()} on {connection.laddr.ip}")
+
+    def _keys(self, process: psutil.Process, command: list[str]) -> None:
+        token = process.environ().get("RAY_AUTH_TOKEN")
+        if token is not None:
+            self.secrets.add(token)
+        for word in command:
+            if word.endswith("/keys.yaml"):
+                self.secrets.update(_KEY.findall(Path(word).read_text()))
+                self._private(Path(word))
+                self._private(Path(word).parent)
+
+    def _private(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            if path.stat().st_mode & 0o077:
+                self.readable.add(f"{path} {path.stat().st_mode & 0o777:o}")
