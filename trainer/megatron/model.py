@@ -84,7 +84,8 @@ def start_process_groups(
     Args:
         rank: This process.
         world_size: All of them.
-        init_address: `host:port` where rank 0 listens; not used by a rank that is alone.
+        init_address: `host:port` where rank 0 listens, or a URL that torch.distributed knows; not used by a
+            rank that is alone.
         layout: Parallel sizes.
         timeout_s: Longest wait in an exchange, seconds.
         seed: Of the generators that initialisation and dropout would use.
@@ -99,7 +100,7 @@ def start_process_groups(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
-            store=_store(rank, world_size, init_address, timeout_s),
+            **_meeting(rank, world_size, init_address, timeout_s),
         )
     except (RuntimeError, ValueError, OSError) as e:
         raise EnvironmentNotReady(
@@ -118,14 +119,17 @@ def start_process_groups(
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _store(rank: int, world_size: int, address: str, timeout_s: float) -> dist.Store:
-    """Where the ranks meet."""
+def _meeting(rank: int, world_size: int, address: str, timeout_s: float) -> dict[str, Any]:
+    """Where the ranks find each other, in the words of `init_process_group`."""
     if world_size == 1:
-        return dist.HashStore()
+        return {"store": dist.HashStore()}
+    if "://" in address:
+        return {"init_method": address}
     host, _, port = address.rpartition(":")
     if rank == 0:
-        return open_store(host, int(port), world_size, timeout_s)
-    return dist.TCPStore(host, int(port), world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+        return {"store": open_store(host, int(port), world_size, timeout_s)}
+    limit = timedelta(seconds=timeout_s)
+    return {"store": dist.TCPStore(host, int(port), world_size, is_master=False, timeout=limit)}
 
 
 def stop_process_groups() -> None:
