@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -60,12 +59,15 @@ class OneAnswer:
     def __init__(self, median: float, sigma: float, most: int, seed: int = 0) -> None:
         self._median, self._sigma, self._most = median, sigma, most
         self._random, self._numbers = random.Random(seed), count(1)
+        self.drawn: list[int] = []
+        """Tokens of all answers that were begun, were they ended or not."""
 
     async def run(self, task: Task, session: Session) -> None:
         length = task.metadata.get("tokens")
         if length is None:
             length = round(self._random.lognormvariate(math.log(self._median), self._sigma))
         length = max(1, min(length, self._most))
+        self.drawn.append(length)
         session.start([{"role": "user", "content": f"{length} {next(self._numbers)}"}])
         await session.generate()
 
@@ -79,7 +81,7 @@ _rewards = count()
 
 
 class World:
-    """One life of a run, see `train`.
+    """One life of a run, see `train`. Weight updates abort calls, so that what they sampled is known.
 
     Time is counted in tokens: one call alone on an engine samples one a second.
     """
@@ -177,7 +179,17 @@ class World:
         self.batches: list[TakenBatch] = []
         self.ended: list[int] = []
         """Tokens of all answers that ended, whatever became of them."""
+        self.position_of_groups: dict[str, int] = {}
+        """Of all groups that were dispatched in this life."""
+        self.queue.dispatched = self._see_dispatch(self.queue.dispatched)  # type: ignore[method-assign]
         self.queue._drift.ended = self._see_end(self.queue._drift.ended)  # type: ignore[method-assign]
+
+    def _see_dispatch(self, told: Any) -> Any:
+        def see(group_id: str, task_id: str, position: int, *others: Any) -> None:
+            self.position_of_groups[group_id] = position
+            told(group_id, task_id, position, *others)
+
+        return see
 
     def _see_end(self, told: Any) -> Any:
         def see(length: int) -> None:
@@ -217,9 +229,9 @@ class World:
         for engine in self.engines:
             self.pool.hold(engine.engine_id)
         for engine in self.engines:
-            await engine.interrupt("retract")
+            await engine.interrupt("abort")
             await self._update(engine)
-            await engine.resume_generation("retract")
+            await engine.resume_generation("abort")
         self.queue.advance(self.version)
         return True
 
@@ -242,9 +254,15 @@ class World:
         return [length for batch in self.batches for length in batch.sampled_lengths]
 
     @property
-    def groups(self) -> Counter[str]:
-        """How often each group was trained."""
-        return Counter(group_id for batch in self.batches for group_id in batch.group_ids)
+    def drawn(self) -> list[int]:
+        """Tokens of all answers that were begun, at full length."""
+        loop: OneAnswer = self.manager._agent_loop(self.config.rollout.agent_loop)
+        return loop.drawn
+
+    @property
+    def positions_trained(self) -> list[int]:
+        """Of the tasks that were trained, as often as they were, sorted."""
+        return sorted(self.position_of_groups[g] for batch in self.batches for g in batch.group_ids)
 
     def close(self) -> QueueStatistics:
         """End; what the ledger holds is audited."""

@@ -89,6 +89,8 @@ def test_a_step_sets_gauges_and_adds_to_counters() -> None:
                 routing_rows=40,
                 routing_rows_invalid=step,
                 step_s=2.0,
+                masked_tokens=3,
+                length_ks=0.02 * step,
                 wait_s=0.3,
             )
         )
@@ -96,6 +98,8 @@ def test_a_step_sets_gauges_and_adds_to_counters() -> None:
     assert value("async_rl_reward") == 0.5
     assert value("async_rl_trainer_weight_version") == 2
     assert value("async_rl_trained_tokens_total") == 20
+    assert value("async_rl_masked_tokens_total") == 6
+    assert value("async_rl_length_ks") == 0.04
     assert value("async_rl_routing_rows_total") == 80
     assert value("async_rl_routing_rows_invalid_total") == 3
     assert value("async_rl_train_step_seconds_sum") == 4.0

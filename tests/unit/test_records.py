@@ -70,6 +70,17 @@ def test_summary_derives_rates_and_shares_from_the_seconds_of_training() -> None
     )
 
 
+def test_summary_says_how_much_was_masked_and_the_last_distance_of_lengths() -> None:
+    records = [
+        record(1, trained_tokens=60, masked_tokens=20, length_ks=0.4),
+        record(2, trained_tokens=20, length_ks=0.03),
+    ]
+    summary = summarise(records, totals())
+    assert summary.masked_share == pytest.approx(0.2)
+    assert summary.length_ks == 0.03
+    assert summarise([], totals()).length_ks is None
+
+
 def test_kl_of_bypass_mode_has_a_mean_of_its_own() -> None:
     bypass = summarise([record(i, ppo_kl_bypass=0.1 * i) for i in (1, 3)], totals())
     assert (bypass.ppo_kl_mean, bypass.ppo_kl_bypass_mean) == (None, pytest.approx(0.2))

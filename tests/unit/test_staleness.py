@@ -128,51 +128,68 @@ def test_a_group_is_gone_when_it_was_removed() -> None:
         backlog.remove("a")
 
 
-World = tuple[int, bool, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
-"""How far engines lag behind the next version, whether a batch is being trained, and the numbers of ready and
-unfinished groups by deadline, relative to the next version to be consumed."""
+World = tuple[int, bool, int, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
+"""How far engines lag behind the next version, whether a batch is being trained, how many groups in flight
+have nothing to lose yet (`mask_tokens`), and the numbers of ready and of other unfinished groups by deadline,
+relative to the next version to be consumed."""
 
 
-def successors(world: World, batch: int, bound: int) -> list[World]:
+def successors(world: World, batch: int, bound: int, overage: Overage) -> list[World]:
     """Every next world, by one dispatch, finish, drop, take, settle or sync."""
-    lag, training, ready_items, flying_items = world
+    lag, training, free, ready_items, flying_items = world
     ready, flying = Counter(dict(ready_items)), Counter(dict(flying_items))
-    following = []
+    following: list[World] = []
+    newest = bound - lag  # the deadline of what is sampled by the weights served now
 
-    def add(lag: int, training: bool, ready: Counter[int], flying: Counter[int]) -> None:
-        following.append((lag, training, tuple(sorted((+ready).items())), tuple(sorted((+flying).items()))))
+    def add(lag: int, training: bool, free: int, ready: Counter[int], flying: Counter[int]) -> None:
+        items = tuple(sorted((+ready).items())), tuple(sorted((+flying).items()))
+        following.append((lag, training, free, *items))
 
-    if may_admit(ready.total() + flying.total(), batch, bound, lag):
-        add(lag, training, ready, flying + Counter([bound - lag]))
+    if may_admit(free + ready.total() + flying.total(), batch, bound, lag):
+        if overage == "mask_tokens":
+            add(lag, training, free + 1, ready, flying)
+        else:
+            add(lag, training, free, ready, flying + Counter([newest]))
+    if free:
+        add(lag, training, free - 1, ready, flying + Counter([newest]))  # its first answer has ended
+        add(lag, training, free - 1, ready + Counter([newest]), flying)  # all have
+        add(lag, training, free - 1, ready, flying)
     for deadline in flying:
-        add(lag, training, ready + Counter([deadline]), flying - Counter([deadline]))
-        add(lag, training, ready + Counter([deadline + 1]), flying - Counter([deadline]))
-        add(lag, training, ready, flying - Counter([deadline]))
-    if not training and batch_is_safe(ready, flying, 0, batch):
-        left = sorted(ready.elements())[batch:]
-        taken = sorted(ready.elements())[:batch]
+        add(lag, training, free, ready + Counter([deadline]), flying - Counter([deadline]))
+        if overage != "mask_tokens":
+            add(lag, training, free, ready + Counter([deadline + 1]), flying - Counter([deadline]))
+        add(lag, training, free, ready, flying - Counter([deadline]))
+    if not training and batch_is_safe(ready, flying + Counter({newest: free}), 0, batch, overage):
+        left, taken = sorted(ready.elements())[batch:], sorted(ready.elements())[:batch]
         assert taken[0] >= 0, f"a group past its deadline is consumed: {world}"
-        add(lag + 1, True, Counter(d - 1 for d in left), Counter({d - 1: n for d, n in flying.items()}))
+        if overage == "drop":
+            flying = Counter({deadline: n for deadline, n in flying.items() if deadline > 0})
+        aged = Counter({d - 1: n for d, n in flying.items()})
+        add(lag + 1, True, free, Counter(d - 1 for d in left), aged)
+        flying = Counter(dict(flying_items))
     if training:
-        add(lag, False, ready, flying)  # settled; engines still serve the old version
+        add(lag, False, free, ready, flying)  # settled; engines still serve the old version
     if lag and not training:
-        add(lag - 1, False, ready, flying)  # synced
+        add(lag - 1, False, free, ready, flying)  # synced
     return following
 
 
+@pytest.mark.parametrize("overage", ["wait", "drop", "mask_tokens"])
 @pytest.mark.parametrize(("batch", "bound"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (3, 1)])
 def test_nothing_is_late_and_nothing_stands_still_in_any_world_that_can_be_reached(
-    batch: int, bound: int
+    batch: int, bound: int, overage: Overage
 ) -> None:
-    start: World = (0, False, (), ())
+    """Under `drop`, too, nobody who has finished is ever late."""
+    start: World = (0, False, 0, (), ())
     seen, open_worlds = {start}, [start]
     while open_worlds:
         world = open_worlds.pop()
-        lag, training, ready, flying = world
+        lag, training, free, ready, flying = world
         assert all(deadline >= 0 for deadline, _ in (*ready, *flying)), f"somebody is late: {world}"
-        following = successors(world, batch, bound)
-        if not flying and not training and not lag and sum(n for _, n in ready) >= batch:
-            assert batch_is_safe(dict(ready), {}, 0, batch), f"a batch is ready and stands still: {world}"
+        assert not free or bound - lag >= 0 or training, f"somebody will be: {world}"
+        following = successors(world, batch, bound, overage)
+        if not flying and not free and not training and not lag and sum(n for _, n in ready) >= batch:
+            assert batch_is_safe(dict(ready), {}, 0, batch, overage), f"a batch stands still: {world}"
         assert following, f"nothing can happen any more: {world}"
         for other in following:
             if other not in seen and other[0] <= bound + 1:

@@ -235,6 +235,46 @@ async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Pa
     run.queue.close()
 
 
+async def test_take_goes_on_when_the_group_that_it_waits_for_is_lost(tmp_path: Path) -> None:
+    """Nothing waits for an id that will not come any more (verl issue 7155)."""
+    run = Run(tmp_path, max_staleness=1, groups_per_batch=1)
+    run.dispatch("lost", version=0)
+    run.queue.advance(1)
+    await run.ready("a", version=1)
+    async with Nursery() as nursery:
+        taking = nursery.start("trainer", run.queue.take(1))
+        await settled()
+        assert not taking.done()
+        run.queue.drop_trajectories(["lost-0"], "engine_error")
+        await settled()
+        assert not taking.done()  # its sibling may still come
+        run.queue.drop_trajectories(["lost-1"], "engine_error")
+        batch = await taking
+    assert batch is not None
+    assert batch.group_ids == ("a",)
+    run.queue.close()
+
+
+async def test_a_restart_admits_no_more_than_the_bound_allows(tmp_path: Path) -> None:
+    """What an earlier process left counts, or recovery inflates the capacity (AReaL issue 1388)."""
+    first = Run(tmp_path)
+    await first.ready("a", "b")
+    first.dispatch("c")
+    first.dispatch("d")
+    assert not first.queue.admits
+    first.queue.close()
+    second = first.again()
+    assert not second.queue.admits
+    second.queue.settle(await second.take(0), 1)
+    assert not second.queue.admits
+    second.queue.advance(1)
+    for name in "ef":
+        assert second.queue.admits
+        second.dispatch(name, version=1)
+    assert not second.queue.admits
+    second.queue.close()
+
+
 async def test_late_groups_are_dropped_and_counted_when_batches_do_not_wait(tmp_path: Path) -> None:
     metrics = Metrics()
     run = Run(tmp_path, max_staleness=0, overage="drop", metrics=metrics)
