@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl import orchestrator
-from async_rl.errors import EnvironmentNotReady, TrainerError
+from async_rl.errors import CheckpointError, EnvironmentNotReady, NonFiniteLoss, TrainerError
 from async_rl.metrics import Metrics
 from async_rl.queue.ledger import Ledger
 from async_rl.supervision import first_error
@@ -186,6 +186,17 @@ async def test_the_run_ends_with_the_cause_when_the_trainer_fails_too_often(calc
     assert "trainer rank 0 died during train_step" in str(error)
 
 
+@pytest.mark.parametrize("error", [NonFiniteLoss("the loss is nan"), CheckpointError("the disk is full")])
+async def test_the_run_ends_at_once_when_a_restart_would_meet_the_same_again(calculator, tmp_path, error):
+    config = make_config(calculator, tmp_path)
+    cluster = RestartedCluster(config)
+    cluster.faults[1, "train_step", 3] = error
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await run(config, cluster)
+    assert first_error(caught.value) is error
+    assert cluster.lives == 1
+
+
 async def test_a_start_that_fails_counts_as_a_restart(calculator, tmp_path):
     config = make_config(calculator, tmp_path, "trainer.max_restarts=2")
     cluster = RestartedCluster(config)
@@ -231,3 +242,38 @@ async def test_metrics_keep_the_law_of_conservation_when_the_queue_is_made_anew(
     restarted = value("async_rl_trajectories_dropped_total", {"reason": "restart"})
     assert restarted == summary.trajectories.dropped["restart"]
     assert value("async_rl_trainer_restarts_total") == 1
+
+
+async def test_every_prompt_is_trained_once_and_from_its_tokens_when_the_trainer_comes_back(
+    calculator, tmp_path, monkeypatch
+):
+    """Elsewhere a resume skips prompts, long ones first, and partial answers are lost at a checkpoint
+    (NeMo-RL#3599, #3594; verl#4199).
+    """
+    made: list[Metrics] = []
+    monkeypatch.setattr(orchestrator, "Metrics", lambda: made.append(Metrics()) or made[0])
+    lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines()[:24]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    config = make_config(
+        calculator,
+        tmp_path,
+        f"data.path={tmp_path / 'tasks.jsonl'}",
+        "data.epochs=1",
+        "run.max_steps=50",
+        "rollout.max_context_tokens=480",
+        "rollout.max_new_tokens=400",
+        "engine.mean_new_tokens=200",
+        "engine.decode_step_s=0.002",
+    )
+    cluster = RestartedCluster(config)
+    for life, step in ((1, 2), (2, 4)):
+        cluster.faults[life, "train_step", step] = died()
+    summary = await run(config, cluster)
+    assert cluster.lives == 3
+    assert summary.trajectories.trained == 24 * 4  # all of the data, each prompt's group once
+    assert summary.trajectories.in_flight == summary.trajectories.queued == 0
+    assert set(summary.trajectories.dropped) <= {"restart"}
+    assert_conserved(summary)
+    # What was half written went on from its tokens.
+    assert made[0].registry.get_sample_value("async_rl_resumed_tokens_total") > 0
+    assert summary.trajectories.dispatched == len(cluster.steps) * 4 * 4
