@@ -23,7 +23,8 @@ from async_rl.config import Config
 from async_rl.engines.protocol import EngineFacts
 from async_rl.errors import AsyncRLError
 from async_rl.metrics import Metrics
-from async_rl.queue.journal import Journal, Journalled
+from async_rl.queue.journal import Journal
+from async_rl.queue.journal_file import Journalled
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -110,15 +111,20 @@ class Estate:
         """Write what is new every `queue.journal_s`; a service, it never returns."""
         if self.journal is None or self._every_s is None:
             await asyncio.Future()
-        else:
-            # The ledger first: it must know the trajectories that the journal tells of.
-            await self.journal.run(self._every_s, before=self.queue.flush)
+            return
+        while True:
+            await asyncio.sleep(self._every_s)
+            self.journal.forget(await self.queue.keep_ended())
+            # The ledger first: it must know the trajectories that the journal tells of, and those that it
+            # need not tell of any more.
+            await self.journal.tick(before=self.queue.flush)
 
     def leave(self) -> None:
         """Write what is in flight at the end of a life, however it ends, up to the last token."""
         if self.journal is None:
             return
         try:
+            self.journal.forget(self.queue.keep_ended_now())
             self.queue.flush()
             self.journal.write()
         except AsyncRLError as error:  # the life may end because of it

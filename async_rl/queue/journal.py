@@ -1,19 +1,15 @@
 """What trajectories in flight have so far, on disk once a second, so that a killed driver goes on from there.
 
 ```
- session ──segments, turns, the running call──► Entry ──news──► Journal.run ──a write a tick──► journal-000007
-                                                                                                    │ killed
- session ◄───────────── replay (rollout.replay) ◄───────────── Journal.restore ◄────────────────────┘
+ session ──segments, turns, the running call──► Entry ──news──► Journal ──a write a tick──► journal-000007
+                                                                                                │ killed
+ session ◄───────────── replay (rollout.replay) ◄───────────── Journal.restore ◄────────────────┘
 ```
 
-The file is a sequence of codec frames, each a `JournalRecord`: what is new of one trajectory since its last
-record, the tokens of the call that runs included. A record that fails its checksum ends the journal of its
-trajectory there, because the next one does not continue it: records are numbered. What is cut short at the
-end of the file was being written when the process died, and is no loss of anything told to anybody.
-
-A record may also begin its trajectory anew (a new `epoch`, number 0): for another attempt, after a replay
-that took another course, and when the file is compacted. Compaction writes what is alive into the next file
-and removes this one, once it has grown to a multiple of that: disk use is bounded by what is in flight.
+An entry is told everything at once and asked once a tick; what is new since goes into one write of all
+trajectories, in a thread. `queue.journal_file` says what the file looks like. When it has grown to a multiple
+of what is alive, that is written into the next file and this one removed: disk use is bounded by what is in
+flight.
 
 The file is written, not synced: it survives the death of the process, and a power cut costs its tail.
 Routing rows are not in it. They are ten times the tokens, and the first call after a restart, or a prefill
@@ -35,10 +31,18 @@ from typing import Final, Literal, Protocol
 import msgspec
 import numpy as np
 
-from async_rl import codec
-from async_rl.errors import CorruptFrame, SpoolFull
+from async_rl.errors import SpoolFull
 from async_rl.metrics import Metrics
-from async_rl.types import Context, Sampled, Segment, VersionSpan, cap_versions
+from async_rl.queue.journal_file import (
+    Journalled,
+    JournalRecord,
+    TurnNote,
+    encoded,
+    files,
+    number,
+    read,
+)
+from async_rl.types import Sampled, Segment, VersionSpan, cap_versions
 
 log = logging.getLogger(__name__)
 
@@ -53,64 +57,6 @@ _RECORD_BYTES: Final = 512
 
 _TOKEN_BYTES: Final = 8
 """An int32 and a float32."""
-
-_MAGIC: Final = b"ASYNCRL\0"
-
-
-class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of `Session.generate`: what was asked for, and how it ended."""
-
-    start: int
-    """Tokens of the trajectory before it."""
-    max_new_tokens: int
-    stop: tuple[str, ...] = ()
-    end: int | None = None
-    """Tokens of the trajectory after it; None while it runs."""
-    reason: Literal["stop", "length"] = "length"
-
-
-class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What is new of one trajectory."""
-
-    trajectory_id: str
-    attempt: int
-    epoch: int
-    """Grows whenever the trajectory is written anew, from its beginning."""
-    index: int
-    """Of this record in its epoch, consecutive."""
-    segments: tuple[Context | Sampled, ...]
-    """Closed since the last record; they are final."""
-    open_start: int
-    """Tokens of the running call that earlier records hold and that still count."""
-    open: tuple[Sampled, ...]
-    """What the running call sampled since, one piece for each weight version."""
-    first_turn: int
-    turns: tuple[TurnNote, ...]
-    """From the `first_turn`-th on, in the place of what was known of them."""
-
-
-class Journalled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What the journal knows of one trajectory."""
-
-    trajectory_id: str
-    attempt: int
-    segments: tuple[Segment, ...]
-    turns: tuple[TurnNote, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Context and sampled together."""
-        return sum(len(segment.token_ids) for segment in self.segments)
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        """Tokens that the policy wrote."""
-        return sum(len(s.token_ids) for s in self.segments if isinstance(s, Sampled))
-
-    @property
-    def oldest_weight_version(self) -> int | None:
-        """The smallest version among the sampled tokens, or None when nothing was sampled."""
-        return min((s.weight_version for s in self.segments if isinstance(s, Sampled)), default=None)
 
 
 class OpenCall(Protocol):
@@ -256,25 +202,25 @@ class Entry:
 
 
 class Journal:
-    """The journal of a run, in a folder of its own. All methods but `run` are for the event loop's thread.
+    """The journal of a run, in a folder of its own. All methods are for the event loop's thread.
 
     Example:
         >>> journal = Journal(Path("journal"), metrics=metrics)
         >>> left = journal.restore(in_flight_ids, newest_version=step)
         >>> entry = journal.open(trajectory_id, replay=left.get(trajectory_id))
-        >>> async with services(journal=lambda: journal.run(every_s=1.0, before=ledger.flush)): ...
+        >>> await journal.tick(before=ledger.flush)  # once a second
         >>> journal.forget([trajectory_id])  # it is kept elsewhere, or settled
     """
 
     def __init__(self, directory: Path, metrics: Metrics | None = None) -> None:
-        """Open the folder; nothing is read before `restore` and nothing written before `run` or `write`."""
+        """Open the folder; nothing is read or written before `restore`."""
         self._directory = directory
         self._metrics = metrics
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._entries: dict[str, Entry] = {}
         self._waiting: deque[tuple[list[JournalRecord], bool]] = deque()  # gathered, not written
         self._lock = threading.Lock()
-        self._number = max((_number(path) for path in _files(directory)), default=0)
+        self._number = max((number(path) for path in files(directory)), default=0)
         self._file: int | None = None
         self._nbytes = 0
 
@@ -325,13 +271,11 @@ class Journal:
         for trajectory_id in trajectory_ids:
             self._entries.pop(trajectory_id, None)
 
-    async def run(self, every_s: float, before: Callable[[], None] = lambda: None) -> None:
-        """Write what is new, for ever.
+    async def tick(self, before: Callable[[], None] = lambda: None) -> None:
+        """Write what is new, in a thread.
 
         Args:
-            every_s: Seconds between two writes: what a kill can cost.
-            before: Called in the same thread before each write: the ledger must know what the journal tells
-                of.
+            before: Called in that thread before the write: the ledger must know what the journal tells of.
 
         Raises:
             SpoolFull: When the disk is full. What was written before is whole and stays.
@@ -341,16 +285,14 @@ class Journal:
             before()
             self._append()
 
-        while True:
-            await asyncio.sleep(every_s)
-            self._gather()
-            await asyncio.to_thread(work)
+        self._gather()
+        await asyncio.to_thread(work)
 
     def write(self) -> None:
         """Write what is new, now, in this thread.
 
         Raises:
-            SpoolFull: As `run`.
+            SpoolFull: As `tick`.
         """
         self._gather()
         self._append()
@@ -375,7 +317,7 @@ class Journal:
             while self._waiting:
                 records, compact = self._waiting.popleft()
                 try:
-                    self._write(_encoded(records), compact)
+                    self._write(encoded(records), compact)
                 except BaseException:
                     self._waiting.appendleft((records, compact))
                     raise
@@ -408,7 +350,7 @@ class Journal:
 
     def _replace(self, data: bytes) -> None:
         """Begin the next file; the one before goes when this one is there."""
-        old = _files(self._directory)
+        old = files(self._directory)
         path = self._directory / f"journal-{self._number + 1:06d}"
         part = path.with_name(f".{path.name}.part")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
@@ -427,80 +369,6 @@ class Journal:
             stale.unlink()
 
 
-def read(directory: Path) -> tuple[dict[str, Journalled], int]:
-    """What the journal in a folder tells, by trajectory, and how many records are damaged."""
-    states: dict[str, _State] = {}
-    lost = 0
-    for path in _files(directory):
-        for record in read_records(path.read_bytes()):
-            if record is None:
-                lost += 1
-            else:
-                states.setdefault(record.trajectory_id, _State()).apply(record)
-    known = {name: state.journalled(name) for name, state in states.items()}
-    return {name: state for name, state in known.items() if state.segments}, lost
-
-
-def read_records(data: bytes) -> Iterator[JournalRecord | None]:
-    """The records of a file in order, None for each stretch that is damaged. A torn tail is left out."""
-    view = memoryview(data)
-    position = 0
-    while position < len(data):
-        try:
-            head = codec.inspect(view[position:], verify=False)
-        except CorruptFrame:
-            # Its length cannot be trusted: look for the next one. What has none after it was cut short.
-            position = _next_frame(data, position + codec.ALIGNMENT)
-            if position < len(data):
-                yield None
-            continue
-        try:
-            yield codec.decode(view[position:], JournalRecord)
-        except CorruptFrame:
-            yield None
-        position += -(-head.nbytes // codec.ALIGNMENT) * codec.ALIGNMENT
-
-
-class _State:
-    """What the records of one trajectory come to."""
-
-    def __init__(self) -> None:
-        self.attempt = self.epoch = self.next = -1
-        self.segments: list[Segment] = []
-        self.turns: list[TurnNote] = []
-        self._open: list[Sampled] = []
-
-    def apply(self, record: JournalRecord) -> None:
-        """Take in a record that continues what is known, or begins anew; ignore any other."""
-        if record.index == 0 or record.attempt > self.attempt:
-            self.attempt, self.epoch, self.next = record.attempt, record.epoch, 0
-            self.segments, self.turns, self._open = [], [], []
-        if (record.attempt, record.epoch, record.index) != (self.attempt, self.epoch, self.next):
-            return  # one before it is damaged: its trajectory ends there
-        self.next += 1
-        self.segments += record.segments
-        self._open = [*_cut(self._open, record.open_start), *record.open]
-        self.turns = [*self.turns[: record.first_turn], *record.turns]
-
-    def journalled(self, trajectory_id: str) -> Journalled:
-        """What is known, with what the running call had sampled as segments of a call that was aborted."""
-        segments, end = [*self.segments, *_joined(self._open)], 0
-        for index, segment in enumerate(segments):
-            if isinstance(segment, Sampled) and not np.isfinite(segment.rollout_log_probs).all():
-                segments = segments[:index]  # an answer that would have been refused when its call ended
-                break
-            end += len(segment.token_ids)
-        turns = tuple(_until(turn, end) for turn in self.turns if turn.start <= end)
-        return Journalled(
-            trajectory_id=trajectory_id, attempt=self.attempt, segments=tuple(segments), turns=turns
-        )
-
-
-def _until(turn: TurnNote, end: int) -> TurnNote:
-    """A turn of which there are tokens up to `end` only."""
-    return turn if turn.end is None or turn.end <= end else msgspec.structs.replace(turn, end=None)
-
-
 def _pieces(call: OpenCall, start: int) -> Iterator[Sampled]:
     """What a running call sampled from its `start`-th token on, one piece for each weight version."""
     for span in call.versions:
@@ -515,69 +383,7 @@ def _pieces(call: OpenCall, start: int) -> Iterator[Sampled]:
             )
 
 
-def _cut(pieces: Sequence[Sampled], length: int) -> Iterator[Sampled]:
-    """The first `length` tokens."""
-    for piece in pieces:
-        if length <= 0:
-            return
-        yield _shortened(piece, length)
-        length -= len(piece.token_ids)
-
-
-def _shortened(piece: Sampled, length: int) -> Sampled:
-    if length >= len(piece.token_ids):
-        return piece
-    return msgspec.structs.replace(
-        piece, token_ids=piece.token_ids[:length], rollout_log_probs=piece.rollout_log_probs[:length]
-    )
-
-
-def _joined(pieces: Sequence[Sampled]) -> list[Sampled]:
-    """One segment for each weight version of a call that was written piece by piece."""
-    runs: list[list[Sampled]] = []
-    for piece in pieces:
-        if runs and runs[-1][0].weight_version == piece.weight_version:
-            runs[-1].append(piece)
-        else:
-            runs.append([piece])
-    return [
-        msgspec.structs.replace(
-            run[0],
-            token_ids=np.concatenate([piece.token_ids for piece in run]),
-            rollout_log_probs=np.concatenate([piece.rollout_log_probs for piece in run]),
-        )
-        for run in runs
-    ]
-
-
-def _encoded(records: Sequence[JournalRecord]) -> bytes:
-    """Frames one after the other, each aligned as its arrays must be."""
-    pieces: list[bytes | memoryview] = []
-    for record in records:
-        frame = codec.encode(record)
-        pieces += frame
-        pieces.append(bytes(-codec.encoded_size(frame) % codec.ALIGNMENT))
-    return b"".join(pieces)
-
-
-def _next_frame(data: bytes, position: int) -> int:
-    """Where the next frame may begin, or the end of the data."""
-    while (found := data.find(_MAGIC, position)) >= 0:
-        if found % codec.ALIGNMENT == 0:
-            return found
-        position = found + 1
-    return len(data)
-
-
 def _write_all(file: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(file, left) :]
-
-
-def _files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("journal-*"), key=_number)
-
-
-def _number(path: Path) -> int:
-    return int(path.name.removeprefix("journal-"))

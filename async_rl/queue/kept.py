@@ -6,7 +6,9 @@ each mapped slab holds a file descriptor. The ledger says which files count; the
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -46,7 +48,8 @@ class KeptTrajectories:
             SpoolFull: When there is no room. The trajectory can do without: its tokens are journalled.
         """
         name = trajectory.trajectory_id
-        nbytes = codec.Frame(trajectory).nbytes
+        data = b"".join(codec.encode(trajectory))
+        nbytes = len(data)
         with self._lock:
             self._forget(name)
             if self._max_bytes is not None and self._used + nbytes > self._max_bytes:
@@ -56,7 +59,7 @@ class KeptTrajectories:
                 )
             self._note(name, nbytes)
         try:
-            codec.write_frame(self._directory / name, trajectory)
+            self._write(name, data)
         except OSError as error:
             self.free([name])
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -80,7 +83,8 @@ class KeptTrajectories:
         for name in names:
             with self._lock:
                 self._forget(name)
-            (self._directory / name).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self._directory}/{name}")
 
     def recover(self, owned: Collection[str]) -> None:
         """Take up the files that an earlier process left, and remove those that nobody owns."""
@@ -90,6 +94,18 @@ class KeptTrajectories:
                     self._note(path.name, path.stat().st_size)
             else:
                 path.unlink()
+
+    def _write(self, name: str, data: bytes) -> None:
+        """The file appears when it is whole. Path objects would take longer than the write."""
+        part = f"{self._directory}/.{name}"
+        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(file, left) :]
+        finally:
+            os.close(file)
+        os.rename(part, f"{self._directory}/{name}")
 
     def _note(self, name: str, nbytes: int) -> None:
         self._sizes[name] = nbytes

@@ -38,7 +38,7 @@ from async_rl.diagnosis import QueueView
 from async_rl.engines.protocol import EngineFacts
 from async_rl.errors import CorruptFrame, InvariantError, SpoolFull
 from async_rl.metrics import Metrics
-from async_rl.queue.journal import Journalled
+from async_rl.queue.journal_file import Journalled
 from async_rl.queue.kept import KeptTrajectories
 from async_rl.queue.ledger import DataPosition, GroupRecord, Ledger
 from async_rl.queue.lengths import LengthDrift
@@ -183,6 +183,7 @@ class TrajectoryQueue:
         self._clock = clock
         self._in_flight: dict[str, InFlight] = {}
         self._putting: set[str] = set()
+        self._ended_early: dict[str, Trajectory] = {}
         self._ready: dict[str, _Ready] = {}
         self._taken: dict[str, _Taken] = {}
         self._packing: frozenset[str] = frozenset()
@@ -340,30 +341,52 @@ class TrajectoryQueue:
         """
         self._ledger.attempt(trajectory_id, attempt)
 
-    async def keep(self, trajectory: Trajectory) -> bool:
-        """Store a trajectory that has ended before its group has: a restart will not make it again.
-
-        Returns:
-            False when there is no room for it.
+    def ended(self, trajectory: Trajectory) -> None:
+        """A trajectory has ended, its group has not: `keep_ended` stores it unless the group is faster.
 
         Raises:
             InvariantError: When it is not in flight.
         """
-        try:
-            name, cancelled = await self._off_loop(lambda: self._kept.put(trajectory))
-        except SpoolFull as error:
-            log.warning("trajectory %s is not kept beside the journal: %s", trajectory.trajectory_id, error)
-            return False
-        try:
-            self._finish(trajectory, name)
-        except InvariantError as error:  # dropped while it was written
-            self._kept.free([name])
-            raise (cancelled or error) from error
-        if cancelled is None:
-            _, cancelled = await self._off_loop(self._ledger.flush)
+        self._ledger.group_of(trajectory.trajectory_id)
+        self._ended_early[trajectory.trajectory_id] = trajectory
+
+    async def keep_ended(self) -> list[str]:
+        """Store trajectories that have ended before their groups: a restart will not make them again.
+
+        The ledger knows of them with its next `flush`.
+
+        Returns:
+            Those that were stored now. Without room they are not: the journal has their tokens.
+        """
+        ended = list(self._ended_early.values())
+        if not ended:
+            return []
+        stored, cancelled = await self._off_loop(lambda: self._store(ended))
+        kept = self._note_kept(stored)
         if cancelled is not None:
             raise cancelled
-        return True
+        return kept
+
+    def keep_ended_now(self) -> list[str]:
+        """The same in this thread, when nobody else is at work any more."""
+        return self._note_kept(self._store(list(self._ended_early.values())))
+
+    def _store(self, trajectories: Sequence[Trajectory]) -> list[str]:
+        stored: list[str] = []
+        for trajectory in trajectories:
+            try:
+                stored.append(self._kept.put(trajectory))
+            except SpoolFull as error:
+                log.info("trajectory %s is not kept beside the journal: %s", trajectory.trajectory_id, error)
+                break
+        return stored
+
+    def _note_kept(self, stored: Sequence[str]) -> list[str]:
+        kept = [name for name in stored if name in self._ended_early]
+        self._kept.free([name for name in stored if name not in self._ended_early])  # settled meanwhile
+        for name in kept:
+            self._finish(self._ended_early.pop(name), name)
+        return kept
 
     async def put(self, group: Group) -> None:
         """Store a finished group. Trajectories that failed were dropped before.
@@ -401,6 +424,7 @@ class TrajectoryQueue:
         kept = dict(record.kept)
         try:
             for trajectory in group.trajectories:
+                self._ended_early.pop(trajectory.trajectory_id, None)
                 if trajectory.trajectory_id not in kept:
                     self._finish(trajectory, None)
             self._ledger.queue(
@@ -752,6 +776,8 @@ class TrajectoryQueue:
         kept = {name: frame for group in groups.values() for name, frame in group.kept.items()}
         self._ledger.drop(trajectory_ids, reason, retry=retry)
         self._kept.free([kept[name] for name in trajectory_ids if name in kept])
+        for name in trajectory_ids:
+            self._ended_early.pop(name, None)
         if self._metrics is not None:
             self._metrics.trajectories_dropped_total.labels(reason=reason).inc(len(trajectory_ids))
 

@@ -40,7 +40,8 @@ from async_rl.errors import (
 )
 from async_rl.loading import load_object
 from async_rl.metrics import Metrics
-from async_rl.queue.journal import Entry, Journal, Journalled
+from async_rl.queue.journal import Entry, Journal
+from async_rl.queue.journal_file import Journalled
 from async_rl.queue.trajectory_queue import LeftGroup, TrajectoryQueue
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.groups import (
@@ -222,8 +223,8 @@ class RolloutManager:
             work.end(trajectory_id, result)
             if may_leave_stragglers(len(work.finished), len(work.trajectory_ids), self._policy):
                 work.enough.set()
-            if isinstance(result, Trajectory) and not work.ended.is_set() and await self._queue.keep(result):
-                self._forget([trajectory_id])
+            if isinstance(result, Trajectory) and not work.ended.is_set():
+                self._queue.ended(result)
 
         async with waiting("trajectories"), Nursery() as siblings:
             work.stop = siblings.cancel

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_rl.queue.journal import Journalled, TurnNote
+from async_rl.queue.journal_file import Journalled, TurnNote
 from async_rl.types import Context, Int32Array, Sampled
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.queue import journal as journal_module
-from async_rl.queue.journal import Entry, Journal, Journalled, read
+from async_rl.queue.journal import Entry, Journal
+from async_rl.queue.journal_file import Journalled, read
 from async_rl.types import Context, Sampled, VersionSpan
 
 NAMES = ("a", "b", "c")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import pytest
 
 from async_rl.codec import Frame, read_frame
 from async_rl.errors import InvariantError, SpoolFull
-from async_rl.queue.journal import Journalled
+from async_rl.queue.journal_file import Journalled
 from async_rl.queue.kept import KeptTrajectories
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.supervision import Nursery
-from async_rl.types import Group, TrainBatch
+from async_rl.types import Group, TrainBatch, Trajectory
 from tests.support.trajectories import FACTS, make_group, make_trajectory
 
 
@@ -37,6 +38,11 @@ def open_queue(folder: Path, step: int, *journalled: Journalled, **settings: Any
 def dispatch(queue: TrajectoryQueue, *names: str, version: int = 0) -> None:
     for name in names:
         queue.dispatched(name, "task", len(queue._backlog._in_flight), [f"{name}-0", f"{name}-1"], version)
+
+
+async def keep(queue: TrajectoryQueue, trajectory: Trajectory) -> None:
+    queue.ended(trajectory)
+    assert await queue.keep_ended() == [trajectory.trajectory_id]
 
 
 def journalled(name: str, *versions: int) -> Journalled:
@@ -74,7 +80,7 @@ async def test_a_trajectory_that_has_ended_is_there_after_a_restart_until_its_gr
     first = open_queue(tmp_path, 0)
     dispatch(first, "g")
     ended, other = make_group("g").trajectories
-    assert await first.keep(ended)
+    await keep(first, ended)
     first.tried_again("g-1", 2)
     first.close()
     queue = open_queue(tmp_path, 0)
@@ -94,8 +100,8 @@ async def test_a_trajectory_that_has_ended_is_there_after_a_restart_until_its_gr
 async def test_a_trajectory_is_made_again_when_what_was_kept_of_it_is_damaged(tmp_path: Path) -> None:
     first = open_queue(tmp_path, 0)
     dispatch(first, "g", "h")
-    assert await first.keep(make_group("g").trajectories[0])
-    assert await first.keep(make_group("h").trajectories[1])
+    await keep(first, make_group("g").trajectories[0])
+    await keep(first, make_group("h").trajectories[1])
     first.close()
     kept = tmp_path / "spool" / "ended"
     data = bytearray((kept / "g-0").read_bytes())
@@ -113,11 +119,41 @@ async def test_nothing_is_kept_of_what_was_dropped(tmp_path: Path) -> None:
     queue = open_queue(tmp_path, 0)
     dispatch(queue, "g")
     ended = make_group("g").trajectories[0]
-    assert await queue.keep(ended)
+    await keep(queue, ended)
     queue.drop_group("g", "error")
     assert list((tmp_path / "spool" / "ended").iterdir()) == []
     with pytest.raises(InvariantError):
-        await queue.keep(ended)
+        queue.ended(ended)
+    assert await queue.keep_ended() == []
+    assert list((tmp_path / "spool" / "ended").iterdir()) == []
+    queue.close()
+
+
+@pytest.mark.parametrize("how", ["put", "drop"])
+async def test_nothing_is_left_of_what_was_settled_while_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    queue = open_queue(tmp_path, 0)
+    dispatch(queue, "g")
+    group = make_group("g")
+    queue.ended(group.trajectories[0])
+    put, begun, go = queue._kept.put, threading.Event(), threading.Event()
+
+    def put_slowly(trajectory: Trajectory) -> str:
+        begun.set()
+        go.wait(10)
+        return put(trajectory)
+
+    monkeypatch.setattr(queue._kept, "put", put_slowly)
+    async with Nursery() as nursery:
+        keeping = nursery.start("keep", queue.keep_ended())
+        await asyncio.to_thread(begun.wait, 10)
+        if how == "put":
+            await queue.put(group)
+        else:
+            queue.drop_group("g", "error")
+        go.set()
+    assert keeping.result() == []
     assert list((tmp_path / "spool" / "ended").iterdir()) == []
     queue.close()
 
@@ -127,7 +163,7 @@ async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(
     dispatch(first, "queued", "left", version=4)
     parts = [make_trajectory(f"queued-{i}", "queued", sampled=((2, 3), (3, 6))) for i in range(2)]
     await first.put(Group(group_id="queued", task_id="task", trajectories=tuple(parts)))
-    assert await first.keep(make_trajectory("left-0", "left", sampled=((3, 6),)))
+    await keep(first, make_trajectory("left-0", "left", sampled=((3, 6),)))
     first.close()
     queue = open_queue(tmp_path, 4, max_staleness=3)
     (left,) = queue.left

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from async_rl.engines.protocol import Engine, EngineFacts
-from async_rl.queue.journal import Entry, Journal, Journalled
+from async_rl.queue.journal import Entry, Journal
+from async_rl.queue.journal_file import Journalled
 from async_rl.types import Context, Sampled, Trajectory
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import PROMPT, Bench

@@ -1,0 +1,216 @@
+"""The journal's file: a sequence of codec frames, one for each record, and what they come to.
+
+A record says what is new of one trajectory. It is numbered within its *epoch*, so that a damaged one ends the
+journal of its trajectory there: the next one does not continue what is known. Number 0 begins anew: another
+attempt, a replay that took another course, a file that was compacted. What is cut short at the end of a file
+was being written when the process died.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+
+from async_rl import codec
+from async_rl.errors import CorruptFrame
+from async_rl.types import Context, Sampled, Segment
+
+_MAGIC: Final = b"ASYNCRL\0"
+
+
+class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of `Session.generate`: what was asked for, and how it ended."""
+
+    start: int
+    """Tokens of the trajectory before it."""
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    end: int | None = None
+    """Tokens of the trajectory after it; None while it runs."""
+    reason: Literal["stop", "length"] = "length"
+
+
+class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What is new of one trajectory."""
+
+    trajectory_id: str
+    attempt: int
+    epoch: int
+    """Grows whenever the trajectory is written anew, from its beginning."""
+    index: int
+    """Of this record in its epoch, consecutive."""
+    segments: tuple[Context | Sampled, ...]
+    """Closed since the last record; they are final."""
+    open_start: int
+    """Tokens of the running call that earlier records hold and that still count."""
+    open: tuple[Sampled, ...]
+    """What the running call sampled since, one piece for each weight version."""
+    first_turn: int
+    turns: tuple[TurnNote, ...]
+    """From the `first_turn`-th on, in the place of what was known of them."""
+
+
+class Journalled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What the journal knows of one trajectory."""
+
+    trajectory_id: str
+    attempt: int
+    segments: tuple[Segment, ...]
+    turns: tuple[TurnNote, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Context and sampled together."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum(len(s.token_ids) for s in self.segments if isinstance(s, Sampled))
+
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """The smallest version among the sampled tokens, or None when nothing was sampled."""
+        return min((s.weight_version for s in self.segments if isinstance(s, Sampled)), default=None)
+
+
+def read(directory: Path) -> tuple[dict[str, Journalled], int]:
+    """What the journal in a folder tells, by trajectory, and how many records are damaged."""
+    states: dict[str, _State] = {}
+    lost = 0
+    for path in files(directory):
+        for record in read_records(path.read_bytes()):
+            if record is None:
+                lost += 1
+            else:
+                states.setdefault(record.trajectory_id, _State()).apply(record)
+    known = {name: state.journalled(name) for name, state in states.items()}
+    return {name: state for name, state in known.items() if state.segments}, lost
+
+
+def read_records(data: bytes) -> Iterator[JournalRecord | None]:
+    """The records of a file in order, None for each stretch that is damaged. A torn tail is left out."""
+    view = memoryview(data)
+    position = 0
+    while position < len(data):
+        try:
+            head = codec.inspect(view[position:], verify=False)
+        except CorruptFrame:
+            # Its length cannot be trusted: look for the next one. What has none after it was cut short.
+            position = _next_frame(data, position + codec.ALIGNMENT)
+            if position < len(data):
+                yield None
+            continue
+        try:
+            yield codec.decode(view[position:], JournalRecord)
+        except CorruptFrame:
+            yield None
+        position += -(-head.nbytes // codec.ALIGNMENT) * codec.ALIGNMENT
+
+
+class _State:
+    """What the records of one trajectory come to."""
+
+    def __init__(self) -> None:
+        self.attempt = self.epoch = self.next = -1
+        self.segments: list[Segment] = []
+        self.turns: list[TurnNote] = []
+        self._open: list[Sampled] = []
+
+    def apply(self, record: JournalRecord) -> None:
+        """Take in a record that continues what is known, or begins anew; ignore any other."""
+        if record.index == 0 or record.attempt > self.attempt:
+            self.attempt, self.epoch, self.next = record.attempt, record.epoch, 0
+            self.segments, self.turns, self._open = [], [], []
+        if (record.attempt, record.epoch, record.index) != (self.attempt, self.epoch, self.next):
+            return  # one before it is damaged: its trajectory ends there
+        self.next += 1
+        self.segments += record.segments
+        self._open = [*_cut(self._open, record.open_start), *record.open]
+        self.turns = [*self.turns[: record.first_turn], *record.turns]
+
+    def journalled(self, trajectory_id: str) -> Journalled:
+        """What is known, with what the running call had sampled as segments of a call that was aborted."""
+        segments, end = [*self.segments, *_joined(self._open)], 0
+        for index, segment in enumerate(segments):
+            if isinstance(segment, Sampled) and not np.isfinite(segment.rollout_log_probs).all():
+                segments = segments[:index]  # an answer that would have been refused when its call ended
+                break
+            end += len(segment.token_ids)
+        turns = tuple(_until(turn, end) for turn in self.turns if turn.start <= end)
+        return Journalled(
+            trajectory_id=trajectory_id, attempt=self.attempt, segments=tuple(segments), turns=turns
+        )
+
+
+def _until(turn: TurnNote, end: int) -> TurnNote:
+    """A turn of which there are tokens up to `end` only."""
+    return turn if turn.end is None or turn.end <= end else msgspec.structs.replace(turn, end=None)
+
+
+def _cut(pieces: Sequence[Sampled], length: int) -> Iterator[Sampled]:
+    """The first `length` tokens."""
+    for piece in pieces:
+        if length <= 0:
+            return
+        yield _shortened(piece, length)
+        length -= len(piece.token_ids)
+
+
+def _shortened(piece: Sampled, length: int) -> Sampled:
+    if length >= len(piece.token_ids):
+        return piece
+    return msgspec.structs.replace(
+        piece, token_ids=piece.token_ids[:length], rollout_log_probs=piece.rollout_log_probs[:length]
+    )
+
+
+def _joined(pieces: Sequence[Sampled]) -> list[Sampled]:
+    """One segment for each weight version of a call that was written piece by piece."""
+    runs: list[list[Sampled]] = []
+    for piece in pieces:
+        if runs and runs[-1][0].weight_version == piece.weight_version:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return [
+        msgspec.structs.replace(
+            run[0],
+            token_ids=np.concatenate([piece.token_ids for piece in run]),
+            rollout_log_probs=np.concatenate([piece.rollout_log_probs for piece in run]),
+        )
+        for run in runs
+    ]
+
+
+def encoded(records: Sequence[JournalRecord]) -> bytes:
+    """Frames one after the other, each aligned as its arrays must be."""
+    pieces: list[bytes | memoryview] = []
+    for record in records:
+        frame = codec.encode(record)
+        pieces += frame
+        pieces.append(bytes(-codec.encoded_size(frame) % codec.ALIGNMENT))
+    return b"".join(pieces)
+
+
+def _next_frame(data: bytes, position: int) -> int:
+    """Where the next frame may begin, or the end of the data."""
+    while (found := data.find(_MAGIC, position)) >= 0:
+        if found % codec.ALIGNMENT == 0:
+            return found
+        position = found + 1
+    return len(data)
+
+
+def files(directory: Path) -> list[Path]:
+    """The journal's files in the order in which they were begun; more than one where a process died."""
+    return sorted(directory.glob("journal-*"), key=number)
+
+
+def number(path: Path) -> int:
+    """Of a file."""
+    return int(path.name.removeprefix("journal-"))

@@ -1,0 +1,319 @@
+"""What the journal costs a run, and how long a killed one takes to go on.
+
+python benchmarks/journal.py [--quick] [--json FILE]
+
+The loop that is measured is the real one (orchestrator, manager, sessions, queue, ledger), on simulated
+engines. Without the journal nothing is written of groups in flight, finished siblings included. With and
+without it runs in turns in one process; a ratio is of two neighbouring runs. Processor time is that of all
+threads: what else this machine does is in the wall time, not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from async_rl.chat import ChatFormat
+from async_rl.codec import read_frame
+from async_rl.config import Config, SimulatedEngines, parse_config
+from async_rl.engines.protocol import Engine, EngineFacts
+from async_rl.engines.simulated import SimulatedEngine
+from async_rl.errors import EngineError
+from async_rl.metrics import Metrics
+from async_rl.orchestrator import Orchestrator
+from async_rl.queue.journal import Entry, Journal
+from async_rl.simulation.users import SimulatedChat
+from async_rl.training import StepResult, Trainer, TrainerState
+from async_rl.types import Context, Sampled, Task, TrainBatch
+
+FACTS = EngineFacts(
+    num_layers=4, moe_layers=(0, 1, 2, 3), num_experts=16, top_k=2, vocab_size=512, context_length=4096
+)
+TASKS = tuple(
+    Task(task_id=f"t{i}", messages=[{"role": "user", "content": " ".join(["7"] * 60)}], answer="8")
+    for i in range(64)
+)
+FIGURES = (
+    *("clip_fraction", "entropy", "grad_norm", "importance_ratio_mean", "importance_truncated_fraction"),
+    *("lag0_log_prob_abs_diff", "log_prob_abs_diff", "log_prob_diff", "loss", "ppo_kl", "ppo_kl_bypass"),
+    *("rollout_kl", "rollout_kl_lag0", "rollout_kl_lag1", "rollout_kl_lag2_up"),
+)
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One line of the table."""
+
+    what: str
+    measured: str
+    reference: str = ""
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    target: str = ""
+
+
+class Reader:
+    """A trainer that reads its batch and has nothing to learn."""
+
+    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        """See `Trainer`."""
+        return TrainerState(step=0)
+
+    async def train_step(self, batch_path: str, step: int) -> StepResult:
+        """See `Trainer`."""
+        batch = read_frame(batch_path, TrainBatch)
+        counts = {"tokens": batch.num_tokens, "trained_tokens": int(batch.loss_mask.sum())}
+        rows = {"routing_rows": 0.0, "routing_rows_invalid": 0.0, "step_s": 0.0}
+        return StepResult(step=step, metrics=dict.fromkeys(FIGURES, 0.0) | counts | rows)
+
+    async def publish(self, directory: str, weight_version: int) -> None:
+        """See `Trainer`."""
+        await asyncio.to_thread(Path(directory).mkdir, parents=True, exist_ok=True)
+
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        """See `Trainer`."""
+
+    async def close(self) -> None:
+        """See `Trainer`."""
+
+
+class Cluster:
+    """Everything in this process."""
+
+    weight_backend = "gloo"
+
+    def __init__(self, config: Config) -> None:
+        assert isinstance(config.engine, SimulatedEngines)
+        self._engines = [
+            SimulatedEngine(f"engine-{i}", config.engine, facts=FACTS)
+            for i in range(config.engine.num_engines)
+        ]
+
+    async def start_engines(self) -> list[Engine]:
+        """See `Cluster`."""
+        return list(self._engines)
+
+    async def start_trainer(self) -> Trainer:
+        """See `Cluster`."""
+        return cast(Trainer, Reader())
+
+    async def restart_engine(self, engine_id: str) -> None:
+        """See `Cluster`."""
+        raise EngineError(f"{engine_id} failed in a benchmark")
+
+    async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
+        """See `Cluster`."""
+        await asyncio.Future()
+
+    async def open_port(self) -> tuple[str, int]:
+        """See `Cluster`."""
+        return "127.0.0.1", 0
+
+
+class Cost(msgspec.Struct):
+    """Of one run."""
+
+    wall_s: float
+    cpu_s: float
+    tokens: float
+    journal_bytes: float
+
+
+def live(folder: Path, *, journal: bool, steps: int, decode_step_s: float) -> Cost:
+    """One run."""
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
+    (run_dir / "checkpoints").mkdir()
+    config = parse_config(
+        {
+            "run": {"max_steps": steps, "drain_s": 0},
+            "model": {"path": str(run_dir)},
+            "data": {"path": "unused"},
+            "engine": {
+                "kind": "simulated",
+                "num_engines": 2,
+                "max_running_requests": 64,
+                "decode_step_s": decode_step_s,
+                "prefill_tokens_per_s": 1e6,
+                "mean_new_tokens": 120,
+            },
+            "rollout": {
+                "group_size": 8,
+                "max_concurrent_trajectories": 128,
+                "max_staleness": 2,
+                "max_new_tokens": 400,
+                "max_context_tokens": 512,
+            },
+            "queue": {"journal_s": 1.0 if journal else None},
+            "trainer": {"groups_per_batch": 8, "checkpoint_every": 0},
+        }
+    )
+    ids = iter(range(1 << 40))
+    metrics = Metrics()
+
+    async def run() -> None:
+        orchestrator = Orchestrator(
+            config, run_dir, asyncio.Event(), Cluster(config), metrics, time.monotonic
+        )
+        chat = cast(ChatFormat, SimulatedChat())
+        await orchestrator.run(TASKS, chat, FACTS, lambda: f"{next(ids):032x}", None)
+
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    asyncio.run(run())
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+    shutil.rmtree(run_dir)
+
+    def value(name: str) -> float:
+        return metrics.registry.get_sample_value(f"async_rl_{name}") or 0.0
+
+    return Cost(wall_s, cpu_s, value("sampled_tokens_total"), value("journal_written_bytes_total"))
+
+
+def compare(folder: Path, repetitions: int, steps: int) -> list[Row]:
+    """The whole loop as fast as it goes, in turns."""
+    live(folder, journal=True, steps=2, decode_step_s=0.0)  # to warm up
+    pairs: list[tuple[Cost, Cost]] = []
+    for turn in range(repetitions):
+        order = (True, False) if turn % 2 else (False, True)
+        costs = {journal: live(folder, journal=journal, steps=steps, decode_step_s=0.0) for journal in order}
+        pairs.append((costs[True], costs[False]))
+    rate = np.array([(a.tokens / a.wall_s) / (b.tokens / b.wall_s) for a, b in pairs])
+    cpu = np.array([(a.cpu_s / a.tokens) / (b.cpu_s / b.tokens) for a, b in pairs])
+    ours, theirs = (np.median([c.tokens / c.wall_s for c in costs]) for costs in zip(*pairs, strict=True))
+    cpu_ours, cpu_theirs = (
+        np.median([1e6 * c.cpu_s / c.tokens for c in costs]) for costs in zip(*pairs, strict=True)
+    )
+    written = np.median([a.journal_bytes / a.tokens for a, _ in pairs])
+    per_s = np.median([a.journal_bytes / a.wall_s for a, _ in pairs])
+    return [
+        row("tokens/s of the loop, 128 in flight", f"{ours:,.0f}", f"none: {theirs:,.0f}", rate, ">= 0.97"),
+        row("processor time a token", f"{cpu_ours:.1f} us", f"none: {cpu_theirs:.1f} us", cpu, "<= 1.03"),
+        Row(
+            what="written",
+            measured=f"{written:.1f} B a sampled token, {per_s / 1e6:.2f} MB/s",
+            reference="id and log-prob: 8 B",
+            ratio=float(written / 8),
+        ),
+    ]
+
+
+def pace(folder: Path, repetitions: int, steps: int) -> Row:
+    """At the quickstart's pace, about 1,000 tokens/s: what is added to one core's load."""
+    shares = []
+    for _ in range(repetitions):
+        ours, theirs = (
+            live(folder, journal=journal, steps=steps, decode_step_s=0.11) for journal in (True, False)
+        )
+        shares.append(ours.cpu_s / ours.wall_s - theirs.cpu_s / theirs.wall_s)
+        tokens_per_s = ours.tokens / ours.wall_s
+    return Row(
+        what=f"at {tokens_per_s:,.0f} tokens/s, 128 in flight",
+        measured=f"{100 * float(np.median(shares)):.2f}% of a core",
+        reference="none",
+        target="<= 3%",
+    )
+
+
+def resume(folder: Path, counts: list[int], tokens: int, repetitions: int) -> list[Row]:
+    """From the folder of a killed run to trajectories that can be replayed."""
+    rows = []
+    for count in counts:
+        directory = folder / f"journal-of-{count}"
+        journal = Journal(directory)
+        journal.restore((), newest_version=0)
+        names = [f"{i:032x}" for i in range(count)]
+        for name in names:
+            entry = journal.open(name)
+            entry.segments += [Context(token_ids=np.arange(200, dtype=np.int32)), sampled(tokens)]
+        journal.write()
+        size = journal.nbytes
+        journal.close()
+        times = {"ours": np.empty(repetitions), "read": np.empty(repetitions)}
+        for turn in range(repetitions):
+            (path,) = directory.glob("journal-*")
+            begin = time.perf_counter()
+            path.read_bytes()
+            middle = time.perf_counter()
+            again = Journal(directory)
+            left = again.restore(set(names), newest_version=0)
+            times["ours"][turn], times["read"][turn] = time.perf_counter() - middle, middle - begin
+            again.close()
+            assert len(left) == count
+            assert Entry(names[0], 1, left[names[0]]).alive_bytes > 8 * tokens
+        rows.append(
+            row(
+                f"take over {count} trajectories of {tokens} tokens, {size / 1e6:.1f} MB",
+                f"{1e3 * np.median(times['ours']):.1f} ms",
+                f"read the file: {1e3 * np.median(times['read']):.1f} ms",
+                times["ours"] / times["read"],
+            )
+        )
+    return rows
+
+
+def sampled(count: int) -> Sampled:
+    """Tokens of one call."""
+    return Sampled(
+        token_ids=np.arange(count, dtype=np.int32),
+        rollout_log_probs=np.full(count, -0.5, np.float32),
+        weight_version=0,
+        engine_id="engine-0",
+        finish_reason="abort",
+    )
+
+
+def row(what: str, measured: str, reference: str, ratios: np.ndarray, target: str = "") -> Row:
+    low, middle, high = np.percentile(ratios, [25, 50, 75])
+    return Row(
+        what=what,
+        measured=measured,
+        reference=reference,
+        ratio=float(middle),
+        ratio_low=float(low),
+        ratio_high=float(high),
+        target=target,
+    )
+
+
+def show(rows: list[Row]) -> None:
+    """As a table."""
+    table = Table(title="journal")
+    for column in ("", "with it", "reference", "ratio", "quartiles", "target"):
+        table.add_column(column, justify="right" if column in ("ratio", "quartiles") else "left")
+    for r in rows:
+        ratio = "" if r.ratio is None else f"{r.ratio:.3f}"
+        quartiles = "" if r.ratio_low is None else f"{r.ratio_low:.3f}-{r.ratio_high:.3f}"
+        table.add_row(r.what, r.measured, r.reference, ratio, quartiles, r.target)
+    Console(width=150).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller, about a minute")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="async-rl-benchmark-"))
+    try:
+        rows = compare(folder, 3 if options.quick else 15, 6 if options.quick else 12)
+        rows.append(pace(folder, 1 if options.quick else 3, 1 if options.quick else 3))
+        rows += resume(folder, [256, 2048], 1000, 5 if options.quick else 20)
+    finally:
+        shutil.rmtree(folder)
+    show(rows)
+    if options.json is not None:
+        options.json.write_text(json.dumps(msgspec.to_builtins(rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()
