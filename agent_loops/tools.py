@@ -76,7 +76,7 @@ class Tool:
         try:
             async with (
                 asyncio.timeout(timeout_s) as deadline,
-                waiting("tool", self.name, timeout_s, scope=deadline),
+                waiting("tool", self.name, scope=deadline),
             ):
                 if self._is_async:
                     result = await self._function(**values)

@@ -329,10 +329,10 @@ class _Walk:
             case "batch":
                 self._batch(wait, path, chain)
             case "trajectories":
-                trajectories = [node for node in self._children[wait.who] if node.kind == "trajectory"]
-                self._turn_to(trajectories, wait, path, chain)
-                if not trajectories:
-                    self._add("lost", "group", wait.who.id, wait.age_s, (*chain, "nobody runs any of them"))
+                self._turn_to(self._children[wait.who], wait, path, chain)
+                if not self._children[wait.who]:
+                    link = "nobody runs any of them"
+                    self._add("lost", wait.who.kind, wait.who.id, wait.age_s, (*chain, link))
             case "admission":
                 if self._snapshot.queue is not None and self._snapshot.queue.admits:
                     self._asleep(wait, chain)

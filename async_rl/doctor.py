@@ -43,6 +43,7 @@ def limits(config: Config) -> dict[str, float]:
     """Longest waits of a config, by what is awaited; what is not in it has no limit of its own."""
     engine, weights, trainer, rollout = config.engine, config.weights, config.trainer, config.rollout
     start_s = engine.start_timeout_s if isinstance(engine, SGLangEngines) else engine.stall_s
+    start_s += engine.restart_delay_max_s  # a restart that waits for its turn counts as one under way
     named: dict[Awaited, float] = {
         "agent loop": rollout.trajectory_timeout_s,
         "checkpoint": trainer.step_timeout_s,
@@ -82,7 +83,7 @@ class Doctor:
     def __init__(self, config: Config, waits: Waits, pool: EnginePool, metrics: Metrics) -> None:
         """Know the run's waits and engines; queue and slots come later."""
         self._config = config.doctor
-        self._patience_s = config.engine.stall_s
+        self._engine = config.engine
         self._limits = limits(config)
         self._waits = waits
         self._pool = pool
@@ -172,14 +173,16 @@ class Doctor:
         return "; ".join(phrase(wait.on, wait.target, wait.why() if wait.why else None) for wait in ours)
 
     def _engines(self) -> list[EngineView]:
-        pool = self._pool
+        pool, config = self._pool, self._engine
         states = {engine.engine_id: state for state in EngineState for engine in pool.engines(state)}
+        vitals = {engine_id: pool.vitals(engine_id) for engine_id in states}
         return [
             EngineView(
                 engine_id=engine_id,
                 state=state,
-                running_calls=pool.vitals(engine_id).calls,
-                patience_s=self._patience_s,
+                running_calls=vitals[engine_id].calls,
+                patience_s=config.stall_s
+                + vitals[engine_id].prefill_tokens / config.min_prefill_tokens_per_s,
                 weight_version=pool.version_of(engine_id),
                 error=str(pool.error_of(engine_id) or ""),
             )

@@ -48,15 +48,18 @@ class Slots:
     def release(self, holder: str = _DISPATCH) -> None:
         """Give a slot back; nothing happens when it was reclaimed."""
         if holder in self._holders:
-            del self._holders[holder]
-            self._free.release()
+            self._give_back(holder)
 
     def reclaim(self, alive: Collection[str]) -> list[str]:
         """Free what is held by nobody who is alive; who held it."""
         gone = [holder for holder in self._holders if holder != _DISPATCH and holder not in alive]
         for holder in gone:
-            self.release(holder)
+            self._give_back(holder)
         return gone
+
+    def _give_back(self, holder: str) -> None:
+        del self._holders[holder]
+        self._free.release()
 
     def _why(self) -> str:
         return f"all of rollout.max_concurrent_trajectories = {self.limit} are taken"

@@ -1,0 +1,518 @@
+"""Hangs of every kind in a whole run, in virtual time: each is diagnosed within a minute, some are cured."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+from uuid6 import uuid7
+
+from agent_loops.single_turn import SingleTurnLoop
+from agent_loops.tools import Tool
+from async_rl.chat import load_chat_format
+from async_rl.config import Config
+from async_rl.diagnosis import Diagnosis
+from async_rl.engines.facts import load_facts
+from async_rl.engines.health import HealthWatch
+from async_rl.engines.protocol import Chunk, Finish, GenerateRequest, WeightUpdate
+from async_rl.engines.simulated import SimulatedEngine
+from async_rl.errors import StallError
+from async_rl.metrics import Metrics
+from async_rl.orchestrator import Orchestrator
+from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.records import Summary
+from async_rl.rollout.api import Session
+from async_rl.rollout.dataset import load_tasks
+from async_rl.rollout.groups import GroupInFlight
+from async_rl.rollout.manager import RolloutManager
+from async_rl.rollout.slots import Slots
+from async_rl.simulation.virtual_time import run_virtual
+from async_rl.supervision import Nursery, first_error, service_of
+from async_rl.training import StepResult, Trainer
+from async_rl.types import Completion, Group, Task
+from async_rl.waits import acting
+from tests.simulation.test_loop import assert_conserved, make_config
+from tests.support.local_cluster import LocalCluster
+
+MINUTE = 60.0
+
+
+class Hang:
+    """A place where something never comes back, from its `after`-th visit on, `times` times."""
+
+    current: ClassVar[Hang]
+
+    def __init__(self, after: int = 10, times: float = float("inf")) -> None:
+        self.after, self.times, self.visits = after, times, 0
+        self.begun = asyncio.Event()
+        Hang.current = self
+
+    async def __call__(self) -> None:
+        self.visits += 1
+        if self.after <= self.visits < self.after + self.times:
+            self.begun.set()
+            await asyncio.Future()
+
+
+async def score(task: Task, completion: Completion) -> float:
+    return float(len(completion.text))
+
+
+async def score_for_ever(task: Task, completion: Completion) -> float:
+    await Hang.current()
+    return float(len(completion.text))
+
+
+async def search(query: str) -> str:
+    """Search the web."""
+    await Hang.current()
+    return "nothing"
+
+
+class SearchingLoop(SingleTurnLoop):
+    """Uses a tool after it answered."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        await super().run(task, session)
+        await Tool(search).call({"query": "x"}, timeout_s=session.tool_timeout_s)
+
+
+class PatientLoop(SingleTurnLoop):
+    """Takes ten minutes to think."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        await asyncio.sleep(600)
+        await super().run(task, session)
+
+
+async def score_slowly(task: Task, completion: Completion) -> float:
+    await asyncio.sleep(300)
+    return 1.0
+
+
+async def never(watch: HealthWatch) -> None:
+    """In the place of a loop that looks: it looks away."""
+    await asyncio.Future()
+
+
+class DreamingLoop(SingleTurnLoop):
+    """Awaits something of its own."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        await super().run(task, session)
+        await Hang.current()
+
+
+class SilentEngine(SimulatedEngine):
+    """Stops to send, in all calls at once, until it is restarted."""
+
+    silent = False
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
+        async for event in super().generate(request):
+            if Hang.current.visits >= Hang.current.after and not self.restarted:
+                await Hang.current()
+            Hang.current.visits += 1
+            yield event
+
+    restarted = False
+
+    def restart(self) -> None:
+        self.restarted = True
+        super().restart()
+
+
+class Patient:
+    """A run in virtual time, to be looked at from outside."""
+
+    def __init__(self, calculator: Path, tmp_path: Path, *overrides: str, step_s: float = 0.5) -> None:
+        self.config: Config = make_config(
+            calculator,
+            tmp_path,
+            f"rollout.reward={__name__}:score",
+            "rollout.tool_timeout_s=3600",
+            "rollout.reward_timeout_s=3600",
+            "rollout.trajectory_timeout_s=7200",
+            "engine.decode_step_s=0.05",
+            *overrides,
+        )
+        self.cluster = LocalCluster(self.config, step_s=step_s)
+        self.metrics = Metrics()
+
+    def make(self) -> Orchestrator:
+        run_dir = Path(self.config.run.dir) / self.config.run.name
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        clock = asyncio.get_running_loop().time
+        return Orchestrator(self.config, run_dir, asyncio.Event(), self.cluster, self.metrics, clock)
+
+    async def live(self, orchestrator: Orchestrator) -> Summary:
+        path = self.config.model.path
+        tasks, chat, facts = load_tasks(self.config.data), load_chat_format(path), load_facts(path)
+        with acting("run", waits=orchestrator.named_waits):
+            return await orchestrator.run(tasks, chat, facts, lambda: uuid7().hex, None)
+
+    def run(self) -> Summary:
+        """To its end."""
+
+        async def main() -> Summary:
+            return await self.live(self.make())
+
+        return run_virtual(main())
+
+    def examine(self, hang: Callable[[], Hang]) -> Diagnosis:
+        """What is said of the run within a minute after its hang began."""
+
+        async def main() -> Diagnosis:
+            begun, orchestrator = hang().begun, self.make()
+            async with Nursery() as nursery:
+                nursery.start("run", self.live(orchestrator))
+                await begun.wait()
+                await asyncio.sleep(MINUTE - 1)
+                health = orchestrator.health()
+                nursery.cancel()
+            assert health["waiting_for"][0].startswith(("train loop waits for", "run waits for"))
+            return msgspec.convert(health["diagnosis"], Diagnosis)
+
+        return run_virtual(main())
+
+    def stalls(self) -> dict[str, float]:
+        """How often the alarm was raised, by what was awaited."""
+        (family,) = self.metrics.stalls_total.collect()
+        return {s.labels["awaited"]: s.value for s in family.samples if s.name.endswith("_total")}
+
+
+@pytest.fixture
+def patient(calculator: Path, tmp_path: Path) -> Callable[..., Patient]:
+    return lambda *overrides, **options: Patient(calculator, tmp_path, *overrides, **options)
+
+
+def of(diagnosis: Diagnosis) -> tuple[str, str]:
+    assert diagnosis.state in ("quiet", "stalled"), diagnosis.text
+    assert diagnosis.quiet_s >= 45
+    return diagnosis.causes[0].on, diagnosis.causes[0].target
+
+
+Make = Callable[..., Patient]
+
+
+# -- each hang by its name -----------------------------------------------------------------------------------
+
+
+def test_an_engine_is_named_when_it_goes_silent(patient: Make) -> None:
+    run = patient()
+    run.cluster.engines[1] = SilentEngine("engine-1", run.config.engine, facts=run.cluster.engines[1].facts)
+    diagnosis = run.examine(lambda: Hang(after=40))
+    assert of(diagnosis)[1] == "engine-1"
+    assert "engine-1: serving at version" in diagnosis.causes[0].chain[-1]
+    assert diagnosis.causes[0].problem == "silent"
+
+
+def test_a_tool_is_named_when_it_hangs(patient: Make) -> None:
+    run = patient(f"rollout.agent_loop={__name__}:SearchingLoop")
+    assert of(run.examine(Hang)) == ("tool", "search")
+
+
+def test_a_reward_is_named_when_it_hangs(patient: Make) -> None:
+    """verl#1210, miles#3221: a reward without a timeout."""
+    run = patient(f"rollout.reward={__name__}:score_for_ever")
+    assert of(run.examine(Hang)) == ("reward", f"{__name__}:score_for_ever")
+
+
+def test_an_agent_loop_is_named_when_it_awaits_for_ever(patient: Make) -> None:
+    run = patient(f"rollout.agent_loop={__name__}:DreamingLoop")
+    diagnosis = run.examine(Hang)
+    assert of(diagnosis) == ("agent loop", f"{__name__}:DreamingLoop")
+    assert "something of its own" in diagnosis.causes[0].sentence
+
+
+def test_a_trainer_step_is_named_when_it_never_returns(patient: Make) -> None:
+    run = patient()
+    step, hang = run.cluster.trainer.train_step, []
+
+    async def train_step(path: str, number: int) -> StepResult:
+        await hang[0]()
+        return await step(path, number)
+
+    run.cluster.trainer.train_step = train_step  # type: ignore[method-assign]
+    diagnosis = run.examine(lambda: hang.append(Hang(after=3)) or hang[0])
+    assert of(diagnosis) == ("trainer step", "3")
+    assert diagnosis.state == "stalled"  # the steps before took half a second
+
+
+def test_an_engine_is_named_when_its_weight_update_hangs(patient: Make) -> None:
+    run = patient()
+
+    class Stuck(SimulatedEngine):
+        async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
+            await Hang.current()
+            await super().update_weights(update, flush=flush)
+
+    run.cluster.engines[0] = Stuck("engine-0", run.config.engine, facts=run.cluster.engines[0].facts)
+    assert of(run.examine(lambda: Hang(after=2))) == ("engine update", "engine-0")
+
+
+def test_publishing_is_named_when_a_version_never_comes(patient: Make) -> None:
+    """prime-rl#2912: everybody awaits a version that nobody publishes."""
+    run = patient()
+
+    async def publish(directory: str, weight_version: int) -> None:
+        await Hang.current()
+
+    run.cluster.trainer.publish = publish  # type: ignore[method-assign]
+    assert of(run.examine(lambda: Hang(after=2))) == ("publish", "version 2")
+
+
+def test_the_trainer_is_named_when_it_does_not_start(patient: Make) -> None:
+    run = patient()
+
+    async def start_trainer() -> Trainer:
+        await Hang.current()
+        raise AssertionError("it never comes so far")
+
+    run.cluster.start_trainer = start_trainer  # type: ignore[method-assign]
+    assert of(run.examine(lambda: Hang(after=1)))[0] == "trainer start"
+
+
+def leak(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """From the tenth on, so many trajectories never give their slot back."""
+    release, leaked = Slots.release, set[str]()
+
+    def forget(self: Slots, holder: str = "") -> None:
+        if holder and holder in self.view().holders:
+            Hang.current.visits += 1
+            if Hang.current.visits >= 10 and len(leaked) < times:
+                leaked.add(holder)
+                Hang.current.begun.set()
+        if holder not in leaked:
+            release(self, holder)
+
+    monkeypatch.setattr(Slots, "release", forget)
+
+
+def test_holders_are_named_when_slots_leak(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    leak(monkeypatch, times=4)
+    diagnosis = patient("rollout.max_concurrent_trajectories=4").examine(Hang)
+    assert of(diagnosis)[0] == "slot"
+    assert (diagnosis.causes[0].problem, diagnosis.state) == ("leaked", "stalled")
+
+
+def test_the_spool_is_named_when_it_never_has_room(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = TrajectoryQueue.put
+
+    async def without_room(self: TrajectoryQueue, group: Group) -> None:
+        Hang.current.visits += 1
+        while Hang.current.visits > 8:
+            Hang.current.begun.set()
+            await self._change("room", self._why_put)
+        await put(self, group)
+
+    monkeypatch.setattr(TrajectoryQueue, "put", without_room)
+    diagnosis = patient().examine(Hang)
+    assert of(diagnosis)[0] == "room"
+    assert (diagnosis.causes[0].problem, diagnosis.state) == ("deadlock", "stalled")
+
+
+def test_admission_is_named_when_it_never_opens(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SkyRL#1173: a few groups short of a batch, for 29 hours."""
+
+    def closed(self: TrajectoryQueue) -> bool:
+        Hang.current.begun.set()
+        return self._backlog.outstanding < 3 and self._next == 0
+
+    monkeypatch.setattr(TrajectoryQueue, "_may_admit", closed)
+    diagnosis = patient().examine(Hang)
+    assert of(diagnosis)[0] == "admission"
+    assert (diagnosis.causes[0].problem, diagnosis.state) == ("deadlock", "stalled")
+
+
+def test_the_sleeper_is_named_when_a_wake_up_is_missed(
+    patient: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def advance(self: TrajectoryQueue, version: int) -> None:
+        self._served = self._next = version
+        Hang.current.begun.set()
+
+    monkeypatch.setattr(TrajectoryQueue, "advance", advance)
+    diagnosis = patient("rollout.max_staleness=0").examine(Hang)
+    assert of(diagnosis)[0] == "admission"
+    assert (diagnosis.causes[0].problem, diagnosis.state) == ("asleep", "stalled")
+
+
+def lose(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The siblings of the third group end, and nobody hands it in; its id is in the list then."""
+    settle, lost = RolloutManager._settle, list[str]()
+
+    async def forget(self: RolloutManager, work: GroupInFlight) -> None:
+        Hang.current.visits += 1
+        if Hang.current.visits == 3:
+            lost.append(work.group_id)
+            Hang.current.begun.set()
+        else:
+            await settle(self, work)
+
+    monkeypatch.setattr(RolloutManager, "_settle", forget)
+    return lost
+
+
+def test_a_group_is_named_when_nobody_runs_it(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl#7155: everything waits for one lost id."""
+    lost = lose(monkeypatch)
+    diagnosis = patient().examine(Hang)
+    assert of(diagnosis) == ("group", lost[0])
+    assert (diagnosis.causes[0].problem, diagnosis.state) == ("lost", "stalled")
+
+
+def test_the_run_ends_with_the_name_of_a_background_task_that_dies(patient: Make) -> None:
+    """prime-rl#2986: a dead background task, and nobody noticed."""
+    run = patient()
+
+    async def watch_engines(died: Any) -> None:
+        await asyncio.sleep(1)
+        raise RuntimeError("the watcher is dead")
+
+    run.cluster.watch_engines = watch_engines  # type: ignore[method-assign]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run.run()
+    assert service_of(first_error(caught.value)) == "watch"
+
+
+# -- what is done about it -----------------------------------------------------------------------------------
+
+
+def test_the_run_ends_with_the_chain_when_it_stands_still(patient: Make) -> None:
+    run = patient("doctor.action=end")
+    step = run.cluster.trainer.train_step
+
+    async def train_step(path: str, number: int) -> StepResult:
+        if number == 3:
+            await asyncio.Future()
+        return await step(path, number)
+
+    run.cluster.trainer.train_step = train_step  # type: ignore[method-assign]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run.run()
+    error = first_error(caught.value)
+    assert isinstance(error, StallError)
+    assert (error.exit_code, error.on) == (4, "trainer step")
+    assert "train loop waits for trainer step 3" in str(error)
+    assert run.stalls() == {"trainer step": 1}
+
+
+def cured(run: Patient, awaited: str, limit_s: float = 3600.0) -> Summary:
+    """The run comes to its end, after one alarm; `limit_s` is what the doctor takes for the wait's limit."""
+
+    async def main() -> Summary:
+        orchestrator = run.make()
+        orchestrator._doctor._limits[awaited] = limit_s
+        return await run.live(orchestrator)
+
+    summary = run_virtual(main())
+    assert summary.weight_versions == run.config.run.max_steps
+    assert run.stalls() == {awaited: 1}
+    assert_conserved(summary)
+    return summary
+
+
+REPAIR = ("doctor.action=repair", "doctor.stall_s=20")
+
+
+@pytest.mark.parametrize(
+    ("override", "awaited"),
+    [
+        (f"rollout.agent_loop={__name__}:DreamingLoop", "agent loop"),
+        (f"rollout.agent_loop={__name__}:SearchingLoop", "tool"),
+        (f"rollout.reward={__name__}:score_for_ever", "reward"),
+    ],
+)
+def test_an_attempt_is_made_again_when_it_hangs(patient: Make, override: str, awaited: str) -> None:
+    Hang(after=10, times=1)  # its own timeout is an hour away
+    summary = cured(patient(*REPAIR, override), awaited, limit_s=20)
+    assert summary.trajectories.dropped == {}
+
+
+def test_calls_move_with_their_tokens_when_an_engine_is_silent(patient: Make) -> None:
+    Hang(after=40)
+    run = patient(*REPAIR, "engine.stall_s=25", "engine.probe_s=3600")
+    silent = SilentEngine("engine-1", run.config.engine, facts=run.cluster.engines[1].facts)
+    run.cluster.engines[1] = silent
+    HealthWatch.run, original = never, HealthWatch.run  # type: ignore[method-assign]
+    try:
+        cured(run, "chunk")
+    finally:
+        HealthWatch.run = original  # type: ignore[method-assign]
+    assert run.cluster.restarts == ["engine-1"]
+
+
+def test_a_lost_group_is_dropped_when_everything_waits_for_it(
+    patient: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Hang()
+    lose(monkeypatch)
+    assert cured(patient(*REPAIR), "group").trajectories.dropped == {"lost": 4}
+
+
+def test_slots_are_taken_back_when_they_leaked(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hang()
+    leak(monkeypatch, times=4)
+    cured(patient(*REPAIR, "rollout.max_concurrent_trajectories=4"), "slot")
+
+
+def test_the_trainer_starts_again_when_its_step_never_returns(patient: Make) -> None:
+    run = patient(*REPAIR)
+    step, hangs = run.cluster.trainer.train_step, [3]
+
+    async def train_step(path: str, number: int) -> StepResult:
+        if number in hangs:
+            hangs.remove(number)
+            await asyncio.Future()
+        return await step(path, number)
+
+    run.cluster.trainer.train_step = train_step  # type: ignore[method-assign]
+    cured(run, "trainer step")
+
+
+def test_the_run_ends_when_there_is_no_remedy(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hang()
+    monkeypatch.setattr(TrajectoryQueue, "_may_admit", lambda self: self._backlog.outstanding < 3)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        patient(*REPAIR).run()
+    error = first_error(caught.value)
+    assert isinstance(error, StallError)
+    assert error.on == "admission"
+
+
+# -- what is slow and healthy --------------------------------------------------------------------------------
+
+
+def test_no_alarm_is_raised_when_steps_take_long(patient: Make) -> None:
+    run = patient("doctor.action=end", "run.max_steps=4", step_s=600)
+    run.run()
+    assert run.stalls() == {}
+
+
+def test_no_alarm_is_raised_when_tools_and_rewards_take_long(patient: Make) -> None:
+    run = patient(
+        "doctor.action=end",
+        f"rollout.agent_loop={__name__}:PatientLoop",
+        f"rollout.reward={__name__}:score_slowly",
+        "run.max_steps=3",
+    )
+    run.run()
+    assert run.stalls() == {}
+
+
+def test_no_alarm_is_raised_when_an_engine_has_much_to_prefill(patient: Make) -> None:
+    """sglang#22511: a busy engine is not a dead one."""
+    run = patient(
+        "doctor.action=end",
+        "engine.prefill_tokens_per_s=0.3",
+        "engine.min_prefill_tokens_per_s=0.2",
+        "engine.stall_s=10",
+        "run.max_steps=1",
+    )
+    run.run()
+    assert run.stalls() == {}

@@ -1,0 +1,152 @@
+"""From who waits for what to why: small graphs by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_rl.diagnosis import Diagnosis, EngineView, QueueView, Snapshot, diagnose
+from async_rl.waits import Actor, Awaited, Node, Wait
+
+LOOP, ROLLOUTS, REPAIR = Node("train loop"), Node("service", "rollouts"), Node("service", "repair")
+LIMITS = {"chunk": 60.0, "trainer step": 3600.0, "engine start": 600.0, "engine update": 300.0, "tool": 30.0}
+
+
+def wait(who: Node, on: Awaited, target: str = "", age_s: float = 400.0, **more: Any) -> Wait:
+    return Wait(who=who, on=on, target=target, age_s=age_s, **more)
+
+
+def actor(who: Node, parent: Node | None = None, untouched_s: float = 400.0) -> Actor:
+    return Actor(who=who, parent=parent, untouched_s=untouched_s)
+
+
+def look(*waits: Wait, quiet_s: float = 400.0, actors: list[Actor] | None = None, **more: Any) -> Diagnosis:
+    known = {wait.who: actor(wait.who) for wait in waits} | {a.who: a for a in actors or []}
+    snapshot = Snapshot(
+        quiet_s=quiet_s, stall_s=45.0, waits=waits, actors=list(known.values()), limits_s=LIMITS, **more
+    )
+    return diagnose(snapshot)
+
+
+def group(name: str) -> list[Actor]:
+    """A group with one trajectory."""
+    return [actor(Node("group", name), ROLLOUTS), actor(Node("trajectory", f"{name}-0"), Node("group", name))]
+
+
+def queue(*in_flight: str, **more: Any) -> QueueView:
+    return QueueView(
+        **{"num_ready": 4, "groups_per_batch": 4, "in_flight": in_flight, "due": (), "admits": False} | more
+    )
+
+
+def test_the_chain_goes_from_the_train_loop_to_the_silent_engine() -> None:
+    diagnosis = look(
+        wait(LOOP, "batch", age_s=412, why="1 of 8 groups in flight must go first"),
+        wait(Node("group", "g"), "trajectories", age_s=411),
+        wait(Node("trajectory", "g-0"), "agent loop", "loops:Mine", age_s=411),
+        wait(Node("trajectory", "g-0"), "chunk", "engine-1", age_s=405),
+        wait(Node("trajectory", "h-0"), "chunk", "engine-1", age_s=380),
+        actors=group("g") + group("h"),
+        queue=queue("h", "g", due=("g",)),
+        engines=[
+            EngineView(
+                engine_id="engine-1", state="serving", running_calls=17, weight_version=3, patience_s=60
+            )
+        ],
+        unheard_s={"engine-1": 380.0},
+    )
+    assert diagnosis.text.splitlines() == [
+        "nothing has moved for 400 s",
+        "     train loop waits for a batch (412 s): 1 of 8 groups in flight must go first",
+        "  <- group g waits for its trajectories (411 s)",
+        "  <- trajectory g-0 waits for agent loop loops:Mine (411 s)",
+        "  <- trajectory g-0 waits for a chunk of engine-1 (405 s, limit 60 s)",
+        "  <- engine-1: serving at version 3, 17 calls, last heard of 380 s ago",
+        "likely cause: engine-1 has gone silent in its calls (2 wait for it, the longest for 405 s, "
+        "over its limit of 60 s)",
+    ]
+    assert diagnosis.state == "stalled"
+
+
+def test_an_engine_in_an_update_is_not_the_culprit_but_the_update_is() -> None:
+    diagnosis = look(
+        wait(LOOP, "weight update", "4"),
+        wait(LOOP, "engine update", "engine-1", age_s=399),
+        wait(Node("trajectory", "g-0"), "chunk", "engine-1"),
+        engines=[EngineView(engine_id="engine-1", state="updating")],
+    )
+    assert (diagnosis.causes[0].on, diagnosis.causes[0].target) == ("engine update", "engine-1")
+    assert len(diagnosis.causes) == 1
+
+
+def test_calls_without_an_engine_wait_for_its_restart_and_for_the_service_that_does_it() -> None:
+    waits = [
+        wait(LOOP, "batch"),
+        wait(Node("group", "g"), "trajectories"),
+        wait(Node("trajectory", "g-0"), "engine"),
+    ]
+    state = {
+        "queue": queue("g"),
+        "engines": [EngineView(engine_id="engine-0", state="quarantined", error="it died")],
+    }
+    restarting = look(
+        *waits, wait(REPAIR, "idle"), wait(REPAIR, "engine start", "engine-0"), actors=group("g"), **state
+    )
+    assert (restarting.causes[0].on, restarting.state) == ("engine start", "quiet")
+    idle = look(*waits, wait(REPAIR, "idle"), actors=group("g"), **state)
+    assert (idle.causes[0].problem, idle.state) == ("asleep", "stalled")
+    dead = look(*waits, actors=group("g"), **state)
+    assert (dead.causes[0].problem, dead.causes[0].target) == ("dead", "repair")
+    assert dead.state == "stalled"
+
+
+def test_a_batch_waits_for_the_dispatcher_when_there_are_not_enough_groups() -> None:
+    short = queue("g", num_ready=2)
+    waits = [wait(LOOP, "batch"), wait(Node("group", "g"), "room")]
+    dead = look(*waits, actors=group("g"), queue=short)
+    assert (dead.causes[0].on, dead.causes[0].target) == ("service", "rollouts")
+    full = look(*waits, wait(ROLLOUTS, "admission", why="the spool is full"), queue=short)
+    assert {cause.problem for cause in full.causes} == {"deadlock"}
+    assert {cause.on for cause in full.causes} == {"room", "admission"}
+
+
+def test_a_deadlock_is_no_cause_where_somebody_can_still_move() -> None:
+    diagnosis = look(
+        wait(LOOP, "batch"),
+        wait(Node("group", "g"), "room"),
+        wait(Node("group", "h"), "trajectories"),
+        wait(Node("trajectory", "h-0"), "tool", "search", age_s=20.0),
+        actors=group("g") + group("h"),
+        queue=queue("g", "h"),
+    )
+    assert [(cause.on, cause.problem) for cause in diagnosis.causes] == [("tool", "hangs")]
+    assert diagnosis.state == "quiet"  # within its limit
+
+
+def test_a_step_is_judged_by_those_before_it_and_the_first_by_its_limit() -> None:
+    def step(**more: Any) -> str:
+        return look(wait(LOOP, "trainer step", "9", age_s=400.0), **more).state
+
+    assert step() == "quiet"
+    assert step(longest_s={"trainer step": 120.0}) == "quiet"
+    assert step(longest_s={"trainer step": 10.0}) == "stalled"
+
+
+def test_one_tool_may_take_long_after_many_were_quick() -> None:
+    assert look(wait(LOOP, "tool", age_s=29.0), longest_s={"tool": 0.01}).state == "quiet"
+
+
+def test_a_wait_over_its_limit_is_seen_while_the_run_moves() -> None:
+    late = look(wait(Node("trajectory", "g-0"), "tool", "search", age_s=40.0), quiet_s=0.1)
+    assert (late.state, late.causes[0].target) == ("overdue", "search")
+    assert look(wait(Node("trajectory", "g-0"), "tool", "search", age_s=31.0), quiet_s=0.1).state == "moving"
+
+
+def test_the_engines_own_watch_judges_calls_while_the_run_moves() -> None:
+    """sglang#22511: a call in the queue of a busy engine is not a hang."""
+    assert look(wait(Node("trajectory", "g-0"), "first chunk", "engine-0"), quiet_s=0.1).state == "moving"
+
+
+def test_work_without_a_name_is_said_to_be_so() -> None:
+    diagnosis = look(actors=[actor(LOOP)])
+    assert (diagnosis.causes[0].problem, diagnosis.causes[0].target) == ("unnamed", "train loop")
+    assert diagnosis.state == "stalled"
