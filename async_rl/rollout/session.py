@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 
 from async_rl.chat import ChatFormat
@@ -87,6 +88,14 @@ class _Call:
         if self.versions and self.versions[-1].weight_version == weight_version:
             start = self.versions.pop().start
         self.versions.append(VersionSpan(start=start, end=end, weight_version=weight_version))
+
+    def cut_unfit(self) -> None:
+        """Forget everything from the first log-prob on that is not finite."""
+        fit = next((i for i, value in enumerate(self.log_probs) if not math.isfinite(value)), None)
+        if fit is not None:
+            del self.token_ids[fit:], self.log_probs[fit:]
+            kept = [span for span in self.versions if span.start < fit]
+            self.versions = [msgspec.structs.replace(span, end=min(span.end, fit)) for span in kept]
 
     def clear(self) -> None:
         """Forget an answer that cannot be right."""
@@ -360,6 +369,8 @@ class RolloutSession:
 
     def _keep(self, call: _Call, lease: Lease, reason: FinishReason, prompt: int) -> None:
         """Turn a call's tokens into segments, one for each weight version, and remember its routing."""
+        if call.finish is None:
+            call.cut_unfit()  # it was cut short before anybody could judge it as a whole
         for span in call.spans:
             if span.end <= span.start:
                 continue
