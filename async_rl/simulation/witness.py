@@ -139,9 +139,13 @@ class Witness:
         if request.max_new_tokens == 0:
             return
         sampled = [token for chunk in chunks for token in chunk.token_ids]
-        finite = all(math.isfinite(value) for chunk in chunks for value in chunk.log_probs)
-        whole = finish is None or check_partition(finish.version_spans, len(sampled))
-        kept = sampled if finite and whole else []
+        log_probs = [value for chunk in chunks for value in chunk.log_probs]
+        fit = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), len(log_probs))
+        if finish is None:
+            kept = sampled[:fit]
+        else:  # it is judged as a whole
+            right = fit == len(sampled) and check_partition(finish.version_spans, len(sampled))
+            kept = sampled if right else []
         how = "failed" if failed else finish.reason if finish else "was left"
         name = _task_name()
         self.note(f"{name}: the call {how} after {len(sampled)} tokens, {len(kept)} kept")
