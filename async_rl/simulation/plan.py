@@ -222,7 +222,8 @@ class _Job:
                 max_context_tokens=longest + prompts + 2 * workload.turns,
             ),
             data=replace(config.data, shuffle=False, epochs=None),
-            engine=replace(config.engine, stall_s=_EVER_S),
+            engine=replace(config.engine, stall_s=_EVER_S, probe_s=_EVER_S),
+            doctor=replace(config.doctor, action="report", stall_s=_EVER_S, look_s=_EVER_S),
             routing=replace(config.routing, replay="off"),
             queue=replace(config.queue, max_bytes=1 << 50, journal_s=None),
             trainer=replace(

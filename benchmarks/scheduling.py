@@ -1,0 +1,605 @@
+"""Scheduling policies in one world, in virtual time: ours as it runs, the peers' as models beside it.
+
+python benchmarks/scheduling.py [--quick] [--seeds N] [--json FILE]
+
+The world: 8 engines of 128 slots, a decode step of 12 ms + 0.06 ms for each running call, prefill at 30k
+tokens/s, prompts of 512 tokens that nobody shares, groups of 8, answers lognormal (mean 8192, sigma 0.8, cut
+at 32768). Training a version takes 0.9 of its fluid generation time, updating engines 5 s. `rel` is trained
+trajectories a second over the fluid bound: engines always full, updates free, the trainer never waited for.
+
+Ours is `async_rl.simulation.plan.simulate`: the orchestrator, manager, queue, pool and weight sync that run.
+A peer is modelled by what its scheduler decides, on the same engines: what may be in flight, what an update
+does to it, what a batch is made of, and what is thrown away. Each model says which project it follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from async_rl.config import Config, parse_config
+from async_rl.engines.protocol import Chunk, DiskUpdate, GenerateRequest, InterruptMode, SamplingParams
+from async_rl.simulation.coarse import CoarseEngine, EngineSpeed, mark
+from async_rl.simulation.plan import Simulation, simulate
+from async_rl.simulation.virtual_time import run_virtual
+from async_rl.simulation.workload import EndlessTasks, Workload, fluid_rate
+from async_rl.supervision import Nursery
+
+ENGINES, SLOTS, GROUP, SCALE = 8, 128, 8, 64
+WORLD = Workload(shares_prompts=False)
+TRAIN_SHARE = 0.9
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One policy in one world, mean over the seeds; shares of 1."""
+
+    policy: str
+    groups: int
+    rel: float
+    trainer_idle: float
+    staleness_mean: float
+    staleness_p99: int
+    staleness_max: int
+    dropped: float
+    prefilled: float
+    ks: float
+    masked: float = 0.0
+
+
+class Answer(msgspec.Struct):
+    """A finished trajectory."""
+
+    tokens: int
+    oldest: int
+
+
+class Group(msgspec.Struct):
+    """Siblings, all finished."""
+
+    number: int
+    version: int
+    """At its dispatch."""
+    answers: list[Answer]
+
+
+class Length(msgspec.Struct):
+    """How long a simulation goes on."""
+
+    versions: int
+    warmup: int
+
+
+# -- peers ------------------------------------------------------------------------------------------------
+
+
+class Peer(ABC):
+    """A scheduler on coarse engines. Subclasses decide; this trains, updates, and keeps count."""
+
+    interrupt: InterruptMode = "abort"
+    resume_after_s = 0.0
+    """An aborted call is sent again after so long."""
+    engine_factor = 1
+    """Engines for each of the world's: colocated, the trainer's devices generate too."""
+    train_factor = 1.0
+
+    def __init__(self, groups_per_batch: int, seed: int, length: Length) -> None:
+        self.batch = groups_per_batch
+        self.length = length
+        self.tasks = EndlessTasks(WORLD, SCALE, seed, GROUP)
+        speed = EngineSpeed(
+            slots=SLOTS,
+            decode_base_s=WORLD.decode_base_s * SCALE,
+            decode_per_call_s=WORLD.decode_per_call_s * SCALE,
+            prefill_tokens_per_s=WORLD.prefill_tokens_per_s / SCALE,
+            update_s=WORLD.sync_s,
+            shares_prompts=False,
+        )
+        self.engines = [CoarseEngine(f"{i}", speed) for i in range(ENGINES * self.engine_factor)]
+        self.calls: Counter[str] = Counter()
+        self.version = 0
+        self.numbers = count()
+        self.serving = asyncio.Event()
+        self.serving.set()
+        self.changed = asyncio.Event()
+        self.ready: deque[Group] = deque()
+        self.in_flight = 0
+        """Groups."""
+        self.trained: list[tuple[int, Group]] = []
+        self.train_s: list[float] = [0.0]
+        """By version."""
+        self.ends_s: list[float] = []
+        self.dropped: list[int] = []
+        """Trajectories so far, at the end of each step."""
+        self.num_dropped = 0
+        self.prefilled: list[tuple[int, float]] = []
+
+    async def answer(self, number: int, sibling: int) -> Answer:
+        """One trajectory, over all its calls."""
+        tokens, prompt = self.tasks.answers(number)[sibling], WORLD.prompt_tokens // SCALE
+        sampled, oldest = 0, 1 << 30
+        while sampled < tokens:
+            await self.serving.wait()
+            engine = min(self.engines, key=lambda e: self.calls[e.engine_id])
+            self.calls[engine.engine_id] += 1
+            who = {"trajectory": number * GROUP + sibling + 1, "group": number + 1}
+            request = GenerateRequest(
+                request_id="",
+                input_ids=mark(prompt + sampled, stop_at=prompt + tokens, **who),
+                max_new_tokens=tokens,
+                sampling=SamplingParams(),
+            )
+            try:
+                async for event in engine.generate(request):
+                    if isinstance(event, Chunk):
+                        sampled += len(event.token_ids)
+                    else:
+                        oldest = min([oldest, *(span.weight_version for span in event.version_spans)])
+            finally:
+                self.calls[engine.engine_id] -= 1
+            if sampled < tokens:
+                await asyncio.sleep(self.resume_after_s)
+        return Answer(tokens, oldest)
+
+    async def group(self, number: int) -> Group:
+        """All siblings at once."""
+        version = self.version
+        async with Nursery() as siblings:
+            asked = [siblings.start(f"{i}", self.answer(number, i)) for i in range(GROUP)]
+        return Group(number, version, [task.result() for task in asked])
+
+    async def finish(self, number: int) -> None:
+        """A group from its dispatch to the queue."""
+        group = await self.group(number)
+        self.ready.append(group)
+        self.in_flight -= 1
+        self.wake()
+
+    def wake(self) -> None:
+        """Something has changed."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def train(self, groups: Sequence[Group]) -> None:
+        """One step."""
+        tokens = sum(a.tokens for group in groups for a in group.answers) * SCALE
+        fluid = fluid_rate(ENGINES, SLOTS, WORLD) * WORLD.expected_tokens
+        seconds = TRAIN_SHARE * self.train_factor * tokens / fluid
+        await asyncio.sleep(seconds)
+        self.trained += [(self.version, group) for group in groups]
+        self.train_s[-1] += seconds
+
+    async def update(self) -> None:
+        """All engines at once."""
+        self.serving.clear()
+        version = DiskUpdate(weight_version=self.version + 1, path="")
+
+        async def one(engine: CoarseEngine) -> None:
+            await engine.interrupt(self.interrupt)
+            await engine.update_weights(version, flush=self.interrupt != "in_place")
+            await engine.resume_generation(self.interrupt)
+
+        async with Nursery() as nursery:
+            for engine in self.engines:
+                nursery.start(engine.engine_id, one(engine))
+        self.version += 1
+        self.serving.set()
+        self.ends_s.append(asyncio.get_running_loop().time())
+        self.dropped.append(self.num_dropped)
+        self.train_s.append(0.0)
+        usages = [engine.usage() for engine in self.engines]
+        prefilled = sum(usage.prefilled_tokens for usage in usages)
+        self.prefilled.append((prefilled, sum(usage.decoded_tokens for usage in usages)))
+        self.wake()
+
+    @abstractmethod
+    async def run(self) -> None:
+        """All versions."""
+
+    def measure(self, policy: str) -> Row:
+        """After the warm-up."""
+        first, steps = self.length.warmup - 1, self.length.versions
+        seconds = self.ends_s[first + steps] - self.ends_s[first]
+        kept = [(v, g) for v, g in self.trained if self.length.warmup <= v < self.length.warmup + steps]
+        ages = np.array([v - a.oldest for v, group in kept for a in group.answers])
+        lengths = np.array([a.tokens for _, group in kept for a in group.answers], np.int32)
+        dropped = self.dropped[first + steps] - self.dropped[first]
+        fed, decoded = np.subtract(self.prefilled[first + steps], self.prefilled[first])
+        return Row(
+            policy=policy,
+            groups=self.batch,
+            rel=len(lengths) / seconds / fluid_rate(ENGINES, SLOTS, WORLD),
+            trainer_idle=1 - sum(self.train_s[first + 1 : first + 1 + steps]) / seconds,
+            staleness_mean=float(ages.mean()),
+            staleness_p99=int(np.percentile(ages, 99)),
+            staleness_max=int(ages.max()),
+            dropped=dropped / (dropped + len(lengths)),
+            prefilled=float(fed / decoded),
+            ks=self.tasks.ks_distance(lengths),
+        )
+
+
+class Synchronous(Peer):
+    """Generate a batch, train it, update. Colocated: all devices do the one, then the other.
+
+    Source: the usual trainer of verl (`RayPPOTrainer.fit`) and of slime with `--colocate`.
+    """
+
+    engine_factor = 2
+    train_factor = 0.5
+
+    async def run(self) -> None:
+        """See `Peer.run`."""
+        while self.version < self.length.warmup + self.length.versions:
+            async with Nursery() as nursery:
+                asked = [nursery.start("group", self.group(next(self.numbers))) for _ in range(self.batch)]
+            await self.train([task.result() for task in asked])
+            await self.update()
+
+
+class OneStepOff(Peer):
+    """The next batch is generated while one is trained; then weights are exchanged.
+
+    Source: verl's `one_step_off_policy`; DeepCoder; slime's `train_async.py`.
+    """
+
+    async def run(self) -> None:
+        """See `Peer.run`."""
+        batch: list[Group] = []
+        while self.version < self.length.warmup + self.length.versions:
+            async with Nursery() as nursery:
+                asked = [nursery.start("group", self.group(next(self.numbers))) for _ in range(self.batch)]
+                await self.train(batch)
+            batch = [task.result() for task in asked]
+            await self.update()
+
+
+class Stream(Peer):
+    """Groups are dispatched while others are trained; a batch is the B that finished first."""
+
+    parts = 1
+    """A batch is trained in so many, each as soon as it is there."""
+
+    async def run(self) -> None:
+        """See `Peer.run`."""
+        async with Nursery() as nursery:
+            nursery.start("dispatch", self.dispatch(nursery))
+            while self.version < self.length.warmup + self.length.versions:
+                for _ in range(self.parts):
+                    self.discard()
+                    while len(self.ready) < self.batch // self.parts:
+                        await self.changed.wait()
+                        if len(self.ready) >= self.batch // self.parts:
+                            self.discard()
+                    await self.train([self.ready.popleft() for _ in range(self.batch // self.parts)])
+                self.taken()
+                await self.update()
+            nursery.cancel()
+
+    async def dispatch(self, groups: Nursery) -> None:
+        """Groups, as long as one more is admitted."""
+        while True:
+            while not self.admits():
+                await self.changed.wait()
+            self.in_flight += 1
+            self.dispatched()
+            groups.start("group", self.finish(next(self.numbers)))
+
+    @abstractmethod
+    def admits(self) -> bool:
+        """Whether one more group may go."""
+
+    def dispatched(self) -> None:
+        """One went."""
+
+    def taken(self) -> None:
+        """A batch was trained; the update comes next."""
+
+    def discard(self) -> None:
+        """Throw away what is too old."""
+
+
+class VerlFullyAsync(Stream):
+    """A quota for each window between two updates, and 24 groups in flight for each replica.
+
+    Of a window's quota of 1.5 batches what is unfinished or queued at the update counts into the next one. An
+    update aborts everything; the client sends it again, with what it has, a second later.
+    Source: verl `experimental/fully_async_policy`: `staleness_threshold=0.5`, `partial_rollout`,
+    `max_concurrent_samples`.
+    """
+
+    resume_after_s = 1.0
+    parts = 4
+    window = 0
+
+    def admits(self) -> bool:
+        """See `Stream.admits`."""
+        return self.window < 3 * self.batch // 2 and self.in_flight < 24 * ENGINES
+
+    def dispatched(self) -> None:
+        """See `Stream.dispatched`."""
+        self.window += 1
+
+    def taken(self) -> None:
+        """See `Stream.taken`."""
+        self.window = self.in_flight + len(self.ready)
+
+
+class AReaL(Stream):
+    """Admission by staleness, of groups: in flight and accepted stay below (η + version + 1) batches.
+
+    Nothing bounds what happens after: how long a group runs and waits. An update aborts everything and the
+    client loops. Groups in flight are bounded too: here to as many as fill the slots, or four times that.
+    Source: AReaL `StalenessManager.get_capacity`, `max_concurrent_rollouts`, `max_head_offpolicyness=4`.
+    """
+
+    eta = 4
+    concurrency = 1
+    accepted = 0
+
+    def admits(self) -> bool:
+        """See `Stream.admits`."""
+        outstanding = len(self.ready) + self.in_flight + self.accepted
+        fresh = (self.eta + self.version + 1) * self.batch
+        return self.in_flight < self.concurrency * ENGINES * SLOTS // GROUP and outstanding < fresh
+
+    def taken(self) -> None:
+        """See `Stream.taken`."""
+        self.accepted += self.batch
+
+
+class AReaL4(AReaL):
+    """The same with four times the groups in flight."""
+
+    concurrency = 4
+
+
+class RollingKept(AReaL):
+    """Admission by staleness, slots of single trajectories, engines keep their KV cache: no peer so."""
+
+    interrupt = "in_place"
+
+    def __init__(self, groups_per_batch: int, seed: int, length: Length) -> None:
+        super().__init__(groups_per_batch, seed, length)
+        self.slots = asyncio.Semaphore(ENGINES * SLOTS)
+        self.unseated = 0
+
+    def admits(self) -> bool:
+        """See `Stream.admits`."""
+        outstanding = len(self.ready) + self.in_flight + self.accepted
+        fresh = (self.eta + self.version + 1) * self.batch
+        return not self.unseated and not self.slots.locked() and outstanding < fresh
+
+    async def answer(self, number: int, sibling: int) -> Answer:
+        """See `Peer.answer`: in a slot of its own."""
+        seated = False
+        try:
+            async with self.slots:
+                seated = True
+                self.unseated -= 1
+                self.wake()
+                return await super().answer(number, sibling)
+        finally:
+            self.unseated -= not seated
+            self.wake()
+
+    def dispatched(self) -> None:
+        """See `Stream.dispatched`."""
+        self.unseated += GROUP
+
+
+class PrimeRL(RollingKept):
+    """Slots kept full of single rollouts, engines paused with their KV cache; groups too old are cancelled.
+
+    Source: prime-rl `orchestrator/`: rollouts are counted one by one, `max_off_policy_steps` is held for
+    each, time in the queue included.
+    """
+
+    bound = 8
+
+    def __init__(self, groups_per_batch: int, seed: int, length: Length) -> None:
+        super().__init__(groups_per_batch, seed, length)
+        self.running: dict[int, tuple[int, asyncio.Task[None]]] = {}
+
+    def admits(self) -> bool:
+        """See `Stream.admits`: no more than the slots."""
+        return not self.unseated and not self.slots.locked()
+
+    async def dispatch(self, groups: Nursery) -> None:
+        """See `Stream.dispatch`."""
+        while True:
+            while not self.admits():
+                await self.changed.wait()
+            self.in_flight += 1
+            self.dispatched()
+            number = next(self.numbers)
+            task = groups.start("group", self.finish(number))
+            self.running[number] = self.version, task
+            task.add_done_callback(lambda _, number=number: self.running.pop(number, None))
+
+    def discard(self) -> None:
+        """See `Stream.discard`."""
+        late = [n for n, (version, _) in self.running.items() if self.version - version > self.bound]
+        for number in late:
+            _, task = self.running.pop(number)
+            task.cancel()
+            self.in_flight -= 1
+        fresh = [g for g in self.ready if self.version - min(a.oldest for a in g.answers) <= self.bound]
+        self.num_dropped += GROUP * (len(late) + len(self.ready) - len(fresh))
+        self.ready = deque(fresh)
+        if late:
+            self.wake()
+
+
+class PrimeRL4(PrimeRL):
+    """At most four off policy."""
+
+    bound = 4
+
+
+PEERS: tuple[tuple[str, type[Peer]], ...] = (
+    ("synchronous, colocated", Synchronous),
+    ("one step off", OneStepOff),
+    ("verl fully async, partial, 24 groups a replica", VerlFullyAsync),
+    ("AReaL, admission 4", AReaL),
+    ("AReaL, admission 4, 4 x concurrency", AReaL4),
+    ("prime-rl, at most 8 off policy", PrimeRL),
+    ("prime-rl, at most 4 off policy", PrimeRL4),
+    ("KV kept, single slots, admission 4 (no peer)", RollingKept),
+)
+
+
+def run_peer(policy: str, kind: type[Peer], groups: int, seed: int, length: Length) -> Row:
+    """One model, one world, one seed."""
+
+    async def run() -> Row:
+        peer = kind(groups, seed, length)
+        await peer.run()
+        return peer.measure(policy)
+
+    return run_virtual(run())
+
+
+# -- ours -------------------------------------------------------------------------------------------------
+
+
+class Ours(msgspec.Struct, frozen=True):
+    """Our settings, by the number of groups in a version."""
+
+    policy: str
+    bounds: dict[int, int]
+    interrupt: InterruptMode = "in_place"
+    rollout: dict[str, object] = {}
+
+
+OURS = (
+    Ours("ours, in place", {128: 5, 32: 8}),
+    Ours("ours, in place, drop", {32: 8}, rollout={"overage": "drop"}),
+    Ours("ours, in place, mask_tokens", {32: 8}, rollout={"overage": "mask_tokens"}),
+    Ours(
+        "ours, in place, straggler_wait_s 360",
+        {32: 8},
+        rollout={"straggler_wait_s": 360.0},
+    ),
+    Ours("ours, abort", {128: 5, 32: 8}, interrupt="abort"),
+)
+
+
+def config_for(ours: Ours, groups: int) -> Config:
+    """The config of a world."""
+    return parse_config(
+        {
+            "model": {"path": "none"},
+            "data": {"path": "none"},
+            "engine": {"num_engines": ENGINES, "max_running_requests": SLOTS},
+            "rollout": {
+                "group_size": GROUP,
+                "max_concurrent_trajectories": ENGINES * SLOTS,
+                "max_staleness": ours.bounds[groups],
+                **ours.rollout,
+            },
+            "weights": {"interrupt": ours.interrupt},
+            "routing": {"replay": "off"},
+            "trainer": {"groups_per_batch": groups},
+        }
+    )
+
+
+def run_ours(ours: Ours, groups: int, seed: int, length: Length) -> Row:
+    """The scheduler that runs, one world, one seed."""
+    simulation = Simulation(versions=length.versions, warmup=length.warmup, seed=seed, scale=SCALE)
+    plan = simulate(config_for(ours, groups), WORLD, simulation)
+    return Row(
+        policy=f"{ours.policy}, bound {ours.bounds[groups]}",
+        groups=groups,
+        rel=plan.relative,
+        trainer_idle=plan.trainer_idle,
+        staleness_mean=plan.staleness_mean,
+        staleness_p99=plan.staleness_p99,
+        staleness_max=plan.staleness_max,
+        dropped=plan.dropped,
+        prefilled=plan.prefilled,
+        ks=plan.ks_lengths,
+        masked=plan.masked,
+    )
+
+
+# -- the table --------------------------------------------------------------------------------------------
+
+
+def over_seeds(rows: Sequence[Row]) -> Row:
+    """Means; of the oldest the oldest."""
+    figures = {
+        name: float(np.mean([getattr(row, name) for row in rows]))
+        for name in ("rel", "trainer_idle", "staleness_mean", "dropped", "prefilled", "ks", "masked")
+    }
+    return Row(
+        policy=rows[0].policy,
+        groups=rows[0].groups,
+        staleness_p99=max(row.staleness_p99 for row in rows),
+        staleness_max=max(row.staleness_max for row in rows),
+        **figures,
+    )
+
+
+def show(rows: Sequence[Row]) -> None:
+    """As a table, one a world."""
+    for groups in sorted({row.groups for row in rows}, reverse=True):
+        table = Table(title=f"{groups} groups a version", title_justify="left")
+        for column in ("policy", "rel", "trainer idle", "staleness", "dropped", "masked", "prefilled", "KS"):
+            table.add_column(column, justify="left" if column == "policy" else "right")
+        for r in rows:
+            if r.groups == groups:
+                table.add_row(
+                    r.policy,
+                    f"{r.rel:.3f}",
+                    f"{r.trainer_idle:.2f}",
+                    f"{r.staleness_mean:.1f}/{r.staleness_p99}/{r.staleness_max}",
+                    f"{r.dropped:.3f}",
+                    f"{r.masked:.3f}",
+                    f"{r.prefilled:.2f}",
+                    f"{r.ks:.3f}",
+                )
+        Console(width=140).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, few versions: about two minutes")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--only", default="", help="policies whose name has this in it")
+    parser.add_argument("--groups", type=int, nargs="+", default=[128, 32], choices=[128, 32])
+    options = parser.parse_args()
+    rows = []
+    for groups in options.groups:
+        # Warm up for twice the longest answer, 645 s at full engines: 4 versions of 128 groups, 16 of 32.
+        length = Length(versions=20, warmup=8) if groups == 128 else Length(versions=60, warmup=32)
+        if options.quick:
+            length = Length(versions=length.versions // 5, warmup=length.warmup * 3 // 4)
+        seeds = range(1 if options.quick else options.seeds)
+        jobs = [(name, partial(run_peer, name, kind, groups)) for name, kind in PEERS]
+        jobs += [(o.policy, partial(run_ours, o, groups)) for o in OURS if groups in o.bounds]
+        for policy, job in jobs:
+            if options.only in policy:
+                rows.append(over_seeds([job(seed, length) for seed in seeds]))
+                print(f"{groups} groups: {policy}: rel {rows[-1].rel:.3f}", file=sys.stderr)
+    show(rows)
+    if options.json is not None:
+        options.json.write_text(json.dumps(msgspec.to_builtins(rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()
