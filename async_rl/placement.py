@@ -13,9 +13,11 @@ Ray's object store elsewhere.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
@@ -68,7 +70,8 @@ async def run(
 @asynccontextmanager
 async def ray_cluster(config: Config, run_dir: Path) -> AsyncIterator[RayCluster]:
     """Join or start Ray, and end every process of the run with the block."""
-    await asyncio.to_thread(_connect, config)
+    scratch = _scratch(run_dir)
+    await asyncio.to_thread(_connect, config, scratch)
     cluster = RayCluster(config, run_dir)
     try:
         yield cluster
@@ -77,9 +80,30 @@ async def ray_cluster(config: Config, run_dir: Path) -> AsyncIterator[RayCluster
             await asyncio.shield(cluster.close())
         finally:
             await asyncio.to_thread(ray.shutdown)
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _connect(config: Config) -> None:
+def _scratch(run_dir: Path) -> Path:
+    """A folder for the sockets and logs of a Ray that we start: Ray's own are open to every user.
+
+    Its name is short, because paths of sockets are, and the same for each life of a run: what a killed driver
+    left goes with the next.
+
+    Raises:
+        EnvironmentNotReady: When somebody else has made it.
+    """
+    name = hashlib.blake2s(f"{os.getuid()}:{run_dir.resolve()}".encode(), digest_size=6).hexdigest()
+    scratch = Path(tempfile.gettempdir()) / f"async-rl-{name}"
+    scratch.mkdir(mode=0o700, exist_ok=True)
+    if scratch.is_symlink() or scratch.stat().st_uid != os.getuid():
+        raise EnvironmentNotReady(f"{scratch} belongs to another user: remove it, or set TMPDIR")
+    scratch.chmod(0o700)
+    for left in scratch.iterdir():
+        shutil.rmtree(left, ignore_errors=True)
+    return scratch
+
+
+def _connect(config: Config, scratch: Path) -> None:
     # Whoever reaches a port of Ray runs code as us. A Ray of one machine listens on the loopback interface
     # (the switch is private to Ray, and the only one) and asks for a token, for who else is on this machine.
     ray_constants.ENABLE_RAY_CLUSTER = config.placement.ray_address is not None
@@ -100,6 +124,7 @@ def _connect(config: Config) -> None:
                 log_to_driver=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 logging_level=logging.ERROR,
+                _temp_dir=str(scratch),
             )
         else:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
