@@ -172,7 +172,7 @@ class Spool:
                 _, path = self._free.pop(index)
                 slab = self._slabs[path]
             else:
-                path, slab = self._create(_slab_size(nbytes))
+                path, slab = self._create(slab_size(nbytes))
             self._used.add(path)
             self._used_bytes += len(slab)
             return path, slab
@@ -243,7 +243,7 @@ class FrameReader:
             raise CorruptFrame(f"{path}: {error}") from error
 
 
-def _slab_size(nbytes: int) -> int:
+def slab_size(nbytes: int) -> int:
     """The next of four sizes an octave: little is wasted, and frames of similar size share slabs."""
     if nbytes <= _SMALLEST_SLAB:
         return _SMALLEST_SLAB

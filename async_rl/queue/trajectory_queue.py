@@ -43,7 +43,7 @@ from async_rl.queue.kept import KeptTrajectories
 from async_rl.queue.ledger import DataPosition, GroupRecord, Ledger
 from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.packing import Packer, StoredGroup, TakenBatch, age_counts_from
-from async_rl.queue.spool import Spool, SpoolRef
+from async_rl.queue.spool import Spool, SpoolRef, slab_size
 from async_rl.staleness import Backlog, Overage
 from async_rl.types import Group, Trajectory
 from async_rl.waits import Awaited, waiting
@@ -85,6 +85,8 @@ class LeftGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Those that have ended: they are not made again."""
     attempts: Mapping[str, int]
     """Which try of a trajectory it is, where it is not the first."""
+    oldest: int
+    """The version that its age counts from."""
 
 
 class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,6 +237,7 @@ class TrajectoryQueue:
             self._make_ready(group.group_id, ref, oldest, counted=False)
         for orphan in found.values():
             self._spool.free(orphan)
+        self._give_up_excess()
         self._ledger.flush()
         return self._ledger.data_position()
 
@@ -265,8 +268,22 @@ class TrajectoryQueue:
                 trajectory_ids=tuple(sorted(group.in_flight)),
                 ended=ended,
                 attempts=dict(group.attempts),
+                oldest=min(oldest, self._next),
             )
         )
+
+    def _give_up_excess(self) -> None:
+        """Let go of the youngest groups in flight that the spool has no room for, by what is known now.
+
+        The process before may have ended because it knew too late: it would happen again.
+        """
+        most = self._spool.max_bytes
+        for left in sorted(self.left, key=lambda left: left.oldest, reverse=True):
+            expected = self._spool.used_bytes + self._backlog.num_in_flight * self._largest
+            if most is None or expected <= most or self._backlog.outstanding <= self._backlog.groups_per_batch:
+                return
+            log.warning("group %s in flight is given up: the spool has no room for it", left.group_id)
+            self.abandon(left)
 
     def abandon(self, left: LeftGroup) -> None:
         """A group of `left` cannot be made any more: its position is dispatched anew."""
@@ -749,7 +766,7 @@ class TrajectoryQueue:
         self._ready[group_id] = _Ready(
             group_id=group_id, ref=ref, oldest=oldest, since=self._clock(), counted=counted
         )
-        self._largest = max(self._largest, ref.nbytes)
+        self._largest = max(self._largest, slab_size(ref.nbytes))
 
     def _holds(self, ref: SpoolRef, group_id: str) -> bool:
         return ref.kind == Group.__name__ and self._spool.read(ref, Group, verify=False).group_id == group_id

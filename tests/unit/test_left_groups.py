@@ -194,3 +194,21 @@ def test_what_has_ended_is_not_kept_when_there_is_no_room(tmp_path: Path) -> Non
         kept.put(other)
     kept.free([name])
     assert kept.read(kept.put(other)).trajectory_id == "g-1"
+
+
+async def test_the_youngest_are_given_up_when_the_spool_has_no_room_for_all_that_was_in_flight(
+    tmp_path: Path,
+) -> None:
+    settings: Any = {"max_bytes": 4 << 16, "max_staleness": 5}
+    first = open_queue(tmp_path, 3, **settings)
+    dispatch(first, *"abcdef", version=3)
+    for name in "ab":
+        await first.put(make_group(name, version=3))
+    first.close()
+    queue = open_queue(tmp_path, 3, journalled("d-0", 2), journalled("c-0", 1), **settings)
+    assert {left.group_id for left in queue.left} == {"c", "d"}
+    counts = queue.statistics()
+    assert (counts.in_flight, counts.queued, counts.dropped) == (4, 4, {"restart": 4})
+    for name in "cd":
+        await queue.put(make_group(name, version=3))
+    queue.close()

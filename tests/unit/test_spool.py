@@ -15,7 +15,7 @@ import pytest
 from async_rl.codec import read_frame
 from async_rl.errors import CorruptFrame, SpoolFull
 from async_rl.queue import batching
-from async_rl.queue.spool import FrameReader, Spool, SpoolRef, _slab_size
+from async_rl.queue.spool import FrameReader, Spool, SpoolRef, slab_size
 from async_rl.types import Group, TrainBatch
 from tests.support.trajectories import FACTS, make_group
 
@@ -196,5 +196,5 @@ def test_frames_stay_apart_when_threads_write_and_free_at_once(spool: Spool) -> 
 
 def test_slabs_are_little_larger_than_their_frames() -> None:
     for nbytes in (1, 65536, 65537, 100_000, 131_072, 131_073, 6_290_255, 100_000_000):
-        size = _slab_size(nbytes)
+        size = slab_size(nbytes)
         assert nbytes <= size <= max(65536, nbytes * 1.25)
