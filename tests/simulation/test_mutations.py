@@ -1,0 +1,244 @@
+"""The witness can see: break the program on purpose, and some seed fails for the reason that it should."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from async_rl import routing
+from async_rl.queue.ledger import Ledger
+from async_rl.queue.spool import Spool
+from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.rollout import rows
+from async_rl.rollout.feeder import Feeder
+from async_rl.rollout.session import RolloutSession
+from async_rl.simulation.__main__ import run_seed
+from async_rl.simulation.scenario import draw
+from async_rl.simulation.witness import Witness
+from async_rl.types import RoutingTrace, TrainBatch, VersionSpan
+from async_rl.weights.sync import WeightSync
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+SEEDS = 80
+
+
+def settle_in_memory_only(patch: pytest.MonkeyPatch) -> None:
+    """A step is settled, but the ledger's file never hears of it before the checkpoint."""
+
+    def train(self: Ledger, group_ids: Any, step: int, batch_id: str) -> None:
+        original(self, group_ids, step, batch_id)
+        self._changes.pop()
+
+    original = Ledger.train
+    patch.setattr(Ledger, "train", train)
+
+
+def hand_out_again(patch: pytest.MonkeyPatch) -> None:
+    """A settled group stays ready, is taken for a later batch again, and the ledger does not mind."""
+
+    def settle(self: TrajectoryQueue, batch: Any, step: int) -> None:
+        group = self._taken[batch.batch_id].groups[0]
+        original(self, batch, step)
+        self._backlog.dispatch(group.group_id, step)
+        self._backlog.finish(group.group_id, step)
+        self._ready[group.group_id] = group
+
+    def train(self: Ledger, group_ids: Any, step: int, batch_id: str) -> None:
+        known(self, [group_id for group_id in group_ids if group_id in self._groups], step, batch_id)
+
+    original, known = TrajectoryQueue.settle, Ledger.train
+    patch.setattr(TrajectoryQueue, "settle", settle)
+    patch.setattr(Ledger, "train", train)
+    patch.setattr(Spool, "free", lambda self, ref: None)
+
+
+def concatenate_rows(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a resumed call are laid after those of the call before, and cut to fit."""
+
+    def splice(old: RoutingTrace | None, new: RoutingTrace, *, start: int = 0) -> RoutingTrace:
+        if old is None:
+            return new
+        both = np.concatenate([old.rows, new.rows])
+        length = max(len(old.rows), start + len(new.rows))
+        spans = (VersionSpan(start=0, end=length, weight_version=new.spans[-1].weight_version),)
+        return msgspec.structs.replace(new, rows=np.ascontiguousarray(both[:length]), spans=spans)
+
+    patch.setattr(routing, "splice", splice)
+
+
+def shift_rows(patch: pytest.MonkeyPatch) -> None:
+    """Each row stands with the token after its own."""
+
+    def fit(trace: RoutingTrace, token_ids: Any) -> RoutingTrace:
+        whole = original(trace, token_ids)
+        return msgspec.structs.replace(whole, rows=np.roll(whole.rows, 1, axis=0))
+
+    original = routing.fit
+    patch.setattr(routing, "fit", fit)
+
+
+def replace_nothing(patch: pytest.MonkeyPatch) -> None:
+    """`replace` goes on from the rows that it has, whatever weights they are of."""
+    patch.setattr(rows.Rows, "start", lambda self, token_ids, engine_id, version: self.held(token_ids))
+    patch.setattr(rows.Rows, "take", _spliced(rows.Rows.take))
+
+
+def _spliced(take: Any) -> Any:
+    def wrapped(self: Any, *arguments: Any, **options: Any) -> None:
+        before, self._splices = self._splices, True
+        take(self, *arguments, **options)
+        self._splices = before
+
+    return wrapped
+
+
+def serve_unattested(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WeightSync, "_attest", _nothing)
+
+
+async def _nothing(*_: Any) -> None:
+    return None
+
+
+def claim_newer_weights(patch: pytest.MonkeyPatch) -> None:
+    """Tokens are labelled with the version that their engine serves when the call has ended."""
+
+    def keep(self: RolloutSession, call: Any, lease: Any, reason: str, prompt: int) -> None:
+        newest = lease.weight_version
+        call.versions = [msgspec.structs.replace(span, weight_version=newest) for span in call.versions]
+        if call.finish is not None:
+            spans = [
+                msgspec.structs.replace(span, weight_version=newest) for span in call.finish.version_spans
+            ]
+            call.finish = msgspec.structs.replace(call.finish, version_spans=tuple(spans))
+        original(self, call, lease, reason, prompt)
+
+    original = RolloutSession._keep
+    patch.setattr(RolloutSession, "_keep", keep)
+
+
+def forget_on_failover(patch: pytest.MonkeyPatch) -> None:
+    """What a call had sampled when its engine died is thrown away."""
+
+    def keep(self: RolloutSession, call: Any, lease: Any, reason: str, prompt: int) -> None:
+        if reason == "failover":
+            call.clear()
+        original(self, call, lease, reason, prompt)
+
+    original = RolloutSession._keep
+    patch.setattr(RolloutSession, "_keep", keep)
+
+
+def believe_any_answer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RolloutSession, "_is_right", lambda self, call, lease: call.finish is not None)
+
+
+def skip_positions(patch: pytest.MonkeyPatch) -> None:
+    """Every fifth task is never given out."""
+
+    def following(self: Feeder) -> Any:
+        result = original(self)
+        return original(self) if result is not None and result[0] % 5 == 4 else result
+
+    original = Feeder.next
+    patch.setattr(Feeder, "next", following)
+
+
+def forget_pending(patch: pytest.MonkeyPatch) -> None:
+    """A damaged group is dropped, and its task is not given out again."""
+    patch.setattr(Ledger, "_make_pending", lambda self, position: None)
+
+
+def leave_frames(patch: pytest.MonkeyPatch) -> None:
+    """Batches are never freed."""
+
+    def free(self: Spool, ref: Any) -> None:
+        if self.directory.name != "batches":
+            original(self, ref)
+
+    original = Spool.free
+    patch.setattr(Spool, "free", free)
+
+
+def wake_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TrajectoryQueue, "_wake", lambda self: None)
+
+
+def lose_on_cancel(patch: pytest.MonkeyPatch) -> None:
+    """Work off the loop is given up when it is cancelled, with the slabs that it has taken."""
+
+    async def off_loop(self: TrajectoryQueue, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work), None
+
+    patch.setattr(TrajectoryQueue, "_off_loop", off_loop)
+
+
+MUTATIONS: Sequence[tuple[Patch, int, str]] = [
+    (settle_in_memory_only, 0, "in one frame|disagree|knows nothing"),
+    (hand_out_again, 0, "not outstanding|trains again"),
+    (concatenate_rows, 3, "rows of the versions|no engine computes"),
+    (shift_rows, 0, "rows of the versions|no engine computes"),
+    (replace_nothing, 6, "under replace"),
+    (serve_unattested, 0, "attested is|the pool says"),
+    (claim_newer_weights, 0, "no engine said"),
+    (forget_on_failover, 4, "does not continue"),
+    (believe_any_answer, 37, "no engine said"),
+    (skip_positions, 0, "skipped"),
+    (forget_pending, 2, "skipped"),
+    (leave_frames, 0, "nobody owns"),
+    (wake_nobody, 2, "does not come to its end"),
+    (lose_on_cancel, 16, "nobody owns|unhandled|does not"),
+]
+"""Each with a seed that has seen it, which is tried first, and what one of the violations must say."""
+
+
+@pytest.mark.parametrize(
+    ("mutation", "first", "expected"), MUTATIONS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_seed_fails_when_the_program_is_broken(
+    mutation: Patch, first: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    outcome = next((o for seed in (first, *range(SEEDS)) if (o := run_seed(seed)).violations), None)
+    assert outcome is not None, f"{SEEDS} seeds saw nothing"
+    assert any(part in violation for violation in outcome.violations for part in expected.split("|"))
+
+
+def batch_of(version: int, sampled_at: int) -> TrainBatch:
+    return TrainBatch(
+        batch_id="batch",
+        trainer_version=version,
+        trajectory_ids=("a",),
+        group_index=np.zeros(1, np.int32),
+        rewards=np.zeros(1, np.float32),
+        offsets=np.array([0, 2]),
+        token_ids=np.array([5, 6], np.int32),
+        loss_mask=np.array([False, True]),
+        rollout_log_probs=np.zeros(2, np.float32),
+        weight_versions=np.array([-1, sampled_at], np.int32),
+        routed_experts=None,
+        routing_valid=None,
+    )
+
+
+def test_the_witness_sees_it_when_a_trajectory_is_trained_twice() -> None:
+    witness = Witness(draw(0))
+    witness.trains(batch_of(0, 0), 0, 1)
+    assert not any("again" in violation for violation in witness.violations)
+    witness.trains(batch_of(1, 1), 1, 2)
+    assert "step 2 trains again what step 1 has: ['a']" in witness.violations
+
+
+@pytest.mark.parametrize("too_much", [0, 1])
+def test_the_witness_sees_it_when_a_token_is_too_old(too_much: int) -> None:
+    scenario = draw(0)
+    witness = Witness(scenario)
+    version = scenario.config.rollout.max_staleness + too_much
+    witness.trains(batch_of(version, 0), version, version + 1)
+    late = f"trajectory a: a token of version 0 is trained at {version}"
+    assert (late in witness.violations) == bool(too_much)
