@@ -1,8 +1,9 @@
-"""The command line: `async-rl train | check | plan | schema`.
+"""The command line: `async-rl train | check | plan | doctor | schema`.
 
 Nothing heavy is imported before the arguments are parsed, so that `--help` answers at once. What goes wrong
 ends here, as one sentence on stderr and an exit code: 0 done, 1 a service failed, 2 the config cannot work, 3
-the environment is not ready, 130 and 143 stopped by Ctrl-C or SIGTERM. The traceback is in the run's log.
+the environment is not ready, 4 the run stood still, 130 and 143 stopped by Ctrl-C or SIGTERM. The traceback
+is in the run's log.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _check(parsed.config, parsed.overrides)
         if parsed.command == "plan":
             return _plan(parsed)
+        if parsed.command == "doctor":
+            return _doctor(parsed.job)
         from async_rl.train import train
 
         return train(parsed.config, parsed.overrides)
@@ -49,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="async-rl",
         description="Fully-async reinforcement learning of MoE language models with partial rollouts.",
         epilog="Exit codes: 0 done, 1 a service failed, 2 the config cannot work, 3 the environment is not "
-        "ready, 130 or 143 stopped by a signal.",
+        "ready, 4 the run stood still, 130 or 143 stopped by a signal.",
     )
     parser.add_argument("--version", action="version", version=f"async-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -83,6 +86,10 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "plan":
             _add_plan_options(command)
+    text = "say what a running job waits for"
+    more = "Prints the chain of waits from the train loop to its likely cause; exit code 4 if it stands still."
+    doctor = commands.add_parser("doctor", help=text, description=f"{text.capitalize()}. {more}")
+    doctor.add_argument("job", metavar="URL|RUN_DIR", help="the job's metrics URL, or its run folder")
     schema = commands.add_parser("schema", help="print every setting as JSON schema")
     schema.add_argument("--markdown", action="store_true", help="as the tables of docs/config.md instead")
     return parser
@@ -152,6 +159,14 @@ def _schema(markdown: bool) -> int:
 
     sys.stdout.write(reference.markdown() if markdown else reference.json_schema())
     return 0
+
+
+def _doctor(job: str) -> int:
+    from async_rl.checkup import checkup
+
+    text, code = checkup(job)
+    print(text)
+    return code
 
 
 def _check(path: Path, overrides: Sequence[str]) -> int:

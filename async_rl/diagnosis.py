@@ -448,7 +448,7 @@ class _Walk:
 
     def _link(self, wait: Wait) -> str:
         limit_s = _limit_s(wait, self._snapshot)
-        age = seconds(wait.age_s) if limit_s is None else f"{seconds(wait.age_s)}, limit {limit_s:g} s"
+        age = seconds(wait.age_s) if limit_s is None else f"{seconds(wait.age_s)}, limit {seconds(limit_s)}"
         why = f": {wait.why}" if wait.why else ""
         return f"{wait.who} waits for {phrase(wait.on, wait.target)} ({age}){why}"
 
@@ -533,7 +533,7 @@ def _limit_s(wait: Wait, snapshot: Snapshot) -> float | None:
 
 
 def _over(age_s: float, limit_s: float) -> str:
-    return f"limit {limit_s:g} s" if age_s <= limit_s else f"over its limit of {limit_s:g} s"
+    return f"limit {seconds(limit_s)}" if age_s <= limit_s else f"over its limit of {seconds(limit_s)}"
 
 
 def _engine_link(engine: EngineView) -> str:

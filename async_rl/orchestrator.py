@@ -151,6 +151,7 @@ async def run(
         watched(orchestrator.named_waits, metrics, config.doctor),
         serve(metrics, config.metrics.host, config.metrics.port, orchestrator.health) as url,
     ):
+        (run_dir / "url").write_text(url)
         if progress is not None:
             progress.start(config, run_dir, url)
         try:
@@ -251,9 +252,7 @@ class Orchestrator:
             # A trainer that came back starts from its checkpoint as a new driver does: with all that hangs on
             # the trainer's step made anew from the run's folder, and the engines brought back to it.
             sync = self._sync = self._weight_sync(trainer)
-            estate = Estate(
-                self._config, self._dir, tasks, facts, self._step, self._metrics, self._clock
-            )
+            estate = Estate(self._config, self._dir, tasks, facts, self._step, self._metrics, self._clock)
             queue = estate.queue
             manager = RolloutManager(
                 self._config,

@@ -5,7 +5,7 @@
   config.yaml      the resolved config        metrics.jsonl   one StepRecord a line
   logs/            driver, engines, ranks     summary.json    the run in one screen, for programs
   checkpoints/     to resume from             reward.png      its curves
-  hf/              the model, Hugging Face format
+  hf/              the model, Hugging Face format       url             of /metrics and /health
 ```
 """
 
@@ -25,7 +25,7 @@ import msgspec
 from rich.console import Console
 
 from async_rl.config import Config, load_config
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import AsyncRLError, ConfigError, StallError
 from async_rl.records import Summary, read_records
 from async_rl.reference import resolved_yaml
 from async_rl.report import Progress, print_summary, write_run_files
@@ -90,6 +90,8 @@ def describe(cause: BaseException) -> str:
     """One sentence: the service that failed, if one is known, and why."""
     service = service_of(cause)
     text = str(cause) if isinstance(cause, AsyncRLError) else f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, StallError):  # the doctor did not fail, it found what did
+        return text
     return f"{service} failed: {text}" if service else text
 
 

@@ -1,7 +1,7 @@
 """Notices an event loop that stands still: what runs on it cannot, because it stands still with it.
 
 ```
- event loop   tick ─ a second ─► tick ─ a second ─►  (blocked)            tick: how late it was
+ event loop   tick ─ a second ─► tick ─ a second ─►  (blocked)           tick: how late it was
  thread           look     look     look     look   look: where it stands, into the log
 ```
 
@@ -24,7 +24,7 @@ from async_rl.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-_TICK_S: Final = 1.0
+_LONGEST_TICK_S: Final = 1.0
 
 _LOOKS: Final = 4
 """In the time after which a loop counts as blocked: so late at most is it said."""
@@ -46,6 +46,7 @@ class LoopWatch:
         """
         self._metrics = metrics
         self._blocked_s = blocked_s
+        self._tick_s = min(_LONGEST_TICK_S, blocked_s / _LOOKS)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="loop-watch", daemon=True)
         self._ticked_s = time.monotonic()
@@ -66,7 +67,7 @@ class LoopWatch:
 
     def _await_tick(self) -> None:
         self._ticked_s = time.monotonic()
-        self._timer = self._loop.call_later(_TICK_S, self._tick, self._loop.time() + _TICK_S)
+        self._timer = self._loop.call_later(self._tick_s, self._tick, self._loop.time() + self._tick_s)
 
     def _tick(self, expected_s: float) -> None:
         self._metrics.event_loop_lag_seconds.observe(max(0.0, self._loop.time() - expected_s))
@@ -77,7 +78,7 @@ class LoopWatch:
         said_s: float | None = None
         while not self._ended.wait(self._blocked_s / _LOOKS):
             ticked_s = self._ticked_s
-            late_s = time.monotonic() - ticked_s - _TICK_S
+            late_s = time.monotonic() - ticked_s - self._tick_s
             if said_s is not None and ticked_s != said_s:
                 log.warning("the event loop goes on")
                 said_s = None

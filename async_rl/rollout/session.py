@@ -58,6 +58,7 @@ from async_rl.types import (
     Trajectory,
     VersionSpan,
 )
+from async_rl.waits import waiting
 
 log = logging.getLogger(__name__)
 
@@ -478,7 +479,8 @@ class RolloutSession:
         needed = self._rows_needed()
         if self._rows.held(self._buffer[: self._length]) < needed:
             await self._recover_rows(needed)
-        return await self._rows.build(self._buffer[: self._length])
+        with waiting("routing"):
+            return await self._rows.build(self._buffer[: self._length])
 
     def _rows_needed(self) -> int:
         """Rows up to the last sampled token; context after it is predicted by nobody."""

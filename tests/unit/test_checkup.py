@@ -1,0 +1,51 @@
+"""`async-rl doctor` against what a driver serves."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from async_rl import cli
+from async_rl.diagnosis import Cause, Diagnosis
+from async_rl.metrics import Metrics, serve
+
+
+def health(state: str) -> dict[str, Any]:
+    cause = Cause(
+        problem="hangs",
+        on="tool",
+        target="search",
+        age_s=99.0,
+        limit_s=30.0,
+        waiters=1,
+        sentence="tool search does not return",
+        chain=("train loop waits for a batch", "trajectory 7 waits for tool search"),
+    )
+    diagnosis = Diagnosis(state=state, quiet_s=99.0, causes=(cause,))  # type: ignore[arg-type]
+    status = "stalled" if state == "stalled" else "ok"
+    return {"status": status, "phase": "training", "step": 3, "diagnosis": msgspec.to_builtins(diagnosis)}
+
+
+@pytest.mark.parametrize(("state", "code"), [("stalled", 4), ("moving", 0)])
+async def test_the_chain_of_a_running_job_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, code: int
+) -> None:
+    async with serve(Metrics(), "127.0.0.1", 0, lambda: health(state)) as url:
+        (tmp_path / "url").write_text(url)
+        for target in (url, str(tmp_path)):
+            assert await asyncio.to_thread(cli.main, ["doctor", target]) == code
+            out = capsys.readouterr().out
+            assert out.startswith(f"training, step 3: {state}\n")
+            assert "  <- trajectory 7 waits for tool search\n" in out
+
+
+def test_one_sentence_is_printed_when_nobody_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "http://127.0.0.1:9"]) == 3
+    assert "nobody answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert cli.main(["doctor", str(tmp_path)]) == 2

@@ -1,0 +1,136 @@
+"""The service around a diagnosis: when it speaks, and what it forgives; and the watch over the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import load_config
+from async_rl.doctor import Doctor, limits, watched
+from async_rl.engines.pool import EnginePool
+from async_rl.errors import StallError
+from async_rl.metrics import Metrics
+from async_rl.simulation.virtual_time import VirtualTimeLoop, run_virtual
+from async_rl.supervision import services
+from async_rl.waits import Waits, acting, waiting
+from async_rl.watchdog import LoopWatch
+from tests.support.run_config import write_run
+
+
+class Ward:
+    """A doctor and its patient's waits, on a clock set by hand."""
+
+    def __init__(self, folder: Path, *overrides: str, clock: Callable[[], float] | None = None) -> None:
+        self.now_s = 0.0
+        self.metrics = Metrics()
+        self.config = load_config(write_run(folder), ["doctor.stall_s=40", *overrides])
+        clock = clock or self.clock
+        self.waits = Waits(clock)
+        self.doctor = Doctor(self.config, self.waits, EnginePool(self.metrics, clock), self.metrics)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def look_until(self, end_s: float) -> None:
+        while self.now_s < end_s:
+            self.now_s += 5
+            self.doctor.look()
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels) or 0.0
+
+
+def test_a_stall_is_said_again_only_after_growing_times(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ward = Ward(tmp_path)
+    with acting("train loop", waits=ward.waits), waiting("slot"):
+        ward.look_until(600)
+        said = [record for record in caplog.records if "stands still" in record.message]
+        assert len(said) == 4  # at 45, 85, 165 and 325 seconds
+        assert ward.value("stalls_total", awaited="slot") == 1
+        assert ward.value("seconds_since_progress") == 600
+        assert ward.value("oldest_wait_seconds", awaited="slot") == 600
+        ward.waits.progress()
+        ward.doctor.look()
+        assert ward.value("seconds_since_progress") == 0
+        ward.look_until(700)
+    assert ward.value("stalls_total", awaited="slot") == 2
+
+
+def test_the_run_ends_at_the_second_look_when_that_is_asked_for(tmp_path: Path) -> None:
+    ward = Ward(tmp_path, "doctor.action=end")
+    with acting("train loop", waits=ward.waits), waiting("slot"):
+        ward.look_until(40)
+        with pytest.raises(StallError, match="no slot becomes free"):
+            ward.look_until(45)
+
+
+def test_a_quiet_run_is_no_stall_while_its_wait_is_within_its_limit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    ward = Ward(tmp_path, "doctor.action=end", "trainer.step_timeout_s=3600")
+    with acting("train loop", waits=ward.waits), waiting("trainer step", "1"):
+        ward.look_until(3600)
+        assert "within its limit" in caplog.text
+        with pytest.raises(StallError, match="trainer step 1 does not return"):
+            ward.look_until(3700)
+
+
+def test_time_in_which_the_event_loop_stood_still_is_no_stall(tmp_path: Path) -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        ward = Ward(tmp_path, "doctor.action=end", clock=loop.time)
+        with acting("train loop", waits=ward.waits), waiting("slot"):
+            async with services(doctor=ward.doctor.run):
+                await asyncio.sleep(1)
+                loop.jump(1000)
+                await asyncio.sleep(30)
+        return ward.waits.quiet_s
+
+    assert run_virtual(main()) < 40
+
+
+def test_limits_are_those_of_the_config(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path), ["trainer.step_timeout_s=77", "rollout.tool_timeout_s=7"])
+    assert (limits(config)["trainer step"], limits(config)["tool"]) == (77, 7)
+
+
+def compute_without_an_await(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+async def test_a_blocked_event_loop_is_said_with_what_it_executes(caplog: pytest.LogCaptureFixture) -> None:
+    """prime-rl#1713: an event loop that lags by minutes."""
+    metrics = Metrics()
+    with LoopWatch(metrics, blocked_s=0.1):
+        compute_without_an_await(0.5)
+        await asyncio.sleep(0.05)
+    assert "compute_without_an_await" in caplog.text
+    value = metrics.registry.get_sample_value
+    assert value("async_rl_event_loop_blocked_total") == 1
+    assert value("async_rl_event_loop_lag_seconds_sum") > 0.3
+
+
+async def test_a_loop_that_waits_is_not_blocked(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    metrics = Metrics()
+    with LoopWatch(metrics, blocked_s=5):
+        await asyncio.sleep(0.05)
+    assert metrics.registry.get_sample_value("async_rl_event_loop_blocked_total") == 0
+    assert caplog.text == ""
+
+
+async def test_waits_belong_to_the_run_that_is_watched(tmp_path: Path) -> None:
+    waits = Waits()
+    async with watched(waits, Metrics(), load_config(write_run(tmp_path)).doctor):
+        with waiting("checkpoint"):
+            assert [str(wait.who) for wait in waits.open_waits()] == ["run"]
