@@ -55,6 +55,6 @@ def test_every_path_of_the_readme_exists():
         for path in paths
         if not (ROOT / path).exists()
         and not (ROOT / "async_rl" / path).exists()
-        and path not in {"logs/", "checkpoints/", "hf/", "spool/"}
+        and path not in {"logs/", "checkpoints/", "hf/", "spool/", "journal/"}
     }
     assert not missing
