@@ -54,8 +54,8 @@ class Processes:
 
 def _role(process: psutil.Process, name: str) -> str:
     for prefix, role in (
-        ("ray::_RankActor", "trainer rank"),
-        ("ray::_EngineAct", "engine actor"),
+        ("ray::RankActor", "trainer rank"),
+        ("ray::EngineActo", "engine actor"),
         ("sglang::", "engine"),
     ):
         if name.startswith(prefix):

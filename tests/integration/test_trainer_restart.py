@@ -37,7 +37,7 @@ async def test_ranks_come_back_when_one_is_killed_and_one_hangs(calculator, tmp_
     assert summary.weight_versions == 6
     assert summary.trajectories.trained == 6 * 16
     assert_conserved(summary)
-    ranks = [p for p in psutil.process_iter(["name"]) if "_RankActor" in p.info["name"]]
+    ranks = [p for p in psutil.process_iter(["name"]) if "RankActor" in p.info["name"]]
     left = [p for p in ranks if p.environ().get(PLAN) == str(plan)]
     assert left == []  # the stopped one is gone too
     ledger = Ledger(run_dir / "ledger.sqlite")

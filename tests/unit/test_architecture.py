@@ -32,7 +32,7 @@ ONLY_IN = {
     ),
     "megatron": ("trainer/megatron/",),
     "mbridge": ("trainer/megatron/",),
-    "ray": ("async_rl/placement.py",),
+    "ray": ("async_rl/placement/",),
     # Programs of their own, inside the server's process.
     "sglang": ("async_rl/engines/sglang_cpu.py", "async_rl/engines/sglang_narrow.py"),
     "create_task": ("async_rl/supervision.py",),

@@ -1,0 +1,79 @@
+"""Joins Ray, or starts one on this machine that is open to nobody else."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import ray
+from ray._private import ray_constants
+from ray.exceptions import RayError
+
+from async_rl.config import Config
+from async_rl.errors import EnvironmentNotReady
+
+_OBJECT_STORE_BYTES: Final = 256 << 20
+"""Of a Ray that we start: batches are files, so the store carries next to nothing."""
+
+
+def scratch_folder(run_dir: Path) -> Path:
+    """A folder for the sockets and logs of a Ray that we start: Ray's own are open to every user.
+
+    Its name is short, because paths of sockets are, and the same for each life of a run: what a killed driver
+    left goes with the next.
+
+    Raises:
+        EnvironmentNotReady: When somebody else has made it.
+    """
+    name = hashlib.blake2s(f"{os.getuid()}:{run_dir.resolve()}".encode(), digest_size=6).hexdigest()
+    scratch = Path(tempfile.gettempdir()) / f"async-rl-{name}"
+    scratch.mkdir(mode=0o700, exist_ok=True)
+    if scratch.is_symlink() or scratch.stat().st_uid != os.getuid():
+        raise EnvironmentNotReady(f"{scratch} belongs to another user: remove it, or set TMPDIR")
+    scratch.chmod(0o700)
+    for left in scratch.iterdir():
+        shutil.rmtree(left, ignore_errors=True)
+    return scratch
+
+
+def connect(config: Config, scratch: Path) -> None:
+    """Join the cluster that the config names, or start Ray here, with what it writes in `scratch`; blocks.
+
+    Raises:
+        EnvironmentNotReady: When neither works.
+    """
+    # Whoever reaches a port of Ray runs code as us. A Ray of one machine listens on the loopback interface
+    # (the switch is private to Ray, and the only one) and asks for a token, for who else is on this machine.
+    ray_constants.ENABLE_RAY_CLUSTER = config.placement.ray_address is not None
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(ray_constants.ENABLE_RAY_CLUSTER))
+    if config.placement.ray_address is None:
+        # Without one of ours Ray would write a token into the user's home, for ever.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Ray would otherwise set up a virtual environment of its own where the driver was started by a tool that
+    # makes some.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = config.placement.ray_address
+    try:
+        if address is None:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                logging_level=logging.ERROR,
+                _temp_dir=str(scratch),
+            )
+        else:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+        where = f"join the Ray cluster at {address}" if address else "start Ray on this machine"
+        raise EnvironmentNotReady(
+            f"could not {where}: {error}. Check placement.ray_address and `ray status`"
+        ) from error

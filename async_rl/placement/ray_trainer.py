@@ -1,0 +1,139 @@
+"""The trainer as the orchestrator knows it: calls to all ranks, each within its time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from async_rl.config import Config
+from async_rl.engines.protocol import GroupInvite, TensorSpec
+from async_rl.errors import AsyncRLError, EnvironmentNotReady, TrainerError
+from async_rl.supervision import Nursery
+from async_rl.training import StepResult, Trainer, TrainerState
+
+
+class RayTrainer(Trainer):
+    """All trainer ranks; a failure of one is a `TrainerError` that names it and its log."""
+
+    def __init__(self, actors: list[Any], nodes: list[str], log_paths: list[Path], config: Config) -> None:
+        self._actors = actors
+        self._log_paths = log_paths
+        self._config = config
+        here = ray.get_runtime_context().get_node_id()
+        self._remote = [node != here for node in nodes]
+
+    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        """See `TrainerRank.setup`."""
+        state: TrainerState = await self._all(self._config.trainer.start_timeout_s, "setup", checkpoint_dir)
+        return state
+
+    async def train_step(self, batch_path: str, step: int) -> StepResult:
+        """See `TrainerRank.train_step`."""
+        frame = None
+        if any(self._remote):
+            frame = await asyncio.to_thread(lambda: ray.put(Path(batch_path).read_bytes()))
+        result: StepResult = await self._gather(
+            self._config.trainer.step_timeout_s,
+            "train_step",
+            [
+                actor.train_on_copy.remote(frame, step)
+                if remote
+                else actor.call.remote("train_step", batch_path, step)
+                for actor, remote in zip(self._actors, self._remote, strict=True)
+            ],
+        )
+        return result
+
+    async def publish(self, directory: str, weight_version: int) -> None:
+        """See `TrainerRank.publish`."""
+        await self._all(self._config.weights.timeout_s, "publish", directory, weight_version)
+
+    async def open_weight_group(self, invite: GroupInvite) -> None:
+        """See `TrainerRank.open_weight_group`."""
+        await self._all(self._config.weights.timeout_s, "open_weight_group", invite)
+
+    async def close_weight_group(self, group_name: str) -> None:
+        """See `TrainerRank.close_weight_group`."""
+        await self._all(self._config.weights.timeout_s, "close_weight_group", group_name)
+
+    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """See `TrainerRank.plan_buckets`."""
+        plan: tuple[tuple[TensorSpec, ...], ...] = await self._all(
+            self._config.weights.timeout_s, "plan_buckets", bucket_bytes
+        )
+        return plan
+
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+        """See `TrainerRank.send_weights`."""
+        # The ranks bound each broadcast themselves and leave dead engines out; this is for a dead trainer.
+        await self._all(2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes)
+
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        """See `TrainerRank.save_checkpoint`."""
+        await self._all(self._config.trainer.step_timeout_s, "save_checkpoint", directory, extra)
+
+    async def close(self) -> None:
+        """Stop all ranks."""
+        await self._all(self._config.weights.timeout_s, "close")
+
+    async def _all(self, limit_s: float, method: str, *arguments: Any) -> Any:
+        return await self._gather(
+            limit_s, method, [actor.call.remote(method, *arguments) for actor in self._actors]
+        )
+
+    async def _gather(self, limit_s: float, method: str, references: list[Any]) -> Any:
+        """Wait for all ranks; rank 0's answer. The first rank that fails fails the call."""
+
+        async def answer(rank: int, reference: Any) -> Any:
+            try:
+                return await reference
+            except RayActorError as error:
+                raise TrainerError(
+                    f"trainer rank {rank} died during {method}; its last words are in {self._log_paths[rank]}"
+                ) from error
+            except RayTaskError as error:
+                failure = TrainerError(
+                    f"trainer rank {rank} failed in {method}: {last_line(error)}; see {self._log_paths[rank]}"
+                )
+                raise cause_of(error, failure) from error
+
+        try:
+            async with asyncio.timeout(limit_s):
+                async with Nursery() as ranks:
+                    answers = [
+                        ranks.start(f"trainer rank {rank}", answer(rank, reference))
+                        for rank, reference in enumerate(references)
+                    ]
+        except TimeoutError as error:
+            raise TrainerError(
+                f"the trainer took more than {limit_s} s for {method}; see {self._log_paths[0]}"
+            ) from error
+        return answers[0].result()
+
+
+async def made(actor: Any, *arguments: Any) -> None:
+    """Let a rank's actor make its worker.
+
+    Raises:
+        AsyncRLError: Of the worker, or `EnvironmentNotReady`.
+    """
+    try:
+        await actor.make.remote(*arguments)
+    except RayTaskError as error:
+        failure = EnvironmentNotReady(f"a trainer rank could not be made: {last_line(error)}")
+        raise cause_of(error, failure) from error
+
+
+def cause_of(error: Exception, otherwise: AsyncRLError) -> AsyncRLError:
+    """Our own error as it was raised in the actor, or one that says what happened there."""
+    ours = isinstance(error, RayTaskError) and isinstance(error.cause, AsyncRLError)
+    return error.cause if ours else otherwise  # type: ignore[attr-defined]
+
+
+def last_line(error: Exception) -> str:
+    """What Ray's long messages come to."""
+    return str(error).strip().splitlines()[-1]
