@@ -1,0 +1,66 @@
+"""Processes are ended whatever state they are in, and no other is hit."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from async_rl.processes import Process, kill, this_process
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c",
+    "from async_rl.processes import die_with_parent; die_with_parent(); import os, signal; "
+    "print(os.getpid(), flush=True); os.kill(os.getpid(), signal.SIGSTOP)"])
+time.sleep(600)
+"""
+
+
+def started(code: str) -> tuple[subprocess.Popen[str], str]:
+    """A process, and the first line it prints."""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def described(pid: int) -> Process:
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return Process("here", pid, ticks)
+
+
+def test_a_process_is_killed_when_it_is_stopped() -> None:
+    process, _ = started(SLEEPER)
+    with process:
+        process.send_signal(signal.SIGSTOP)
+        assert kill(described(process.pid), limit_s=10)
+        assert process.wait(10) == -signal.SIGKILL
+    assert kill(Process("here", process.pid, "0"), limit_s=10)  # gone already
+
+
+def test_another_process_is_left_alone_when_it_has_the_number_now() -> None:
+    process, _ = started(SLEEPER)
+    with process:
+        earlier = msgspec.structs.replace(described(process.pid), started="1")
+        assert kill(earlier, limit_s=10)
+        assert process.poll() is None
+        process.kill()
+
+
+def test_this_process_is_told_from_others() -> None:
+    me = this_process("here")
+    assert (me.pid, me) == (os.getpid(), described(os.getpid()))
+
+
+def test_a_stopped_child_dies_when_its_parent_is_killed() -> None:
+    process, child = started(PARENT)
+    with process:
+        stopped = psutil.Process(int(child))
+        process.kill()
+        process.wait(10)
+        assert stopped.wait(10) is None or not stopped.is_running()
