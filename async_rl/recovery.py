@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from async_rl.config import Config
@@ -73,7 +73,7 @@ class Estate:
         ledger.rollback(step)
         self._every_s = config.queue.journal_s
         self.journal: Journal | None = None
-        self.journalled: Mapping[str, Journalled] = {}
+        self.journalled: dict[str, Journalled] = {}
         """What the journal has of trajectories in flight."""
         if self._every_s is not None:
             self.journal = Journal(run_dir / "journal", metrics)

@@ -87,11 +87,12 @@ class RolloutManager:
         new_id: Callable[[], str],
         clock: Callable[[], float],
         journal: Journal | None = None,
-        journalled: Mapping[str, Journalled] | None = None,
+        journalled: dict[str, Journalled] | None = None,
     ) -> None:
         """Load the agent loop and the reward that the config names.
 
-        `journal` is told of what is in flight, `journalled` is what it has of groups that `queue` has left.
+        `journal` is told of what is in flight, `journalled` is what it has of the groups in `queue.left`. Of
+        both what is taken up is removed: it holds memory and files.
         """
         self._config = config
         self._feeder = feeder
@@ -103,7 +104,7 @@ class RolloutManager:
         self._new_id = new_id
         self._clock = clock
         self._journal = journal
-        self._journalled = dict(journalled or {})
+        self._journalled = {} if journalled is None else journalled
         self._attempts = {name: n for left in queue.left for name, n in left.attempts.items()}
         self._loops: dict[str, Any] = {}
         self._agent_loop(config.rollout.agent_loop)
@@ -122,8 +123,8 @@ class RolloutManager:
     async def run(self) -> None:
         """Dispatch groups until the data is exhausted or the queue admits no more, and see them through."""
         async with Nursery() as groups:
-            for left in self._queue.left:
-                await self._start_left(groups, left)
+            while self._queue.left:
+                await self._start_left(groups, self._queue.left.pop(0))
             while True:
                 if not await self._queue.admit():
                     break
