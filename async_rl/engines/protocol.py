@@ -177,8 +177,10 @@ class Engine(Protocol):
         ...
 
     async def wait_ready(self) -> None:
-        """Wait until it answers; raises `EnvironmentNotReady` with the engine's last words when it will
-        not.
+        """Wait until it answers, and let it go on if it was left standing still.
+
+        Raises:
+            EnvironmentNotReady: With the engine's last words, when it will not answer.
         """
         ...
 

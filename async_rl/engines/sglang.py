@@ -446,9 +446,6 @@ class SGLangEngine:
             ) from e
         try:
             self._check_server(await self._ask("server_info", _ServerInfo))
-            # An update that was cut short, of ours or of a driver before us, may have left it standing still:
-            # it would take calls and never begin them.
-            await self.resume_generation("retract")
             info = await self._ask("model_info", _ModelInfo)
             if not (info.weight_version or "").isdecimal():
                 await self._command(
@@ -458,12 +455,21 @@ class SGLangEngine:
             raise EnvironmentNotReady(f"{self._engine_id} answers, but is of no use: {e}") from e
 
     async def _answers(self) -> bool:
+        """Whether it takes calls.
+
+        It does not while it starts, nor while it stands still: an update that was cut short, of ours or of a
+        driver before us, may have left it so, and it is told to go on.
+        """
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 async with self._open().get(self._url / "ready", headers=self._headers) as response:
-                    return response.status == 200
+                    status = response.status
         except (aiohttp.ClientError, TimeoutError):
             return False
+        if status == 503:
+            with suppress(EngineError):
+                await self.resume_generation("retract")
+        return status == 200
 
     def _check_server(self, info: _ServerInfo) -> None:
         who = f"{self._engine_id} at {self._url}"

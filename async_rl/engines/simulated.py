@@ -484,6 +484,7 @@ class SimulatedEngine:
         """See `Engine.wait_ready`."""
         if self._dead:
             raise EnvironmentNotReady(f"{self._engine_id} is dead; `restart` it")
+        await self.resume_generation("retract")
 
     def die(self) -> None:
         """As if the process were killed: every call fails, and every later one until `restart`."""

@@ -224,6 +224,19 @@ async def test_the_answer_is_as_if_uninterrupted_when_an_aborted_call_is_resumed
     check(second.trace, num_tokens=len(PROMPT) + len(answer))
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_calls_go_on_when_the_engine_had_been_left_standing_still(subject: Subject, mode: str) -> None:
+    """A driver that died in an update; seen elsewhere as a pause that never ends (sglang#22620)."""
+    engine, running = subject.engine, Call(subject.engine, request(PROMPT, 40))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(running.run())
+        await running.has_tokens(2)
+        await engine.interrupt(mode)
+        await engine.health()  # answers all the same
+        await engine.wait_ready()
+    assert len(running.token_ids) == 40
+
+
 @pytest.mark.case(17)
 async def test_nothing_comes_twice_when_a_call_goes_on_after_its_connection_was_dropped(
     subject: Subject,
@@ -350,6 +363,7 @@ async def test_version_and_log_probs_change_when_weights_are_updated_from_disk(s
 
 
 async def test_old_rows_are_gone_when_an_update_flushes_the_prefix_cache(subject: Subject) -> None:
+    """Seen elsewhere: keys and values of old weights that are used under new ones (sglang#27886)."""
     prompt = PROMPT * 6
     old = await call(subject.engine, prompt, 0)
     await subject.load(1, flush=False)

@@ -136,6 +136,7 @@ async def test_a_call_ends_with_nothing_when_it_never_left_the_queue(server: Fak
 
 
 async def test_the_common_prefix_is_kept_when_log_probs_are_missing(server: FakeSGLang) -> None:
+    """Seen elsewhere: an abort returns more ids than log-probs, and verl then discards all that is new."""
     encoded, _ = payload(5)
     last = event([11, 12], 3, log_probs=[-2.0], finish_reason=finish("abort"), routed_experts=encoded)
     server.streams = [[event([10], 1), last]]
@@ -598,3 +599,11 @@ async def test_a_wrong_key_is_named_when_the_server_refuses_it(server: FakeSGLan
         server.answers["pause_generation"] = (401, {"error": "Unauthorized"})
         with pytest.raises(EngineError, match="refuses our admin key"):
             await engine.interrupt("retract")
+
+
+async def test_a_server_that_was_left_standing_still_is_told_to_go_on(server: FakeSGLang) -> None:
+    """SGLang says 503 to /ready for as long as it is paused."""
+    server.answers["ready"] = lambda _: (200 if server.requests("continue_generation") else 503, {})
+    async with server.client(start_timeout_s=5.0) as engine:
+        await engine.wait_ready()
+    assert len(server.requests("continue_generation")) == 1
