@@ -31,7 +31,7 @@ def scratch_folder(run_dir: Path) -> Path:
     Raises:
         EnvironmentNotReady: When somebody else has made it.
     """
-    name = hashlib.blake2s(f"{os.getuid()}:{run_dir.resolve()}".encode(), digest_size=6).hexdigest()
+    name = hashlib.blake2s(f"{os.getuid()}:{run_dir.resolve()}".encode(), digest_size=4).hexdigest()
     scratch = Path(tempfile.gettempdir()) / f"async-rl-{name}"
     scratch.mkdir(mode=0o700, exist_ok=True)
     if scratch.is_symlink() or scratch.stat().st_uid != os.getuid():
@@ -68,7 +68,7 @@ def connect(config: Config, scratch: Path) -> None:
                 log_to_driver=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 logging_level=logging.ERROR,
-                _temp_dir=str(scratch),
+                _temp_dir=str(scratch / "r"),  # Ray opens this one to all users, not its parent
             )
         else:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

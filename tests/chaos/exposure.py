@@ -73,8 +73,8 @@ class Exposure(msgspec.Struct):
         if token is not None:
             self.secrets.add(token)
         for word in command:
-            if word.startswith("--temp_dir="):  # of Ray: its sockets are in it
-                self._private(Path(word.removeprefix("--temp_dir=")))
+            if word.startswith("--temp_dir="):  # Ray makes it open to all, so the one above it must not be
+                self._private(Path(word.removeprefix("--temp_dir=")).parent)
             if word.endswith("/keys.yaml"):
                 self.secrets.update(_KEY.findall(Path(word).read_text()))
                 self._private(Path(word))
