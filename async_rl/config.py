@@ -614,6 +614,11 @@ class Config(_Strict, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Check what no single field can."""
+        if self.rollout.dynamic_filtering and self.rollout.group_size == 1:
+            raise ValueError(
+                "rollout.dynamic_filtering drops groups of equal rewards, and rollout.group_size is 1, so it would "
+                "drop all: raise rollout.group_size"
+            )
         if isinstance(self.engine, SGLangEngines) and self.engine.urls and self.engine.urls_file:
             raise ValueError("engine.urls and engine.urls_file are both set: write the URLs into the file")
         layout, ranks = self.trainer.layout, self.trainer.num_ranks

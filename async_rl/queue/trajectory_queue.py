@@ -189,7 +189,7 @@ class TrajectoryQueue:
         self._ready: dict[str, _Ready] = {}
         self._taken: dict[str, _Taken] = {}
         self._packing: frozenset[str] = frozenset()
-        self._largest = 0
+        self._largest = slab_size(0)
         self._drift = LengthDrift()
         self._stopped = self._ended = False
         self._changed = asyncio.Event()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.errors import AsyncRLError
+from async_rl.config import parse_config
+from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.queue.journal import Entry
 from async_rl.rollout.groups import (
     GroupInFlight,
@@ -68,6 +69,16 @@ def test_stragglers_may_be_left_when_half_of_the_group_has_finished(
     finished: int, size: int, may: bool
 ) -> None:
     assert may_leave_stragglers(finished, size, REST) is may
+
+
+def test_filtering_is_refused_when_groups_have_one_trajectory() -> None:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "rollout": {"dynamic_filtering": True, "group_size": 1},
+    }
+    with pytest.raises(ConfigError, match=r"raise rollout\.group_size"):
+        parse_config(tree)
 
 
 def test_filtering_ends_with_the_remedy_when_no_group_carries_signal() -> None:

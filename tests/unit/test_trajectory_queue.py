@@ -186,6 +186,20 @@ async def test_admission_closes_when_the_spool_could_not_hold_another_group(tmp_
     run.queue.close()
 
 
+async def test_small_groups_are_admitted_by_the_slabs_that_they_take(tmp_path: Path) -> None:
+    """By their bytes more would be let in than can be put: seed 1143 of the simulation never ended."""
+    run = Run(tmp_path, max_bytes=256 << 10, max_staleness=5)
+    names = []
+    while run.queue.admits:
+        names.append(f"g{len(names)}")
+        run.dispatch(names[-1])
+    assert len(names) == 4
+    for name in names:
+        await run.queue.put(make_group(name))
+    assert run.spool.used_bytes == 256 << 10
+    run.queue.close()
+
+
 async def test_put_waits_for_a_step_when_the_spool_is_full(tmp_path: Path) -> None:
     run = Run(tmp_path, max_bytes=384 << 10, max_staleness=5)
     await run.ready("a", "b", tokens=6000)
