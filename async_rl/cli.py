@@ -110,6 +110,7 @@ _PLAN_FIGURES = (
     ("publish-s", float, "seconds in which the trainer writes weights while engines go on"),
     ("train-tokens-per-s", float, "trainer speed; default: 0.9 of a batch's fluid generation time a step"),
     ("train-base-s", float, "seconds of a trainer step of any size"),
+    ("routing-row-bytes", int, "of one token; default: what model.path says, when it is there"),
 )
 """Flags of `plan` that are fields of `simulation.workload.Workload`."""
 

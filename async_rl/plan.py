@@ -19,7 +19,6 @@ from rich.table import Table
 
 from async_rl.config import Config, SGLangEngines, load_config
 from async_rl.engines.facts import load_facts
-from async_rl.engines.protocol import EngineFacts
 from async_rl.errors import ConfigError
 from async_rl.records import StepRecord, read_records
 from async_rl.simulation.plan import Plan, Simulation, simulate
@@ -61,15 +60,15 @@ def plan(
         ConfigError: The config, the run or a figure cannot be used.
     """
     config = load_config(path, overrides)
-    workload = workload_for(config, run_dir, figures or {})
+    row_bytes, remark = _routing_row_bytes(config)
+    workload = workload_for(config, run_dir, {"routing_row_bytes": row_bytes} | dict(figures or {}))
     how = _checked(simulation or {}, Simulation)
-    facts, remark = _facts(config)
     base = num_engines(config)
     plans, sentences = [], []
     for number in engines or (base,):
         job, work = with_engines(config, workload, number, grow=grow)
-        plans.append(simulate(job, work, how, facts))
-        sentences.append(bottleneck(plans[-1], job, work))
+        plans.append(simulate(job, work, how))
+        sentences.append(bottleneck(plans[-1], job, work) + room(plans[-1], job))
     if as_json:
         rows = [msgspec.to_builtins(p) | {"bottleneck": s} for p, s in zip(plans, sentences, strict=True)]
         sys.stdout.write(json.dumps({"workload": msgspec.to_builtins(workload), "plans": rows}, indent=1))
@@ -219,6 +218,16 @@ def bottleneck(plan: Plan, config: Config, workload: Workload) -> str:
     )
 
 
+def room(plan: Plan, config: Config) -> str:
+    """A further sentence when the queue needs more than the config gives it, else nothing."""
+    if plan.queue_bytes_peak <= config.queue.max_bytes:
+        return ""
+    return (
+        f" Finished groups take up to {_size(plan.queue_bytes_peak)}: with queue.max_bytes = "
+        f"{_size(config.queue.max_bytes)} admission would wait for room."
+    )
+
+
 def _checked(figures: Mapping[str, Any], kind: type[S]) -> S:
     try:
         return msgspec.convert(figures, kind)
@@ -226,14 +235,15 @@ def _checked(figures: Mapping[str, Any], kind: type[S]) -> S:
         raise ConfigError(f"plan: {error}") from error
 
 
-def _facts(config: Config) -> tuple[EngineFacts | None, str]:
-    """The model's routing, if it is at hand, and a remark if it is not."""
+def _routing_row_bytes(config: Config) -> tuple[int, str]:
+    """Of one token, if the model is at hand; a remark if it is not."""
     if not config.routing.from_engine:
-        return None, ""
+        return 0, ""
     try:
-        return load_facts(config.model.path), ""
+        facts = load_facts(config.model.path)
     except ConfigError as error:
-        return None, f"Routing rows are not counted: {error}"
+        return 0, f"Routing rows are counted only as --routing-row-bytes says: {error}"
+    return len(facts.moe_layers) * facts.top_k * (1 if facts.num_experts <= 256 else 2), ""
 
 
 def _show(
@@ -296,7 +306,7 @@ def _assumptions(w: Workload) -> str:
         f"Assumed: prompts of {w.prompt_tokens:,} tokens; {answers}{turns}; a decode step of "
         f"{w.decode_base_s * 1e3:.3g} + {w.decode_per_call_s * 1e3:.3g} · calls ms; prefill "
         f"{w.prefill_tokens_per_s:,.0f} tokens/s; {trainer}; publishing {w.publish_s:.3g} s, standstill of "
-        f"an update {w.sync_s:.3g} s."
+        f"an update {w.sync_s:.3g} s; {w.routing_row_bytes} bytes of routing rows a token."
     )
 
 

@@ -539,6 +539,34 @@ def run_ours(ours: Ours, groups: int, seed: int, length: Length) -> Row:
 # -- the table --------------------------------------------------------------------------------------------
 
 
+def plot(path: Path, versions: int) -> None:
+    """Throughput and staleness of ours over the bound, in both worlds, with a trajectory for eight."""
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), layout="constrained")
+    for groups in (128, 32):
+        longest_s = WORLD.max_tokens * WORLD.step_s(SLOTS)
+        version_s = groups * GROUP / fluid_rate(ENGINES, SLOTS, WORLD)
+        bounds = range(1, 8) if groups == 128 else range(2, 17, 2)
+        plans = []
+        for bound in bounds:
+            warmup = 4 + round(longest_s / version_s)
+            simulation = Simulation(versions=versions * 128 // groups, warmup=warmup, coarsen=8)
+            config = config_for(Ours("ours", {groups: bound}), groups)
+            plans.append(simulate(config, WORLD, simulation))
+            print(f"{groups} groups, bound {bound}: rel {plans[-1].relative:.3f}", file=sys.stderr)
+        label = f"{groups} groups a version ({longest_s / version_s:.0f} versions for the longest answer)"
+        above.plot(bounds, [plan.relative for plan in plans], marker="o", label=label)
+        below.plot(bounds, [plan.staleness_mean for plan in plans], marker="o", label="mean")
+        below.plot(bounds, [plan.staleness_max for plan in plans], marker=".", linestyle=":", label="max")
+    above.set_ylabel("of the fluid bound")
+    above.set_ylim(0, 1)
+    above.legend()
+    below.set_ylabel("staleness of the trained, mean and max")
+    below.set_xlabel("rollout.max_staleness")
+    figure.savefig(path)
+
+
 def over_seeds(rows: Sequence[Row]) -> Row:
     """Means; of the oldest the oldest."""
     figures = {
@@ -580,9 +608,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, few versions: about two minutes")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument(
+        "--plot", type=Path, help="only draw throughput and staleness over the bound, to here"
+    )
     parser.add_argument("--only", default="", help="policies whose name has this in it")
     parser.add_argument("--groups", type=int, nargs="+", default=[128, 32], choices=[128, 32])
     options = parser.parse_args()
+    if options.plot is not None:
+        plot(options.plot, versions=5 if options.quick else 15)
+        return
     rows = []
     for groups in options.groups:
         # Warm up for twice the longest answer, 645 s at full engines: 4 versions of 128 groups, 16 of 32.

@@ -142,16 +142,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     scale: int
 
 
-def simulate(
-    config: Config, workload: Workload, simulation: Simulation | None = None, facts: EngineFacts | None = None
-) -> Plan:
+def simulate(config: Config, workload: Workload, simulation: Simulation | None = None) -> Plan:
     """Run a job in virtual time.
 
     Args:
         config: Its scheduling is used as it is; model, data, agent loop and reward are not looked at.
         workload: Lengths and speeds.
         simulation: How long and how coarse.
-        facts: Of the model, for the bytes of routing rows; None counts none.
 
     Returns:
         What was measured after the warm-up.
@@ -165,7 +162,7 @@ def simulate(
     with tempfile.TemporaryDirectory(prefix="async-rl-plan-", dir=parent) as folder:
         job = _Job(config, workload, simulation, Path(folder))
         run_virtual(job.run())
-        return job.measure(facts)
+        return job.measure()
 
 
 class _Job:
@@ -273,7 +270,7 @@ class _Job:
                 setattr(total, name, getattr(total, name) + getattr(usage, name))
         return total
 
-    def measure(self, facts: EngineFacts | None) -> Plan:
+    def measure(self) -> Plan:
         """Everything between the end of the warm-up and the last step."""
         observer, trainer, workload = self.observer, self.trainer, self._workload
         coarsen, scale = self._simulation.coarsen, self.scale
@@ -288,7 +285,7 @@ class _Job:
         lengths = np.concatenate(trainer.lengths)
         dropped = records[-1].dropped - observer.records[self._simulation.warmup - 1].dropped
         queued = np.array(observer.queued) * coarsen
-        rows, tokens = _row_bytes(facts), workload.trajectory_tokens
+        rows, tokens = workload.routing_row_bytes, workload.trajectory_tokens
         frame_bytes = tokens * (_FRAME_BYTES + rows)
         cpu_s = observer.cpu_s[1] - observer.cpu_s[0]
         limit = self.config.max_outstanding_groups * self.config.rollout.group_size
@@ -437,10 +434,3 @@ class _Observer(Progress):
         if len(self.records) >= self._warmup:
             self.usages[1:] = [self._usage()]
             self.cpu_s[1:] = [time.process_time()]
-
-
-def _row_bytes(facts: EngineFacts | None) -> int:
-    """Routing rows of one token."""
-    if facts is None or not facts.is_moe:
-        return 0
-    return len(facts.moe_layers) * facts.top_k * (1 if facts.num_experts <= 256 else 2)

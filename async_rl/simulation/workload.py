@@ -60,13 +60,23 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Of a step of any size."""
     shares_prompts: bool = True
     """Siblings find their prompt in the engine's prefix cache."""
+    routing_row_bytes: int = 0
+    """Routing rows of one token, for the queue's memory."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be simulated."""
         for name in ("prompt_tokens", "mean_tokens", "max_tokens", "turns", "prefill_tokens_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")
-        for name in ("sigma", "tool_tokens", "tool_s", "decode_base_s", "decode_per_call_s", "sync_s"):
+        for name in (
+            "sigma",
+            "tool_tokens",
+            "tool_s",
+            "decode_base_s",
+            "decode_per_call_s",
+            "sync_s",
+            "routing_row_bytes",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 0")
         if self.decode_base_s + self.decode_per_call_s <= 0:

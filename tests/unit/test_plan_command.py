@@ -69,6 +69,17 @@ def test_json_has_the_workload_and_a_plan_for_each_number_of_engines(
     assert plan["bottleneck"]
 
 
+def test_too_small_a_queue_is_named_when_the_plan_needs_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_run(tmp_path))
+    rows = ["--routing-row-bytes", "100000", "--sigma", "0"]
+    assert main(["plan", path, "queue.max_bytes=1048576", *rows, *QUICK, "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["queue_bytes_peak"] > 1 << 20
+    assert "queue.max_bytes = 1 MB" in plan["bottleneck"]
+
+
 def test_speeds_and_lengths_are_those_of_a_past_run_after_its_first_steps(tmp_path: Path) -> None:
     config = load_config(
         write_run(tmp_path), ["engine.num_engines=2", "rollout.max_concurrent_trajectories=16"]
