@@ -161,6 +161,11 @@ def _config(rng: random.Random, seed: int) -> Config:
             "tool_timeout_s": 1.0,
             "reward_timeout_s": 2.0,
             "max_attempts": rng.randint(1, 3),
+            "failed_siblings": rng.choice(("train_rest", "drop", "retry")),
+            "min_group_size": rng.randint(1, 2),
+            "max_task_retries": rng.randint(0, 2),
+            "straggler_wait_s": rng.choice((None, None, 0.5, 5.0)),
+            "dynamic_filtering": group_size > 1 and rng.random() < 0.2,
             "max_failed_share": rng.choice((1.0, 1.0, 1.0, 0.5)),
         },
         "routing": {
@@ -187,6 +192,7 @@ def _config(rng: random.Random, seed: int) -> Config:
             "keep_checkpoints": rng.randint(1, 2),
             "max_restarts": rng.choice((0, 1, 1000)),
         },
+        "doctor": {"action": rng.choice(("report", "repair")), "stall_s": rng.choice((10.0, 45.0))},
     }
     return parse_config(tree)
 

@@ -34,6 +34,7 @@ from async_rl.errors import (
     EnvironmentNotReady,
     InvariantError,
     SpoolFull,
+    StallError,
     TrainerError,
 )
 from async_rl.metrics import Metrics
@@ -54,6 +55,7 @@ from async_rl.simulation.users import SimulatedChat, attempt_begins
 from async_rl.simulation.virtual_time import NumberedTask, VirtualTimeLoop
 from async_rl.simulation.witness import Witness
 from async_rl.supervision import first_error
+from async_rl.waits import acting
 
 _MAX_LIVES: Final = 24
 _MAX_LIFE_S: Final = 3000.0
@@ -215,9 +217,10 @@ class _Simulation:
         attempt_begins.set(self._witness.attempt_begins)
         self._cause = ""
         try:
-            summary = await self._orchestrator.run(
-                self._scenario.tasks, SimulatedChat(), FACTS, self._new_id, None
-            )
+            with acting("run", waits=self._orchestrator.named_waits):
+                summary = await self._orchestrator.run(
+                    self._scenario.tasks, SimulatedChat(), FACTS, self._new_id, None
+                )
         except asyncio.CancelledError:
             self._ended = "cancelled"
             if not self._was("cancel"):
@@ -251,6 +254,9 @@ class _Simulation:
         elif isinstance(cause, EngineError | EnvironmentNotReady):
             # A clock that jumps lets everything run past its time.
             allowed = bool(met & {*ENGINE_FAULTS, "clock_jump"})
+        elif isinstance(cause, StallError):
+            hangs = any(task.metadata["trouble"] == "hang" for task in self._scenario.tasks)
+            allowed = self._config.doctor.action != "report" and (hangs or bool(met & {*ENGINE_FAULTS}))
         elif "disk" in str(cause):
             allowed = "disk_full" in met
         elif isinstance(cause, SpoolFull):

@@ -30,7 +30,7 @@ from async_rl.simulation.scenario import ENGINE_FAULTS, FACTS, Scenario
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, TrainBatch
 
 _KEPT_EVENTS: Final = 60
-_REDISPATCHED: Final = frozenset({"restart", "corrupt"})
+_HOLDING: Final = frozenset({"in_flight", "queued", "trained"})
 _RETRIED: Final = frozenset({"overage", "sibling_failed"})
 """Reasons for which the task of a whole group may be dispatched once more."""
 _INVERSE_OF_7: Final = pow(7, -1, FACTS.num_experts)
@@ -299,6 +299,9 @@ class Witness:
         unsettled = [step for step in self._steps if self._saved < step <= settled and step not in trained]
         if unsettled:
             self.fail(f"the ledger knows nothing of the steps {unsettled}")
+        for group in self._fates.keys() - fates.keys():  # settled since, and folded into a count
+            position, ends = self._fates[group]
+            self._fates[group] = position, ends - {"in_flight", "queued"} | {"folded"}
         self._fates |= fates
         names = {row[0] for row in rows}
         self._seen |= names
@@ -308,27 +311,24 @@ class Witness:
         self._check_positions(pending, unseen // self._config.rollout.group_size)
 
     def _check_positions(self, pending: set[int], unseen: int) -> None:
-        """Each position was given to one group, or is pending; a group undone by a restart does not count.
+        """Each position is held by one group at most, used up, or pending.
 
-        Nor does one that was lost whole, if its task was retried. So many groups came and went between two
-        looks.
+        A group that a restart undid has not used it up. So many groups came and went between two looks.
         """
         holders: dict[int, list[str]] = defaultdict(list)
-        lost: set[int] = set()
-        skipped: list[int] = []
+        used: set[int] = set()
         for group, (position, ends) in self._fates.items():
-            if ends & _RETRIED and not ends & {"in_flight", "queued", "trained"}:
-                lost.add(position)
-            elif not ends & _REDISPATCHED:
+            if ends & _HOLDING:
                 holders[position].append(group)
-        for position in range(max((position for position, _ in self._fates.values()), default=-1) + 1):
-            groups = holders[position]
+            if ends != {"restart"}:
+                used.add(position)
+        for position, groups in holders.items():
             if len(groups) > 1:
-                self.fail(f"position {position} was given to the groups {groups}")
-            if not groups and position not in pending | lost:
-                skipped.append(position)
-            if groups and position in pending:
+                self.fail(f"position {position} is held by the groups {groups}")
+            if position in pending:
                 self.fail(f"position {position} is pending, but group {groups[0]} has it")
+        end = max((position for position, _ in self._fates.values()), default=-1) + 1
+        skipped = [position for position in range(end) if position not in used | pending]
         if len(skipped) > unseen:
             self.fail(f"of the positions {skipped} more than {unseen} were skipped")
 
