@@ -37,65 +37,17 @@ process; after a power cut it may miss the last moments, never be inconsistent.
 
 from __future__ import annotations
 
-import sqlite3
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from async_rl.errors import AsyncRLError, InvariantError
-
-SCHEMA_VERSION = 2
-
-_OF_STEPS = (("steps", "step"), ("publications", "weight_version"), ("checkpoints", "step"))
-"""Tables, and the column that a rollback and folding go by."""
+from async_rl.queue.tables import Tables
 
 REDISPATCHED = frozenset({"restart", "corrupt"})
 """Reasons of drops that are no fault of the task: its position becomes pending."""
-
-Statement = tuple[str, Sequence[Any]]
-
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE groups (                -- each the lease of a position
-    group_id TEXT PRIMARY KEY,
-    task_id TEXT NOT NULL,
-    position INTEGER NOT NULL,       -- place in the sequence of tasks
-    weight_version INTEGER NOT NULL, -- nothing in the group was sampled by older weights
-    ceiling INTEGER,                 -- labels above this, in its frame, are of versions that are no more
-    frame TEXT,                      -- name of the spool's file, once queued
-    frame_bytes INTEGER
-) WITHOUT ROWID;
-CREATE TABLE trajectories (
-    trajectory_id TEXT PRIMARY KEY,
-    group_id TEXT NOT NULL REFERENCES groups,
-    state TEXT NOT NULL CHECK (state IN ('in_flight', 'queued', 'trained', 'dropped')),
-    attempt INTEGER NOT NULL DEFAULT 1,
-    segments INTEGER,                -- once it has ended
-    tokens INTEGER,                  -- sampled ones
-    reward REAL,
-    frame TEXT,                      -- where it is kept while its group is in flight
-    step INTEGER,                    -- that trained it
-    reason TEXT,                     -- why it was dropped
-    CHECK ((state = 'trained') = (step IS NOT NULL) AND (state = 'dropped') = (reason IS NOT NULL))
-) WITHOUT ROWID;
-CREATE INDEX members ON trajectories (group_id);
-CREATE INDEX trained ON trajectories (step) WHERE state = 'trained';
-CREATE INDEX dropped ON trajectories (state) WHERE state = 'dropped';
-CREATE TABLE pending (position INTEGER PRIMARY KEY);
-CREATE TABLE publications (weight_version INTEGER PRIMARY KEY);
-CREATE TABLE steps (step INTEGER PRIMARY KEY, batch_id TEXT NOT NULL);
-CREATE TABLE checkpoints (step INTEGER PRIMARY KEY);
-CREATE TABLE folded (                -- trajectories that have no row any more
-    state TEXT NOT NULL,
-    reason TEXT NOT NULL,            -- '' where trained
-    number INTEGER NOT NULL,
-    PRIMARY KEY (state, reason)
-) WITHOUT ROWID;
-"""
 
 
 class Conservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,19 +115,7 @@ class Ledger:
         self._checkpoints: list[int] = []  # those that can be gone back to
         self._counts = dict.fromkeys(("dispatched", "in_flight", "queued", "trained"), 0)
         self._dropped: Counter[str] = Counter()
-        self._change: list[Statement] = []  # the one being made
-        self._changes: deque[list[Statement]] = deque()  # made, not written yet
-        self._lock = threading.Lock()
-        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")
-        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
-            self._database.executescript(
-                f"BEGIN; {_SCHEMA} INSERT INTO meta VALUES ('schema', {SCHEMA_VERSION}); COMMIT;"
-            )
-        ((found,),) = self._rows("SELECT value FROM meta WHERE key = 'schema'")
-        if found != SCHEMA_VERSION:
-            raise AsyncRLError(f"{path} has schema {found}, this program writes {SCHEMA_VERSION}")
+        self._tables = Tables(path)
         self._load()
 
     def dispatch(
@@ -203,19 +143,19 @@ class Ledger:
         self._cursor = max(self._cursor, position + 1)
         self._counts["dispatched"] += len(trajectory_ids)
         self._counts["in_flight"] += len(trajectory_ids)
-        self._write(
+        self._tables.write(
             "INSERT INTO groups (group_id, task_id, position, weight_version) VALUES (?, ?, ?, ?)",
             (group_id, task_id, position, version),
         )
         for trajectory_id in trajectory_ids:
-            self._write(
+            self._tables.write(
                 "INSERT INTO trajectories (trajectory_id, group_id, state) VALUES (?, ?, 'in_flight')",
                 (trajectory_id, group_id),
             )
         if position in self._pending:
             self._pending.discard(position)
-            self._write("DELETE FROM pending WHERE position = ?", (position,))
-        self._end_change()
+            self._tables.write("DELETE FROM pending WHERE position = ?", (position,))
+        self._tables.end_change()
 
     def attempt(self, trajectory_id: str, attempt: int) -> None:
         """A trajectory in flight is tried once more.
@@ -224,8 +164,10 @@ class Ledger:
             InvariantError: When it is not in flight.
         """
         self._in_flight(trajectory_id).attempts[trajectory_id] = attempt
-        self._write("UPDATE trajectories SET attempt = ? WHERE trajectory_id = ?", (attempt, trajectory_id))
-        self._end_change()
+        self._tables.write(
+            "UPDATE trajectories SET attempt = ? WHERE trajectory_id = ?", (attempt, trajectory_id)
+        )
+        self._tables.end_change()
 
     def finish(
         self,
@@ -251,11 +193,11 @@ class Ledger:
         group = self._in_flight(trajectory_id)
         if frame is not None:
             group.kept[trajectory_id] = frame
-        self._write(
+        self._tables.write(
             "UPDATE trajectories SET segments = ?, tokens = ?, reward = ?, frame = ? WHERE trajectory_id = ?",
             (segments, tokens, reward, frame, trajectory_id),
         )
-        self._end_change()
+        self._tables.end_change()
 
     def lose(self, trajectory_id: str) -> None:
         """The frame of a trajectory that was kept is damaged: it has not ended.
@@ -264,12 +206,12 @@ class Ledger:
             InvariantError: When it is not in flight.
         """
         self._in_flight(trajectory_id).kept.pop(trajectory_id, None)
-        self._write(
+        self._tables.write(
             "UPDATE trajectories SET segments = NULL, tokens = NULL, reward = NULL, frame = NULL "
             "WHERE trajectory_id = ?",
             (trajectory_id,),
         )
-        self._end_change()
+        self._tables.end_change()
 
     def queue(
         self, group_id: str, trajectory_ids: Sequence[str], *, version: int, frame: str, frame_bytes: int
@@ -297,17 +239,17 @@ class Ledger:
         group.ceiling, group.kept, group.attempts = None, {}, {}
         self._counts["in_flight"] -= len(trajectory_ids)
         self._counts["queued"] += len(trajectory_ids)
-        self._write(
+        self._tables.write(
             "UPDATE groups SET weight_version = ?, ceiling = NULL, frame = ?, frame_bytes = ? "
             "WHERE group_id = ?",
             (version, frame, frame_bytes, group_id),
         )
-        self._write(
+        self._tables.write(
             "UPDATE trajectories SET state = 'queued', frame = NULL "
             "WHERE group_id = ? AND state = 'in_flight'",
             (group_id,),
         )
-        self._end_change()
+        self._tables.end_change()
 
     def train(self, group_ids: Iterable[str], step: int, batch_id: str) -> None:
         """The trainer has acknowledged a step, whose batch consumed these groups, whole.
@@ -320,7 +262,7 @@ class Ledger:
         if unready or len({g.group_id for g in groups}) != len(groups):
             raise InvariantError(f"step {step} settles groups that are not queued, or one twice: {unready}")
         for group in groups:
-            self._write(
+            self._tables.write(
                 "UPDATE trajectories SET state = 'trained', step = ? WHERE group_id = ? AND state = 'queued'",
                 (step, group.group_id),
             )
@@ -329,21 +271,22 @@ class Ledger:
             self._counts["queued"] -= len(group.queued)
             self._counts["trained"] += len(group.queued)
             del self._groups[group.group_id]
-        self._write("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, batch_id))
-        self._end_change()
+        self._tables.write("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, batch_id))
+        self._tables.end_change()
 
     def publish(self, weight_version: int) -> None:
         """Engines are being given a new version."""
-        self._write("INSERT OR IGNORE INTO publications VALUES (?)", (weight_version,))
-        self._end_change()
+        self._tables.write("INSERT OR IGNORE INTO publications VALUES (?)", (weight_version,))
+        self._tables.end_change()
 
     def commit(self, step: int, keep: int) -> None:
         """The checkpoint of a step is complete; fold what the oldest of the `keep` newest ones covers."""
         self._checkpoints = sorted({*self._checkpoints, step})[-keep:]
-        self._write("INSERT OR IGNORE INTO checkpoints VALUES (?)", (step,))
+        self._tables.write("INSERT OR IGNORE INTO checkpoints VALUES (?)", (step,))
         if len(self._checkpoints) == keep:
-            self._fold(self._checkpoints[0])
-        self._end_change()
+            self._folded_step = self._checkpoints[0]
+            self._tables.fold(self._folded_step, self._cursor)
+        self._tables.end_change()
 
     def drop(self, trajectory_ids: Iterable[str], reason: str, *, retry: bool = False) -> None:
         """Settle outstanding trajectories that will not be trained.
@@ -372,7 +315,7 @@ class Ledger:
                 del self._groups[group.group_id]
                 if retry or reason in REDISPATCHED:
                     self._make_pending(group.position)
-        self._end_change()
+        self._tables.end_change()
 
     def rollback(self, step: int) -> DataPosition:
         """Take up the work of an earlier process at the checkpoint of a step; see the module.
@@ -389,7 +332,7 @@ class Ledger:
                 "begin another run"
             )
         self.flush()
-        undone = self._rows(
+        undone = self._tables.rows(
             "SELECT trajectory_id, position FROM trajectories JOIN groups USING (group_id) "
             "WHERE state = 'trained' AND step > ?",
             (step,),
@@ -400,11 +343,12 @@ class Ledger:
         self._counts["trained"] -= len(undone)
         for group in (group for group in self._groups.values() if group.queued):
             group.ceiling = step if group.ceiling is None else min(group.ceiling, step)
-            self._write("UPDATE groups SET ceiling = ? WHERE group_id = ?", (group.ceiling, group.group_id))
+            self._tables.write(
+                "UPDATE groups SET ceiling = ? WHERE group_id = ?", (group.ceiling, group.group_id)
+            )
         self._checkpoints = [kept for kept in self._checkpoints if kept <= step]
-        for table, column in _OF_STEPS:
-            self._write(f"DELETE FROM {table} WHERE {column} > ?", (step,))
-        self._end_change()
+        self._tables.forget_after(step)
+        self._tables.end_change()
         self.flush()
         return self.data_position()
 
@@ -469,44 +413,27 @@ class Ledger:
         Raises:
             AsyncRLError: When the database cannot be written; the changes are kept for another try.
         """
-        with self._lock:
-            done: list[list[Statement]] = []
-            try:
-                while self._changes:
-                    if not done:
-                        self._database.execute("BEGIN IMMEDIATE")
-                    done.append(self._changes.popleft())
-                    for statement, values in done[-1]:
-                        self._database.execute(statement, values)
-                if done:
-                    self._database.execute("COMMIT")
-            except sqlite3.Error as error:
-                if self._database.in_transaction:
-                    self._database.execute("ROLLBACK")
-                self._changes.extendleft(reversed(done))
-                if isinstance(error, sqlite3.IntegrityError):
-                    raise InvariantError(f"an id was dispatched twice: {error}") from error
-                raise AsyncRLError(f"the ledger cannot be written: {error}; is the disk full?") from error
+        self._tables.flush()
 
     def close(self) -> None:
         """Flush and close."""
-        self.flush()
-        with self._lock:
-            self._database.close()
+        self._tables.close()
 
     def _load(self) -> None:
         """Take up what the tables hold."""
-        self._pending.update(position for (position,) in self._rows("SELECT position FROM pending"))
-        meta: dict[str, int] = dict(self._rows("SELECT key, value FROM meta"))
-        ((last,),) = self._rows("SELECT max(position) FROM groups")
+        self._pending.update(position for (position,) in self._tables.rows("SELECT position FROM pending"))
+        meta: dict[str, int] = dict(self._tables.rows("SELECT key, value FROM meta"))
+        ((last,),) = self._tables.rows("SELECT max(position) FROM groups")
         self._cursor = max(meta.get("cursor", 0), 0 if last is None else last + 1)
         self._folded_step = meta.get("folded_step", 0)
-        self._checkpoints = [step for (step,) in self._rows("SELECT step FROM checkpoints ORDER BY step")]
+        self._checkpoints = [
+            step for (step,) in self._tables.rows("SELECT step FROM checkpoints ORDER BY step")
+        ]
         stored = self._stored_counts()
         self._dropped.update(stored.dropped)
         for state in self._counts:
             self._counts[state] = getattr(stored, state)
-        for trajectory_id, state, attempt, kept, *columns in self._rows(
+        for trajectory_id, state, attempt, kept, *columns in self._tables.rows(
             "SELECT trajectory_id, state, attempt, trajectories.frame, group_id, task_id, position, "
             "weight_version, ceiling, groups.frame, frame_bytes "
             "FROM trajectories JOIN groups USING (group_id) WHERE state IN ('in_flight', 'queued')"
@@ -543,30 +470,9 @@ class Ledger:
             raise InvariantError(f"trajectory {trajectory_id} is not in flight: its group is queued")
         return group
 
-    def _fold(self, step: int) -> None:
-        """Count what is settled for good, instead of having a row for each."""
-        final = "(state = 'dropped' OR state = 'trained' AND step <= ?)"
-        self._write(
-            "INSERT INTO folded SELECT state, coalesce(reason, ''), count(*) FROM trajectories "
-            f"WHERE {final} GROUP BY state, reason "
-            "ON CONFLICT DO UPDATE SET number = number + excluded.number",
-            (step,),
-        )
-        self._write("INSERT OR REPLACE INTO meta VALUES ('cursor', ?)", (self._cursor,))
-        self._write("INSERT OR REPLACE INTO meta VALUES ('folded_step', ?)", (step,))
-        self._write(f"DELETE FROM trajectories WHERE {final}", (step,))
-        self._write(
-            "DELETE FROM groups WHERE NOT EXISTS "
-            "(SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id)",
-            (),
-        )
-        for table, column in _OF_STEPS:
-            self._write(f"DELETE FROM {table} WHERE {column} < ?", (step,))
-        self._folded_step = step
-
     def _drop(self, trajectory_id: str, reason: str) -> None:
         self._dropped[reason] += 1
-        self._write(
+        self._tables.write(
             "UPDATE trajectories SET state = 'dropped', step = NULL, frame = NULL, reason = ? "
             "WHERE trajectory_id = ?",
             (reason, trajectory_id),
@@ -574,30 +480,10 @@ class Ledger:
 
     def _make_pending(self, position: int) -> None:
         self._pending.add(position)
-        self._write("INSERT OR IGNORE INTO pending VALUES (?)", (position,))
-
-    def _write(self, statement: str, values: Sequence[Any]) -> None:
-        self._change.append((statement, values))
-
-    def _end_change(self) -> None:
-        """Hand the change to `flush`, whole: it is written in one transaction or not at all."""
-        self._changes.append(self._change)
-        self._change = []
-
-    def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._lock:
-            return self._database.execute(statement, values).fetchall()
+        self._tables.write("INSERT OR IGNORE INTO pending VALUES (?)", (position,))
 
     def _stored_counts(self) -> Conservation:
-        states: Counter[str] = Counter()
-        dropped: Counter[str] = Counter()
-        for state, reason, number in self._rows(
-            "SELECT state, reason, count(*) FROM trajectories GROUP BY state, reason "
-            "UNION ALL SELECT state, nullif(reason, ''), number FROM folded"
-        ):
-            states[state] += number
-            if reason is not None:
-                dropped[reason] += number
+        states, dropped = self._tables.count()
         return Conservation(
             dispatched=sum(states.values()),
             in_flight=states["in_flight"],

@@ -32,7 +32,7 @@ def settle_in_memory_only(patch: pytest.MonkeyPatch) -> None:
 
     def train(self: Ledger, group_ids: Any, step: int, batch_id: str) -> None:
         original(self, group_ids, step, batch_id)
-        self._changes.pop()
+        self._tables._changes.pop()
 
     original = Ledger.train
     patch.setattr(Ledger, "train", train)

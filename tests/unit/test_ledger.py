@@ -109,7 +109,7 @@ def test_an_id_is_refused_at_the_next_flush_when_it_was_settled_before(ledger: L
     dispatch(ledger, 0)
     with pytest.raises(InvariantError, match="dispatched twice"):
         ledger.flush()
-    ledger._changes.clear()  # nothing more can come of this ledger
+    ledger._tables._changes.clear()  # nothing more can come of this ledger
 
 
 def test_everything_is_there_when_it_was_flushed_before_a_kill(ledger: Ledger, path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_group_that_was_partly_trained_comes_again_once_when_rolled_back(
 def test_changes_wait_for_another_try_when_the_database_cannot_be_written(ledger: Ledger, path: Path) -> None:
     dispatch(ledger, 0)
     other = sqlite3.connect(path, timeout=0, isolation_level=None)
-    ledger._database.execute("PRAGMA busy_timeout = 0")
+    ledger._tables._database.execute("PRAGMA busy_timeout = 0")
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(AsyncRLError, match="database is locked"):
         ledger.flush()
@@ -217,7 +217,7 @@ def test_a_ledger_of_another_version_is_refused(ledger: Ledger, path: Path) -> N
 def test_a_wrong_count_is_found_by_an_audit(ledger: Ledger) -> None:
     dispatch(ledger, 0)
     ledger.flush()
-    ledger._database.execute("DELETE FROM trajectories WHERE trajectory_id = 'g0-1'")
+    ledger._tables._database.execute("DELETE FROM trajectories WHERE trajectory_id = 'g0-1'")
     with pytest.raises(InvariantError, match="its tables hold"):
         ledger.audit()
 
@@ -236,7 +236,9 @@ def test_what_has_ended_is_remembered_until_its_group_is_queued(ledger: Ledger, 
     queue(third, 0)
     assert third.group("g0").attempts == {}
     third.flush()
-    rows = third._rows("SELECT trajectory_id, attempt, segments, tokens, reward, frame FROM trajectories")
+    rows = third._tables.rows(
+        "SELECT trajectory_id, attempt, segments, tokens, reward, frame FROM trajectories"
+    )
     assert rows == [("g0-0", 2, 1, 7, 1.0, None), ("g0-1", 1, None, None, None, None)]
     for forbidden in (
         lambda: third.attempt("g0-0", 3),
@@ -274,12 +276,12 @@ def test_publications_acknowledgements_and_checkpoints_agree_with_the_step_rolle
         ledger.publish(step)
     ledger.commit(2, keep=2)
     ledger.flush()
-    assert ledger._rows("SELECT * FROM steps WHERE step = 3") == [(3, "batch-00000002")]
+    assert ledger._tables.rows("SELECT * FROM steps WHERE step = 3") == [(3, "batch-00000002")]
     again = reopened(ledger, path)
     again.rollback(2)
     for table in ("steps", "publications"):
-        assert again._rows(f"SELECT count(*) FROM {table}") == [(2,)]
-    assert again._rows("SELECT * FROM checkpoints") == [(2,)]
+        assert again._tables.rows(f"SELECT count(*) FROM {table}") == [(2,)]
+    assert again._tables.rows("SELECT * FROM checkpoints") == [(2,)]
     again.close()
 
 
@@ -298,14 +300,14 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
     assert before.trained == 6
     assert before.dropped == {"error": 3, "overage": 3}
     # 4 and 6 can be gone back to, so 5 and 6 have rows still, and what was dropped after the last commit
-    assert ledger._rows("SELECT trajectory_id FROM trajectories") == [
+    assert ledger._tables.rows("SELECT trajectory_id FROM trajectories") == [
         ("g5-0",),
         ("g6-0",),
         ("g7-0",),
         ("g7-1",),
     ]
-    assert ledger._rows("SELECT group_id FROM groups") == [("g5",), ("g6",), ("g7",)]
-    assert ledger._rows("SELECT step FROM steps") == [(4,), (5,), (6,)]
+    assert ledger._tables.rows("SELECT group_id FROM groups") == [("g5",), ("g6",), ("g7",)]
+    assert ledger._tables.rows("SELECT step FROM steps") == [(4,), (5,), (6,)]
     again = reopened(ledger, path)
     assert again.audit() == before
     assert again.data_position() == ledger.data_position()
@@ -325,7 +327,7 @@ def test_no_row_is_left_of_a_year_when_checkpoints_are_committed(ledger: Ledger,
         ledger.commit(step, keep=1)
     ledger.flush()
     for table in ("groups", "trajectories", "pending"):
-        assert ledger._rows(f"SELECT count(*) FROM {table}") == [(0,)]
+        assert ledger._tables.rows(f"SELECT count(*) FROM {table}") == [(0,)]
     assert ledger.audit().trained == 398
     again = reopened(ledger, path)
     assert again.data_position() == DataPosition(cursor=200)

@@ -1,0 +1,181 @@
+"""The tables of the ledger: written behind, in order, each change whole; read at the start and by audits.
+
+Decisions are made on what the ledger holds in memory. A change is a list of statements that is committed in
+one transaction or not at all; `flush` commits all that were made. The database is in WAL mode and is not
+synced on each commit: it survives the death of the process; after a power cut it may miss the last moments,
+never be inconsistent.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import AsyncRLError, InvariantError
+
+SCHEMA_VERSION = 2
+
+Statement = tuple[str, Sequence[Any]]
+
+_OF_STEPS = (("steps", "step"), ("publications", "weight_version"), ("checkpoints", "step"))
+"""Tables, and the column that a rollback and folding go by."""
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE groups (                -- each the lease of a position
+    group_id TEXT PRIMARY KEY,
+    task_id TEXT NOT NULL,
+    position INTEGER NOT NULL,       -- place in the sequence of tasks
+    weight_version INTEGER NOT NULL, -- nothing in the group was sampled by older weights
+    ceiling INTEGER,                 -- labels above this, in its frame, are of versions that are no more
+    frame TEXT,                      -- name of the spool's file, once queued
+    frame_bytes INTEGER
+) WITHOUT ROWID;
+CREATE TABLE trajectories (
+    trajectory_id TEXT PRIMARY KEY,
+    group_id TEXT NOT NULL REFERENCES groups,
+    state TEXT NOT NULL CHECK (state IN ('in_flight', 'queued', 'trained', 'dropped')),
+    attempt INTEGER NOT NULL DEFAULT 1,
+    segments INTEGER,                -- once it has ended
+    tokens INTEGER,                  -- sampled ones
+    reward REAL,
+    frame TEXT,                      -- where it is kept while its group is in flight
+    step INTEGER,                    -- that trained it
+    reason TEXT,                     -- why it was dropped
+    CHECK ((state = 'trained') = (step IS NOT NULL) AND (state = 'dropped') = (reason IS NOT NULL))
+) WITHOUT ROWID;
+CREATE INDEX members ON trajectories (group_id);
+CREATE INDEX trained ON trajectories (step) WHERE state = 'trained';
+CREATE INDEX dropped ON trajectories (state) WHERE state = 'dropped';
+CREATE TABLE pending (position INTEGER PRIMARY KEY);
+CREATE TABLE publications (weight_version INTEGER PRIMARY KEY);
+CREATE TABLE steps (step INTEGER PRIMARY KEY, batch_id TEXT NOT NULL);
+CREATE TABLE checkpoints (step INTEGER PRIMARY KEY);
+CREATE TABLE folded (                -- trajectories that have no row any more
+    state TEXT NOT NULL,
+    reason TEXT NOT NULL,            -- '' where trained
+    number INTEGER NOT NULL,
+    PRIMARY KEY (state, reason)
+) WITHOUT ROWID;
+"""
+
+
+class Tables:
+    """One database. All methods but `flush` are for one thread, that of the event loop.
+
+    Example:
+        >>> tables.write("INSERT INTO publications VALUES (?)", (3,))
+        >>> tables.end_change()
+        >>> tables.flush()
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the database.
+
+        Raises:
+            AsyncRLError: When the file is of another version of this program.
+        """
+        self._change: list[Statement] = []  # the one being made
+        self._changes: deque[list[Statement]] = deque()  # made, not written yet
+        self._lock = threading.Lock()
+        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        if not self.rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+            self._database.executescript(
+                f"BEGIN; {_SCHEMA} INSERT INTO meta VALUES ('schema', {SCHEMA_VERSION}); COMMIT;"
+            )
+        ((found,),) = self.rows("SELECT value FROM meta WHERE key = 'schema'")
+        if found != SCHEMA_VERSION:
+            raise AsyncRLError(f"{path} has schema {found}, this program writes {SCHEMA_VERSION}")
+
+    def write(self, statement: str, values: Sequence[Any] = ()) -> None:
+        """Add a statement to the change that is being made."""
+        self._change.append((statement, values))
+
+    def end_change(self) -> None:
+        """Hand the change to `flush`, whole."""
+        self._changes.append(self._change)
+        self._change = []
+
+    def rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """What is written already."""
+        with self._lock:
+            return self._database.execute(statement, values).fetchall()
+
+    def flush(self) -> None:
+        """Commit all changes made so far, in one transaction. From any thread.
+
+        Raises:
+            AsyncRLError: When the database cannot be written; the changes are kept for another try.
+        """
+        with self._lock:
+            done: list[list[Statement]] = []
+            try:
+                while self._changes:
+                    if not done:
+                        self._database.execute("BEGIN IMMEDIATE")
+                    done.append(self._changes.popleft())
+                    for statement, values in done[-1]:
+                        self._database.execute(statement, values)
+                if done:
+                    self._database.execute("COMMIT")
+            except sqlite3.Error as error:
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                self._changes.extendleft(reversed(done))
+                if isinstance(error, sqlite3.IntegrityError):
+                    raise InvariantError(f"an id was dispatched twice: {error}") from error
+                raise AsyncRLError(f"the ledger cannot be written: {error}; is the disk full?") from error
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.flush()
+        with self._lock:
+            self._database.close()
+
+    def fold(self, step: int, cursor: int) -> None:
+        """Count what is settled for good, instead of having a row for each.
+
+        Args:
+            step: Of the oldest checkpoint that can be gone back to.
+            cursor: First position that was never given out; it outlives the rows that show it.
+        """
+        final = "(state = 'dropped' OR state = 'trained' AND step <= ?)"
+        self.write(
+            "INSERT INTO folded SELECT state, coalesce(reason, ''), count(*) FROM trajectories "
+            f"WHERE {final} GROUP BY state, reason "
+            "ON CONFLICT DO UPDATE SET number = number + excluded.number",
+            (step,),
+        )
+        self.write("INSERT OR REPLACE INTO meta VALUES ('cursor', ?)", (cursor,))
+        self.write("INSERT OR REPLACE INTO meta VALUES ('folded_step', ?)", (step,))
+        self.write(f"DELETE FROM trajectories WHERE {final}", (step,))
+        self.write(
+            "DELETE FROM groups WHERE NOT EXISTS "
+            "(SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id)"
+        )
+        for table, column in _OF_STEPS:
+            self.write(f"DELETE FROM {table} WHERE {column} < ?", (step,))
+
+    def forget_after(self, step: int) -> None:
+        """Steps, versions and checkpoints after this one never were."""
+        for table, column in _OF_STEPS:
+            self.write(f"DELETE FROM {table} WHERE {column} > ?", (step,))
+
+    def count(self) -> tuple[Counter[str], Counter[str]]:
+        """Trajectories by state, and the dropped ones by reason, folded ones included."""
+        states: Counter[str] = Counter()
+        dropped: Counter[str] = Counter()
+        for state, reason, number in self.rows(
+            "SELECT state, reason, count(*) FROM trajectories GROUP BY state, reason "
+            "UNION ALL SELECT state, nullif(reason, ''), number FROM folded"
+        ):
+            states[state] += number
+            if reason is not None:
+                dropped[reason] += number
+        return states, dropped
