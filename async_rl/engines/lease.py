@@ -196,7 +196,9 @@ class Lease:
         self._desk = desk
         self._clock = clock
         self._slot: Slot | None = None
-        self._wait: asyncio.Timeout | None = None
+        self._waiter: asyncio.Task[Any] | None = None
+        self._cancelled = False
+        self._cancellations = 0
         self._dropped: EngineError | None = None
 
     def place(self, slot: Slot, number: int, prefill_tokens: int, cause: Recomputed | None) -> None:
@@ -247,14 +249,25 @@ class Lease:
         stream: Any = self.engine.generate(request)
         wait = waiting("first chunk", engine_id)
         try:
-            async with wait, aclosing(stream):
-                while (event := await self._next(stream)) is not None:
-                    if isinstance(event, Chunk):
-                        self._hear(len(event.token_ids))
-                        wait.renew("chunk")
-                    else:
-                        self._finish(len(request.input_ids), event)
-                    yield event
+            try:
+                async with wait, aclosing(stream):
+                    self._await_event()
+                    async for event in stream:
+                        self._waiter = None
+                        if isinstance(event, Chunk):
+                            self._hear(len(event.token_ids))
+                            wait.renew("chunk")
+                        else:
+                            self._finish(len(request.input_ids), event)
+                        yield event
+                        self._await_event()
+            finally:
+                self._waiter = None
+        except asyncio.CancelledError:
+            if self._is_cancelled_by_drop():
+                assert self._dropped is not None
+                raise self._dropped from None
+            raise
         except CallLost as error:
             if error is not self._dropped:
                 self._desk.strike(engine_id, error)
@@ -272,22 +285,25 @@ class Lease:
         if self._dropped is not None:
             return
         self._dropped = CallLost(why)
-        if self._wait is not None and not self._wait.expired():
-            self._wait.reschedule(asyncio.get_running_loop().time())
+        if self._waiter is not None:
+            self._cancelled = True
+            self._waiter.cancel()
 
-    async def _next(self, stream: AsyncGenerator[Chunk | Finish, None]) -> Chunk | Finish | None:
-        """The next event, None at the end."""
+    # A call is dropped as `asyncio.timeout` ends a block: by a cancellation that is taken back. That class
+    # itself, made anew for each chunk, would be most of what a chunk costs here.
+
+    def _await_event(self) -> None:
+        """From here to the next event, a drop cancels the task that waits for it."""
         if self._dropped is not None:
             raise self._dropped
-        try:
-            async with asyncio.timeout(None) as self._wait:
-                return await anext(stream, None)
-        except TimeoutError:
-            if self._dropped is None:
-                raise
-            raise self._dropped from None
-        finally:
-            self._wait = None
+        self._waiter = task = asyncio.current_task()
+        assert task is not None
+        self._cancellations = task.cancelling()
+
+    def _is_cancelled_by_drop(self) -> bool:
+        """Whether a cancellation is ours alone; it is taken back."""
+        task = asyncio.current_task()
+        return self._cancelled and task is not None and task.uncancel() <= self._cancellations
 
     def _hear(self, tokens: int) -> None:
         slot, now = self.slot, self._clock()

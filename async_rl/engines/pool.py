@@ -189,9 +189,7 @@ class EnginePool:
 
     def drop_silent_call(self, engine_id: str, why: str) -> None:
         """End the call of an engine that has been silent for longest; its session goes on with the rest."""
-        slot = self._slots[engine_id]
-        calls = [*slot.streaming][:1] or [*slot.prefilling][:1]
-        for call in calls:
+        for call in [*self._slots[engine_id].streaming][:1]:
             call.drop(why)
 
     def drop_overtaken_call(self, engine_id: str, why: str) -> None:
@@ -411,13 +409,6 @@ class EnginePool:
     async def changed(self) -> None:
         """Wait until some engine's state changes."""
         await self._changed.wait()
-
-    def waiting_for(self) -> str | None:
-        """What calls wait for, in words; None when no call waits."""
-        waiting_calls = sum(not turn.done() for *_, turn in self._waiters)
-        if not waiting_calls:
-            return None
-        return f"{waiting_calls} calls wait for an engine that serves ({self._states()})"
 
     # -- inside -------------------------------------------------------------------------------------------
 

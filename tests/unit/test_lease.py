@@ -59,14 +59,28 @@ async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
             bench.start(key, prompt=40)
         await settle()
         assert bench.order == ["t5", "t3"]  # 40 tokens leave room, 80 do not
-        assert "2 calls wait" in (bench.pool.waiting_for() or "")
         for stream, expected in ((0, ["t1"]), (1, ["t1", "t9"])):
             bench.engines["a"].say(stream, tokens(1))
             await settle()
             assert bench.order[2:] == expected
-        assert bench.pool.waiting_for() is None
         for stream in range(4):
             bench.engines["a"].say(stream, END)
+
+
+@in_virtual_time
+async def test_a_cancelled_call_stays_cancelled_when_it_is_dropped_in_the_same_moment() -> None:
+    """A stop of the run must not become an engine's failure that a session would survive."""
+    async with Nursery() as nursery:
+        bench = PlayedPool("a", nursery=nursery)
+        both, dropped = bench.start("both"), bench.start("dropped")
+        await settle()
+        bench.pool.quarantine("a", EngineError("gone"))
+        both.cancel()
+        await settle()
+        assert both.cancelled()
+        assert dropped.done()
+        assert not dropped.cancelled()
+        assert isinstance(bench.ended["dropped"], CallLost)
 
 
 @in_virtual_time
