@@ -50,8 +50,9 @@ from async_rl.errors import (
     TrainerError,
 )
 from async_rl.metrics import Metrics, serve
+from async_rl.queue.holdings import QueueStatistics
 from async_rl.queue.packing import TakenBatch
-from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
+from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.records import (
     StepRecord,
     Summary,

@@ -30,20 +30,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, TypeVar
-
-import msgspec
+from typing import TypeVar
 
 from async_rl.diagnosis import QueueView
 from async_rl.engines.protocol import EngineFacts
 from async_rl.errors import CorruptFrame, InvariantError, SpoolFull
 from async_rl.metrics import Metrics
+from async_rl.queue.admission import Admission
+from async_rl.queue.holdings import InFlight, LeftGroup, QueueStatistics, ReadyGroup, TakenGroups
 from async_rl.queue.journal_file import Journalled
 from async_rl.queue.kept import KeptTrajectories
 from async_rl.queue.ledger import DataPosition, GroupRecord, Ledger
 from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.packing import Packer, StoredGroup, TakenBatch, age_counts_from
-from async_rl.queue.spool import Spool, SpoolRef, slab_size
+from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.staleness import Backlog, Overage
 from async_rl.types import Group, Trajectory
 from async_rl.waits import Awaited, waiting
@@ -51,72 +51,6 @@ from async_rl.waits import Awaited, waiting
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
-
-
-class InFlight(Protocol):
-    """A group that is being made, as far as the queue must know it."""
-
-    def oldest(self) -> int | None:
-        """The version that its age counts from so far, None while it is that of what comes next.
-
-        By `rollout.overage`: that of the oldest token, or with `mask_tokens` the smallest of the newest ones
-        of its trajectories that sample no more.
-        """
-        ...
-
-    def lengths(self) -> Mapping[str, int]:
-        """Tokens sampled so far, by trajectory."""
-        ...
-
-    def cancel(self) -> None:
-        """It is settled as dropped: stop making it, and say nothing more of it."""
-        ...
-
-
-class LeftGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A group that an earlier process left in flight, to be made to its end."""
-
-    group_id: str
-    task_id: str
-    position: int
-    trajectory_ids: tuple[str, ...]
-    """All that are in flight, those that have ended included."""
-    ended: Mapping[str, Trajectory]
-    """Those that have ended: they are not made again."""
-    attempts: Mapping[str, int]
-    """Which try of a trajectory it is, where it is not the first."""
-    oldest: int
-    """The version that its age counts from."""
-
-
-class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Where everything is. The first five are trajectories and obey the law of conservation."""
-
-    dispatched: int
-    in_flight: int
-    queued: int
-    trained: int
-    dropped: dict[str, int]
-    groups_in_flight: int
-    groups_ready: int
-    bytes: int
-    """Of finished groups in the spool."""
-
-
-class _Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished group that waits for its batch."""
-
-    group_id: str
-    ref: SpoolRef
-    oldest: int
-    since: float
-    counted: bool
-    """Whether its lengths are counted as ended; those of an earlier process are not."""
-
-
-class _Taken(msgspec.Struct, frozen=True, kw_only=True):
-    ref: SpoolRef
-    groups: tuple[_Ready, ...]
 
 
 class TrajectoryQueue:
@@ -167,6 +101,7 @@ class TrajectoryQueue:
         most = spool.max_bytes
         self._kept = KeptTrajectories(spool.directory / "ended", None if most is None else most // 4)
         self._backlog = Backlog(groups_per_batch, max_staleness, overage)
+        self._admission = Admission(self._backlog, spool, version)
         self._packer = Packer(
             spool,
             self._batches,
@@ -180,16 +115,13 @@ class TrajectoryQueue:
         """Told the position of a task whose group was lost, and why: whether it will be dispatched again."""
         self.left: list[LeftGroup] = []
         """Groups that an earlier process left in flight, after `restore`; to be made with `resume`."""
-        self._served = version
-        self._next = version
         self._clock = clock
         self._in_flight: dict[str, InFlight] = {}
         self._putting: set[str] = set()
         self._ended_early: dict[str, Trajectory] = {}
-        self._ready: dict[str, _Ready] = {}
-        self._taken: dict[str, _Taken] = {}
+        self._ready: dict[str, ReadyGroup] = {}
+        self._taken: dict[str, TakenGroups] = {}
         self._packing: frozenset[str] = frozenset()
-        self._largest = slab_size(0)
         self._drift = LengthDrift()
         self._stopped = self._ended = False
         self._changed = asyncio.Event()
@@ -232,7 +164,7 @@ class TrajectoryQueue:
                     self._spool.free(ref)
                 continue
             # Versions above ours were published after the checkpoint and are no more: they count as new.
-            oldest = min(group.weight_version, self._next)
+            oldest = min(group.weight_version, self._admission.next)
             self._backlog.dispatch(group.group_id, oldest)
             self._make_ready(group.group_id, ref, oldest, counted=False)
         for orphan in found.values():
@@ -252,14 +184,14 @@ class TrajectoryQueue:
                 self._ledger.lose(trajectory_id)
                 self._kept.free([name])
                 continue
-            ended[trajectory_id] = capped = trajectory.capped(self._next)
+            ended[trajectory_id] = capped = trajectory.capped(self._admission.next)
             if capped is not trajectory:
                 with contextlib.suppress(SpoolFull):  # then the next restart lowers it again
                     self._kept.put(capped)
         sampled = [t.oldest_weight_version for t in ended.values()]
         sampled += [journalled[t].oldest_weight_version for t in group.in_flight if t in journalled]
-        oldest = min((version for version in sampled if version is not None), default=self._next)
-        self._backlog.dispatch(group.group_id, min(oldest, self._next))
+        oldest = min((version for version in sampled if version is not None), default=self._admission.next)
+        self._backlog.dispatch(group.group_id, min(oldest, self._admission.next))
         self.left.append(
             LeftGroup(
                 group_id=group.group_id,
@@ -268,7 +200,7 @@ class TrajectoryQueue:
                 trajectory_ids=tuple(sorted(group.in_flight)),
                 ended=ended,
                 attempts=dict(group.attempts),
-                oldest=min(oldest, self._next),
+                oldest=min(oldest, self._admission.next),
             )
         )
 
@@ -277,10 +209,8 @@ class TrajectoryQueue:
 
         The process before may have ended because it knew too late: it would happen again.
         """
-        most = self._spool.max_bytes
         for left in sorted(self.left, key=lambda left: left.oldest, reverse=True):
-            expected = self._spool.used_bytes + self._backlog.num_in_flight * self._largest
-            if most is None or expected <= most or self._backlog.outstanding <= self._backlog.groups_per_batch:
+            if self._admission.holds_all:
                 return
             log.warning("group %s in flight is given up: the spool has no room for it", left.group_id)
             self.abandon(left)
@@ -310,16 +240,16 @@ class TrajectoryQueue:
         """
         begin = self._clock()
         while not (self._stopped or self._ended):
-            if self._may_admit():
+            if self._admission.is_open:
                 self._observe("admission", begin)
                 return True
-            await self._change("admission", self._why_admit)
+            await self._change("admission", self._admission.why)
         return False
 
     @property
     def admits(self) -> bool:
         """Whether one more group may be dispatched now."""
-        return not (self._stopped or self._ended) and self._may_admit()
+        return not (self._stopped or self._ended) and self._admission.is_open
 
     def dispatched(
         self,
@@ -344,7 +274,7 @@ class TrajectoryQueue:
             InvariantError: When an id is known already.
         """
         self._ledger.dispatch(group_id, task_id, position, trajectory_ids, version)
-        self._backlog.dispatch(group_id, max(version, self._served))
+        self._backlog.dispatch(group_id, max(version, self._admission.served))
         if work is not None:
             self._in_flight[group_id] = work
         if self._metrics is not None:
@@ -433,7 +363,7 @@ class TrajectoryQueue:
                 ref, cancelled = await self._off_loop(lambda: self._spool.put(group))
                 break
             except SpoolFull:
-                if not (self._packing or self._taken or self._backlog.select(self._next)):
+                if not (self._packing or self._taken or self._backlog.select(self._admission.next)):
                     raise
                 await self._change("room", self._why_put)
         known = record.weight_version
@@ -522,7 +452,7 @@ class TrajectoryQueue:
             InvariantError: When a trajectory in it would exceed the bound.
             SpoolFull: When the disk has no room for the batch.
         """
-        self._next = version
+        self._admission.next = version
         self._renew_deadlines()
         while not self._stopped:
             self._drop_overdue(version)
@@ -567,8 +497,8 @@ class TrajectoryQueue:
 
     def advance(self, version: int) -> None:
         """All engines that take requests serve this version now; the trainer holds it."""
-        self._served = version
-        self._next = max(self._next, version)
+        self._admission.served = version
+        self._admission.next = max(self._admission.next, version)
         self._wake()
 
     def stop(self) -> None:
@@ -610,7 +540,7 @@ class TrajectoryQueue:
             num_ready=self._backlog.num_ready,
             groups_per_batch=self._backlog.groups_per_batch,
             in_flight=tuple(self._backlog.in_flight()),
-            due=tuple(self._backlog.in_flight(due=self._next)),
+            due=tuple(self._backlog.in_flight(due=self._admission.next)),
             admits=self.admits,
         )
 
@@ -620,30 +550,7 @@ class TrajectoryQueue:
         self._threads.shutdown()
         self._ledger.close()
 
-    # -- decisions ----------------------------------------------------------------------------------------
-
-    def _may_admit(self) -> bool:
-        return self._backlog.may_admit(lag=self._next - self._served) and self._has_room()
-
-    def _has_room(self) -> bool:
-        """Whether the spool can take what is in flight and one group more, each as large as any so far.
-
-        Groups that the next batch needs are let in whatever they need: without them no room would ever come.
-        """
-        if self._spool.max_bytes is None or self._backlog.outstanding < self._backlog.groups_per_batch:
-            return True
-        expected = (self._backlog.num_in_flight + 1) * self._largest
-        return self._spool.used_bytes + expected <= self._spool.max_bytes
-
-    def _why_admit(self) -> str:
-        backlog = self._backlog
-        if not backlog.may_admit(lag=self._next - self._served):
-            return (
-                f"{backlog.outstanding} groups are outstanding, all that a batch of "
-                f"{backlog.groups_per_batch} and a staleness of {backlog.max_staleness} allow while engines "
-                f"serve version {self._served}"
-            )
-        return f"the spool holds {self._spool.used_bytes} of {self._spool.max_bytes} bytes"
+    # -- what calls wait for ------------------------------------------------------------------------------
 
     def _why_put(self) -> str:
         return f"a step must free some of {self._spool.used_bytes} bytes in the spool"
@@ -655,7 +562,7 @@ class TrajectoryQueue:
                 f"{backlog.num_ready} of {backlog.groups_per_batch} groups are ready, "
                 f"{backlog.num_in_flight} in flight"
             )
-        due = backlog.awaited(self._next)
+        due = backlog.awaited(self._admission.next)
         return (
             f"{due or 'some'} of {backlog.num_in_flight} groups in flight must go before the "
             f"{backlog.num_ready} ready ones, or they would grow older than {backlog.max_staleness}"
@@ -694,7 +601,7 @@ class TrajectoryQueue:
         return packed.batch
 
     def _hand_out(
-        self, batch: TakenBatch, ref: SpoolRef, over_age: Sequence[str], groups: tuple[_Ready, ...]
+        self, batch: TakenBatch, ref: SpoolRef, over_age: Sequence[str], groups: tuple[ReadyGroup, ...]
     ) -> None:
         """The batch is the trainer's now."""
         if over_age:
@@ -708,8 +615,8 @@ class TrajectoryQueue:
             self._backlog.remove(group.group_id)
             del self._ready[group.group_id]
             self._observe("queue", group.since)
-        self._next = batch.trainer_version + 1
-        self._taken[batch.batch_id] = _Taken(ref=ref, groups=groups)
+        self._admission.next = batch.trainer_version + 1
+        self._taken[batch.batch_id] = TakenGroups(ref=ref, groups=groups)
 
     async def _off_loop(self, work: Callable[[], R]) -> tuple[R, asyncio.CancelledError | None]:
         """Run work in a thread to its end, whatever happens; a cancellation meanwhile is returned."""
@@ -735,10 +642,11 @@ class TrajectoryQueue:
 
         One that has nothing yet to lose will sample by the weights that engines serve now.
         """
-        for group_id in self._backlog.in_flight_until(self._served + self._backlog.max_staleness - 1):
+        served = self._admission.served
+        for group_id in self._backlog.in_flight_until(served + self._backlog.max_staleness - 1):
             if group_id in self._in_flight and group_id not in self._putting:
                 oldest = self._in_flight[group_id].oldest()
-                self._backlog.renew(group_id, self._served if oldest is None else oldest)
+                self._backlog.renew(group_id, served if oldest is None else oldest)
 
     def _drop_overdue(self, version: int) -> None:
         """Drop the groups that can be in no batch from `version` on, under `drop` also those being made."""
@@ -763,10 +671,10 @@ class TrajectoryQueue:
     def _make_ready(self, group_id: str, ref: SpoolRef, oldest: int, *, counted: bool) -> None:
         self._backlog.finish(group_id, oldest)
         self._in_flight.pop(group_id, None)
-        self._ready[group_id] = _Ready(
+        self._ready[group_id] = ReadyGroup(
             group_id=group_id, ref=ref, oldest=oldest, since=self._clock(), counted=counted
         )
-        self._largest = max(self._largest, slab_size(ref.nbytes))
+        self._admission.learn(ref.nbytes)
 
     def _holds(self, ref: SpoolRef, group_id: str) -> bool:
         return ref.kind == Group.__name__ and self._spool.read(ref, Group, verify=False).group_id == group_id

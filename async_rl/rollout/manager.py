@@ -40,9 +40,10 @@ from async_rl.errors import (
 )
 from async_rl.loading import load_object
 from async_rl.metrics import Metrics
+from async_rl.queue.holdings import LeftGroup
 from async_rl.queue.journal import Entry, Journal
 from async_rl.queue.journal_file import Journalled
-from async_rl.queue.trajectory_queue import LeftGroup, TrajectoryQueue
+from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.groups import (
     STRAGGLER,

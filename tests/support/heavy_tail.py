@@ -21,10 +21,11 @@ from async_rl.config import Config, parse_config
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.protocol import DiskUpdate, EngineFacts
 from async_rl.metrics import Metrics
+from async_rl.queue.holdings import QueueStatistics
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool
-from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
+from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.api import Session
 from async_rl.rollout.dataset import TaskOrder
 from async_rl.rollout.feeder import Feeder

@@ -1,0 +1,60 @@
+"""Admission by the bound and by the room: open, closed, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from async_rl.queue.admission import Admission
+from async_rl.queue.spool import Spool
+from async_rl.staleness import Backlog
+from tests.support.trajectories import make_group
+
+SLAB = 64 << 10
+
+
+def admission_of(folder: Path, slabs: int | None, max_staleness: int = 4) -> tuple[Admission, Backlog, Spool]:
+    backlog = Backlog(groups_per_batch=2, max_staleness=max_staleness, overage="wait")
+    spool = Spool(folder / "spool", None if slabs is None else slabs * SLAB)
+    return Admission(backlog, spool, version=3), backlog, spool
+
+
+def test_it_closes_at_the_bound_and_opens_with_the_version_that_engines_serve(tmp_path: Path) -> None:
+    admission, backlog, _ = admission_of(tmp_path, None, max_staleness=1)
+    for name in "abcd":
+        assert admission.is_open
+        backlog.dispatch(name, 3)
+    assert not admission.is_open
+    assert "a batch of 2 and a staleness of 1 allow while engines serve version 3" in admission.why()
+    for name in "ab":
+        backlog.remove(name)
+    admission.next = 4  # the batch is the trainer's
+    assert not admission.is_open
+    admission.served = 4
+    assert admission.is_open
+
+
+def test_it_closes_when_what_is_in_flight_may_need_the_room(tmp_path: Path) -> None:
+    admission, backlog, spool = admission_of(tmp_path, 4)
+    for name in "abc":
+        backlog.dispatch(name, 3)
+    assert admission.is_open
+    spool.put(make_group("x"))
+    assert not admission.is_open
+    assert admission.holds_all
+    assert admission.why() == f"the spool holds {SLAB} of {4 * SLAB} bytes"
+    admission.learn(2 * SLAB)
+    assert not admission.holds_all
+
+
+def test_groups_of_the_next_batch_are_let_in_whatever_they_need(tmp_path: Path) -> None:
+    admission, backlog, spool = admission_of(tmp_path, 2)
+    admission.learn(int(np.iinfo(np.int32).max))
+    spool.put(make_group("x"))
+    assert admission.is_open
+    backlog.dispatch("a", 3)
+    assert admission.is_open
+    backlog.dispatch("b", 3)
+    assert not admission.is_open
+    assert admission.holds_all
