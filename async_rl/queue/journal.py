@@ -53,7 +53,10 @@ _GROWTH: Final = 4
 """A file is compacted at this multiple of what is alive: rewriting then costs a third of what is appended."""
 
 _RECORD_BYTES: Final = 512
-"""About what a record needs beside its tokens: prefix, ids, the description of its arrays, alignment."""
+"""About what a record needs beside its segments: prefix, ids, turns, alignment."""
+
+_SEGMENT_BYTES: Final = 256
+"""About what a segment needs beside its tokens: the description of its arrays, their alignment."""
 
 _TOKEN_BYTES: Final = 8
 """An int32 and a float32."""
@@ -177,7 +180,7 @@ class Entry:
         segments = self.segments if self.replay is None else self.replay.segments
         tokens = sum(len(segment.token_ids) for segment in segments)
         tokens += 0 if self.call is None else len(self.call.token_ids)
-        return _RECORD_BYTES + _TOKEN_BYTES * tokens
+        return _RECORD_BYTES + _SEGMENT_BYTES * len(segments) + _TOKEN_BYTES * tokens
 
     def _write(
         self, closed: tuple[Segment, ...], open_start: int, turns: tuple[TurnNote, ...]
@@ -298,8 +301,9 @@ class Journal:
         self._append()
 
     def close(self) -> None:
-        """Close the file; write first what should be in it."""
+        """Close the file; write first what should be in it. A thread that comes too late writes nothing."""
         with self._lock:
+            self._waiting.clear()
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
