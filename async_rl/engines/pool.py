@@ -72,6 +72,8 @@ class EnginePool:
         self._max_strikes = max_strikes
         self._balancer = Balancer(max_prefill_tokens=max_prefill_tokens)
         self._slots: dict[str, Slot] = {}
+        self._broken: dict[str, None] = {}
+        """Those that need repair: to look for them among thousands with every change would cost seconds."""
         self._homes: OrderedDict[str, Home] = OrderedDict()
         self._changed = asyncio.Event()
         self._num_asked = self._num_placed = 0
@@ -175,6 +177,7 @@ class EnginePool:
     def remove(self, engine_id: str) -> None:
         """Forget an engine. Calls that it still has are dropped, and go on elsewhere."""
         slot = self._slots.pop(engine_id)
+        self._broken.pop(engine_id, None)
         self._balancer.remove(engine_id)
         self._oldest = None
         self._drop_all(slot, f"engine {engine_id} has left")
@@ -392,15 +395,14 @@ class EnginePool:
     async def wait_for_repair(self, under_way: Container[str] = ()) -> str:
         """Wait until some engine needs repair that nobody repairs yet, and name it."""
         while True:
-            for engine_id, slot in self._slots.items():
-                if slot.needs_repair and engine_id not in under_way:
+            for engine_id in self._broken:
+                if engine_id not in under_way:
                     return engine_id
             await self.changed()
 
     def needs_repair(self, engine_id: str) -> bool:
         """Whether an engine of the pool is quarantined, or a newcomer."""
-        slot = self._slots.get(engine_id)
-        return slot is not None and slot.needs_repair
+        return engine_id in self._broken
 
     def has(self, *states: EngineState) -> bool:
         """Whether some engine is in any of the states."""
@@ -424,6 +426,10 @@ class EnginePool:
         engine_id = slot.engine.engine_id
         slot.state = state
         self._oldest = None
+        if slot.needs_repair:
+            self._broken[engine_id] = None
+        else:
+            self._broken.pop(engine_id, None)
         if state is EngineState.SERVING:
             self._balancer.open(engine_id)
         else:
