@@ -7,7 +7,7 @@ import pytest
 from tests.chaos.harness import Chaos, make_config
 from tests.chaos.plan import DECK, blows
 
-pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 def test_every_kind_of_blow_comes_before_one_comes_again() -> None:
