@@ -122,6 +122,10 @@ _CULPRITS: Final[dict[str, str]] = {
 }
 
 
+_ANY_ENGINE: Final = "an engine"
+"""For the start of engines that nobody named yet."""
+
+
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """What the pool knows of an engine."""
 
@@ -219,9 +223,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         if not self.causes:
             return f"nothing has moved for {seconds(self.quiet_s)}, and nobody waits for anything"
         first, *others = self.causes
-        moved = "nothing has moved" if self.state in ("quiet", "stalled") else "the run last moved"
-        when = "for" if self.state in ("quiet", "stalled") else "before"
-        lines = [f"{moved} {when} {seconds(self.quiet_s)}", *(f"  <- {link}" for link in first.chain)]
+        standing = self.state in ("quiet", "stalled")
+        age = seconds(self.quiet_s)
+        head = f"nothing has moved for {age}" if standing else f"the run last moved {age} ago"
+        lines = [head, *(f"  <- {link}" for link in first.chain)]
         lines[1] = f"     {first.chain[0]}"
         lines.append(f"likely cause: {first.sentence}")
         lines += [f"also: {cause.sentence}" for cause in others[:3]]
@@ -249,7 +254,7 @@ def seconds(age_s: float) -> str:
 
 def phrase(on: str, target: str, why: str | None = None) -> str:
     """What is awaited, in words: `a chunk of engine-1`."""
-    return _AWAITED[on].format(target) + (f": {why}" if why else "")
+    return _AWAITED[on].format(target or _ANY_ENGINE) + (f": {why}" if why else "")
 
 
 class _Walk:
@@ -306,8 +311,8 @@ class _Walk:
             self._add(kind, node.kind, node.id, self._snapshot.quiet_s, (*chain, f"{node}: nobody runs it"))
             return
         busy = [wait for wait in self._waits[node] if wait.on != "idle"]
-        around = [wait for wait in busy if wait.on in _CONTAINERS]
-        inside = [wait for wait in busy if wait.on not in _CONTAINERS]
+        around = [wait for wait in busy if _is_around(wait)]
+        inside = [wait for wait in busy if not _is_around(wait)]
         for wait in around:
             chain = (*chain, self._link(wait))
         for wait in inside:
@@ -482,15 +487,13 @@ class _Walk:
             case "asleep":
                 sentence = f"{waiters} wait for {_AWAITED[on].format(target)} that is there: nobody woke them"
             case "deadlock":
-                sentence = (
-                    f"deadlock: {_CULPRITS[on].format(target)}, because who could see to it waits for it"
-                )
+                sentence = f"deadlock: {_culprit(on, target)}, because who could see to it waits for it"
             case "unnamed":
                 sentence = f"{target} computes, or waits for something without a name, for {seconds(age_s)}"
             case _:
                 many = f"{waiters} wait for it, the longest " if waiters > 1 else ""
                 limit = "" if limit_s is None else f", {_over(age_s, limit_s)}"
-                sentence = f"{_CULPRITS[on].format(target)} ({many}for {seconds(age_s)}{limit})"
+                sentence = f"{_culprit(on, target)} ({many}for {seconds(age_s)}{limit})"
         self._found[on, target] = Cause(
             problem=problem,
             on=on,
@@ -522,10 +525,18 @@ def _overdue(snapshot: Snapshot) -> list[Cause]:
             age_s=age_s,
             limit_s=limit_s,
             waiters=waiters[wait.on, wait.target],
-            sentence=f"{_CULPRITS[wait.on].format(wait.target)} (for {age})",
+            sentence=f"{_culprit(wait.on, wait.target)} (for {age})",
             chain=(f"{wait.who} waits for {phrase(wait.on, wait.target)} ({age})",),
         )
     return list(found.values())
+
+
+def _culprit(on: str, target: str) -> str:
+    return _CULPRITS[on].format(target or _ANY_ENGINE)
+
+
+def _is_around(wait: Wait) -> bool:
+    return wait.on in _CONTAINERS or (wait.on == "engine start" and not wait.target)
 
 
 def _limit_s(wait: Wait, snapshot: Snapshot) -> float | None:

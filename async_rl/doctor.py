@@ -94,7 +94,7 @@ class Doctor:
         self._said: tuple[str, str, str] | None = None
         self._say_at_s = self._say_after_s = 0.0
         self._counted: set[tuple[str, str]] = set()
-        self._treated_s: float | None = None
+        self._treated_s: dict[tuple[str, str], float] = {}
 
     def attend(self, queue: TrajectoryQueue, slots: Slots) -> None:
         """Ask these from now on."""
@@ -218,8 +218,9 @@ class Doctor:
     def _recovered(self) -> None:
         if self._said is not None:
             log.info("the run moves")
-        self._looks, self._said, self._treated_s = 0, None, None
+        self._looks, self._said = 0, None
         self._counted.clear()
+        self._treated_s.clear()
 
     # -- acting -------------------------------------------------------------------------------------------
 
@@ -230,17 +231,16 @@ class Doctor:
             if diagnosis.state == "stalled":
                 raise self._end(diagnosis)
             return
-        now = self._waits.clock()
-        if self._treated_s is None:
-            self._treated_s = now
-            done = [self._remedy(cause) for cause in self._alarming(diagnosis)]
-            for text in filter(None, done):
-                log.warning("remedy: %s", text)
-            if any(done) or diagnosis.state == "overdue":
-                return
-        elif diagnosis.state == "overdue" or now - self._treated_s < self._config.stall_s:
-            return
-        raise self._end(diagnosis)
+        now, stall_s = self._waits.clock(), self._config.stall_s
+        helped = False
+        for cause in self._alarming(diagnosis):
+            treated_s = self._treated_s.setdefault((cause.on, cause.target), now)
+            if treated_s == now and (remedy := self._remedy(cause)) is not None:
+                log.warning("remedy: %s", remedy)
+                helped = True
+            helped |= treated_s < now < treated_s + stall_s  # what was done may need its time
+        if diagnosis.state == "stalled" and not helped:
+            raise self._end(diagnosis)
 
     def _end(self, diagnosis: Diagnosis) -> StallError:
         return StallError(f"the run stands still: {diagnosis.text}", on=diagnosis.on)

@@ -244,7 +244,7 @@ class Orchestrator:
     ) -> Summary:
         """See the module's `run`."""
         async with services(doctor=self._doctor.run), Nursery() as nursery:
-            starting_engines = nursery.start("engines", self._cluster.start_engines())
+            starting_engines = nursery.start("engines", self._start_engines())
             starting_trainer = nursery.start("trainer", self._start_trainer())
         for engine in starting_engines.result():
             self._pool.add(engine)
@@ -395,6 +395,10 @@ class Orchestrator:
             progress.phase(phase)
 
     # -- start-up --------------------------------------------------------------------------------------
+
+    async def _start_engines(self) -> list[Engine]:
+        with waiting("engine start"):
+            return await self._cluster.start_engines()
 
     async def _start_trainer(self) -> Trainer:
         """Start all ranks from the newest checkpoint, and take up the records of the steps before it."""

@@ -134,3 +134,29 @@ async def test_waits_belong_to_the_run_that_is_watched(tmp_path: Path) -> None:
     async with watched(waits, Metrics(), load_config(write_run(tmp_path)).doctor):
         with waiting("checkpoint"):
             assert [str(wait.who) for wait in waits.open_waits()] == ["run"]
+
+
+def test_a_stall_is_treated_though_a_wait_was_overdue_before(tmp_path: Path) -> None:
+    ward = Ward(tmp_path, "doctor.action=repair", "rollout.tool_timeout_s=10")
+    other = acting("trajectory", "7", waits=ward.waits)
+    with acting("train loop", waits=ward.waits), waiting("slot"):
+        with other, waiting("tool", "search"):  # nothing can be done about it: it has no timeout
+            for _ in range(40):
+                ward.waits.progress()
+                ward.look_until(ward.now_s + 5)
+        assert ward.value("stalls_total", awaited="tool") == 1
+        with pytest.raises(StallError, match="no slot becomes free"):
+            ward.look_until(ward.now_s + 45)
+
+
+async def test_what_was_treated_has_time_to_move_before_the_run_ends(tmp_path: Path) -> None:
+    ward = Ward(tmp_path, "doctor.action=repair", "rollout.tool_timeout_s=10")
+    async with asyncio.timeout(3600) as scope:
+        with acting("train loop", waits=ward.waits), waiting("tool", "search", scope=scope) as wait:
+            ward.look_until(25)
+            assert wait.cut
+            scope.reschedule(None)  # the tool takes no notice of it
+            await asyncio.sleep(0)
+            ward.look_until(60)
+            with pytest.raises(StallError, match="tool search does not return"):
+                ward.look_until(65)
