@@ -163,8 +163,10 @@ class TrajectoryQueue:
                 if ref is not None:
                     self._spool.free(ref)
                 continue
-            # Versions above ours were published after the checkpoint and are no more: they count as new.
-            oldest = min(group.weight_version, self._admission.next)
+            # Versions above ours were published after the checkpoint and are no more: they count as ours, or
+            # as those of an earlier restart's checkpoint.
+            ceiling = self._admission.next if group.ceiling is None else group.ceiling
+            oldest = min(group.weight_version, ceiling, self._admission.next)
             self._backlog.dispatch(group.group_id, oldest)
             self._make_ready(group.group_id, ref, oldest, counted=False)
         for orphan in found.values():
