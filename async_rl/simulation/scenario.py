@@ -157,7 +157,7 @@ def _config(rng: random.Random, seed: int) -> Config:
             "max_context_tokens": context,
             "max_new_tokens": rng.randint(4, context // 2),
             "temperature": 1.0,
-            "trajectory_timeout_s": rng.choice((2.0, 15.0, 120.0)),
+            "trajectory_timeout_s": rng.choice((2.0, 15.0, 40.0)),
             "tool_timeout_s": 1.0,
             "reward_timeout_s": 2.0,
             "max_attempts": rng.randint(1, 3),

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
 
 from async_rl import routing
+from async_rl.config import parse_config
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout import rows
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.session import RolloutSession
-from async_rl.simulation.__main__ import run_seed
-from async_rl.simulation.scenario import draw
+from async_rl.simulation import simulate
+from async_rl.simulation.scenario import Death, Ending, FaultKind, Injection, Scenario, Speeds, draw
 from async_rl.simulation.witness import Witness
 from async_rl.types import RoutingTrace, TrainBatch, VersionSpan
 from async_rl.weights.sync import WeightSync
 
 Patch = Callable[[pytest.MonkeyPatch], None]
-SEEDS = 80
+SEEDS = 12
 
 
 def settle_in_memory_only(patch: pytest.MonkeyPatch) -> None:
@@ -58,17 +60,18 @@ def hand_out_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def concatenate_rows(patch: pytest.MonkeyPatch) -> None:
-    """Rows of a resumed call are laid after those of the call before, and cut to fit."""
+    """All rows of a resumed call are laid after those of the call before, and cut to fit."""
 
     def splice(old: RoutingTrace | None, new: RoutingTrace, *, start: int = 0) -> RoutingTrace:
         if old is None:
             return new
         both = np.concatenate([old.rows, new.rows])
-        length = max(len(old.rows), start + len(new.rows))
+        length = len(new.rows)
         spans = (VersionSpan(start=0, end=length, weight_version=new.spans[-1].weight_version),)
         return msgspec.structs.replace(new, rows=np.ascontiguousarray(both[:length]), spans=spans)
 
     patch.setattr(routing, "splice", splice)
+    patch.setattr(rows.Rows, "start", lambda self, token_ids, engine_id, version: 0)
 
 
 def shift_rows(patch: pytest.MonkeyPatch) -> None:
@@ -167,6 +170,7 @@ def leave_frames(patch: pytest.MonkeyPatch) -> None:
 
 def wake_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrajectoryQueue, "_wake", lambda self: None)
+    patch.setattr(simulate, "_MAX_LIFE_S", 200.0)
 
 
 def lose_on_cancel(patch: pytest.MonkeyPatch) -> None:
@@ -178,35 +182,94 @@ def lose_on_cancel(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrajectoryQueue, "_off_loop", off_loop)
 
 
-MUTATIONS: Sequence[tuple[Patch, int, str]] = [
-    (settle_in_memory_only, 0, "in one frame|disagree|knows nothing"),
-    (hand_out_again, 0, "not outstanding|trains again"),
-    (concatenate_rows, 3, "rows of the versions|no engine computes"),
-    (shift_rows, 0, "rows of the versions|no engine computes"),
-    (replace_nothing, 6, "under replace"),
-    (serve_unattested, 0, "attested is|the pool says"),
-    (claim_newer_weights, 0, "no engine said"),
-    (forget_on_failover, 4, "does not continue"),
-    (believe_any_answer, 37, "no engine said"),
-    (skip_positions, 0, "skipped"),
-    (forget_pending, 2, "skipped"),
-    (leave_frames, 0, "nobody owns"),
-    (wake_nobody, 2, "does not come to its end"),
-    (lose_on_cancel, 16, "nobody owns|unhandled|does not"),
-]
-"""Each with a seed that has seen it, which is tried first, and what one of the violations must say."""
+class Case(NamedTuple):
+    """A way to break the program, what has to happen to a run for it to show, and what is then said."""
+
+    mutation: Patch
+    expected: str
+    faults: tuple[FaultKind, ...] = ()
+    death: Ending | None = None
+    interrupt: str = "abort"
+    merge: str = "replace"
 
 
-@pytest.mark.parametrize(
-    ("mutation", "first", "expected"), MUTATIONS, ids=lambda value: getattr(value, "__name__", "")
+CASES = (
+    Case(settle_in_memory_only, "in one frame|disagree|knows nothing"),
+    Case(hand_out_again, "not outstanding|trains again"),
+    Case(concatenate_rows, "rows of the versions|no engine computes", merge="splice"),
+    Case(shift_rows, "rows of the versions|no engine computes"),
+    Case(replace_nothing, "under replace"),
+    Case(serve_unattested, "attested is|the pool says"),
+    Case(claim_newer_weights, "no engine said", interrupt="in_place", merge="splice"),
+    Case(forget_on_failover, "does not continue", ("die_in_call", "disconnect")),
+    Case(believe_any_answer, "no engine said", ("nan",)),
+    Case(skip_positions, "skipped"),
+    Case(forget_pending, "skipped", death="kill"),
+    Case(leave_frames, "nobody owns"),
+    Case(wake_nobody, "does not come to its end|StallError"),
+    Case(lose_on_cancel, "nobody owns|FileExistsError", ("step_fails", "publish_fails"), "stop"),
 )
+
+
+def scenario_of(case: Case, seed: int) -> Scenario:
+    """A small run in which the case's faults come again and again."""
+    drawn = draw(seed)
+    tree = {
+        "run": {"name": "run", "seed": seed, "max_steps": 5, "drain_s": 0.5},
+        "model": {"path": "model"},
+        "data": {"path": "tasks"},
+        "engine": {"kind": "simulated", "decode_step_s": 0.02, "mean_new_tokens": 10, "restart_delay_s": 0.1},
+        "rollout": {
+            "agent_loop": "async_rl.simulation.users:TurnsLoop",
+            "reward": "async_rl.simulation.users:reward",
+            "group_size": 2,
+            "max_concurrent_trajectories": 8,
+            "max_staleness": 2,
+            "max_context_tokens": 160,
+            "max_new_tokens": 60,
+            "max_failed_share": 1.0,
+        },
+        "routing": {"merge": case.merge},
+        "weights": {"interrupt": case.interrupt},
+        "queue": {"journal_s": 0.1},
+        "trainer": {"groups_per_batch": 2, "checkpoint_every": 2, "max_restarts": 100},
+    }
+    return msgspec.structs.replace(
+        drawn,
+        config=parse_config(tree),
+        tasks=tuple(
+            msgspec.structs.replace(task, metadata={**task.metadata, "trouble": None}) for task in drawn.tasks
+        ),
+        speeds=Speeds(train_s=0.3, update_s=0.05, restart_s=0.1, latency_s=0.0, thread_s=0.02),
+        injections=tuple(
+            Injection(step=100 + 80 * i, kind=case.faults[i % len(case.faults)], engine=i, amount=0.3)
+            for i in range(20 if case.faults else 0)
+        ),
+        deaths=tuple(Death(kind=case.death, after=700) for _ in range(2)) if case.death else (),
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.mutation.__name__)
 def test_a_seed_fails_when_the_program_is_broken(
-    mutation: Patch, first: int, expected: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    mutation(monkeypatch)
-    outcome = next((o for seed in (first, *range(SEEDS)) if (o := run_seed(seed)).violations), None)
-    assert outcome is not None, f"{SEEDS} seeds saw nothing"
-    assert any(part in violation for violation in outcome.violations for part in expected.split("|"))
+    case.mutation(monkeypatch)
+    for seed in range(SEEDS):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        found = simulate.simulate(seed, folder, scenario=scenario_of(case, seed)).violations
+        if found:
+            break
+    assert any(part in violation for violation in found for part in case.expected.split("|")), found
+
+
+@pytest.mark.parametrize("death", [None, "kill", "cancel", "stop"])
+def test_no_seed_fails_when_the_program_is_whole(death: Ending | None, tmp_path: Path) -> None:
+    for seed in range(2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        case = Case(wake_nobody, "", ("die_in_call", "nan", "disconnect", "step_fails"), death)
+        assert simulate.simulate(seed, folder, scenario=scenario_of(case, seed)).violations == ()
 
 
 def batch_of(version: int, sampled_at: int) -> TrainBatch:
