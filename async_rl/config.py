@@ -616,8 +616,8 @@ class Config(_Strict, frozen=True, kw_only=True):
         """Check what no single field can."""
         if self.rollout.dynamic_filtering and self.rollout.group_size == 1:
             raise ValueError(
-                "rollout.dynamic_filtering drops groups of equal rewards, and rollout.group_size is 1, so it would "
-                "drop all: raise rollout.group_size"
+                "rollout.dynamic_filtering drops groups of equal rewards, and rollout.group_size is 1, so it "
+                "would drop all: raise rollout.group_size"
             )
         if isinstance(self.engine, SGLangEngines) and self.engine.urls and self.engine.urls_file:
             raise ValueError("engine.urls and engine.urls_file are both set: write the URLs into the file")
