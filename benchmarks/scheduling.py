@@ -489,9 +489,9 @@ OURS = (
     Ours("ours, in place, drop", {32: 8}, rollout={"overage": "drop"}),
     Ours("ours, in place, mask_tokens", {32: 8}, rollout={"overage": "mask_tokens"}),
     Ours(
-        "ours, in place, straggler_wait_s 360",
+        "ours, in place, straggler_wait_s 310",
         {32: 8},
-        rollout={"straggler_wait_s": 360.0},
+        rollout={"straggler_wait_s": 310.0},
     ),
     Ours("ours, abort", {128: 5, 32: 8}, interrupt="abort"),
 )
@@ -605,7 +605,9 @@ def show(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, few versions: about two minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, few versions: about three minutes of CPU"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument(
