@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from async_rl import routing
-from async_rl.config import parse_config
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -20,10 +19,11 @@ from async_rl.rollout import rows
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.session import RolloutSession
 from async_rl.simulation import simulate
-from async_rl.simulation.scenario import Death, Ending, FaultKind, Injection, Scenario, Speeds, draw
+from async_rl.simulation.scenario import Ending, FaultKind, Scenario, draw
 from async_rl.simulation.witness import Witness
 from async_rl.types import RoutingTrace, TrainBatch, VersionSpan
 from async_rl.weights.sync import WeightSync
+from tests.support.small_run import small_run
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 SEEDS = 12
@@ -192,6 +192,10 @@ class Case(NamedTuple):
     interrupt: str = "abort"
     merge: str = "replace"
 
+    def run(self, seed: int) -> Scenario:
+        """What shows it."""
+        return small_run(seed, self.faults, self.death, interrupt=self.interrupt, merge=self.merge)
+
 
 CASES = (
     Case(settle_in_memory_only, "in one frame|disagree|knows nothing"),
@@ -211,44 +215,6 @@ CASES = (
 )
 
 
-def scenario_of(case: Case, seed: int) -> Scenario:
-    """A small run in which the case's faults come again and again."""
-    drawn = draw(seed)
-    tree = {
-        "run": {"name": "run", "seed": seed, "max_steps": 5, "drain_s": 0.5},
-        "model": {"path": "model"},
-        "data": {"path": "tasks"},
-        "engine": {"kind": "simulated", "decode_step_s": 0.02, "mean_new_tokens": 10, "restart_delay_s": 0.1},
-        "rollout": {
-            "agent_loop": "async_rl.simulation.users:TurnsLoop",
-            "reward": "async_rl.simulation.users:reward",
-            "group_size": 2,
-            "max_concurrent_trajectories": 8,
-            "max_staleness": 2,
-            "max_context_tokens": 160,
-            "max_new_tokens": 60,
-            "max_failed_share": 1.0,
-        },
-        "routing": {"merge": case.merge},
-        "weights": {"interrupt": case.interrupt},
-        "queue": {"journal_s": 0.1},
-        "trainer": {"groups_per_batch": 2, "checkpoint_every": 2, "max_restarts": 100},
-    }
-    return msgspec.structs.replace(
-        drawn,
-        config=parse_config(tree),
-        tasks=tuple(
-            msgspec.structs.replace(task, metadata={**task.metadata, "trouble": None}) for task in drawn.tasks
-        ),
-        speeds=Speeds(train_s=0.3, update_s=0.05, restart_s=0.1, latency_s=0.0, thread_s=0.02),
-        injections=tuple(
-            Injection(step=100 + 80 * i, kind=case.faults[i % len(case.faults)], engine=i, amount=0.3)
-            for i in range(20 if case.faults else 0)
-        ),
-        deaths=tuple(Death(kind=case.death, after=700) for _ in range(2)) if case.death else (),
-    )
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.mutation.__name__)
 def test_a_seed_fails_when_the_program_is_broken(
     case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -257,19 +223,10 @@ def test_a_seed_fails_when_the_program_is_broken(
     for seed in range(SEEDS):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        found = simulate.simulate(seed, folder, scenario=scenario_of(case, seed)).violations
+        found = simulate.simulate(seed, folder, scenario=case.run(seed)).violations
         if found:
             break
     assert any(part in violation for violation in found for part in case.expected.split("|")), found
-
-
-@pytest.mark.parametrize("death", [None, "kill", "cancel", "stop"])
-def test_no_seed_fails_when_the_program_is_whole(death: Ending | None, tmp_path: Path) -> None:
-    for seed in range(2):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        case = Case(wake_nobody, "", ("die_in_call", "nan", "disconnect", "step_fails"), death)
-        assert simulate.simulate(seed, folder, scenario=scenario_of(case, seed)).violations == ()
 
 
 def batch_of(version: int, sampled_at: int) -> TrainBatch:

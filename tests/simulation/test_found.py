@@ -1,0 +1,62 @@
+"""What seeds have found, as runs that do not depend on what seeds draw; see docs/simulation.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.errors import AsyncRLError
+from async_rl.queue.ledger import Ledger
+from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.simulation.scenario import Ending, FaultKind, Scenario
+from async_rl.simulation.simulate import simulate
+from tests.support.small_run import small_run
+
+
+def violations(scenario: Scenario, folder: Path) -> tuple[str, ...]:
+    folder.mkdir()
+    return simulate(scenario.seed, folder, scenario=scenario).violations
+
+
+@pytest.mark.parametrize("death", ["stop", "kill"])
+def test_weights_of_an_earlier_life_are_cleared_away_when_a_driver_starts(
+    death: Ending, tmp_path: Path
+) -> None:
+    assert violations(small_run(0, death=death), tmp_path / "0") == ()
+
+
+def test_no_checkpoint_claims_a_step_when_the_disk_was_full_as_it_was_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled = 0
+
+    def settle(self: TrajectoryQueue, batch: Any, step: int) -> None:
+        nonlocal settled
+        settled += 1
+        with pytest.MonkeyPatch.context() as patch:
+            if settled == 3:
+                patch.setattr(Ledger, "flush", refuse)
+            original(self, batch, step)
+
+    def refuse(self: Ledger) -> None:
+        raise AsyncRLError("the ledger cannot be written; is the disk full?")
+
+    original = TrajectoryQueue.settle
+    monkeypatch.setattr(TrajectoryQueue, "settle", settle)
+    # Of the injected faults only that a disk was full, for a moment, is wanted: an excuse for the error.
+    assert violations(small_run(0, ("disk_full",)), tmp_path / "0") == ()
+    assert settled > 5
+
+
+def test_no_log_prob_is_nan_when_an_engine_says_it_and_dies(tmp_path: Path) -> None:
+    faults: tuple[FaultKind, ...] = ("nan", "disconnect", "nan", "die")
+    assert [violations(small_run(seed, faults), tmp_path / str(seed)) for seed in range(3)] == [(), (), ()]
+
+
+@pytest.mark.parametrize("death", [None, "kill", "cancel", "stop"])
+def test_the_bound_is_kept_when_the_trainer_goes_back_twice(death: Ending | None, tmp_path: Path) -> None:
+    faults: tuple[FaultKind, ...] = ("die_in_call", "nan", "disconnect", "step_fails")
+    found = [violations(small_run(seed, faults, death), tmp_path / str(seed)) for seed in range(2)]
+    assert found == [(), ()]
