@@ -26,6 +26,7 @@ from async_rl.placement.ray_trainer import RayTrainer, cause_of, last_line, made
 from async_rl.processes import Process, kill
 from async_rl.supervision import Nursery
 from async_rl.training import Trainer
+from async_rl.waits import waiting
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class RayCluster(orchestrator.Cluster):
         async with Nursery() as nursery:
             for engine_id in self._engine_actors or self._engines:
                 self._restarted[engine_id] = asyncio.Event()
-                nursery.start(f"start {engine_id}", self._start_engine(engine_id))
+                nursery.start(f"start {engine_id}", self._first_start(engine_id))
         return list(self._engines.values())
 
     def connect_engine(self, engine_id: str, url: str) -> Engine:
@@ -254,6 +255,10 @@ class RayCluster(orchestrator.Cluster):
                 process = self._processes.pop(actor, None)
                 if process is not None:
                     nursery.start(f"kill process {process.pid}", end(process))
+
+    async def _first_start(self, engine_id: str) -> None:
+        with waiting("engine start", engine_id):
+            await self._start_engine(engine_id)
 
     async def _start_engine(self, engine_id: str) -> None:
         engine = self._engines.get(engine_id)
