@@ -252,7 +252,7 @@ class Doctor:
                 self._pool.quarantine(cause.target, EngineTimeout(cause.sentence))
                 return f"{cause.target} is quarantined, its calls move with their tokens"
             case "group" if self._queue is not None:
-                self._queue.drop_group(cause.target, "lost")
+                self._queue.give_up(cause.target, "lost")
                 return f"group {cause.target} is dropped"
             case "slot" if self._slots is not None:
                 alive = {actor.who.id for actor in self._waits.acting if actor.who.kind == "trajectory"}

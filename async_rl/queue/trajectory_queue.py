@@ -444,6 +444,16 @@ class TrajectoryQueue:
             self._spool.free(ready.ref)
         self._wake()
 
+    def give_up(self, group_id: str, reason: str) -> None:
+        """Drop a group from outside; whoever still makes it is cancelled.
+
+        Raises:
+            InvariantError: As `drop_group`.
+        """
+        if (work := self._in_flight.get(group_id)) is not None:
+            work.cancel()
+        self.drop_group(group_id, reason)
+
     async def take(self, version: int) -> TakenBatch | None:
         """Wait for the next batch, consumed at `version`, and pack it. One caller at a time.
 
