@@ -489,9 +489,9 @@ OURS = (
     Ours("ours, in place, drop", {32: 8}, rollout={"overage": "drop"}),
     Ours("ours, in place, mask_tokens", {32: 8}, rollout={"overage": "mask_tokens"}),
     Ours(
-        "ours, in place, straggler_wait_s 310",
+        "ours, in place, straggler_wait_s 260",
         {32: 8},
-        rollout={"straggler_wait_s": 310.0},
+        rollout={"straggler_wait_s": 260.0},
     ),
     Ours("ours, abort", {128: 5, 32: 8}, interrupt="abort"),
 )
