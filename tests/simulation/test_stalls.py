@@ -23,6 +23,7 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import StallError
 from async_rl.metrics import Metrics
 from async_rl.orchestrator import Orchestrator
+from async_rl.queue.admission import Admission
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.records import Summary
 from async_rl.rollout.api import Session
@@ -203,11 +204,11 @@ Make = Callable[..., Patient]
 
 
 def test_an_engine_is_named_when_it_goes_silent(patient: Make) -> None:
-    run = patient()
-    run.cluster.engines[1] = SilentEngine("engine-1", run.config.engine, facts=run.cluster.engines[1].facts)
-    diagnosis = run.examine(lambda: Hang(after=40))
-    assert of(diagnosis)[1] == "engine-1"
-    assert "engine-1: serving at version" in diagnosis.causes[0].chain[-1]
+    run = patient("engine.num_engines=1")
+    run.cluster.engines[0] = SilentEngine("engine-0", run.config.engine, facts=run.cluster.engines[0].facts)
+    diagnosis = run.examine(lambda: Hang(after=5))  # before any batch is full
+    assert of(diagnosis)[1] == "engine-0"
+    assert "engine-0: serving at version" in diagnosis.causes[0].chain[-1]
     assert diagnosis.causes[0].problem == "silent"
 
 
@@ -319,11 +320,11 @@ def test_the_spool_is_named_when_it_never_has_room(patient: Make, monkeypatch: p
 def test_admission_is_named_when_it_never_opens(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """SkyRL#1173: a few groups short of a batch, for 29 hours."""
 
-    def closed(self: TrajectoryQueue) -> bool:
+    def closed(self: Admission) -> bool:
         Hang.current.begun.set()
-        return self._backlog.outstanding < 3 and self._next == 0
+        return self._backlog.outstanding < 3 and self.next == 0
 
-    monkeypatch.setattr(TrajectoryQueue, "_may_admit", closed)
+    monkeypatch.setattr(Admission, "is_open", property(closed))
     diagnosis = patient().examine(Hang)
     assert of(diagnosis)[0] == "admission"
     assert (diagnosis.causes[0].problem, diagnosis.state) == ("deadlock", "stalled")
@@ -333,7 +334,7 @@ def test_the_sleeper_is_named_when_a_wake_up_is_missed(
     patient: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def advance(self: TrajectoryQueue, version: int) -> None:
-        self._served = self._next = version
+        self._admission.served = self._admission.next = version
         Hang.current.begun.set()
 
     monkeypatch.setattr(TrajectoryQueue, "advance", advance)
@@ -435,16 +436,16 @@ def test_an_attempt_is_made_again_when_it_hangs(patient: Make, override: str, aw
 
 
 def test_calls_move_with_their_tokens_when_an_engine_is_silent(patient: Make) -> None:
-    Hang(after=40)
-    run = patient(*REPAIR, "engine.stall_s=25", "engine.probe_s=3600")
-    silent = SilentEngine("engine-1", run.config.engine, facts=run.cluster.engines[1].facts)
-    run.cluster.engines[1] = silent
+    Hang(after=5)
+    run = patient(*REPAIR, "engine.stall_s=25", "engine.probe_s=3600", "engine.num_engines=1")
+    silent = SilentEngine("engine-0", run.config.engine, facts=run.cluster.engines[0].facts)
+    run.cluster.engines[0] = silent
     HealthWatch.run, original = never, HealthWatch.run  # type: ignore[method-assign]
     try:
         cured(run, "chunk")
     finally:
         HealthWatch.run = original  # type: ignore[method-assign]
-    assert run.cluster.restarts == ["engine-1"]
+    assert run.cluster.restarts == ["engine-0"]
 
 
 def test_a_lost_group_is_dropped_when_everything_waits_for_it(
@@ -477,7 +478,7 @@ def test_the_trainer_starts_again_when_its_step_never_returns(patient: Make) -> 
 
 def test_the_run_ends_when_there_is_no_remedy(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     Hang()
-    monkeypatch.setattr(TrajectoryQueue, "_may_admit", lambda self: self._backlog.outstanding < 3)
+    monkeypatch.setattr(Admission, "is_open", property(lambda self: self._backlog.outstanding < 3))
     with pytest.raises(BaseExceptionGroup) as caught:
         patient(*REPAIR).run()
     error = first_error(caught.value)
