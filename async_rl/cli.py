@@ -87,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         if name == "plan":
             _add_plan_options(command)
     text = "say what a running job waits for"
-    more = "Prints the chain of waits from the train loop to its likely cause; exit code 4 if it stands still."
+    more = (
+        "Prints the chain of waits from the train loop to its likely cause; exit code 4 if it stands still."
+    )
     doctor = commands.add_parser("doctor", help=text, description=f"{text.capitalize()}. {more}")
     doctor.add_argument("job", metavar="URL|RUN_DIR", help="the job's metrics URL, or its run folder")
     schema = commands.add_parser("schema", help="print every setting as JSON schema")

@@ -50,16 +50,8 @@ _COMPACT_BYTES: Final = 1 << 20
 """A file below this is never compacted: rewriting it would save nothing worth a second file."""
 
 _GROWTH: Final = 4
-"""A file is compacted at this multiple of what is alive: rewriting then costs a third of what is appended."""
-
-_RECORD_BYTES: Final = 512
-"""About what a record needs beside its segments: prefix, ids, turns, alignment."""
-
-_SEGMENT_BYTES: Final = 256
-"""About what a segment needs beside its tokens: the description of its arrays, their alignment."""
-
-_TOKEN_BYTES: Final = 8
-"""An int32 and a float32."""
+"""A file is compacted when it has grown to this multiple of what it began with, all of which was alive:
+rewriting costs a third of what is appended, and nobody has to add up what is alive."""
 
 
 class OpenCall(Protocol):
@@ -174,14 +166,6 @@ class Entry:
         self._epoch += 1  # that of the entry's own records, which do not continue this one
         return record
 
-    @property
-    def alive_bytes(self) -> int:
-        """About what `everything` would take."""
-        segments = self.segments if self.replay is None else self.replay.segments
-        tokens = sum(len(segment.token_ids) for segment in segments)
-        tokens += 0 if self.call is None else len(self.call.token_ids)
-        return _RECORD_BYTES + _SEGMENT_BYTES * len(segments) + _TOKEN_BYTES * tokens
-
     def _write(
         self, closed: tuple[Segment, ...], open_start: int, turns: tuple[TurnNote, ...]
     ) -> JournalRecord:
@@ -225,7 +209,7 @@ class Journal:
         self._lock = threading.Lock()
         self._number = max((number(path) for path in files(directory)), default=0)
         self._file: int | None = None
-        self._nbytes = 0
+        self._nbytes = self._began_with = 0
 
     @property
     def nbytes(self) -> int:
@@ -310,8 +294,7 @@ class Journal:
 
     def _gather(self, *, compact: bool = False) -> None:
         """Take what is to be written, and decide whether it goes into a new file."""
-        alive = sum(entry.alive_bytes for entry in self._entries.values())
-        compact = compact or self._nbytes > max(_COMPACT_BYTES, _GROWTH * alive)
+        compact = compact or self._nbytes > max(_COMPACT_BYTES, _GROWTH * self._began_with)
         records = (entry.everything() if compact else entry.news() for entry in self._entries.values())
         self._waiting.append(([record for record in records if record is not None], compact))
 
@@ -368,7 +351,8 @@ class Journal:
             raise
         if self._file is not None:
             os.close(self._file)
-        self._file, self._nbytes, self._number = file, len(data), self._number + 1
+        self._file, self._number = file, self._number + 1
+        self._nbytes = self._began_with = len(data)
         for stale in old:
             stale.unlink()
 
