@@ -571,9 +571,9 @@ class DoctorConfig(_Strict, frozen=True, kw_only=True):
         Meta(
             gt=0,
             description=(
-                "The run stands still when no token, no end of a trajectory, no step and no engine that begins "
-                "to serve came for so long, seconds, and what it waits for is over its own limit or has "
-                "none."
+                "The run stands still when no token, no end of a trajectory, no step and no engine that "
+                "begins to serve came for so long, seconds, and what it waits for is over its own limit or "
+                "has none."
             ),
         ),
     ] = 45.0
