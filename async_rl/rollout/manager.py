@@ -208,6 +208,8 @@ class RolloutManager:
         The first one has its slot already.
         """
         unfinished = [name for name in work.trajectory_ids if name not in work.finished]
+        if not unfinished:
+            return  # all had ended before a restart: nobody would wake who waits for stragglers
         unseated = set(unfinished)
 
         async def one(trajectory_id: str, has_slot: bool) -> None:
