@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from async_rl.errors import AsyncRLError
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.rollout.manager import RolloutManager
 from async_rl.simulation.scenario import Ending, FaultKind, Scenario
 from async_rl.simulation.simulate import simulate
+from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.waits import Waits, acting
 from tests.support.small_run import small_run
 
 
@@ -60,3 +66,21 @@ def test_the_bound_is_kept_when_the_trainer_goes_back_twice(death: Ending | None
     faults: tuple[FaultKind, ...] = ("die_in_call", "nan", "disconnect", "step_fails")
     found = [violations(small_run(seed, faults, death), tmp_path / str(seed)) for seed in range(2)]
     assert found == [(), ()]
+
+
+@in_virtual_time
+async def test_a_group_goes_on_when_all_its_siblings_had_ended_before_a_restart() -> None:
+    config = small_run(0).config
+    manager = object.__new__(RolloutManager)
+    manager._config = replace(config, rollout=replace(config.rollout, straggler_wait_s=5.0))
+    work = SimpleNamespace(
+        group_id="g",
+        trajectory_ids=("a",),
+        finished={"a": None},
+        running=(),
+        enough=asyncio.Event(),
+        ended=asyncio.Event(),
+    )
+    with acting("group", "g", waits=Waits(asyncio.get_running_loop().time)):
+        await manager._run_siblings(work)  # type: ignore[arg-type]
+    assert asyncio.get_running_loop().time() == 0.0
