@@ -147,6 +147,8 @@ class QueueView(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: tuple[str, ...]
     due: tuple[str, ...]
     """Those in flight without which the next batch cannot go; empty where any will do."""
+    left: tuple[str, ...] = ()
+    """Those in flight that an earlier process left and rollouts have not begun again."""
     admits: bool
     """Whether one more group may be dispatched now."""
 
@@ -372,9 +374,11 @@ class _Walk:
         if queue is None:
             self._leaf(wait, chain, age_s=wait.age_s)
             return
-        groups = [Node("group", group_id) for group_id in queue.due or queue.in_flight]
+        awaited = queue.due or queue.in_flight
+        groups = [Node("group", group_id) for group_id in awaited if group_id not in queue.left]
         self._turn_to(groups, wait, path, chain)
-        if queue.num_ready + len(queue.in_flight) < queue.groups_per_batch:
+        too_few = queue.num_ready + len(queue.in_flight) < queue.groups_per_batch
+        if too_few or len(groups) < len(awaited):
             self._turn_to([ROLLOUTS], wait, path, chain)
 
     def _slot(self, wait: Wait, path: tuple[Node, ...], chain: tuple[str, ...]) -> None:

@@ -219,7 +219,6 @@ class TrajectoryQueue:
 
     def abandon(self, left: LeftGroup) -> None:
         """A group of `left` cannot be made any more: its position is dispatched anew."""
-        self.left.remove(left)
         self.drop_group(left.group_id, "restart")
 
     def flush(self) -> None:
@@ -232,7 +231,11 @@ class TrajectoryQueue:
 
     def resume(self, group_id: str, work: InFlight) -> None:
         """A group of `left` is being made again; see `dispatched`."""
+        self._no_longer_left(group_id)
         self._in_flight[group_id] = work
+
+    def _no_longer_left(self, group_id: str) -> None:
+        self.left = [left for left in self.left if left.group_id != group_id]
 
     async def admit(self) -> bool:
         """Wait until one more group may be dispatched; then call `dispatched` before awaiting anything.
@@ -438,6 +441,7 @@ class TrajectoryQueue:
             self._drop([trajectory_id], (others or {}).get(trajectory_id, reason), retry=retry)
         self._backlog.remove(group_id)
         self._in_flight.pop(group_id, None)
+        self._no_longer_left(group_id)
         ready = self._ready.pop(group_id, None)
         if ready is not None:
             self._ledger.flush()  # nobody may find the group queued in a slab that holds another
@@ -553,6 +557,7 @@ class TrajectoryQueue:
             groups_per_batch=self._backlog.groups_per_batch,
             in_flight=tuple(self._backlog.in_flight()),
             due=tuple(self._backlog.in_flight(due=self._admission.next)),
+            left=tuple(left.group_id for left in self.left),
             admits=self.admits,
         )
 

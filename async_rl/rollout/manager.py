@@ -125,7 +125,7 @@ class RolloutManager:
         """Dispatch groups until the data is exhausted or the queue admits no more, and see them through."""
         async with Nursery() as groups:
             while self._queue.left:
-                await self._start_left(groups, self._queue.left.pop(0))
+                await self._start_left(groups, self._queue.left[0])
             while True:
                 if not await self._queue.admit():
                     break
@@ -163,6 +163,9 @@ class RolloutManager:
         unfinished = [name for name in left.trajectory_ids if name not in left.ended]
         if unfinished:
             await self.slots.acquire()
+            if left not in self._queue.left:  # dropped meanwhile
+                self.slots.release()
+                return
             self.slots.hand_to(unfinished[0])
         work = GroupInFlight(
             left.group_id,

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Final, Literal
 
-import msgspec
 import numpy as np
 
 from async_rl.chat import ChatFormat
@@ -81,22 +80,20 @@ class _Call:
         self.versions: list[VersionSpan] = []
         self.finish: Finish | None = None
 
-    def take(self, chunk: Chunk, weight_version: int) -> None:
-        start = len(self.token_ids)
+    def take(self, chunk: Chunk) -> None:
+        """Keep what came. Only the engine's own account says which weights sampled it: until there is one it
+        counts as old as the call, for a token may have been on its way while the weights changed.
+        """
         self.token_ids += chunk.token_ids
         self.log_probs += chunk.log_probs
-        end = len(self.token_ids)
-        if self.versions and self.versions[-1].weight_version == weight_version:
-            start = self.versions.pop().start
-        self.versions.append(VersionSpan(start=start, end=end, weight_version=weight_version))
+        self._count()
 
     def cut_unfit(self) -> None:
         """Forget everything from the first log-prob on that is not finite."""
         fit = next((i for i, value in enumerate(self.log_probs) if not math.isfinite(value)), None)
         if fit is not None:
             del self.token_ids[fit:], self.log_probs[fit:]
-            kept = [span for span in self.versions if span.start < fit]
-            self.versions = [msgspec.structs.replace(span, end=min(span.end, fit)) for span in kept]
+            self._count()
 
     def clear(self) -> None:
         """Forget an answer that cannot be right."""
@@ -107,8 +104,12 @@ class _Call:
 
     @property
     def spans(self) -> Sequence[VersionSpan]:
-        """The engine's own account of versions, or ours by arrival when the call ended without one."""
+        """The engine's own account of versions, or the call's when it ended without one."""
         return self.finish.version_spans if self.finish is not None else self.versions
+
+    def _count(self) -> None:
+        num = len(self.token_ids)
+        self.versions = [VersionSpan(start=0, end=num, weight_version=self.since_version)] if num else []
 
 
 class RolloutSession:
@@ -308,7 +309,7 @@ class RolloutSession:
                 async with aclosing(lease.generate(request)) as stream:
                     async for event in stream:
                         if isinstance(event, Chunk):
-                            call.take(event, lease.weight_version)
+                            call.take(event)
                         else:
                             call.finish = event
                             reason = event.reason

@@ -63,6 +63,8 @@ class Witness:
         self._trace = hashlib.blake2b(digest_size=8)
         self._said: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
         self._heads: dict[str, list[int]] = {}
+        self._unaccounted: Counter[str] = Counter()
+        """Calls of a trajectory that have begun and not ended with their engine's account of versions."""
         self._steps: dict[int, frozenset[str]] = {}
         self._rollbacks: list[int] = []
         self._fates: dict[str, tuple[int, set[str]]] = {}
@@ -124,6 +126,7 @@ class Witness:
         self.note(f"{name}: {engine_id} gets {len(request.input_ids)} tokens at version {version}")
         if attested != version:
             self.fail(f"{engine_id} serves version {version}, attested is {attested}")
+        self._unaccounted[name] += request.max_new_tokens > 0
         tokens, head = request.input_ids.tolist(), self._heads.get(name)
         if head is None:
             return
@@ -148,6 +151,7 @@ class Witness:
             kept = sampled if right else []
         how = "failed" if failed else finish.reason if finish else "was left"
         name = _task_name()
+        self._unaccounted[name] -= finish is not None
         self.note(f"{name}: the call {how} after {len(sampled)} tokens, {len(kept)} kept")
         self._heads[name] = [*request.input_ids.tolist(), *kept]
 
@@ -155,7 +159,8 @@ class Witness:
         """The agent loop of a trajectory starts from its prompt."""
         name = _task_name()
         self.note(f"{name} starts")
-        self._heads.pop(name, None)
+        # What an earlier life journalled of a call that ran is as old as the call, however it ended later.
+        self._unaccounted[name] += self._heads.pop(name, None) is not None
 
     # -- the trainer --------------------------------------------------------------------------------------
 
@@ -215,7 +220,7 @@ class Witness:
         for token, seen, log_prob in zip(
             tokens.tolist(), versions.tolist(), batch.rollout_log_probs[part].tolist(), strict=True
         ):
-            if seen >= 0 and not self._was_said(digest, token, seen, log_prob):
+            if seen >= 0 and not self._was_said(name, digest, token, seen, log_prob):
                 known = self._said.get((digest, token))
                 self.fail(
                     f"trajectory {name}: no engine said token {token} at version {seen} with log-prob "
@@ -224,10 +229,19 @@ class Witness:
                 return
             digest = zlib.crc32(token.to_bytes(8, "little"), digest)
 
-    def _was_said(self, digest: int, token: int, version: int, log_prob: float) -> bool:
-        """Versions that a checkpoint did not reach may count as its own, once it was restored."""
+    def _was_said(self, name: str, digest: int, token: int, version: int, log_prob: float) -> bool:
+        """Tokens may count as older than they are: by versions that a checkpoint did not reach as its own,
+        once it was restored, and of a call that ended without an account as old as the call.
+        """
         return any(
-            log_prob == spoken and (version == said or (version < said and version in self._rollbacks))
+            log_prob == spoken
+            and (
+                version == said
+                or (
+                    version < said
+                    and (version in self._rollbacks or self._unaccounted[f"trajectory {name}"] > 0)
+                )
+            )
             for said, spoken in self._said.get((digest, token), ())
         )
 

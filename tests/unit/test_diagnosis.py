@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_rl.diagnosis import Diagnosis, EngineView, QueueView, Snapshot, diagnose
+from async_rl.diagnosis import Diagnosis, EngineView, QueueView, SlotsView, Snapshot, diagnose
 from async_rl.waits import Actor, Awaited, Node, Wait
 
 LOOP, ROLLOUTS, REPAIR = Node("train loop"), Node("service", "rollouts"), Node("service", "repair")
@@ -65,6 +65,15 @@ def test_the_chain_goes_from_the_train_loop_to_the_silent_engine() -> None:
         "over its limit of 60 s)",
     ]
     assert diagnosis.state == "stalled"
+
+
+def test_a_group_is_not_lost_when_an_earlier_process_left_it_and_it_waits_for_a_slot() -> None:
+    waits = [wait(LOOP, "batch"), wait(ROLLOUTS, "slot"), wait(Node("trajectory", "g-0"), "tool", "search")]
+    slots = SlotsView(limit=1, holders=("g-0",))
+    left = look(*waits, actors=group("g"), queue=queue("left", due=("left",), left=("left",)), slots=slots)
+    assert [(cause.problem, cause.on, cause.target) for cause in left.causes] == [("hangs", "tool", "search")]
+    lost = look(*waits, actors=group("g"), queue=queue("left", due=("left",)), slots=slots)
+    assert [(cause.problem, cause.on, cause.target) for cause in lost.causes] == [("lost", "group", "left")]
 
 
 def test_an_engine_in_an_update_is_not_the_culprit_but_the_update_is() -> None:

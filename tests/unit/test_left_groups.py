@@ -212,3 +212,15 @@ async def test_the_youngest_are_given_up_when_the_spool_has_no_room_for_all_that
     for name in "cd":
         await queue.put(make_group(name, version=3))
     queue.close()
+
+
+def test_a_group_is_no_longer_left_when_it_is_dropped_before_anybody_makes_it(tmp_path: Path) -> None:
+    first = open_queue(tmp_path, 0)
+    dispatch(first, "a", "b")
+    first.close()
+    queue = open_queue(tmp_path, 0)
+    assert queue.view().left == ("a", "b")
+    queue.give_up("a", "lost")
+    assert [left.group_id for left in queue.left] == ["b"]
+    assert queue.statistics().dropped == {"lost": 2}
+    queue.close()

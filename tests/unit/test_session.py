@@ -184,6 +184,25 @@ async def test_one_call_becomes_two_segments_when_the_engine_changed_weights_in_
     assert trajectory.outcome.num_interruptions == trajectory.outcome.num_resumes == 1
 
 
+async def test_tokens_count_as_old_as_their_call_when_it_dies_after_weights_changed_in_between():
+    class Dying(ScriptedEngine):
+        async def generate(self, request):
+            yield Chunk(token_ids=[100, 101], log_probs=[-1.0] * 2)
+            b.pool.hold("engine-0")
+            b.pool.serve("engine-0", 1)
+            # Nobody knows whether these were on their way before that.
+            yield Chunk(token_ids=[102, 103], log_probs=[-1.0] * 2)
+            raise EngineError("connection lost")
+
+    second = ScriptedEngine("engine-1", [lambda r: sampled(1, "stop", 1, prompt=PROMPT + 4, first=200)])
+    b = make_bench(Dying("engine-0"), second, interrupt="retract")
+    b.session.start([{"role": "user", "content": "hi"}])
+    await b.session.generate()
+    trajectory = await b.finish()
+    assert ids_of(trajectory) == [100, 101, 102, 103, 200]
+    assert trajectory.weight_versions[PROMPT:].tolist() == [0, 0, 0, 0, 1]
+
+
 async def test_an_answer_is_refused_when_its_log_probs_are_not_finite():
     def not_finite(request):
         finish = sampled(2, "stop", 0, prompt=PROMPT)[-1]
