@@ -190,7 +190,9 @@ async def roll_out(
                 DiskUpdate(weight_version=version, path=str(chain[version])), flush=flush
             )
         held = [len(sequence) - len(prompt) for sequence, prompt in zip(sequences, prompts, strict=True)]
-        limits = [(tokens if live else end) - count for count in held]
+        # A call that runs on meanwhile leaves at least a token to each of those that follow.
+        most = tokens - (setting.interruptions - version) if live else end
+        limits = [most - count for count in held]
         calls = [
             Call(engine, request(sequence.tolist(), limit, temperature=1.0))
             for sequence, limit in zip(sequences, limits, strict=True)

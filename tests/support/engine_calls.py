@@ -67,9 +67,14 @@ class Call:
         return self
 
     async def has_tokens(self, count: int) -> None:
-        """Wait until so many tokens have come."""
+        """Wait until so many tokens have come.
+
+        Raises:
+            AssertionError: When the call ends before.
+        """
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self.token_ids) >= count)
+            await self._changed.wait_for(lambda: len(self.token_ids) >= count or self.finish is not None)
+        assert len(self.token_ids) >= count, f"the call ended after {len(self.token_ids)} tokens"
 
     @property
     def sequence(self) -> list[int]:
