@@ -478,6 +478,15 @@ class LossConfig(_Strict, frozen=True, kw_only=True):
             )
         ),
     ] = 2.0
+    uncorrected: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Train on data of older weights without any correction for it (`old_log_probs: recompute`, "
+                "`importance_cap: null`); refused unless this is set."
+            )
+        ),
+    ] = False
     normalize_advantages: Annotated[
         bool, Meta(description="Divide a group's advantages by its standard deviation (GRPO).")
     ] = True
@@ -648,6 +657,14 @@ class Config(_Strict, frozen=True, kw_only=True):
             )
         if self.trainer.loss.importance_cap is not None and self.trainer.loss.importance_cap <= 0:
             raise ValueError("trainer.loss.importance_cap must be above 0, or null for no correction")
+        loss, bound = self.trainer.loss, self.rollout.max_staleness
+        corrected = loss.importance_cap is not None or loss.old_log_probs == "rollout"
+        if bound and not corrected and not loss.uncorrected:
+            raise ValueError(
+                f"rollout.max_staleness is {bound}, and nothing corrects for data of older weights: set "
+                "trainer.loss.importance_cap or trainer.loss.old_log_probs=rollout, or say that you want "
+                "it so by trainer.loss.uncorrected=true"
+            )
         if isinstance(self.engine, SGLangEngines):
             context = self.engine.context_length
             if context is not None and context < self.rollout.max_context_tokens:

@@ -90,6 +90,25 @@ async def test_a_run_trains_every_step_and_accounts_for_every_trajectory(calcula
     assert len(set(trained)) == len(trained)
 
 
+async def test_records_are_of_their_own_step(calculator, tmp_path):
+    """Elsewhere metrics are those of the step before (verl#6796)."""
+    config = make_config(calculator, tmp_path)
+    cluster = LocalCluster(config)
+    original, rewards = cluster.trainer.train_step, []
+
+    async def number(path: str, step: int):
+        result = await original(path, step)
+        rewards.append(float(cluster.trainer.batches[-1].rewards.mean()))
+        return msgspec.structs.replace(result, metrics=result.metrics | {"loss": float(step)})
+
+    cluster.trainer.train_step = number  # type: ignore[method-assign]
+    await run(config, cluster)
+    records = [json.loads(line) for line in (tmp_path / "sim" / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["step"], r["weight_version"], r["loss"]) for r in records] == [(n, n, n) for n in range(1, 7)]
+    assert [r["tokens"] for r in records] == [batch.num_tokens for batch in cluster.trainer.batches]
+    assert [r["reward_mean"] for r in records] == pytest.approx(rewards)
+
+
 async def test_in_place_updates_and_splice_go_together(calculator, tmp_path):
     config = make_config(calculator, tmp_path, "weights.interrupt=in_place", "routing.merge=splice")
     summary = await run(config, LocalCluster(config, step_s=0.02))

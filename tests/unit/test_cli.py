@@ -85,6 +85,19 @@ def test_the_remedy_is_named_when_a_dense_model_is_to_replay_routing(
     assert main(["check", str(path), "routing.replay=off"]) == 0
 
 
+def test_off_policy_data_is_refused_when_nothing_corrects_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Elsewhere it is trained in silence (miles#1829; SkyRL#1315)."""
+    path = write_run(tmp_path)
+    plain = ["check", str(path), "trainer.loss.importance_cap=null"]
+    assert main(plain) == 2
+    assert "nothing corrects for data of older weights" in capsys.readouterr().err
+    for remedy in ("uncorrected=true", "old_log_probs=rollout", "importance_cap=2.0"):
+        assert main([*plain, f"trainer.loss.{remedy}"]) == 0
+    assert main([*plain, "rollout.max_staleness=0"]) == 0
+
+
 def test_file_and_line_are_named_when_a_row_is_malformed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
