@@ -44,7 +44,9 @@ def kill(process: Process, limit_s: float) -> bool:
         if _started(process.pid) != process.started:
             return True
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        return bool(select.select([descriptor], [], [], limit_s)[0])
+        poller = select.poll()  # `select` takes no descriptor above 1023, and a driver has thousands
+        poller.register(descriptor, select.POLLIN)
+        return bool(poller.poll(1000 * limit_s))
     except (ProcessLookupError, FileNotFoundError):
         return True  # it went by itself meanwhile
     finally:

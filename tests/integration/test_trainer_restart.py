@@ -11,7 +11,7 @@ from async_rl.queue.ledger import Ledger
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.mortal_rank import PLAN
 
-pytestmark = [pytest.mark.ray]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 
 async def test_ranks_come_back_when_one_is_killed_and_one_hangs(calculator, tmp_path, monkeypatch, caplog):
@@ -24,7 +24,7 @@ async def test_ranks_come_back_when_one_is_killed_and_one_hangs(calculator, tmp_
         tmp_path,
         f"trainer.worker={worker}",
         "trainer.num_ranks=2",
-        "trainer.step_timeout_s=2",
+        "trainer.step_timeout_s=8",  # far above what a step takes here, also on a busy machine
     )
     run_dir = tmp_path / "sim"
     for name in ("checkpoints", "logs"):
@@ -33,7 +33,7 @@ async def test_ranks_come_back_when_one_is_killed_and_one_hangs(calculator, tmp_
     assert sorted(path.name for path in tmp_path.glob("*-SIG*")) == ["0-5-SIGSTOP", "1-3-SIGKILL"]
     assert "trainer rank 1 died during train_step; its last words are in" in caplog.text
     assert str(run_dir / "logs" / "trainer-1.log") in caplog.text
-    assert "the trainer took more than 2.0 s for train_step" in caplog.text
+    assert "the trainer took more than 8.0 s for train_step" in caplog.text
     assert summary.weight_versions == 6
     assert summary.trajectories.trained == 6 * 16
     assert_conserved(summary)

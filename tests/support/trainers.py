@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import torch.distributed as dist
 from async_rl.types import TrainBatch
 from trainer.megatron.packing import targets
 from trainer.worker import TrainerWorker
+
+_MANY_THREADS = 200
 
 
 def trainer_config(model: Path, *, replay: bool | str = True, **trainer: Any) -> dict[str, Any]:
@@ -37,6 +41,8 @@ def trainer_config(model: Path, *, replay: bool | str = True, **trainer: Any) ->
 @contextlib.contextmanager
 def started(config: dict[str, Any], checkpoints: Path | None = None) -> Iterator[TrainerWorker]:
     """A worker that is the only rank, set up, and closed with the block."""
+    if len(os.listdir("/proc/self/task")) > _MANY_THREADS:
+        gc.collect()  # process groups of earlier ones, three threads and some descriptors each, in cycles
     worker = TrainerWorker(config, 0, 1, "")
     try:
         worker.setup(None if checkpoints is None else str(checkpoints))

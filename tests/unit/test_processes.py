@@ -1,6 +1,7 @@
 """Processes are ended whatever state they are in, and no other is hit."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -41,6 +42,20 @@ def test_a_process_is_killed_when_it_is_stopped() -> None:
         assert kill(described(process.pid), limit_s=10)
         assert process.wait(10) == -signal.SIGKILL
     assert kill(Process("here", process.pid, "0"), limit_s=10)  # gone already
+
+
+def test_a_process_is_killed_when_more_descriptors_are_open_than_select_can_take() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    process, _ = started(SLEEPER)
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        with process:
+            assert kill(described(process.pid), limit_s=10)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_another_process_is_left_alone_when_it_has_the_number_now() -> None:
