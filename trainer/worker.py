@@ -328,8 +328,10 @@ class TrainerWorker:
         """Leave all process groups."""
         for name in list(self._groups):
             self.close_weight_group(name)
+        if self._model is not None:
+            self._model.close()
+            self._model = None
         stop_process_groups()
-        self._model = None
 
 
 def _policy_sums(

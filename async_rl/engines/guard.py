@@ -49,7 +49,9 @@ def main() -> int:
         shared |= _shared_memory(_members())
     if server.poll() is None and grace_s > 0:
         server.terminate()
-        select.select([server_fd], [], [], grace_s)
+        ended = select.poll()
+        ended.register(server_fd, select.POLLIN)
+        ended.poll(grace_s * 1000)
     _end_group(shared)
     shutil.rmtree(scratch, ignore_errors=True)
     code = server.wait()

@@ -24,6 +24,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -208,6 +209,17 @@ class MegatronModel:
                         True,
                         False,
                     )  # one kernel a parameter instead of a dozen
+
+    def close(self) -> None:
+        """Let go of the last autograd graph, and with it of the model; it takes no call after this one.
+
+        A token dispatcher keeps the probabilities of its last micro-batch, their graph keeps the gradient
+        accumulators, and those keep the model by a hook that Python's collector cannot see.
+        """
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if isinstance(module, MoELayer):
+                    module.token_dispatcher = None
 
     def _check_layout(self) -> None:
         tp, heads, groups = (
