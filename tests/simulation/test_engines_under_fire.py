@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from uuid6 import uuid7
 
 from async_rl.chat import load_chat_format
 from async_rl.config import Config, apply_override, parse_config
@@ -130,6 +130,7 @@ class World:
         for name in ("checkpoints", "logs"):
             (run_dir / name).mkdir(parents=True, exist_ok=True)
         loop = asyncio.get_running_loop()
+        numbers = itertools.count()  # what engines sample follows from the names: a run repeats itself
         async with asyncio.TaskGroup() as group:
             beside = group.create_task(stage(self.cluster))
             driver = Orchestrator(
@@ -139,7 +140,7 @@ class World:
                 load_tasks(self.config.data),
                 load_chat_format(self.config.model.path),
                 load_facts(self.config.model.path),
-                lambda: uuid7().hex,
+                lambda: f"{next(numbers):032x}",
                 None,
             )
             beside.cancel()

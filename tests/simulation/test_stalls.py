@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 import pytest
-from uuid6 import uuid7
 
 from agent_loops.single_turn import SingleTurnLoop
 from agent_loops.tools import Tool
@@ -143,6 +143,7 @@ class Patient:
         )
         self.cluster = LocalCluster(self.config, step_s=step_s)
         self.metrics = Metrics()
+        self.numbers = itertools.count()  # what engines sample follows from the names: a run repeats itself
 
     def make(self) -> Orchestrator:
         run_dir = Path(self.config.run.dir) / self.config.run.name
@@ -154,7 +155,7 @@ class Patient:
         path = self.config.model.path
         tasks, chat, facts = load_tasks(self.config.data), load_chat_format(path), load_facts(path)
         with acting("run", waits=orchestrator.named_waits):
-            return await orchestrator.run(tasks, chat, facts, lambda: uuid7().hex, None)
+            return await orchestrator.run(tasks, chat, facts, lambda: f"{next(self.numbers):032x}", None)
 
     def run(self) -> Summary:
         """To its end."""
