@@ -12,6 +12,7 @@
  pulse     statistics        a second                     time                               gauges, the panel
  doctor    waits, states     doctor.look_s                time                               the log, remedies
  journal   what is new       queue.journal_s              time                               the journal
+ archive   what has ended    a second                     time                               trajectories.sqlite
 ```
 
 The order of a step is what keeps the bound hard: take a batch at version n, train, settle it, sync n+1 to the
@@ -67,7 +68,7 @@ from async_rl.report import Progress
 from async_rl.rollout.dataset import load_tasks
 from async_rl.rollout.manager import RolloutManager
 from async_rl.supervision import Nursery, first_error, services
-from async_rl.training import StepResult, Trainer
+from async_rl.training import COUNTS, FIGURES, StepResult, Trainer
 from async_rl.waits import Waits, acting, progressed, waiting
 from async_rl.weights.sync import SyncReport, WeightSync
 
@@ -267,6 +268,7 @@ class Orchestrator:
                 clock=self._clock,
                 journal=estate.journal,
                 journalled=estate.journalled,
+                observer=estate.archive,
             )
             self._queue, self._manager = queue, manager
             self._doctor.attend(queue, manager.slots)
@@ -311,7 +313,7 @@ class Orchestrator:
                 stopper=stopper,
                 doctor=self._doctor.run,
                 pulse=lambda: self._pulse(queue, manager, progress),
-                journal=estate.write_journal,
+                **estate.services,
             ):
                 try:
                     async with services(repair=self._repair.run):
@@ -625,27 +627,17 @@ def _record(
     tokens_per_s: float,
     length_ks: float | None,
 ) -> StepRecord:
-    measured = result.metrics
+    measured: dict[str, Any] = {name: result.metrics.get(name) for name in FIGURES}
+    measured |= {name: int(result.metrics.get(name, 0)) for name in COUNTS}
     return StepRecord(
         step=result.step,
         weight_version=report.weight_version,
         time_s=time_s,
         reward_mean=float(np.mean(batch.rewards)),
-        loss=measured["loss"],
-        ppo_kl=measured["ppo_kl"],
-        ppo_kl_bypass=measured["ppo_kl_bypass"],
-        rollout_kl=measured["rollout_kl"],
-        rollout_kl_lag0=measured["rollout_kl_lag0"],
-        rollout_kl_lag1=measured["rollout_kl_lag1"],
-        rollout_kl_lag2_up=measured["rollout_kl_lag2_up"],
-        clip_fraction=measured["clip_fraction"],
-        entropy=measured["entropy"],
-        grad_norm=measured["grad_norm"],
-        importance_ratio_mean=measured["importance_ratio_mean"],
-        importance_truncated_fraction=measured["importance_truncated_fraction"],
-        log_prob_diff=measured["log_prob_diff"],
-        log_prob_abs_diff=measured["log_prob_abs_diff"],
-        lag0_log_prob_abs_diff=measured["lag0_log_prob_abs_diff"],
+        reward_min=min(batch.rewards),
+        reward_max=max(batch.rewards),
+        **measured,
+        extremes=result.extremes,
         staleness_mean=float(np.mean(batch.staleness)),
         staleness_p50=float(np.percentile(batch.staleness, 50)),
         staleness_p95=float(np.percentile(batch.staleness, 95)),
@@ -653,11 +645,10 @@ def _record(
         length_ks=length_ks,
         trajectories=len(batch.trajectory_ids),
         interrupted=sum(1 for resumes in batch.resumes if resumes),
-        tokens=int(measured["tokens"]),
-        trained_tokens=int(measured["trained_tokens"]),
+        sampled_tokens_mean=float(np.mean(batch.sampled_lengths)),
+        sampled_tokens_min=min(batch.sampled_lengths),
+        sampled_tokens_max=max(batch.sampled_lengths),
         masked_tokens=batch.num_masked_tokens,
-        routing_rows=int(measured["routing_rows"]),
-        routing_rows_invalid=int(measured["routing_rows_invalid"]),
         wait_s=wait_s,
         step_s=step_s,
         sync_s=report.total_s,

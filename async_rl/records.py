@@ -18,6 +18,26 @@ Figure = float | None
 """A figure that may not exist: None, NaN and null are the same."""
 
 
+class Extreme(msgspec.Struct, frozen=True, kw_only=True):
+    """A trained token on which trainer and engine disagree most, before the step."""
+
+    trajectory_id: str
+    position: int
+    """Of the token in its trajectory, from 0, the prompt included."""
+    token_id: int
+    lag: int
+    """Versions between the weights that sampled it and the trainer's."""
+    rollout_log_prob: float
+    """The engine's, nats."""
+    log_prob: float
+    """The trainer's, nats."""
+
+    @property
+    def difference(self) -> float:
+        """Trainer minus rollout, nats."""
+        return self.log_prob - self.rollout_log_prob
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One trainer step. Means are over the batch; times in seconds, `_nats` are natural logarithms."""
 
@@ -28,6 +48,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Since the first trajectory of this run was dispatched, at the end of the step."""
 
     reward_mean: Figure = None
+    reward_min: Figure = None
+    reward_max: Figure = None
     loss: Figure = None
     ppo_kl: Figure = None
     """Old minus current log-probs, the old ones recomputed by the trainer."""
@@ -38,10 +60,37 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollout_kl_lag0: Figure = None
     rollout_kl_lag1: Figure = None
     rollout_kl_lag2_up: Figure = None
+    tokens_lag0: int = 0
+    """Trained tokens by versions of lag: a mean over a handful of them says little."""
+    tokens_lag1: int = 0
+    tokens_lag2_up: int = 0
+    kl_mismatch: Figure = None
+    """Part of the rollout KL (half the mean squared log-prob difference) that lag 0 has: engine mismatch."""
+    kl_staleness: Figure = None
+    """What tokens of lag 1 and more have beyond it: staleness."""
+    kl_routing: Figure = None
+    """What replaying the engine's routing removes from it at lag 0, by a probe; None in steps without one."""
+    routing_native_abs_diff: Figure = None
+    """Mean absolute trainer minus rollout log-prob of the probe's lag-0 tokens, routed by the trainer."""
+    routing_replayed_abs_diff: Figure = None
+    """The same with the engine's routing replayed, as it is trained."""
+    routing_probe_tokens: int = 0
+    """Tokens of lag 0 in the probe."""
     clip_fraction: Figure = None
     entropy: Figure = None
     grad_norm: Figure = None
+    learning_rate: Figure = None
     importance_ratio_mean: Figure = None
+    importance_ratio_p1: Figure = None
+    """Percentiles of exp(trainer - rollout log-prob) over the trained tokens of all ranks, exact."""
+    importance_ratio_p50: Figure = None
+    importance_ratio_p99: Figure = None
+    importance_ratio_p999: Figure = None
+    """The 99.9th."""
+    effective_sample_share: Figure = None
+    """Tokens of equal weight that would carry as much as the weighted ones, over the trained tokens."""
+    extremes: tuple[Extreme, ...] = ()
+    """Largest absolute log-prob differences first."""
     importance_truncated_fraction: Figure = None
     log_prob_diff: Figure = None
     """Trainer minus rollout, mean over all trained tokens."""
@@ -60,6 +109,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: int = 0
     """Trajectories of the batch that were interrupted and resumed at least once."""
     tokens: int = 0
+    sampled_tokens_mean: Figure = None
+    """Tokens that the policy wrote, by trajectory."""
+    sampled_tokens_min: int = 0
+    sampled_tokens_max: int = 0
     trained_tokens: int = 0
     masked_tokens: int = 0
     """Sampled tokens of the batch that were left out of the loss because they are too old."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from async_rl.engines.protocol import GroupInvite, TensorSpec
+from async_rl.records import Extreme
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,18 +24,31 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """What was handed to `save_checkpoint`: the data position."""
 
 
+FIGURES = (
+    *("loss", "ppo_kl", "ppo_kl_bypass", "clip_fraction", "entropy", "grad_norm", "learning_rate"),
+    *("log_prob_diff", "log_prob_abs_diff", "lag0_log_prob_abs_diff"),
+    *("rollout_kl", "rollout_kl_lag0", "rollout_kl_lag1", "rollout_kl_lag2_up"),
+    *("kl_mismatch", "kl_staleness", "kl_routing", "routing_native_abs_diff", "routing_replayed_abs_diff"),
+    *("importance_ratio_mean", "importance_ratio_p1", "importance_ratio_p50", "importance_ratio_p99"),
+    *("importance_ratio_p999", "importance_truncated_fraction", "effective_sample_share"),
+)
+"""What a trainer measures in a step, under the names of `StepRecord`, which says what each is."""
+
+COUNTS = (
+    *("tokens", "trained_tokens", "tokens_lag0", "tokens_lag1", "tokens_lag2_up"),
+    *("routing_rows", "routing_rows_invalid", "routing_probe_tokens"),
+)
+"""What it counts, likewise."""
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """One trainer step, reduced over all ranks."""
 
     step: int
     metrics: dict[str, float]
-    """Keys: loss, ppo_kl (mean of old - current, the old ones being the trainer's at the start of the update;
-    nan in bypass mode, where the engine's stand for them and the mean is called ppo_kl_bypass, else nan),
-    clip_fraction, entropy, grad_norm, log_prob_diff (mean of old - rollout over all trained tokens),
-    log_prob_abs_diff, lag0_log_prob_abs_diff (mean absolute, tokens sampled at the trainer's own version),
-    rollout_kl (mean of rollout - old) and by versions of lag rollout_kl_lag0, rollout_kl_lag1,
-    rollout_kl_lag2_up (nan when there are no such tokens), importance_ratio_mean,
-    importance_truncated_fraction, tokens, trained_tokens, routing_rows, routing_rows_invalid, step_s."""
+    """Of `FIGURES` and `COUNTS` those that there are, `loss` and `grad_norm` always; and `step_s`."""
+    extremes: tuple[Extreme, ...] = ()
+    """See `StepRecord.extremes`."""
 
 
 class TrainerRank(Protocol):

@@ -35,7 +35,7 @@ from async_rl.metrics import Metrics
 from async_rl.orchestrator import Orchestrator
 from async_rl.queue.journal import Journal
 from async_rl.simulation.users import SimulatedChat
-from async_rl.training import StepResult, Trainer, TrainerState
+from async_rl.training import FIGURES, StepResult, Trainer, TrainerState
 from async_rl.types import Context, Sampled, Task, TrainBatch
 
 FACTS = EngineFacts(
@@ -44,11 +44,6 @@ FACTS = EngineFacts(
 TASKS = tuple(
     Task(task_id=f"t{i}", messages=[{"role": "user", "content": " ".join(["7"] * 60)}], answer="8")
     for i in range(64)
-)
-FIGURES = (
-    *("clip_fraction", "entropy", "grad_norm", "importance_ratio_mean", "importance_truncated_fraction"),
-    *("lag0_log_prob_abs_diff", "log_prob_abs_diff", "log_prob_diff", "loss", "ppo_kl", "ppo_kl_bypass"),
-    *("rollout_kl", "rollout_kl_lag0", "rollout_kl_lag1", "rollout_kl_lag2_up"),
 )
 
 

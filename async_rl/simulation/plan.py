@@ -50,7 +50,7 @@ from async_rl.simulation.workload import (
     fluid_rate,
     no_reward,
 )
-from async_rl.training import StepResult, Trainer, TrainerState
+from async_rl.training import FIGURES, StepResult, Trainer, TrainerState
 from async_rl.types import Int32Array, TrainBatch
 
 _MIN_TOKENS: Final = 128
@@ -353,7 +353,7 @@ class _Trainer:
         num_tokens, num_sampled = batch.num_tokens, int(sampled.sum())
         seconds = self._train_s(num_tokens, num_sampled)
         await asyncio.sleep(seconds)
-        figures = dict.fromkeys(StepRecord.__struct_fields__, 0.0)
+        figures = dict.fromkeys(FIGURES, 0.0)
         known = {"tokens": num_tokens, "trained_tokens": num_sampled, "step_s": seconds}
         return StepResult(step=step, metrics=figures | known)
 

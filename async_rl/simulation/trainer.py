@@ -16,30 +16,8 @@ from async_rl.engines.protocol import GroupInvite, TensorSpec
 from async_rl.errors import CheckpointError, TrainerError, WeightSyncError
 from async_rl.simulation.scenario import Speeds, TrainerFault
 from async_rl.simulation.witness import Witness
-from async_rl.training import StepResult, TrainerState
+from async_rl.training import FIGURES, StepResult, TrainerState
 from async_rl.types import TrainBatch
-
-_NO_FIGURES: Final = dict.fromkeys(
-    (
-        "clip_fraction",
-        "entropy",
-        "grad_norm",
-        "importance_ratio_mean",
-        "importance_truncated_fraction",
-        "lag0_log_prob_abs_diff",
-        "log_prob_abs_diff",
-        "log_prob_diff",
-        "loss",
-        "ppo_kl",
-        "ppo_kl_bypass",
-        "rollout_kl",
-        "rollout_kl_lag0",
-        "rollout_kl_lag1",
-        "rollout_kl_lag2_up",
-        "routing_rows_invalid",
-    ),
-    0.0,
-)
 
 _JOIN_S: Final = 3.0
 """How long both ends of a weight-update group wait for each other."""
@@ -146,7 +124,7 @@ class SimulatedTrainer:
                 self._step = step
         if fault == "step_fails":
             raise TrainerError("the simulated trainer broke")
-        figures: dict[str, float] = dict(_NO_FIGURES)
+        figures: dict[str, float] = dict.fromkeys(FIGURES, 0.0)
         if fault == "step_is_nan":
             figures["loss"] = math.nan
         figures |= {

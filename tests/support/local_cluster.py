@@ -14,26 +14,8 @@ from async_rl.engines.facts import load_facts
 from async_rl.engines.protocol import Engine
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
-from async_rl.training import StepResult, Trainer, TrainerState
+from async_rl.training import FIGURES, StepResult, Trainer, TrainerState
 from async_rl.types import TrainBatch
-
-FIGURES = (
-    "loss",
-    "ppo_kl",
-    "clip_fraction",
-    "entropy",
-    "grad_norm",
-    "log_prob_diff",
-    "log_prob_abs_diff",
-    "lag0_log_prob_abs_diff",
-    "ppo_kl_bypass",
-    "rollout_kl",
-    "rollout_kl_lag0",
-    "rollout_kl_lag1",
-    "rollout_kl_lag2_up",
-    "importance_ratio_mean",
-    "importance_truncated_fraction",
-)
 
 
 class CheckingTrainer:

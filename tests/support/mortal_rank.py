@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.codec import read_frame
-from async_rl.training import StepResult, TrainerState
+from async_rl.training import FIGURES, StepResult, TrainerState
 from async_rl.types import TrainBatch
-from tests.support.local_cluster import FIGURES
 
 PLAN = "ASYNC_RL_TEST_DEATHS"
 """Environment variable: a JSON file of [rank, step, signal name] that each happen once."""

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from async_rl.records import (
+    Extreme,
     StepRecord,
     Totals,
     TrajectoryCounts,
@@ -18,6 +19,7 @@ from async_rl.records import (
     read_records,
     summarise,
 )
+from async_rl.training import COUNTS, FIGURES
 
 
 def record(step: int, **figures: object) -> StepRecord:
@@ -154,3 +156,16 @@ def test_a_lost_trajectory_is_seen_when_the_counts_do_not_add_up() -> None:
     assert totals().trajectories.unaccounted == 0
     lost = TrajectoryCounts(dispatched=10, trained=4, in_flight=3, queued=0, dropped={"stale": 2})
     assert lost.unaccounted == 1
+
+
+def test_what_a_trainer_reports_has_a_field_in_the_record() -> None:
+    assert set(FIGURES) | set(COUNTS) <= set(StepRecord.__struct_fields__)
+
+
+def test_extremes_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    worst = Extreme(trajectory_id="t1", position=7, token_id=3, lag=2, rollout_log_prob=-0.5, log_prob=-4.0)
+    append_record(path, StepRecord(step=1, weight_version=1, time_s=1.0, extremes=(worst,)))
+    (back,) = read_records(path)
+    assert back.extremes == (worst,)
+    assert worst.difference == -3.5
