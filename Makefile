@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check bench simulate monitor docs chaos
+.PHONY: help setup tools quickstart test check bench simulate monitor docs chaos
 BIN := .venv/bin
 
 help:  ## List the targets.
@@ -9,10 +9,13 @@ help:  ## List the targets.
 setup:  ## Make .venv as requirements/ pins it (instant when it is current).
 	@scripts/setup.sh
 
+tools:  ## Get Prometheus and Chromium for the tests, from the PATH or Debian's packages.
+	@scripts/tools.sh
+
 quickstart: setup  ## Set up and train a tiny MoE with a calculator tool, on this CPU.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/calculator/quickstart.sh
 
-test: setup  ## Set up and run all tests (under 15 minutes on 2 cores).
+test: setup tools  ## Set up and run all tests (under 15 minutes on 2 cores).
 	@$(BIN)/python -m pytest $(TESTS)
 
 chaos: setup  ## Kill and stop processes of the real loop for a while (SEED=0 MINUTES=5).
