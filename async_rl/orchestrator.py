@@ -502,6 +502,7 @@ class Orchestrator:
                 step_s=step_s,
                 tokens_per_s=(sampled - last_sampled) / max(now - last, 1e-9),
                 length_ks=queue.length_ks,
+                engine_idle_share=self._pool.idle_share,
             )
             last, last_sampled = now, sampled
             self._records.append(record)
@@ -626,6 +627,7 @@ def _record(
     step_s: float,
     tokens_per_s: float,
     length_ks: float | None,
+    engine_idle_share: float,
 ) -> StepRecord:
     measured: dict[str, Any] = {name: result.metrics.get(name) for name in FIGURES}
     measured |= {name: int(result.metrics.get(name, 0)) for name in COUNTS}
@@ -642,6 +644,7 @@ def _record(
         staleness_p50=float(np.percentile(batch.staleness, 50)),
         staleness_p95=float(np.percentile(batch.staleness, 95)),
         staleness_max=max(batch.staleness),
+        staleness_counts=tuple(np.bincount(batch.staleness).tolist()),
         length_ks=length_ks,
         trajectories=len(batch.trajectory_ids),
         interrupted=sum(1 for resumes in batch.resumes if resumes),
@@ -657,6 +660,8 @@ def _record(
         in_flight=counts.in_flight,
         queued=counts.queued,
         dropped=sum(counts.dropped.values()),
+        dropped_reasons=counts.dropped,
+        engine_idle_share=engine_idle_share,
         tokens_per_s=tokens_per_s,
     )
 

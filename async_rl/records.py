@@ -102,6 +102,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     staleness_p50: float = 0.0
     staleness_p95: float = 0.0
     staleness_max: int = 0
+    staleness_counts: tuple[int, ...] = ()
+    """Trajectories of the batch by staleness, from 0 on."""
     length_ks: Figure = None
     """Kolmogorov-Smirnov distance of the lengths trained lately from those of all that ended lately."""
 
@@ -133,6 +135,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
     dropped: int = 0
     """Dropped since the start of the run, all reasons."""
+    dropped_reasons: dict[str, int] = {}
+    """The same by reason."""
+    engine_idle_share: Figure = None
+    """Share of the engines' time without any call, since training began."""
     tokens_per_s: float = 0.0
     """Tokens sampled by all engines since the previous record, per second."""
 
