@@ -51,6 +51,16 @@ class RunConfig(_Strict, frozen=True, kw_only=True):
     log_level: Annotated[
         Literal["debug", "info", "warning"], Meta(description="Level of the run's log file.")
     ] = "info"
+    keep_trajectories: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "So many newest finished trajectories are kept for `async-rl inspect`, without routing "
+                "rows: some 8 bytes a token. 0 keeps none."
+            ),
+        ),
+    ] = 1000
 
 
 class ModelConfig(_Strict, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@
  doctor    waits, states     doctor.look_s                time                               the log, remedies
  journal   what is new       queue.journal_s              time                               the journal
  archive   what has ended    a second                     time                               trajectories.sqlite
+ archive   what has ended    a second                     time                               trajectories.sqlite
 ```
 
 The order of a step is what keeps the bound hard: take a batch at version n, train, settle it, sync n+1 to the

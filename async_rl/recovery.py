@@ -7,6 +7,7 @@ next one begins here, from what stands in the run's folder:
  ledger.sqlite   who owns which trajectory, what the trainer acknowledged  ─► rolled back to the checkpoint
  spool/          finished groups; finished trajectories of groups that are not ─► not made again
  journal/        tokens of what was in flight, up to the last second         ─► sampled on from there
+ trajectories.sqlite   the newest finished trajectories, for people          ─► told of the rollback
 ```
 
 Nothing that was sampled is sampled again, but for what a kill found unwritten; nothing is trained twice.
@@ -16,13 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from async_rl.config import Config
 from async_rl.engines.protocol import EngineFacts
 from async_rl.errors import AsyncRLError
 from async_rl.metrics import Metrics
+from async_rl.queue import archive
+from async_rl.queue.archive import Archive
 from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import Journalled
 from async_rl.queue.ledger import Ledger
@@ -31,8 +35,12 @@ from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.dataset import TaskOrder
 from async_rl.rollout.feeder import Feeder
 from async_rl.types import Task
+from async_rl.waits import waiting
 
 log = logging.getLogger(__name__)
+
+_ARCHIVE_S: Final = 1.0
+"""Between two writings of finished trajectories."""
 
 
 class Estate:
@@ -40,7 +48,7 @@ class Estate:
 
     Example:
         >>> estate = Estate(config, run_dir, tasks, facts, step, metrics, clock)
-        >>> async with services(journal=estate.write_journal): ...
+        >>> async with services(**estate.services): ...
         >>> estate.leave()
     """
 
@@ -72,6 +80,10 @@ class Estate:
         ledger = Ledger(run_dir / "ledger.sqlite")
         ledger.rollback(step)
         self._every_s = config.queue.journal_s
+        self.archive: Archive | None = None
+        if config.run.keep_trajectories:
+            self.archive = Archive(run_dir / archive.FILE, config.run.keep_trajectories)
+            self.archive.rollback(step)
         self.journal: Journal | None = None
         self.journalled: dict[str, Journalled] = {}
         """What the journal has of trajectories in flight."""
@@ -88,6 +100,7 @@ class Estate:
             facts=facts if config.routing.from_engine else None,
             version=step,
             metrics=metrics,
+            observer=self.archive,
             clock=clock,
         )
         self.queue.restore(self.journalled)
@@ -119,8 +132,24 @@ class Estate:
             # need not tell of any more.
             await self.journal.tick(before=self.queue.flush)
 
+    @property
+    def services(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """What must run beside the life."""
+        loops: dict[str, Callable[[], Awaitable[None]]] = {"journal": self.write_journal}
+        return loops if self.archive is None else {**loops, "archive": self._write_archive}
+
+    async def _write_archive(self) -> None:
+        while True:
+            with waiting("idle"):
+                await asyncio.sleep(_ARCHIVE_S)
+            assert self.archive is not None, "only an archive that there is is written"
+            with waiting("disk"):
+                await asyncio.to_thread(self.archive.write)
+
     def leave(self) -> None:
         """Write what is in flight at the end of a life, however it ends, up to the last token."""
+        if self.archive is not None:
+            self.archive.close()
         if self.journal is None:
             return
         try:

@@ -37,6 +37,7 @@ from async_rl.engines.protocol import EngineFacts
 from async_rl.errors import CorruptFrame, InvariantError, SpoolFull
 from async_rl.metrics import Metrics
 from async_rl.queue.admission import Admission
+from async_rl.queue.archive import Observer
 from async_rl.queue.holdings import InFlight, LeftGroup, QueueStatistics, ReadyGroup, TakenGroups
 from async_rl.queue.journal_file import Journalled
 from async_rl.queue.kept import KeptTrajectories
@@ -77,6 +78,7 @@ class TrajectoryQueue:
         facts: EngineFacts | None = None,
         version: int = 0,
         metrics: Metrics | None = None,
+        observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take over a ledger and a spool.
@@ -91,9 +93,11 @@ class TrajectoryQueue:
             facts: Of the model when routing is replayed, else None.
             version: What the trainer holds and the engines serve.
             metrics: Where trajectories and waits are counted.
+            observer: Who is told what becomes of trajectories.
             clock: Seconds, monotonic.
         """
         self._ledger = ledger
+        self._observer = observer or Observer()
         self._spool = spool
         self._batches = Spool(spool.directory / "batches", max_bytes=None)
         for left in self._batches.recover().intact:
@@ -386,6 +390,7 @@ class TrajectoryQueue:
                 frame=Path(ref.path).name,
                 frame_bytes=ref.nbytes,
             )
+            self._observer.queued(trajectory_ids)
         except InvariantError:  # dropped while it was written
             self._spool.free(ref)
             raise
@@ -493,6 +498,7 @@ class TrajectoryQueue:
         if taken is None:
             raise InvariantError(f"batch {batch.batch_id} is settled already, or was never taken")
         self._ledger.train(batch.group_ids, step, batch.batch_id)
+        self._observer.trained(batch.trajectory_ids, step)
         self._ledger.flush()  # before a slab can be reused, and before a checkpoint claims the step
         for group in taken.groups:
             self._spool.free(group.ref)
@@ -717,6 +723,7 @@ class TrajectoryQueue:
         groups = {group.group_id: group for group in map(self._ledger.group_of, trajectory_ids)}
         kept = {name: frame for group in groups.values() for name, frame in group.kept.items()}
         self._ledger.drop(trajectory_ids, reason, retry=retry)
+        self._observer.dropped(trajectory_ids, reason)
         self._kept.free([kept[name] for name in trajectory_ids if name in kept])
         for name in trajectory_ids:
             self._ended_early.pop(name, None)

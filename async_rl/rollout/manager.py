@@ -40,6 +40,7 @@ from async_rl.errors import (
 )
 from async_rl.loading import load_object
 from async_rl.metrics import Metrics
+from async_rl.queue.archive import Observer
 from async_rl.queue.holdings import LeftGroup
 from async_rl.queue.journal import Entry, Journal
 from async_rl.queue.journal_file import Journalled
@@ -62,6 +63,9 @@ from async_rl.types import Completion, Group, StopReason, Task, Trajectory
 from async_rl.waits import acting, progressed, waiting
 
 log = logging.getLogger(__name__)
+
+_ATTEMPT_ENDS: Final = (RolloutError, EngineError, AlignmentError)
+"""What an attempt may raise; anything else ends the run."""
 
 _FAILURE_WINDOW: Final = 100
 _MIN_FAILURES: Final = 16
@@ -89,11 +93,12 @@ class RolloutManager:
         clock: Callable[[], float],
         journal: Journal | None = None,
         journalled: dict[str, Journalled] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """Load the agent loop and the reward that the config names.
 
         `journal` is told of what is in flight, `journalled` is what it has of the groups in `queue.left`. Of
-        both what is taken up is removed: it holds memory and files.
+        both what is taken up is removed: it holds memory and files. `observer` is told how attempts end.
         """
         self._config = config
         self._feeder = feeder
@@ -106,6 +111,7 @@ class RolloutManager:
         self._clock = clock
         self._journal = journal
         self._journalled = {} if journalled is None else journalled
+        self._observer = observer or Observer()
         self._attempts = {name: n for left in queue.left for name, n in left.attempts.items()}
         self._loops: dict[str, Any] = {}
         self._agent_loop(config.rollout.agent_loop)
@@ -281,7 +287,7 @@ class RolloutManager:
                 self._metrics.trajectory_retries_total.inc()
             try:
                 trajectory = await self._attempt(trajectory_id, attempt, work)
-            except (RolloutError, EngineError, AlignmentError) as error:
+            except _ATTEMPT_ENDS as error:
                 task_id = work.task.task_id
                 log.warning(
                     "trajectory %s of task %s, attempt %d: %s", trajectory_id, task_id, attempt, error
@@ -292,6 +298,7 @@ class RolloutManager:
                     break  # it would be too long again
             else:
                 self._count(failed=None)
+                self._observer.ended(trajectory, attempt)
                 return trajectory
         return reason
 
@@ -318,6 +325,15 @@ class RolloutManager:
             clock=self._clock,
             entry=entry,
         )
+        try:
+            return await self._play(task, session)
+        except _ATTEMPT_ENDS as error:
+            self._observer.failed(session.unfinished(error), attempt, error)
+            raise
+
+    async def _play(self, task: Task, session: RolloutSession) -> Trajectory:
+        """Run the agent loop of a task in a session, and score what came of it."""
+        rollout = self._config.rollout
         name = task.agent_loop or rollout.agent_loop
         loop = self._agent_loop(name)
         try:

@@ -455,6 +455,20 @@ class RolloutSession:
         """
         self._pool.forget(self._trajectory_id)
         trace = await self._trace() if self._routing.from_engine else None
+        return self._trajectory(trace, stop_reason, reward_parts, error=None)
+
+    def unfinished(self, error: Exception) -> Trajectory:
+        """What there is of an attempt that failed, for people to look at: without routing, never trained."""
+        return self._trajectory(None, "error", {}, error=f"{type(error).__name__}: {error}")
+
+    def _trajectory(
+        self,
+        trace: RoutingTrace | None,
+        stop_reason: StopReason,
+        reward_parts: dict[str, float],
+        *,
+        error: str | None,
+    ) -> Trajectory:
         return Trajectory(
             trajectory_id=self._trajectory_id,
             group_id=self._group_id,
@@ -463,8 +477,9 @@ class RolloutSession:
             trace=trace,
             outcome=Outcome(
                 stop_reason=stop_reason,
-                reward=reward_parts["reward"],
+                reward=reward_parts.get("reward"),
                 reward_parts=reward_parts,
+                error=error,
                 num_turns=self._num_turns,
                 num_tool_calls=self.num_tool_calls,
                 num_tool_errors=self.num_tool_errors,

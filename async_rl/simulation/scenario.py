@@ -124,6 +124,7 @@ def _config(rng: random.Random, seed: int) -> Config:
             "seed": seed % 1000,
             "max_steps": rng.randint(2, 7),
             "drain_s": rng.choice((0.0, 0.5, 5.0)),
+            "keep_trajectories": 0,  # real time by the clock on the wall, for people only
         },
         "model": {"path": "model"},
         "data": {"path": "tasks", "shuffle": rng.random() < 0.7, "epochs": rng.choice((None, None, None, 2))},

@@ -22,7 +22,7 @@ def small_run(
     """
     drawn = draw(seed)
     tree = {
-        "run": {"name": "run", "seed": seed, "max_steps": 5, "drain_s": 0.5},
+        "run": {"name": "run", "seed": seed, "max_steps": 5, "keep_trajectories": 0, "drain_s": 0.5},
         "model": {"path": "model"},
         "data": {"path": "tasks"},
         "engine": {"kind": "simulated", "decode_step_s": 0.02, "mean_new_tokens": 10, "restart_delay_s": 0.1},

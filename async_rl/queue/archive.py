@@ -1,0 +1,391 @@
+"""Finished trajectories as people look at them later: the newest ones of a run, in SQLite.
+
+```
+ manager  ended, failed ──┐                        ┌─► one row a trajectory: what tables are made of, a frame
+ queue    queued, trained,├─► notes in memory ─────┤
+          dropped        ─┘   (once a second, in   └─► one row an event: what became of it, and when
+                               a thread)
+```
+
+The run never reads it, and nothing waits for it: a note costs microseconds, and where the file cannot be
+written the notes are gone and the run goes on. It is bounded by a number of trajectories; the oldest go
+first. Frames hold no routing rows, which would be most of them (their counts are kept), so that a trajectory
+takes some 8 bytes a token. A kill loses the last second. Readers (`async-rl inspect`) may look at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from async_rl import codec
+from async_rl.errors import ConfigError, CorruptFrame
+from async_rl.types import NEVER_COMPUTED, Trajectory, VersionSpan
+
+log = logging.getLogger(__name__)
+
+FILE: Final = "trajectories.sqlite"
+"""In the run's folder."""
+
+_SCHEMA_VERSION = 1
+
+Status = Literal["ended", "queued", "trained", "dropped", "failed"]
+"""`ended`: its group has not; `failed`: it raised, and may be tried again; `dropped` has a reason."""
+
+_SCHEMA = """
+CREATE TABLE trajectories (
+    number INTEGER PRIMARY KEY,      -- ascending, the newest last
+    trajectory_id TEXT NOT NULL UNIQUE,
+    group_id TEXT NOT NULL,
+    task_id TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    status TEXT NOT NULL,
+    reason TEXT,                     -- why it was dropped, or the error
+    step INTEGER,                    -- that trained it
+    reward REAL,
+    stop_reason TEXT NOT NULL,
+    turns INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    sampled INTEGER NOT NULL,
+    interruptions INTEGER NOT NULL,
+    oldest_version INTEGER,
+    newest_version INTEGER,
+    duration_s REAL NOT NULL,
+    frame BLOB NOT NULL
+);
+CREATE TABLE events (
+    trajectory_id TEXT NOT NULL,
+    unix_s REAL NOT NULL,
+    what TEXT NOT NULL
+);
+CREATE INDEX events_of ON events (trajectory_id);
+CREATE TRIGGER forget AFTER DELETE ON trajectories
+    BEGIN DELETE FROM events WHERE trajectory_id = OLD.trajectory_id; END;
+"""
+
+
+class RoutingCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a routing trace."""
+
+    rows: int
+    invalid: int
+    spans: tuple[VersionSpan, ...]
+    """Which weights computed which rows; `NEVER_COMPUTED` where no engine reported any."""
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A trajectory of the archive: the frame of a row."""
+
+    trajectory: Trajectory
+    """Without its trace."""
+    routing: RoutingCounts | None
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A trajectory in a table, without its tokens."""
+
+    number: int
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    attempt: int
+    status: Status
+    reason: str | None
+    step: int | None
+    reward: float | None
+    stop_reason: str
+    turns: int
+    tokens: int
+    sampled: int
+    interruptions: int
+    oldest_version: int | None
+    newest_version: int | None
+    duration_s: float
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that became of a trajectory."""
+
+    unix_s: float
+    what: str
+
+
+class Observer:
+    """Is told what becomes of trajectories, at once, on the event loop; this one does nothing with it."""
+
+    def ended(self, trajectory: Trajectory, attempt: int) -> None:
+        """It has its outcome and reward; its group may not be done."""
+
+    def failed(self, trajectory: Trajectory, attempt: int, error: Exception) -> None:
+        """An attempt raised; the trajectory is what there is of it. It may be tried again."""
+
+    def queued(self, trajectory_ids: Iterable[str]) -> None:
+        """Their group is ready for a batch."""
+
+    def trained(self, trajectory_ids: Iterable[str], step: int) -> None:
+        """A step that consumed them is done."""
+
+    def dropped(self, trajectory_ids: Iterable[str], reason: str) -> None:
+        """They will not be trained."""
+
+
+def kept(trajectory: Trajectory) -> Kept:
+    """A trajectory without its routing rows, which it no longer holds in memory then."""
+    trace = trajectory.trace
+    counts = None
+    if trace is not None:
+        invalid = sum(s.end - s.start for s in trace.spans if s.weight_version == NEVER_COMPUTED)
+        counts = RoutingCounts(rows=len(trace.rows), invalid=invalid, spans=trace.spans)
+    return Kept(trajectory=msgspec.structs.replace(trajectory, trace=None), routing=counts)
+
+
+class Archive(Observer):
+    """Writes the archive of a run. `write` may be called from any thread, all else is the event loop's.
+
+    Example:
+        >>> archive = Archive(run_dir / archive.FILE, keep=1000)
+        >>> archive.ended(trajectory, attempt=1)
+        >>> archive.write()
+    """
+
+    def __init__(self, path: Path, keep: int, clock: Callable[[], float] = time.time) -> None:
+        """Open or make the file.
+
+        Args:
+            path: Of the file.
+            keep: So many newest trajectories.
+            clock: Seconds since 1970.
+        """
+        self._path = path
+        self._keep = keep
+        self._clock = clock
+        # What is older would be deleted with the next writing anyway.
+        self._notes: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=8 * keep)
+        self._lock = threading.Lock()
+        self._database: sqlite3.Connection | None = None
+        try:
+            self._database = self._open()
+        except sqlite3.Error as error:
+            log.warning("trajectories are not kept, %s cannot be opened: %s", path, error)
+
+    def rollback(self, step: int) -> None:
+        """The run goes on from the checkpoint of a step: what was trained after it counts as dropped."""
+        self._note("rollback", step)
+
+    def ended(self, trajectory: Trajectory, attempt: int) -> None:
+        """See `Observer.ended`."""
+        self._note("put", kept(trajectory), attempt, "ended", None)
+
+    def failed(self, trajectory: Trajectory, attempt: int, error: Exception) -> None:
+        """See `Observer.failed`."""
+        self._note("put", kept(trajectory), attempt, "failed", f"{type(error).__name__}: {error}")
+
+    def queued(self, trajectory_ids: Iterable[str]) -> None:
+        """See `Observer.queued`."""
+        self._note("settle", tuple(trajectory_ids), "queued", None, None, "its group is queued")
+
+    def trained(self, trajectory_ids: Iterable[str], step: int) -> None:
+        """See `Observer.trained`."""
+        self._note("settle", tuple(trajectory_ids), "trained", None, step, f"trained in step {step}")
+
+    def dropped(self, trajectory_ids: Iterable[str], reason: str) -> None:
+        """See `Observer.dropped`."""
+        self._note("settle", tuple(trajectory_ids), "dropped", reason, None, f"dropped: {reason}")
+
+    def write(self) -> None:
+        """Write what was noted, and forget the oldest."""
+        with self._lock:
+            if self._database is None or not self._notes:
+                return
+            try:
+                self._database.execute("BEGIN IMMEDIATE")
+                while self._notes:
+                    kind, (unix_s, *values) = self._notes.popleft()
+                    getattr(self, f"_write_{kind}")(self._database, unix_s, *values)
+                self._database.execute(
+                    "DELETE FROM trajectories WHERE number <= (SELECT max(number) FROM trajectories) - ?",
+                    (self._keep,),
+                )
+                self._database.execute("COMMIT")
+            except sqlite3.Error as error:
+                log.warning("some trajectories are not kept: %s: %s", self._path, error)
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+
+    def close(self) -> None:
+        """Write the rest and close."""
+        self.write()
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+
+    def _open(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = OFF")  # a power cut may cost it; nothing depends on it
+        ((version,),) = database.execute("PRAGMA user_version").fetchall()
+        if version != _SCHEMA_VERSION:
+            # Another program's: only for looking at, so it makes room.
+            database.executescript(
+                "DROP TABLE IF EXISTS trajectories; DROP TABLE IF EXISTS events;"
+                f"BEGIN; {_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;"
+            )
+        return database
+
+    def _note(self, kind: str, *values: Any) -> None:
+        if self._database is not None:
+            self._notes.append((kind, (self._clock(), *values)))
+
+    def _write_put(
+        self, database: sqlite3.Connection, unix_s: float, item: Kept, attempt: int, status: str, why: Any
+    ) -> None:
+        trajectory, outcome = item.trajectory, item.trajectory.outcome
+        name = trajectory.trajectory_id
+        ((number,),) = database.execute("SELECT coalesce(max(number), 0) + 1 FROM trajectories")
+        # Not REPLACE: an earlier attempt's events stay.
+        database.execute("UPDATE trajectories SET trajectory_id = '' WHERE trajectory_id = ?", (name,))
+        database.execute("DELETE FROM trajectories WHERE trajectory_id = ''")
+        database.execute(
+            f"INSERT INTO trajectories VALUES ({', '.join('?' * 18)})",
+            (
+                number,
+                name,
+                trajectory.group_id,
+                trajectory.task_id,
+                attempt,
+                status,
+                why,
+                None,
+                outcome.reward,
+                outcome.stop_reason,
+                outcome.num_turns,
+                trajectory.num_tokens,
+                trajectory.num_sampled_tokens,
+                outcome.num_interruptions,
+                trajectory.oldest_weight_version,
+                trajectory.newest_weight_version,
+                outcome.finished_s - outcome.started_s,
+                b"".join(codec.encode(item)),
+            ),
+        )
+        begun_s = unix_s - (outcome.finished_s - outcome.started_s)
+        _write_event(database, name, begun_s, f"attempt {attempt} begins")
+        _write_event(database, name, unix_s, f"attempt {attempt} failed: {why}" if why else "ended")
+
+    def _write_settle(
+        self,
+        database: sqlite3.Connection,
+        unix_s: float,
+        trajectory_ids: tuple[str, ...],
+        status: str,
+        reason: str | None,
+        step: int | None,
+        what: str,
+    ) -> None:
+        for name in trajectory_ids:
+            # What failed before it was dropped keeps its error, which says more.
+            done = database.execute(
+                "UPDATE trajectories SET status = ?, step = ?, "
+                "reason = CASE WHEN status = 'failed' THEN reason ELSE ? END WHERE trajectory_id = ?",
+                (status, step, reason, name),
+            )
+            if done.rowcount:
+                _write_event(database, name, unix_s, what)
+
+    def _write_rollback(self, database: sqlite3.Connection, unix_s: float, step: int) -> None:
+        undone = database.execute(
+            "SELECT trajectory_id FROM trajectories WHERE status = 'trained' AND step > ?", (step,)
+        ).fetchall()
+        what = f"dropped: restart at the checkpoint of step {step}"
+        self._write_settle(
+            database, unix_s, tuple(name for (name,) in undone), "dropped", "restart", None, what
+        )
+
+
+def _write_event(database: sqlite3.Connection, name: str, unix_s: float, what: str) -> None:
+    database.execute("INSERT INTO events VALUES (?, ?, ?)", (name, unix_s, what))
+
+
+class ArchiveReader:
+    """Looks at the archive of a run, which may be running.
+
+    Example:
+        >>> reader = ArchiveReader(run_dir / FILE)
+        >>> rows = reader.rows("reward < 0.5", order="tokens DESC", limit=20)
+        >>> kept, events = reader.read(rows[0].trajectory_id)
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open it, read-only.
+
+        Raises:
+            ConfigError: When there is none, or of another version of this program.
+        """
+        if not path.is_file():
+            raise ConfigError(
+                f"{path} does not exist: the run kept no trajectories (run.keep_trajectories), or has not "
+                "begun"
+            )
+        try:
+            self._database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+            ((version,),) = self._database.execute("PRAGMA user_version").fetchall()
+        except sqlite3.Error as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        if version != _SCHEMA_VERSION:
+            raise ConfigError(f"{path} is of version {version}, this program reads {_SCHEMA_VERSION}")
+
+    def rows(
+        self, where: str = "1", values: Sequence[Any] = (), *, order: str = "number DESC", limit: int = -1
+    ) -> list[Row]:
+        """Rows of a table.
+
+        Args:
+            where: A condition in SQL on the fields of `Row`, written by us.
+            values: For its question marks.
+            order: In SQL.
+            limit: Most rows; -1 for all.
+        """
+        columns = ", ".join(Row.__struct_fields__)
+        found = self._database.execute(
+            f"SELECT {columns} FROM trajectories WHERE {where} ORDER BY {order} LIMIT ?", (*values, limit)
+        )
+        return [msgspec.convert(dict(zip(Row.__struct_fields__, row, strict=True)), Row) for row in found]
+
+    def count(self) -> int:
+        """Trajectories that are there."""
+        ((number,),) = self._database.execute("SELECT count(*) FROM trajectories")
+        return int(number)
+
+    def read(self, trajectory_id: str) -> tuple[Kept, list[Event]]:
+        """One trajectory that `rows` has shown, and what became of it.
+
+        Raises:
+            ConfigError: When it is gone meanwhile, for newer ones.
+            CorruptFrame: When it is damaged.
+        """
+        found = self._database.execute(
+            "SELECT frame FROM trajectories WHERE trajectory_id = ?", (trajectory_id,)
+        ).fetchone()
+        if found is None:
+            raise ConfigError(f"trajectory {trajectory_id} has made room for newer ones")
+        try:
+            item = codec.decode(found[0], Kept)
+        except CorruptFrame as error:
+            raise CorruptFrame(f"trajectory {trajectory_id}: {error}") from error
+        events = self._database.execute(
+            "SELECT unix_s, what FROM events WHERE trajectory_id = ? ORDER BY rowid", (trajectory_id,)
+        )
+        return item, [Event(unix_s=unix_s, what=what) for unix_s, what in events]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
