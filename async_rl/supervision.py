@@ -12,6 +12,7 @@ group. `first_error` finds the cause in it, `service_of` the name of the loop or
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -47,7 +48,7 @@ async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None
         if not closing:
             raise ServiceExited(f"{name} returned while the run was still going")
 
-    async with asyncio.TaskGroup() as group:
+    async with _TaskGroup() as group:
         tasks = [group.create_task(supervise(name, loop), name=name) for name, loop in loops.items()]
         for task in tasks:
             task.add_done_callback(_mark)
@@ -68,7 +69,7 @@ class Nursery:
     """
 
     def __init__(self) -> None:
-        self._group = asyncio.TaskGroup()
+        self._group = _TaskGroup()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:
@@ -105,6 +106,43 @@ class Nursery:
     def running(self) -> list[str]:
         """Names of the tasks that have not ended, for a stall report."""
         return sorted(task.get_name() for task in self._tasks)
+
+
+class _TaskGroup(asyncio.TaskGroup):
+    """A task group that heeds a cancellation from outside also while it ends for another reason.
+
+    CPython before 3.13 forgets it there (`asyncio.TaskGroup.__aexit__`), so that whoever handles the error
+    goes on as if nobody had said stop.
+    """
+
+    _parent_cancel_requested: bool
+
+    async def __aenter__(self) -> Self:
+        self._cancelled_before = _current_task().cancelling()
+        return await super().__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        settled = self._parent_cancel_requested
+        try:
+            await super().__aexit__(kind, error, traceback)
+        except BaseExceptionGroup as errors:
+            task = _current_task()
+            if self._parent_cancel_requested and not settled and sys.version_info < (3, 13):
+                task.uncancel()  # asked for by the group when a task failed while the block waited for it
+            if task.cancelling() > self._cancelled_before:
+                raise asyncio.CancelledError from errors
+            raise
+
+
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 def first_error(error: BaseException) -> BaseException:

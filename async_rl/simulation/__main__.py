@@ -1,6 +1,7 @@
 """Runs seeds on all cores and says what happened: `make simulate SEEDS=2000 SEED_START=0`.
 
-A single seed is told in detail: its config, its last events, what every life ended with.
+A single seed is told in detail: its config, its last events, what every life ended with. With `--awaits`
+each seed's run is cancelled at each of its awaits, one after the other.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Final
 from async_rl.config import changed_fields
 from async_rl.simulation.scenario import draw
 from async_rl.simulation.simulate import Outcome, simulate
+from async_rl.simulation.sweep import Place, Sweep, sweep
 
 _MEMORY: Final = Path("/dev/shm")
 
@@ -31,8 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2000, help="how many")
     parser.add_argument("--start", type=int, default=0, help="the first one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--awaits", action="store_true", help="cancel each seed's run at all its awaits")
     options = parser.parse_args(arguments)
     seeds = range(options.start, options.start + options.seeds)
+    if options.awaits:
+        return _sweep(seeds, options.jobs)
     if len(seeds) == 1:
         outcome = run_seed(seeds[0])
         _tell(outcome)
@@ -54,10 +59,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(failed))
 
 
-def run_seed(seed: int) -> Outcome:
-    """Simulate in a folder of its own, in memory where there is such a place."""
+def sweep_seed(seed: int) -> Sweep:
+    """Cancel a seed's run at each of its awaits."""
+    with _scratch() as folder:
+        return sweep(draw(seed), Path(folder))
+
+
+def _sweep(seeds: range, jobs: int) -> int:
+    begin_s = time.perf_counter()
+    met: set[Place] = set()
+    num_runs = failed = 0
+    with ProcessPoolExecutor(jobs) as pool:
+        for seed, swept in zip(seeds, pool.map(sweep_seed, seeds), strict=True):
+            met.update(swept.places)
+            num_runs += len(swept.runs)
+            for violation in swept.violations:
+                failed += 1
+                print(f"seed {seed}: {violation[:400]}")
+            real_s = time.perf_counter() - begin_s
+            print(f"seed {seed}: {len(met)} awaits, {num_runs} runs, {failed} violations, {real_s:.0f} s")
+    return int(bool(failed))
+
+
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder in memory, where there is such a place."""
     memory = _MEMORY if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="async_rl_simulation_", dir=memory) as folder:
+    return tempfile.TemporaryDirectory(prefix="async_rl_simulation_", dir=memory)
+
+
+def run_seed(seed: int) -> Outcome:
+    """Simulate in a folder of its own."""
+    with _scratch() as folder:
         try:
             return simulate(seed, Path(folder))
         except Exception:  # of the simulation itself; one seed must not end the others

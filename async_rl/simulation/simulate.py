@@ -19,7 +19,7 @@ import random
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -124,20 +124,33 @@ class _Watched(Orchestrator):
         return str(self.health())
 
 
-def simulate(seed: int, folder: Path, *, scenario: Scenario | None = None) -> Outcome:
+def simulate(
+    seed: int,
+    folder: Path,
+    *,
+    scenario: Scenario | None = None,
+    after_turn: Callable[[int, asyncio.Task[Any]], None] | None = None,
+) -> Outcome:
     """Run a seed to its end.
 
     Args:
         seed: Decides everything.
         folder: Empty; run folders are made in it.
         scenario: In the place of the one that the seed draws.
+        after_turn: Called after each turn of a task of the first life, with the number of its callback.
     """
-    return _Simulation(scenario or draw(seed), folder).run()
+    return _Simulation(scenario or draw(seed), folder, after_turn).run()
 
 
 class _Simulation:
-    def __init__(self, scenario: Scenario, folder: Path) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        folder: Path,
+        after_turn: Callable[[int, asyncio.Task[Any]], None] | None,
+    ) -> None:
         self._scenario = scenario
+        self._after_turn = after_turn
         self._config = scenario.config
         self._folder = folder
         self._witness = Witness(scenario)
@@ -299,6 +312,8 @@ class _Simulation:
         if self._killed:
             raise _Halt
         self._witness.turn(task.number if task is not None else 0)
+        if self._after_turn is not None and task is not None and not self._lives:
+            self._after_turn(self._life_steps, task)
         while self._injections and self._injections[0].step <= self._steps:
             self._inject(self._injections.popleft())
         if self._death is not None and self._life_steps == self._death.after:

@@ -25,7 +25,13 @@ def small_run(
         "run": {"name": "run", "seed": seed, "max_steps": 5, "keep_trajectories": 0, "drain_s": 0.5},
         "model": {"path": "model"},
         "data": {"path": "tasks"},
-        "engine": {"kind": "simulated", "decode_step_s": 0.02, "mean_new_tokens": 10, "restart_delay_s": 0.1},
+        "engine": {
+            "kind": "simulated",
+            "decode_step_s": 0.02,
+            "mean_new_tokens": 10,
+            "restart_delay_s": 0.1,
+            "max_restarts": 1000,
+        },
         "rollout": {
             "agent_loop": "async_rl.simulation.users:TurnsLoop",
             "reward": "async_rl.simulation.users:reward",

@@ -125,6 +125,57 @@ async def test_a_nursery_ends_without_error_when_it_is_cancelled() -> None:
     assert task.cancelled()
 
 
+@pytest.mark.parametrize("kind", ["services", "nursery"])
+async def test_a_cancellation_is_not_lost_when_the_block_ends_by_an_error_already(kind: str) -> None:
+    ending = asyncio.Event()
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Future()
+        finally:
+            ending.set()
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+    async def block() -> str:
+        try:
+            if kind == "services":
+                async with services(slow=slow_to_end):
+                    await asyncio.sleep(0)
+                    raise ValueError("the block's own")
+            else:
+                async with Nursery() as nursery:
+                    nursery.start("slow", slow_to_end())
+                    await asyncio.sleep(0)
+                    raise ValueError("the block's own")
+        except* ValueError:
+            pass
+        return "went on"
+
+    task = asyncio.ensure_future(block())
+    await ending.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_an_error_stays_an_error_when_a_task_of_an_inner_block_fails() -> None:
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise EngineError("gone")
+
+    async def block() -> None:
+        async with services(idle=forever), Nursery(), Nursery() as inner:
+            inner.start("failing", fail())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await block()
+    assert service_of(first_error(caught.value)) == "failing"
+    current = asyncio.current_task()
+    assert current is not None
+    assert current.cancelling() == 0
+
+
 def test_the_first_error_of_ours_is_found_when_it_is_nested_behind_foreign_ones() -> None:
     ours = EngineError("ours")
     group = ExceptionGroup("a", [OSError("foreign"), ExceptionGroup("b", [ours])])

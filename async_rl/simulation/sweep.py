@@ -1,0 +1,96 @@
+"""A run cancelled at every await: each place where a task ever waits, once.
+
+```
+ scenario ─► run in peace, noting after each callback where its task waits ─► {place: callback}
+    └──────► for each place: the same run, cancelled right after that callback, and continued to its end
+```
+
+A cancellation that a seed draws falls where time is spent; most awaits are over at once and are seldom hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import AsyncGeneratorType, CoroutineType, FrameType
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from async_rl.simulation.scenario import Death, Scenario
+from async_rl.simulation.simulate import Outcome, simulate
+
+_PRODUCT: Final = Path(__file__).parent.parent
+_SIMULATION: Final = Path(__file__).parent
+
+
+class Place(msgspec.Struct, frozen=True, order=True):
+    """An await of the program."""
+
+    file: str
+    """In the package."""
+    line: int
+    function: str
+
+
+class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a run and of its cancellations."""
+
+    places: tuple[Place, ...]
+    """Where tasks waited."""
+    runs: tuple[Outcome, ...]
+    """The run in peace, then one for each callback after which a task waited at a new place."""
+
+    @property
+    def violations(self) -> list[str]:
+        """Of all runs."""
+        return [violation for outcome in self.runs for violation in outcome.violations]
+
+
+def sweep(scenario: Scenario, folder: Path, *, within: str | None = None) -> Sweep:
+    """Cancel a run at each of its awaits.
+
+    Args:
+        scenario: Its deaths are left out.
+        folder: Empty; run folders are made in it.
+        within: Only at the awaits of this function.
+    """
+    first: dict[Place, int] = {}
+
+    def note(step: int, task: asyncio.Task[Any]) -> None:
+        for frame in _waiting(task.get_coro()):
+            file = Path(frame.f_code.co_filename)
+            if file.is_relative_to(_PRODUCT) and not file.is_relative_to(_SIMULATION):
+                name = str(file.relative_to(_PRODUCT))
+                first.setdefault(Place(name, frame.f_lineno, frame.f_code.co_qualname), step)
+
+    def run(name: str, *deaths: Death, **watched: Any) -> Outcome:
+        (folder / name).mkdir()
+        alive = replace(scenario, deaths=deaths)
+        return simulate(scenario.seed, folder / name, scenario=alive, **watched)
+
+    in_peace = run("in_peace", after_turn=note)
+    wanted = {step for place, step in first.items() if within is None or place.function == within}
+    cancelled = [run(f"at_{step}", Death(kind="cancel", after=step)) for step in sorted(wanted)]
+    return Sweep(places=tuple(sorted(first)), runs=(in_peace, *cancelled))
+
+
+def _waiting(awaited: object) -> Iterator[FrameType]:
+    """The frames of a suspended task, the outermost first."""
+    while awaited is not None:
+        if isinstance(awaited, CoroutineType) and awaited.cr_frame is not None:
+            if inspect.getcoroutinestate(awaited) == inspect.CORO_SUSPENDED:
+                yield awaited.cr_frame
+            awaited = awaited.cr_await
+        elif isinstance(awaited, AsyncGeneratorType) and awaited.ag_frame is not None:
+            yield awaited.ag_frame
+            awaited = awaited.ag_await
+        else:  # `async for` waits for an object that does not tell its generator
+            inner = [
+                o for o in gc.get_referents(awaited) if isinstance(o, AsyncGeneratorType | CoroutineType)
+            ]
+            awaited = inner[0] if inner else None

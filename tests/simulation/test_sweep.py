@@ -1,0 +1,46 @@
+"""A run cancelled at each of its awaits ends, and the next life loses nothing; see docs/simulation.md."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from async_rl import supervision
+from async_rl.simulation.scenario import FaultKind
+from async_rl.simulation.sweep import sweep
+from tests.support.small_run import small_run
+
+FAULTS: tuple[FaultKind, ...] = ("die_in_call", "hang", "step_fails", "partial_update")
+
+
+def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path: Path) -> None:
+    swept = sweep(small_run(0, FAULTS), tmp_path)
+    assert swept.violations == []
+    met = {place.function for place in swept.places}
+    assert len(swept.places) > 100
+    assert met >= {
+        "EnginePool.lease",
+        "Lease.generate",
+        "RolloutSession._call",
+        "RolloutManager._settle",
+        "TrajectoryQueue._put",
+        "TrajectoryQueue.take",
+        "Journal.tick",
+        "Orchestrator._train",
+        "Orchestrator._restart_trainer",
+        "Repair._bring_back",
+        "WeightSync._load",
+        "WeightSync._publish_files",
+    }
+    # Each cancellation took place, and a life after it came to the end.
+    assert all(run.lives[0] == "cancelled" and run.lives[-1] == "finished" for run in swept.runs[1:])
+
+
+def test_the_sweep_sees_it_when_a_task_group_loses_a_cancellation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "_TaskGroup", asyncio.TaskGroup)
+    swept = sweep(small_run(0, FAULTS), tmp_path, within="Repair.run")
+    assert swept.violations == ["the run was cancelled and ended as if it had not been"]
