@@ -290,8 +290,46 @@ async def test_files_stay_while_a_joining_engine_reads_them(tmp_path):
         await bench.sync.sync(2)
         assert (tmp_path / "version_1").exists()
         loading.go.set()
-    await bench.sync.sync(3)
-    assert not (tmp_path / "version_1").exists()
+    assert not (tmp_path / "version_1").exists()  # at once: no later version may come
+
+
+async def test_an_engine_finds_its_files_when_it_joins_while_the_next_version_is_published(tmp_path):
+    bench = Bench(tmp_path, keep_versions=1)
+    await bench.start()
+    await bench.sync.sync(1)
+    bench.pool.quarantine("engine-0", EngineError("killed"))
+    bench.pool.rejoin("engine-0")
+    publish = bench.trainer.publish
+
+    async def slow(directory: str, version: int) -> None:
+        await publish(directory, version)
+        await bench.sync.catch_up("engine-0")
+        assert bench.serving() == {"engine-0": 1, "engine-1": 1}
+
+    bench.trainer.publish = slow  # type: ignore[method-assign]
+    await bench.sync.sync(2)
+    assert bench.serving() == {"engine-0": 2, "engine-1": 2}
+
+
+async def test_an_engine_serves_nothing_when_it_was_restarted_after_it_was_read_back(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.start()
+    bench.pool.quarantine("engine-0", EngineError("killed"))
+    bench.pool.rejoin("engine-0")
+    load = bench.sync._load_files
+
+    async def then_restarted(engine: Engine, version: int) -> Any:
+        loaded = await load(engine, version)
+        bench.pool.quarantine("engine-0", EngineError("killed again"))
+        bench.pool.rejoin("engine-0")
+        return loaded
+
+    bench.sync._load_files = then_restarted  # type: ignore[method-assign]
+    await bench.sync.catch_up("engine-0")
+    assert bench.serving() == {"engine-1": 0}
+    bench.sync._load_files = load  # type: ignore[method-assign]
+    await bench.sync.catch_up("engine-0")
+    assert bench.serving() == {"engine-0": 0, "engine-1": 0}
 
 
 async def test_updates_wait_for_a_joining_engine_that_was_overtaken_twice(tmp_path):
