@@ -449,6 +449,20 @@ def test_calls_move_with_their_tokens_when_an_engine_is_silent(patient: Make) ->
     assert run.cluster.restarts == ["engine-0"]
 
 
+def test_the_others_go_on_when_an_engine_never_ends_its_weight_update(patient: Make) -> None:
+    Hang(after=2, times=1)
+    run = patient(*REPAIR, "weights.timeout_s=3600")
+
+    class Stuck(SimulatedEngine):
+        async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
+            await Hang.current()
+            await super().update_weights(update, flush=flush)
+
+    run.cluster.engines[0] = Stuck("engine-0", run.config.engine, facts=run.cluster.engines[0].facts)
+    cured(run, "engine update", limit_s=20)
+    assert run.cluster.restarts == ["engine-0"]
+
+
 def test_a_lost_group_is_dropped_when_everything_waits_for_it(
     patient: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
