@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from agent_loops.base import AgentLoop
-from agent_loops.parsing import MalformedCall, ToolCall, parse_tool_calls
+from agent_loops.parsing import Call, MalformedCall, load_parser
 from agent_loops.tools import load_tool
 from async_rl.errors import ConfigError, ToolError
 from async_rl.rollout.api import Session
@@ -24,12 +24,15 @@ class ToolLoop(AgentLoop):
         tools: Dotted paths of typed functions, `module:function`.
         max_turns: Most turns of the policy.
         max_result_chars: A longer tool result is cut, and says so.
+        parser: The format of the calls: a name of `agent_loops.parsing.PARSERS`, or `module:Class`.
 
     Raises:
         ConfigError: A tool is missing or cannot be described, or two have one name.
     """
 
-    def __init__(self, tools: list[str], max_turns: int = 8, max_result_chars: int = 16_384) -> None:
+    def __init__(
+        self, tools: list[str], max_turns: int = 8, max_result_chars: int = 16_384, parser: str = "hermes"
+    ) -> None:
         if max_turns < 1:
             raise ConfigError(f"rollout.agent_loop_args: max_turns is {max_turns}; expected at least 1")
         if isinstance(tools, str) or not tools:
@@ -39,6 +42,7 @@ class ToolLoop(AgentLoop):
         if len(self._tools) < len(loaded):
             raise ConfigError(f"rollout.agent_loop_args: two of the tools {tools} have the same name")
         self._schemas = [tool.schema for tool in loaded]
+        self._parser = load_parser(parser)
         self._max_turns = max_turns
         self._max_result_chars = max_result_chars
 
@@ -49,7 +53,7 @@ class ToolLoop(AgentLoop):
             turn = await session.generate()
             if turn.finish_reason == "length":
                 return "length"
-            calls = parse_tool_calls(turn.text)
+            calls = self._parser.parse(turn.text, self._schemas).calls
             if not calls:
                 return "completed"
             if not turns_left:
@@ -60,7 +64,7 @@ class ToolLoop(AgentLoop):
                 return "length"
         return "max_turns"
 
-    async def _answer(self, call: ToolCall | MalformedCall, session: Session) -> dict[str, Any]:
+    async def _answer(self, call: Call, session: Session) -> dict[str, Any]:
         """The tool message that answers one call."""
         name = None if isinstance(call, MalformedCall) else call.name
         try:
@@ -75,7 +79,7 @@ class ToolLoop(AgentLoop):
         message = {"role": "tool", "content": content}
         return {**message, "name": name} if name else message
 
-    async def _result(self, call: ToolCall | MalformedCall, timeout_s: float) -> str:
+    async def _result(self, call: Call, timeout_s: float) -> str:
         if isinstance(call, MalformedCall):
             raise ToolError(call.error)
         if call.name not in self._tools:

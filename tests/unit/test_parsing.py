@@ -2,7 +2,24 @@ import json
 
 import pytest
 
-from agent_loops.parsing import MalformedCall, ToolCall, parse_tool_calls
+from agent_loops.parsing import (
+    PARSERS,
+    MalformedCall,
+    Parsed,
+    ParsedStream,
+    ToolCall,
+    ToolParser,
+    load_parser,
+    recognise,
+)
+from async_rl.errors import ConfigError
+from tests.support.tool_formats import RENDERERS
+
+
+def parse(
+    text: str, parser: str = "hermes", tools: list[dict] | None = None
+) -> list[ToolCall | MalformedCall]:
+    return load_parser(parser).parse(text, tools or []).calls
 
 
 def tagged(body: str) -> str:
@@ -12,37 +29,66 @@ def tagged(body: str) -> str:
 ADD = tagged('{"name": "add", "arguments": {"a": 1}}')
 
 
-def test_no_calls_are_found_when_the_text_has_none():
-    assert parse_tool_calls("The answer is 4.") == []
+@pytest.mark.parametrize("parser", PARSERS)
+def test_all_is_content_when_the_text_has_no_calls(parser: str):
+    text = "The answer is {4} <tool>"
+    assert load_parser(parser).parse(text) == Parsed(content=text, calls=[])
 
 
-def test_calls_come_in_order_when_there_are_several():
-    text = f"Let me see.\n{ADD}\n" + tagged('{"name": "b", "arguments": {}}')
-    assert parse_tool_calls(text) == [
-        ToolCall(name="add", arguments={"a": 1}),
-        ToolCall(name="b", arguments={}),
+@pytest.mark.parametrize("written", RENDERERS)
+def test_calls_come_in_order_when_there_are_several(written: str):
+    parser, render = RENDERERS[written]
+    calls = [
+        ("search", {"query": "Überraschung 北京"}),
+        ("add", {"a": 1, "b": {"c": [1, None]}}),
+        ("now", {}),
     ]
+    assert parse(render(calls), parser) == [ToolCall(name=name, arguments=args) for name, args in calls]
+
+
+@pytest.mark.parametrize("written", RENDERERS)
+def test_call_is_malformed_when_it_is_cut_short(written: str):
+    parser, render = RENDERERS[written]
+    text = render([("search", {"query": "x" * 40})])
+    (call,) = parse(text[: text.index("xx") + 10], parser)
+    assert isinstance(call, MalformedCall)
+    assert "cannot be read" in call.error
+
+
+@pytest.mark.parametrize("written", [name for name in RENDERERS if not name.startswith("llama3")])
+def test_later_call_is_kept_when_an_earlier_one_is_malformed(written: str):
+    parser, render = RENDERERS[written]
+    broken = render([("search", {"query": "?"})]).replace("?", '"</arg_value></parameter></parameter>')
+    first, second = parse(broken + render([("add", {"a": 1})]), parser)
+    assert isinstance(first, MalformedCall)
+    assert second == ToolCall(name="add", arguments={"a": 1})
 
 
 def test_arguments_are_empty_when_the_call_has_none():
-    assert parse_tool_calls(tagged('{"name": "now"}')) == [ToolCall(name="now", arguments={})]
+    assert parse(tagged('{"name": "now"}')) == [ToolCall(name="now", arguments={})]
 
 
 def test_arguments_are_decoded_when_they_are_a_string_of_json():
     body = json.dumps({"name": "add", "arguments": '{"a": 1}'})
-    assert parse_tool_calls(tagged(body)) == [ToolCall(name="add", arguments={"a": 1})]
+    assert parse(tagged(body)) == [ToolCall(name="add", arguments={"a": 1})]
 
 
 def test_call_is_whole_when_a_string_in_it_holds_the_closing_tag():
     call = {"name": "write", "arguments": {"text": "a </tool_call> b <tool_call>"}}
-    assert parse_tool_calls(tagged(json.dumps(call)) + ADD) == [
-        ToolCall(**call),
+    assert parse(tagged(json.dumps(call)) + ADD) == [
+        ToolCall(name="write", arguments={"text": "a </tool_call> b <tool_call>"}),
         ToolCall(name="add", arguments={"a": 1}),
     ]
 
 
 def test_thought_is_ignored_when_it_mentions_a_call():
-    assert parse_tool_calls(f"<think>I could {ADD}</think>\nNo.") == []
+    assert parse(f"<think>I could {ADD}</think>\nNo.") == []
+    assert parse(f"I could {ADD}</think>\n{ADD}") == [ToolCall(name="add", arguments={"a": 1})]
+
+
+def test_call_is_kept_when_an_argument_ends_a_thought_once_more():
+    body = json.dumps({"name": "write", "arguments": {"text": "a </think> b"}})
+    assert parse("Hm.</think>" + tagged(body)) == [ToolCall(name="write", arguments={"text": "a </think> b"})]
 
 
 @pytest.mark.parametrize(
@@ -54,26 +100,145 @@ def test_thought_is_ignored_when_it_mentions_a_call():
         ('{"arguments": {}}', 'no "name"'),
         ('{"name": 3, "arguments": {}}', 'no "name"'),
         ('{"name": "add", "arguments": [1]}', "are not an object"),
-        ('{"name": "add", "arguments": "nonsense"}', "are not valid JSON"),
+        ('{"name": "add", "arguments": "nonsense"}', "arguments are not valid JSON"),
         ('{"name": "add"} and more', "not followed by </tool_call>"),
         ("[" * 200_000, "not valid JSON"),
         ('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", "not valid JSON"),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', "half of a surrogate pair"),
     ],
 )
-def test_call_is_malformed_when_it_cannot_be_read(body: str, error: str):
-    (call,) = parse_tool_calls(tagged(body))
+def test_call_is_malformed_when_its_json_is_not_a_call(body: str, error: str):
+    (call,) = parse(tagged(body))
     assert isinstance(call, MalformedCall)
     assert error in call.error
 
 
-def test_call_is_malformed_when_it_is_not_closed():
-    (call,) = parse_tool_calls('<tool_call>\n{"name": "add", "argum')
+@pytest.mark.parametrize("broken", [tagged("nonsense"), "<tool_call>{never closed "])
+def test_error_says_whether_the_call_was_closed_when_it_is_malformed(broken: str):
+    first, second = parse(broken + ADD)
+    assert isinstance(first, MalformedCall)
+    assert ("not closed by </tool_call>" in first.error) == ("never" in broken)
+    assert second == ToolCall(name="add", arguments={"a": 1})
+
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "properties": {
+                "text": {"type": "string"},
+                "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "number": {"type": "integer"},
+                "flag": {"type": "boolean"},
+                "unit": {"enum": ["1", "2"]},
+                "place": {"$ref": "#/$defs/Place"},
+                "loop": {"$ref": "#/$defs/Loop"},
+            },
+            "$defs": {"Place": {"type": "object"}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("text", "3", "3"),
+        ("text", '{"a": 1}', '{"a": 1}'),
+        ("text", "null", "null"),
+        ("text", "  if a < b:\n    c &lt; d", "  if a < b:\n    c &lt; d"),
+        ("maybe", "null", None),
+        ("maybe", "3", "3"),
+        ("number", "3", 3),
+        ("number", "three", "three"),
+        ("flag", "true", True),
+        ("flag", "True", True),
+        ("unit", "1", "1"),
+        ("place", '{"city": "Oslo"}', {"city": "Oslo"}),
+        ("place", "{'city': 'Oslo'}", {"city": "Oslo"}),
+        ("place", "{1, 2}", "{1, 2}"),
+        ("loop", "3", 3),
+        ("unknown", "3", 3),
+    ],
+)
+def test_value_has_the_type_of_the_schema_when_the_format_has_no_quotes(
+    parser: str, key: str, written: str, value: object
+):
+    render = RENDERERS[parser][1]
+    assert parse(render([("f", {key: written})]), parser, [SCHEMA]) == [
+        ToolCall(name="f", arguments={key: value})
+    ]
+
+
+def test_call_is_read_when_qwen3_coder_leaves_the_outer_tag_out():
+    text = "Look:\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    parsed = load_parser("qwen3_coder").parse(text)
+    assert parsed == Parsed(content="Look:\n", calls=[ToolCall(name="add", arguments={"a": 1})])
+
+
+def test_json_is_an_answer_when_llama_3_names_no_parameters():
+    for text in ('{"name": "Ann", "age": 3}', '{"a": 1}', '{"nam', "{"):
+        assert load_parser("llama3").parse(text) == Parsed(content=text, calls=[])
+
+
+def test_content_comes_at_once_when_nothing_can_be_a_call():
+    stream = ParsedStream(load_parser("hermes"))
+    assert [stream.feed(piece) for piece in ("Two < three <", "b> <tool", "_call>{")] == [
+        "Two < three ",
+        "<b> ",
+        "",
+    ]
+    (call,) = stream.finish().calls
     assert isinstance(call, MalformedCall)
-    assert "not closed" in call.error
 
 
-def test_later_call_is_kept_when_an_earlier_one_is_malformed():
-    for broken in (tagged("nonsense"), "<tool_call>{never closed "):
-        first, second = parse_tool_calls(broken + ADD)
-        assert isinstance(first, MalformedCall)
-        assert second == ToolCall(name="add", arguments={"a": 1})
+class ShoutParser(ToolParser):
+    opening = ("!",)
+
+    def read(self, text, tools):
+        return [ToolCall(name=line[1:], arguments={}) for line in text.splitlines() if line.startswith("!")]
+
+
+def test_parser_of_the_users_is_loaded_when_it_is_a_dotted_path():
+    assert load_parser(f"{__name__}:ShoutParser").parse("Well\n!now") == Parsed(
+        content="Well\n", calls=[ToolCall(name="now", arguments={})]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("hermess", "did you mean 'hermes'"),
+        ("agent_loops.parsing:recognise", "no subclass of agent_loops.parsing.ToolParser"),
+        ("agent_loops.parsing:Nothing", "has no attribute 'Nothing'"),
+    ],
+)
+def test_config_error_when_there_is_no_such_parser(name: str, error: str):
+    with pytest.raises(ConfigError, match=error):
+        load_parser(name)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ('<tools>{{ tool | tojson }}</tools> <tool_call>\\n{"name": <function-name>', "hermes"),
+        ("<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", "qwen3_coder"),
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm45"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseekv3"),
+        ("<|tool_calls_section_begin|> <|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2"),
+        ('Respond in the format {"name": function name, "parameters": dictionary of argument', "llama3"),
+    ],
+)
+def test_format_is_recognised_when_a_chat_template_teaches_it(template: str, name: str):
+    assert recognise(template) == name
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [("{% for message in messages %}", "leaves tools out"), ("[AVAILABLE_TOOLS]{{ tools }}", "is not known")],
+)
+def test_config_error_names_the_remedy_when_a_chat_template_teaches_none(template: str, error: str):
+    with pytest.raises(ConfigError, match=f"{error}.*set rollout.agent_loop_args.parser"):
+        recognise(template)

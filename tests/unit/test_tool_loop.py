@@ -72,7 +72,7 @@ async def test_calls_run_side_by_side_and_answer_in_order_when_a_turn_has_severa
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("<tool_call>\nnonsense\n</tool_call>", "Error: the tool call is not valid JSON"),
+        ("<tool_call>\nnonsense\n</tool_call>", "Error: the tool call cannot be read: not valid JSON"),
         (call("ecco"), "Error: there is no tool 'ecco'; there are echo"),
         (call("echo", '{"text": 4}'), "Error: echo: wrong arguments: Expected `str`, got `int`"),
     ],

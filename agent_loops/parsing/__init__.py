@@ -1,0 +1,99 @@
+"""Reading tool calls out of what the policy wrote, in the format that its chat template teaches.
+
+```
+calls     what a parser is: ToolParser, and what it gives: Parsed, ToolCall, MalformedCall; turns in pieces
+scan      what formats with tags and JSON share
+formats   Hermes, Qwen3-Coder, GLM-4.5, DeepSeek-V3, Kimi-K2, Llama 3
+```
+
+No text makes a parser raise: what was meant as a call and cannot be read is told to the policy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Final
+
+from agent_loops.parsing.calls import Call, MalformedCall, Parsed, ParsedStream, ToolCall, ToolParser
+from agent_loops.parsing.formats import (
+    DeepSeekV3Parser,
+    Glm45Parser,
+    HermesParser,
+    KimiK2Parser,
+    Llama3Parser,
+    Qwen3CoderParser,
+)
+from async_rl.errors import ConfigError
+from async_rl.loading import load_object
+
+__all__ = [
+    "PARSERS",
+    "Call",
+    "MalformedCall",
+    "Parsed",
+    "ParsedStream",
+    "ToolCall",
+    "ToolParser",
+    "load_parser",
+    "recognise",
+]
+
+PARSERS: Final[dict[str, type[ToolParser]]] = {
+    "qwen3_coder": Qwen3CoderParser,
+    "glm45": Glm45Parser,
+    "kimi_k2": KimiK2Parser,
+    "deepseekv3": DeepSeekV3Parser,
+    "hermes": HermesParser,
+    "llama3": Llama3Parser,
+}
+"""By the name that SGLang's `--tool-call-parser` has for the format."""
+
+_SIGNS: Final = {
+    "qwen3_coder": ("<function=",),
+    "glm45": ("<arg_key>",),
+    "kimi_k2": ("<|tool_call_argument_begin|>",),
+    "deepseekv3": ("<｜tool▁call▁begin｜>",),
+    "hermes": ("<tool_call>",),
+    "llama3": ("<|python_tag|>", '"parameters": dictionary'),
+}
+"""What a chat template has that teaches the format; in an order in which the first that fits is right."""
+
+
+def load_parser(name: str) -> ToolParser:
+    """A parser by its name in `PARSERS`, or one of the user's by dotted path.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name in PARSERS:
+        return PARSERS[name]()
+    if ":" not in name:
+        close = difflib.get_close_matches(name, PARSERS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            f"rollout.agent_loop_args: parser is {name!r}; expected one of {', '.join(PARSERS)}, or "
+            f"`module:Class`{hint}"
+        )
+    kind = load_object(name, what="tool-call parser")
+    if not (isinstance(kind, type) and issubclass(kind, ToolParser)):
+        raise ConfigError(
+            f"tool-call parser {name!r} is no subclass of agent_loops.parsing.ToolParser, so it cannot tell "
+            "where a turn's calls begin"
+        )
+    return kind()
+
+
+def recognise(chat_template: str) -> str:
+    """The name of the format that a chat template teaches.
+
+    Raises:
+        ConfigError: It is none of those known here, or the template leaves tools out.
+    """
+    for name, signs in _SIGNS.items():
+        if any(sign in chat_template for sign in signs):
+            return name
+    why = "has a format of calls that is not known" if "tools" in chat_template else "leaves tools out"
+    raise ConfigError(
+        f"the chat template {why}; expected one of {', '.join(PARSERS)}: set rollout.agent_loop_args.parser "
+        "to one of them or to a `module:Class` of your own, or take the template of a model that calls tools"
+    )

@@ -1,0 +1,240 @@
+"""Reading formats that put each call between tags: what they share."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+from agent_loops.parsing.calls import Call, MalformedCall, ToolCall, ToolParser
+
+_SPACE = re.compile(r"\s*")
+_MAX_LITERAL_CHARS = 16_384
+"""Python's parser takes memory by the length of what it reads."""
+
+
+class Unreadable(ValueError):
+    """A call cannot be read; the message is for the policy."""
+
+
+class Scanner:
+    """A position in a text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+
+    def sees(self, literal: str) -> bool:
+        """Whether this comes next, behind any space."""
+        return self.text.startswith(literal, self._behind_space())
+
+    def take(self, literal: str) -> bool:
+        """Step over this, and space before it, if it comes next."""
+        if seen := self.sees(literal):
+            self.position = self._behind_space() + len(literal)
+        return seen
+
+    def require(self, literal: str, after: str) -> None:
+        """Step over this.
+
+        Raises:
+            Unreadable: Something else comes next.
+        """
+        if not self.take(literal):
+            raise Unreadable(f"{after} is not followed by {literal}")
+
+    def until(self, literal: str, what: str) -> str:
+        """What comes before the next `literal`; the position is behind it.
+
+        Raises:
+            Unreadable: It does not come any more.
+        """
+        end = self.text.find(literal, self.position)
+        if end < 0:
+            raise Unreadable(f"{what} is not closed by {literal}")
+        start, self.position = self.position, end + len(literal)
+        return self.text[start:end]
+
+    def json(self) -> Any:
+        """The JSON value that comes next: it decides itself where it ends, whatever its strings hold.
+
+        Raises:
+            Unreadable: It is none.
+        """
+        value, self.position = decode_json(self.text, self._behind_space())
+        return value
+
+    def _behind_space(self) -> int:
+        match = _SPACE.match(self.text, self.position)
+        assert match is not None  # it matches the empty string
+        return match.end()
+
+
+class TaggedParser(ToolParser):
+    """A format with a tag before each call and one behind it."""
+
+    tags: ClassVar[Mapping[str, str]]
+    """The tag that closes a call, by the one that begins it."""
+
+    @abstractmethod
+    def read_one(self, scan: Scanner, opened: str, tools: Sequence[dict[str, Any]]) -> ToolCall:
+        """The call behind the tag `opened`; its closing tag is stepped over too.
+
+        Raises:
+            Unreadable: It cannot be read.
+        """
+
+    def read(self, text: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
+        """See `ToolParser.read`."""
+        begins = re.compile("|".join(map(re.escape, self.tags)))
+        scan, calls = Scanner(text), list[Call]()
+        while (begin := begins.search(text, scan.position)) is not None:
+            scan.position = begin.end()
+            try:
+                calls.append(self.read_one(scan, begin.group(), tools))
+            except Unreadable as error:
+                calls.append(self._skip(scan, begin, str(error)))
+        return calls
+
+    def _skip(self, scan: Scanner, begin: re.Match[str], error: str) -> MalformedCall:
+        """Go on behind the end of a call that cannot be read, or where the next one begins."""
+        opened, closing = begin.group(), self.tags[begin.group()]
+        tag = re.compile(f"{re.escape(opened)}|{re.escape(closing)}").search(scan.text, begin.end())
+        if tag is None:
+            scan.position = len(scan.text)
+        else:
+            scan.position = tag.end() if tag.group() == closing else tag.start()
+        if tag is None or tag.group() != closing:
+            error = f"it is not closed by {closing}"
+        return MalformedCall(error=f"the tool call cannot be read: {error}")
+
+
+def as_call(value: Any, *, arguments: Collection[str] = ("arguments",)) -> ToolCall:
+    """A call that is written as one JSON object.
+
+    Args:
+        value: The object.
+        arguments: Keys under which its arguments may stand; without any they are empty.
+
+    Raises:
+        Unreadable: It is no call.
+    """
+    if not isinstance(value, dict):
+        raise Unreadable(f'a tool call is an object with "name" and "{next(iter(arguments))}"')
+    return make_call(value.get("name"), next((value[key] for key in arguments if key in value), {}))
+
+
+def make_call(name: Any, arguments: Any) -> ToolCall:
+    """A call of a name and its arguments, which some models encode twice, as OpenAI's API does.
+
+    Raises:
+        Unreadable: The name is missing or the arguments are not an object.
+    """
+    if not (isinstance(name, str) and name.strip()):
+        raise Unreadable('it has no "name"')
+    if isinstance(arguments, str):
+        try:
+            arguments = whole_json(arguments)
+        except Unreadable as error:
+            raise Unreadable(f"its arguments are {error}") from None
+    if not isinstance(arguments, dict):
+        raise Unreadable("its arguments are not an object")
+    return ToolCall(name=name.strip(), arguments=arguments)
+
+
+def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value that begins at `start`, and the index behind it.
+
+    Raises:
+        Unreadable: It is none, nested too deeply, or holds half of a surrogate pair, which is no text.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+        text[start:end].encode()
+        if "\\u" in text[start:end]:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Unreadable("not valid JSON: half of a surrogate pair") from None
+    except ValueError as error:
+        raise Unreadable(f"not valid JSON: {error}") from None
+    except RecursionError:
+        raise Unreadable("not valid JSON: nested too deeply") from None
+    return value, end
+
+
+def whole_json(text: str) -> Any:
+    """A text that is one JSON value.
+
+    Raises:
+        Unreadable: It is not.
+    """
+    text = text.strip()
+    value, end = decode_json(text)
+    if end < len(text):
+        raise Unreadable("not valid JSON: something follows it")
+    return value
+
+
+def typed(text: str, name: str, key: str, tools: Sequence[dict[str, Any]]) -> Any:
+    """The value of an argument in a format that writes strings without quotes.
+
+    What the tool's schema calls a string stays as it is; anything else is JSON, or what Python prints
+    (`True`, `['a']`), or else a string after all, which the tool will refuse in words of its own.
+    """
+    kinds = _kinds(name, key, tools)
+    if kinds == {"string"}:
+        return text
+    try:
+        value = whole_json(text)
+    except Unreadable:
+        value = _literal(text)
+    if "string" in kinds and not (value is None and "null" in kinds):
+        return text  # of a string or a number both may be meant; only `null` cannot be a string
+    return value
+
+
+def _literal(text: str) -> Any:
+    """What Python prints for a list, dict or constant; any other text is itself."""
+    if len(text) > _MAX_LITERAL_CHARS:
+        return text
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+    return value
+
+
+def _kinds(name: str, key: str, tools: Sequence[dict[str, Any]]) -> set[str]:
+    """JSON types that a tool's schema allows for an argument; empty where it does not say."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            parameters = function.get("parameters") or {}
+            schema = (parameters.get("properties") or {}).get(key)
+            return set() if schema is None else _types(schema, parameters.get("$defs") or {}, depth=8)
+    return set()
+
+
+def _types(schema: Mapping[str, Any], definitions: Mapping[str, Any], depth: int) -> set[str]:
+    if depth == 0:  # a schema may refer to itself
+        return set()
+    if (reference := schema.get("$ref")) is not None:
+        return _types(definitions.get(str(reference).rpartition("/")[2], {}), definitions, depth - 1)
+    if (kind := schema.get("type")) is not None:
+        return {kind} if isinstance(kind, str) else set(kind)
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return {"string"} if all(isinstance(value, str) for value in values) else set()
+    options = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return {kind for option in options for kind in _types(option, definitions, depth - 1)}
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
