@@ -36,5 +36,6 @@ simulate: setup  ## Run SEEDS=2000 seeds of the simulation from SEED_START=0 on;
 monitor:  ## Start Prometheus and Grafana (Docker) on this machine; see monitoring/README.md.
 	docker compose -f monitoring/docker-compose.yml up
 
-docs: setup  ## Write docs/config.md anew from async_rl/config.py.
+docs: setup  ## Write what is made from code: docs/config.md, the Grafana dashboard.
 	@$(BIN)/async-rl schema --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md
+	@$(BIN)/python -m monitoring.dashboard

@@ -1,0 +1,572 @@
+"""What the Grafana dashboard shows: rows of panels, each a sentence and some PromQL.
+
+A new metric gets a query here; `make docs` then writes the dashboard's JSON and its picture. What a metric is
+need not be said again: each panel's description ends with the help sentences of its metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+GREEN, YELLOW, RED, BLUE, GREY = "green", "#EAB839", "red", "blue", "#8e8e8e"
+
+
+@dataclass(frozen=True)
+class Query:
+    """One or several lines of a panel."""
+
+    expr: str
+    legend: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture of some series.
+
+    `limits` colours values from each number on; a time series draws them as dashed lines. `colors` are of
+    legends.
+    """
+
+    title: str
+    says: str
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    kind: Literal["timeseries", "stat", "heatmap", "state-timeline"] = "timeseries"
+    width: int = 8
+    height: int = 8
+    limits: tuple[tuple[float, str], ...] = ()
+    colors: dict[str, str] = field(default_factory=dict)
+    maximum: float | None = None
+    stacked: bool = False
+    below_zero: bool = False
+
+
+def value(name: str) -> str:
+    """The series of a metric in the chosen run."""
+    return f'async_rl_{name}{{run="$run"}}'
+
+
+def rate(name: str, *by: str) -> str:
+    """Per second, over the chosen window."""
+    return _sum(f"rate({value(name)}[$window])", by)
+
+
+def increase(name: str, *by: str) -> str:
+    """How much a counter grew in the chosen window."""
+    return _sum(f"increase({value(name)}[$window])", by)
+
+
+def quantile(q: float, name: str, *by: str) -> str:
+    """Of a histogram's observations in the chosen window."""
+    return f"histogram_quantile({q}, {rate(f'{name}_bucket', 'le', *by)})"
+
+
+def mean(name: str, *by: str) -> str:
+    """Of a histogram's observations in the chosen window."""
+    return f"{rate(f'{name}_sum', *by)} / {rate(f'{name}_count', *by)}"
+
+
+def _sum(expr: str, by: tuple[str, ...]) -> str:
+    return f"sum by ({', '.join(by)}) ({expr})" if by else f"sum({expr})"
+
+
+def _share(part: str, *others: str) -> str:
+    """Of a rate in the sum of several."""
+    return f"{part} / ({' + '.join((part, *others))})"
+
+
+UNACCOUNTED: Final = (
+    f"{value('trajectories_dispatched_total')} - {value('trajectories_in_flight')}"
+    f" - {value('trajectories_queued')} - {value('trajectories_trained_total')}"
+    f" - on (run) (sum by (run) ({value('trajectories_dropped_total')})"
+    f" or on (run) 0 * {value('trajectories_in_flight')})"
+)
+
+AT_A_GLANCE: Final = (
+    Panel(
+        "Alerts",
+        "Alerts of this run that fire now; the runbook is docs/troubleshooting.md.",
+        (Query('count(ALERTS{alertstate="firing", run="$run"}) or vector(0)'),),
+        kind="stat",
+        width=3,
+        height=4,
+        unit="none",
+        limits=((1, RED),),
+    ),
+    Panel(
+        "Step",
+        "Trainer steps done: each makes a weight version.",
+        (Query(value("trainer_weight_version")),),
+        kind="stat",
+        width=3,
+        height=4,
+        unit="none",
+    ),
+    Panel(
+        "Reward",
+        "Should rise. Flat from the start: all siblings of a group get the same reward.",
+        (Query(value("reward")),),
+        kind="stat",
+        width=3,
+        height=4,
+    ),
+    Panel(
+        "ppo_kl",
+        "How far the last step moved the policy: 1e-4 to 1e-2 is healthy.",
+        (Query(value("ppo_kl")), Query(value("ppo_kl_bypass"))),
+        kind="stat",
+        width=3,
+        height=4,
+        unit="sci",
+        limits=((0.02, YELLOW), (0.1, RED)),
+    ),
+    Panel(
+        "Tokens per second",
+        "What the engines make.",
+        (Query(value("tokens_per_second")),),
+        kind="stat",
+        width=3,
+        height=4,
+    ),
+    Panel(
+        "Staleness, p95",
+        "How many versions old trained trajectories are; never above rollout.max_staleness.",
+        (Query(quantile(0.95, "staleness_versions")),),
+        kind="stat",
+        width=3,
+        height=4,
+        unit="none",
+    ),
+    Panel(
+        "Engines that serve",
+        "Share of the engines that take requests.",
+        (Query(f"avg({value('engine_up')})"),),
+        kind="stat",
+        width=3,
+        height=4,
+        unit="percentunit",
+        limits=((0, RED), (0.5, YELLOW), (1, GREEN)),
+    ),
+    Panel(
+        "Since it last moved",
+        "Falls to zero all the time while the run is well.",
+        (Query(value("seconds_since_progress")),),
+        kind="stat",
+        width=3,
+        height=4,
+        unit="s",
+        limits=((120, YELLOW), (300, RED)),
+    ),
+)
+
+FLOW: Final = (
+    Panel(
+        "Where trajectories are",
+        "A queue at its bound means that the trainer is the bottleneck, an empty one that rollouts are.",
+        (
+            Query(value("trajectories_in_flight"), "in flight"),
+            Query(value("trajectories_queued"), "queued"),
+        ),
+        stacked=True,
+        colors={"in flight": BLUE, "queued": GREEN},
+    ),
+    Panel(
+        "Begun and settled",
+        "Trajectories per second. In the long run dispatched is trained plus dropped.",
+        (
+            Query(rate("trajectories_dispatched_total"), "dispatched"),
+            Query(rate("trajectories_trained_total"), "trained"),
+            Query(rate("trajectories_dropped_total", "reason"), "dropped: {{reason}}"),
+        ),
+        unit="si:/s",
+        colors={"dispatched": BLUE, "trained": GREEN},
+    ),
+    Panel(
+        "Tokens",
+        "Per second, sampled by engines and trained on.",
+        (Query(rate("sampled_tokens_total"), "sampled"), Query(rate("trained_tokens_total"), "trained")),
+        unit="si:tok/s",
+        colors={"sampled": BLUE, "trained": GREEN},
+    ),
+    Panel(
+        "Waits by stage, p95",
+        "Where a piece of work stands still.",
+        (Query(quantile(0.95, "stage_wait_seconds", "stage"), "{{stage}}"),),
+        unit="s",
+    ),
+    Panel(
+        "Length of trajectories",
+        "Tokens of the finished, prompt and all turns.",
+        (
+            Query(quantile(0.5, "trajectory_tokens"), "p50"),
+            Query(quantile(0.95, "trajectory_tokens"), "p95"),
+        ),
+        unit="si:tok",
+    ),
+    Panel(
+        "Done again",
+        "Attempts and tasks per second that had to be given out again, and why.",
+        (
+            Query(rate("trajectory_retries_total"), "attempts"),
+            Query(rate("task_retries_total", "reason"), "tasks: {{reason}}"),
+        ),
+        unit="si:/s",
+    ),
+    Panel(
+        "Tool calls",
+        "Per second, by status; errors go to the model as text.",
+        (Query(rate("tool_calls_total", "status"), "{{status}}"),),
+        unit="si:/s",
+        colors={"ok": GREEN, "error": RED},
+    ),
+    Panel(
+        "On disk",
+        "Finished trajectories in the spool and the journal of what is in flight; both are bounded.",
+        (Query(value("queue_bytes"), "spool"), Query(value("journal_bytes"), "journal")),
+        unit="bytes",
+    ),
+    Panel(
+        "Journal",
+        "What is written of trajectories in flight, compaction included.",
+        (Query(rate("journal_written_bytes_total"), "written"),),
+        unit="Bps",
+    ),
+)
+
+STALENESS: Final = (
+    Panel(
+        "Staleness of trained trajectories",
+        "How many were how old. The bound is rollout.max_staleness.",
+        (Query(increase("staleness_versions_bucket", "le"), "{{le}}"),),
+        kind="heatmap",
+    ),
+    Panel(
+        "Staleness, versions",
+        "Of trained trajectories. Near the bound, admission holds rollouts back.",
+        (
+            Query(quantile(0.5, "staleness_versions"), "p50"),
+            Query(quantile(0.95, "staleness_versions"), "p95"),
+            Query(mean("staleness_versions"), "mean"),
+        ),
+        unit="none",
+    ),
+    Panel(
+        "Long answers",
+        "Distance of the lengths trained from those of all that ended, near 0 unless long answers are lost; "
+        "and the share of sampled tokens too old to be trained on.",
+        (
+            Query(value("length_ks"), "distance (KS)"),
+            Query(_share(rate("masked_tokens_total"), rate("trained_tokens_total")), "masked"),
+        ),
+        unit="percentunit",
+    ),
+    Panel(
+        "Partial rollouts",
+        "Engine calls per second that a weight update cut short, that continued a turn, or that moved.",
+        (
+            Query(rate("interruptions_total"), "interrupted"),
+            Query(rate("resumes_total"), "resumed"),
+            Query(rate("failovers_total"), "failed over"),
+        ),
+        width=12,
+        unit="si:/s",
+        colors={"failed over": RED},
+    ),
+    Panel(
+        "Taken over by a restart",
+        "Tokens that the journal saved when this process came back, and what of them was of no use.",
+        (
+            Query(increase("resumed_tokens_total"), "taken over"),
+            Query(increase("resume_discarded_tokens_total"), "of no use"),
+            Query(increase("journal_corrupt_records_total"), "damaged records"),
+        ),
+        width=12,
+        colors={"damaged records": RED},
+    ),
+)
+
+ENGINES: Final = (
+    Panel(
+        "Which engines serve",
+        "Green while an engine takes requests.",
+        (Query(value("engine_up"), "{{engine}}"),),
+        kind="state-timeline",
+        width=12,
+        unit="none",
+        limits=((0, RED), (1, GREEN)),
+    ),
+    Panel(
+        "Open calls",
+        "By engine: even, unless few very long trajectories are left.",
+        (Query(value("engine_running_requests"), "{{engine}}"),),
+        width=6,
+    ),
+    Panel(
+        "Idle and balance",
+        "Share of engine time without any call; and the highest load over the mean, 1 when even.",
+        (
+            Query(value("engine_idle_ratio"), "idle"),
+            Query(value("engine_load_imbalance"), "load over mean"),
+        ),
+        width=6,
+        unit="none",
+    ),
+    Panel(
+        "Failures",
+        "Engines taken out of service, what they were found not to do, and how restarts went, in the window.",
+        (
+            Query(increase("engine_quarantined_total", "engine"), "{{engine}} quarantined"),
+            Query(increase("engine_stalls_total", "kind"), "stall: {{kind}}"),
+            Query(increase("engine_restarts_total", "result"), "restart: {{result}}"),
+        ),
+        unit="none",
+    ),
+    Panel(
+        "First token",
+        "From asking for an engine to the first token: of new trajectories, of next turns whose prefix is "
+        "cached, and of calls whose prefix must be prefilled again (after an update, a failure or a move).",
+        (
+            Query(quantile(0.5, "first_token_seconds", "kind"), "{{kind}} p50"),
+            Query(quantile(0.99, "first_token_seconds", "kind"), "{{kind}} p99"),
+        ),
+        unit="s",
+    ),
+    Panel(
+        "Prefilled again",
+        "What updates, failures and moves cost in prefills, tokens per second.",
+        (Query(rate("prefilled_again_tokens_total", "cause"), "{{cause}}"),),
+        unit="si:tok/s",
+        stacked=True,
+    ),
+)
+
+WEIGHTS: Final = (
+    Panel(
+        "Weight update by phase, mean",
+        "How long a new version takes to reach the engines.",
+        (Query(mean("weight_sync_seconds", "phase"), "{{phase}}"),),
+        unit="s",
+    ),
+    Panel(
+        "Standstill beyond the transfer",
+        "What engines lose to an update; 100 ms is the aim.",
+        (
+            Query(quantile(0.5, "engine_standstill_seconds"), "p50"),
+            Query(quantile(0.99, "engine_standstill_seconds"), "p99"),
+        ),
+        unit="s",
+        limits=((0.1, YELLOW),),
+    ),
+    Panel(
+        "Versions behind the trainer",
+        "By engine: 0 or 1, unless it is quarantined.",
+        (
+            Query(
+                f"{value('trainer_weight_version')} - on (run) group_right {value('engine_weight_version')}",
+                "{{engine}}",
+            ),
+        ),
+        unit="none",
+        limits=((2, RED),),
+        below_zero=True,
+    ),
+)
+
+ROUTING: Final = (
+    Panel(
+        "Rows checked",
+        "Routing rows per second that reach the trainer.",
+        (Query(rate("routing_rows_total"), "checked"),),
+        unit="si:/s",
+    ),
+    Panel(
+        "Rows not reported",
+        "Share that the trainer has to route natively; below 1% is well.",
+        (Query(f"{rate('routing_rows_invalid_total')} / {rate('routing_rows_total')}", "invalid"),),
+        unit="percentunit",
+        limits=((0.01, RED),),
+    ),
+    Panel(
+        "Rejections",
+        "Routing that does not fit its tokens, in the window; should stay empty. The reasons are explained "
+        "at Misalignment in async_rl/errors.py.",
+        (
+            Query(increase("replay_rejected_total", "reason"), "{{reason}}"),
+            Query(increase("routing_mixed_versions_total"), "mixed versions"),
+        ),
+        unit="none",
+    ),
+    Panel(
+        "How rows come",
+        "Answers with routing per second. After an update everything is fetched anew.",
+        (Query(rate("routing_payloads_total", "kind"), "{{kind}}"),),
+        width=12,
+        unit="si:/s",
+        stacked=True,
+    ),
+    Panel(
+        "Experts changed by an update",
+        "As small as the steps are; near 1 the old log-probs of interrupted turns are of another function.",
+        (
+            Query(mean("routing_flip_ratio"), "mean"),
+            Query(quantile(0.95, "routing_flip_ratio"), "p95"),
+        ),
+        width=12,
+        unit="percentunit",
+    ),
+)
+
+TRAINER: Final = (
+    Panel("Reward", "Mean of each batch.", (Query(value("reward"), "reward"),), below_zero=True),
+    Panel(
+        "ppo_kl",
+        "How far each step moves the policy. A spike: look at the gradient norm; a steady rise: lower "
+        "trainer.optimizer.lr.",
+        (Query(value("ppo_kl"), "ppo_kl"), Query(value("ppo_kl_bypass"), "bypass")),
+        unit="suffix: nats",
+        limits=((0.02, YELLOW), (0.1, RED)),
+        below_zero=True,
+    ),
+    Panel(
+        "rollout_kl by lag",
+        "Lag 0 is the mismatch of trainer and engine; what later lags have more is staleness.",
+        (Query(value("rollout_kl"), "lag {{lag}}"),),
+        unit="suffix: nats",
+        below_zero=True,
+    ),
+    Panel(
+        "Trainer against rollout",
+        "At equal versions it is the mismatch of the two engines alone and must stay flat.",
+        (
+            Query(value("log_prob_abs_diff_nats"), "all tokens, absolute"),
+            Query(value("lag0_log_prob_abs_diff_nats"), "equal versions, absolute"),
+            Query(value("log_prob_diff_nats"), "all tokens, signed"),
+        ),
+        unit="suffix: nats",
+        below_zero=True,
+    ),
+    Panel(
+        "Importance ratio",
+        "1 when on policy; far from it, data is too old.",
+        (Query(value("importance_ratio_mean"), "mean"),),
+        unit="none",
+    ),
+    Panel(
+        "Clipped tokens",
+        "Above about 20% the policy moves too far in a step, or data is too old.",
+        (Query(value("clip_fraction"), "clipped"),),
+        unit="percentunit",
+        limits=((0.2, YELLOW),),
+    ),
+    Panel(
+        "Entropy",
+        "Falls slowly. A fall to zero is a collapse.",
+        (Query(value("entropy_nats"), "entropy"),),
+        unit="suffix: nats",
+    ),
+    Panel("Loss", "Of each step.", (Query(value("loss"), "loss"),), unit="none", below_zero=True),
+    Panel(
+        "Gradient norm",
+        "Before clipping. Not finite ends the run.",
+        (Query(value("grad_norm"), "norm"),),
+        unit="none",
+    ),
+    Panel(
+        "Step and wait, mean",
+        "The wait is for a batch.",
+        (
+            Query(mean("train_step_seconds"), "step"),
+            Query(mean("batch_wait_seconds"), "wait"),
+        ),
+        width=12,
+        unit="s",
+        stacked=True,
+        colors={"step": GREEN, "wait": GREY},
+    ),
+    Panel(
+        "Idle",
+        "Since the start of training, and in the window. High: more engines, or a larger "
+        "rollout.max_staleness.",
+        (
+            Query(value("trainer_idle_ratio"), "since the start"),
+            Query(
+                _share(rate("batch_wait_seconds_sum"), rate("train_step_seconds_sum")),
+                "lately",
+            ),
+        ),
+        width=12,
+        unit="percentunit",
+        maximum=1,
+        limits=((0.8, YELLOW),),
+    ),
+)
+
+HEALTH: Final = (
+    Panel(
+        "Firing alerts",
+        "What to do about each is in docs/monitoring.md.",
+        (Query('ALERTS{alertstate="firing", run="$run"}', "{{alertname}}"),),
+        kind="state-timeline",
+        unit="none",
+        limits=((1, RED),),
+    ),
+    Panel(
+        "Since the run last moved",
+        "Falls to zero all the time; a rising line is a run that stands still, and /health says for what.",
+        (Query(value("seconds_since_progress"), "since progress"),),
+        unit="s",
+        limits=((300, RED),),
+    ),
+    Panel(
+        "Oldest wait",
+        "By what is awaited: a line that only rises is what everything waits for.",
+        (Query(value("oldest_wait_seconds"), "{{awaited}}"),),
+        unit="s",
+    ),
+    Panel(
+        "Unaccounted trajectories",
+        "Dispatched minus in flight, queued, trained and dropped. Not zero for longer than a scrape: "
+        "a bug of ours.",
+        (Query(UNACCOUNTED, "unaccounted"),),
+        unit="none",
+        width=6,
+        limits=((1, RED),),
+        below_zero=True,
+    ),
+    Panel(
+        "Stalls and restarts",
+        "Times in the window that the run stood still, that the event loop was blocked, and that the "
+        "trainer was started again.",
+        (
+            Query(increase("stalls_total", "awaited"), "stall: {{awaited}}"),
+            Query(increase("event_loop_blocked_total"), "event loop blocked"),
+            Query(increase("trainer_restarts_total"), "trainer restarted"),
+        ),
+        unit="none",
+        width=6,
+    ),
+    Panel(
+        "Event loop lag",
+        "Above a second, code that blocks runs on the driver's event loop: in a tool, a reward or an agent "
+        "loop.",
+        (
+            Query(quantile(0.5, "event_loop_lag_seconds"), "p50"),
+            Query(quantile(0.99, "event_loop_lag_seconds"), "p99"),
+        ),
+        unit="s",
+        width=12,
+        limits=((1, RED),),
+    ),
+)
+
+ROWS: Final = {
+    "Flow": FLOW,
+    "Staleness": STALENESS,
+    "Engines": ENGINES,
+    "Weights": WEIGHTS,
+    "Routing": ROUTING,
+    "Trainer": TRAINER,
+    "Health": HEALTH,
+}
+"""From top to bottom."""
