@@ -1,26 +1,24 @@
 """Every Prometheus instrument of a run, declared here and nowhere else, and the two endpoints that show them.
 
 An attribute `x` of `Metrics` is the metric `async_rl_x`. Names end in their unit; counters end in `_total`.
-What each says is its help sentence. Instruments live in a registry of their own, so that two runs in one
-process (the tests) do not meet.
+Each class below is a section of `docs/metrics.md`, which is generated from it (`make docs`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from async_rl.errors import EnvironmentNotReady
+from async_rl.instruments import Instruments, counter, gauge, histogram
 from async_rl.records import StepRecord
-
-PREFIX = "async_rl_"
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 """Waits of a loop wake-up up to a large trainer step."""
@@ -30,8 +28,525 @@ SHARES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """None at all, then from one in a thousand to all."""
 VERSIONS = tuple(float(n) for n in range(17))
 
+_STEP = "orchestrator, after each step, from the trainer's sums over all ranks"
+_BATCH = "orchestrator, after each step, from its batch"
+_PROBE = "trainer.worker, in every step that routing.probe_every names"
+_PULSE = "orchestrator, once a second"
 
-class Metrics:
+
+class PolicyMetrics(Instruments):
+    """The policy, as of the last trainer step."""
+
+    reward = gauge(
+        "Mean reward of the last batch.",
+        source=_BATCH,
+        bad="Flat from the start: all siblings of a group get the same reward, so there is no advantage. "
+        "Easier tasks, more siblings.",
+    )
+    loss = gauge(
+        "Policy loss of the last step.",
+        source=_STEP,
+        bad="Its size says little; one that is not finite ends the run.",
+    )
+    ppo_kl = gauge(
+        "Mean of old minus current log-probs over the last step.",
+        unit="nats",
+        source=_STEP,
+        bad="Grows step by step: lower `trainer.optimizer.lr`. Spikes: look at `grad_norm` and at the parts "
+        "of the rollout KL. With one optimizer step a batch it is 0; if not, the update sees other routing "
+        "than the pass before it.",
+    )
+    ppo_kl_bypass = gauge(
+        "The same where the engines' log-probs stand for the old ones.",
+        unit="nats",
+        source=_STEP,
+        bad="Engine mismatch and staleness are in it too: look at `kl_mismatch_nats` and "
+        "`kl_staleness_nats` to tell them apart.",
+    )
+    clip_fraction = gauge(
+        "Share of tokens whose ratio the last step clipped.",
+        unit="share",
+        source=_STEP,
+        bad="Above 0.2: the policy moves too far in a step, or data is too old.",
+    )
+    entropy_nats = gauge(
+        "Mean entropy of the policy at the trained tokens.",
+        unit="nats",
+        source=_STEP,
+        bad="Falls to 0: collapse. Raise `rollout.temperature`, lower the learning rate.",
+    )
+    grad_norm = gauge(
+        "Gradient norm of the last step, before clipping.",
+        source=_STEP,
+        bad="Not finite: the run ends with `NonFiniteLoss`. Spikes: look at `log_prob_diff_extreme_nats`.",
+    )
+    learning_rate = gauge(
+        "Learning rate of the last step.",
+        source=_STEP,
+        bad="Not what the config says after `trainer.optimizer.warmup_steps` steps.",
+    )
+
+
+class AgreementMetrics(Instruments):
+    """Trainer against engines: the parts of the rollout KL."""
+
+    rollout_kl = gauge(
+        "Mean of rollout minus the trainer's log-probs before the last step, by versions of lag (0, 1, 2+).",
+        "lag",
+        unit="nats",
+        source=_STEP,
+        bad="Away from 0 at lag 0: engine and trainer differ at equal weights. Grows with the lag: "
+        "staleness; lower `rollout.max_staleness` or the learning rate.",
+    )
+    kl_mismatch_nats = gauge(
+        "Engine mismatch: half the mean squared log-prob difference of tokens sampled at the trainer's "
+        "version.",
+        unit="nats",
+        source=_STEP,
+        bad="A jump: weights did not arrive as they were sent, or routing is replayed wrongly. Steadily "
+        "above 1e-3: other kernels or types in the engine; compare `model.dtype`, look at `kl_routing_nats`.",
+    )
+    kl_staleness_nats = gauge(
+        "Staleness: what tokens sampled by earlier versions have beyond the engine mismatch.",
+        unit="nats",
+        source=_STEP,
+        bad="Above 0.01: data is too old for steps of this size; lower `rollout.max_staleness` or the "
+        "learning rate.",
+    )
+    kl_routing_nats = gauge(
+        "Routing: what replaying the engines' routing takes away from the mismatch, by a probe at lag 0.",
+        unit="nats",
+        source=_PROBE,
+        bad="Negative: replay makes it worse, so the rows are not those that the engine used; see "
+        "docs/routing-replay.md. Positive is what `routing.replay` is good for.",
+    )
+    routing_probe_abs_diff_nats = gauge(
+        "Mean absolute trainer minus rollout log-prob of the probe's lag-0 tokens, by routing (native, "
+        "replayed).",
+        "routing",
+        unit="nats",
+        source=_PROBE,
+        bad="`replayed` not below `native`: replay does not help; the rows are not those of the engine's calls.",
+    )
+    log_prob_diff_nats = gauge(
+        "Mean of trainer minus rollout log-prob over all trained tokens.",
+        unit="nats",
+        source=_STEP,
+        bad="A steady bias: sampling settings that the log-probs do not know of (`rollout.top_p` below 1).",
+    )
+    log_prob_abs_diff_nats = gauge(
+        "Mean absolute trainer minus rollout log-prob over all trained tokens.",
+        unit="nats",
+        source=_STEP,
+        bad="Far above `lag0_log_prob_abs_diff_nats`: staleness.",
+    )
+    lag0_log_prob_abs_diff_nats = gauge(
+        "The same over tokens sampled at the trainer's own version: the engines' mismatch alone.",
+        unit="nats",
+        source=_STEP,
+        bad="Above about 1e-5 in float32 or 1e-2 in bfloat16: as `kl_mismatch_nats`.",
+    )
+    log_prob_diff_extreme_nats = gauge(
+        "Largest absolute trainer minus rollout log-prob of any trained token.",
+        unit="nats",
+        source=_STEP,
+        bad="Jumps alone, with the means where they were: single broken tokens. `extremes` in "
+        "`metrics.jsonl` names trajectory, position and lag.",
+    )
+    importance_ratio_mean = gauge(
+        "Mean of exp(old - rollout) over the last batch, before truncation.",
+        source=_STEP,
+        bad="Far from 1: data is too old; lower `rollout.max_staleness`.",
+    )
+    importance_ratio = gauge(
+        "Percentiles of exp(trainer - rollout log-prob) before the step, exact over all ranks "
+        "(0.01, 0.5, 0.99, 0.999).",
+        "quantile",
+        source=_STEP,
+        bad="The 0.99 near `trainer.loss.importance_cap`: the cap bites on more than single tokens.",
+    )
+    effective_sample_share = gauge(
+        "Effective sample size of the truncated importance weights, over the trained tokens.",
+        unit="share",
+        source=_STEP,
+        bad="Below 0.5: few tokens carry the gradient; lower `rollout.max_staleness`.",
+    )
+
+
+class FlowMetrics(Instruments):
+    """Trajectories, from dispatch to settlement; dispatched = in flight + queued + trained + dropped."""
+
+    trajectories_dispatched_total = counter(
+        "Trajectories handed to an agent loop.",
+        source="queue.trajectory_queue, at dispatch",
+        bad="Does not rise: admission is closed, which `oldest_wait_seconds` explains.",
+    )
+    trajectories_in_flight = gauge(
+        "Trajectories dispatched and not yet finished with their group.",
+        source=_PULSE,
+        bad="Far below `rollout.max_concurrent_trajectories`: the staleness bound holds work back, or the "
+        "data has ended.",
+    )
+    trajectories_queued = gauge(
+        "Trajectories of finished groups that wait for the trainer.",
+        source=_PULSE,
+        bad="At its bound all the time: the trainer is the bottleneck. Always 0: the engines are.",
+    )
+    trajectories_trained_total = counter(
+        "Trajectories consumed by a trainer step.",
+        source="queue.trajectory_queue, when a batch is settled",
+        bad="Dispatched minus in flight, queued, trained and dropped is not 0 for longer than a scrape: a "
+        "bug of ours; please report it.",
+    )
+    trajectories_dropped_total = counter(
+        "Trajectories that will never be trained, by reason.",
+        "reason",
+        source="queue.trajectory_queue, when they are dropped",
+        bad="Rises: work is lost; docs/staleness.md explains the reasons.",
+    )
+    queue_bytes = gauge(
+        "Bytes of finished trajectories held in the spool.",
+        unit="bytes",
+        source=_PULSE,
+        bad="Near `queue.max_bytes`: dispatch stops there; raise it or lower `rollout.max_staleness`.",
+    )
+    trajectory_tokens = histogram(
+        "Tokens of finished trajectories, prompt and all turns.",
+        buckets=TOKENS,
+        unit="tokens",
+        source=_BATCH,
+        bad="Piles up at `rollout.max_context_tokens`: answers are cut.",
+    )
+    staleness_versions = histogram(
+        "Trainer version minus oldest sampled version of each trained trajectory.",
+        buckets=VERSIONS,
+        unit="versions",
+        source=_BATCH,
+        bad="Never above `rollout.max_staleness`. Mostly at it: rollouts are too far ahead; fewer engines "
+        "or a faster trainer.",
+    )
+    length_ks = gauge(
+        "Kolmogorov-Smirnov distance of trained trajectories' lengths from those of all that ended.",
+        source=_BATCH,
+        bad="Above 0.05: long (or short) answers are lost out of proportion; docs/staleness.md.",
+    )
+    masked_tokens_total = counter(
+        "Sampled tokens of trained trajectories that were too old to be trained on.",
+        unit="tokens",
+        source=_BATCH,
+        bad="A large share of `sampled_tokens_total`: raise `rollout.max_staleness`.",
+    )
+    stage_wait_seconds = histogram(
+        "Waiting of one piece of work in one stage (admission, engine, queue).",
+        "stage",
+        buckets=SECONDS,
+        unit="seconds",
+        source="engines.pool and queue.trajectory_queue, when a wait ends",
+        bad="The stage with the long waits is the one before the bottleneck.",
+    )
+    trajectory_retries_total = counter(
+        "Attempts at trajectories after their first one failed.",
+        source="rollout.manager, before a retry",
+        bad="Rises: a loop, tool or reward fails; the log says which.",
+    )
+    task_retries_total = counter(
+        "Times a task was given out again because its group was lost.",
+        "reason",
+        source="rollout.manager, when a task goes back",
+        bad="Rises: as `trajectories_dropped_total`.",
+    )
+    tool_calls_total = counter(
+        "Tool calls by status (ok, error).",
+        "status",
+        source="rollout, after each tool call",
+        bad="`error` rises: tools that raise or time out; the model reads the error as text.",
+    )
+    sampled_tokens_total = counter(
+        "Tokens sampled by engines.",
+        unit="tokens",
+        source="rollout, after each engine call",
+        bad="Does not rise while trajectories are in flight: see `seconds_since_progress`.",
+    )
+    trained_tokens_total = counter(
+        "Tokens the policy wrote that were trained on.",
+        unit="tokens",
+        source=_STEP,
+        bad="Far below `sampled_tokens_total` at the end of a run: work is dropped or masked.",
+    )
+    tokens_per_second = gauge(
+        "Tokens sampled per second over the last step.",
+        unit="tokens per second",
+        source=_BATCH,
+        bad="Falls: engines are down, idle, or answers have become long.",
+    )
+
+
+class PartialMetrics(Instruments):
+    """Partial rollouts and what a restart takes over."""
+
+    interruptions_total = counter(
+        "Engine calls cut short by a weight update.",
+        source="rollout, when a call ends so",
+        bad="None is lost. Many a trajectory: updates are frequent against the length of answers.",
+    )
+    resumes_total = counter(
+        "Engine calls that continued an interrupted turn.",
+        source="rollout, when a turn is continued",
+        bad="Far below `interruptions_total`: interrupted work is not taken up again.",
+    )
+    failovers_total = counter(
+        "Engine calls moved to another engine because theirs failed.",
+        source="rollout, when a call fails",
+        bad="Rises: engines fail; look at `engine_quarantined_total`.",
+    )
+    journal_bytes = gauge(
+        "Size of the journal of trajectories in flight.",
+        unit="bytes",
+        source="queue.journal, after each write",
+        bad="Above 8 bytes for each token in flight, times four: compaction does not keep up.",
+    )
+    journal_written_bytes_total = counter(
+        "Bytes written to the journal, compaction included.",
+        unit="bytes",
+        source="queue.journal, after each write",
+        bad="Near what the disk can write: raise `queue.journal_s`.",
+    )
+    journal_corrupt_records_total = counter(
+        "Records of the journal that failed their checksum at a restart.",
+        source="queue.journal, at start",
+        bad="Above 0: the disk lies.",
+    )
+    resumed_tokens_total = counter(
+        "Sampled tokens that were taken over from the journal after a restart.",
+        unit="tokens",
+        source="rollout, when a trajectory goes on",
+        bad="0 after a restart that had work in flight: set `queue.journal_s`.",
+    )
+    resume_discarded_tokens_total = counter(
+        "Sampled tokens of the journal that were not used, because an agent loop took another course.",
+        unit="tokens",
+        source="rollout, when a trajectory leaves its journal",
+        bad="A large share of those resumed: a tool or loop does not do the same twice; docs/recovery.md.",
+    )
+
+
+class RoutingMetrics(Instruments):
+    """Routing replay."""
+
+    routing_rows_total = counter(
+        "Routing rows checked before training.",
+        unit="rows",
+        source=_STEP,
+        bad="0 with `routing.replay: r3`: nothing is replayed.",
+    )
+    routing_rows_invalid_total = counter(
+        "Routing rows never reported, so replayed natively by the trainer.",
+        unit="rows",
+        source=_STEP,
+        bad="Above 1% of `routing_rows_total`: engines do not report routing; only servers that "
+        "we start are told to, and only of MoE models.",
+    )
+    replay_rejected_total = counter(
+        "Times routing was rejected because it does not fit, by reason.",
+        "reason",
+        source="rollout.rows and queue.packing, when rows are checked",
+        bad="Above 0: the reasons are explained at `Misalignment` in `async_rl/errors.py`.",
+    )
+    routing_payloads_total = counter(
+        "Answers that came with routing: of all tokens (full), of the end only (delta), for it alone "
+        "(recovery).",
+        "kind",
+        source="rollout.rows, with each answer",
+        bad="Mostly `full` with several turns: calls move between engines. Many `recovery`: calls end "
+        "without rows, so engines die or aborts meet queued calls.",
+    )
+    routing_mixed_versions_total = counter(
+        "Answers whose rows are of several weight versions, though updates flush the prefix cache.",
+        source="rollout.rows, with each answer",
+        bad="Above 0: the flush did not happen, or weights changed under a running call. The engine gets a "
+        "strike.",
+    )
+    routing_flip_ratio = histogram(
+        "Share of the experts of an interrupted turn's tokens that the next weights replaced; a sample.",
+        buckets=SHARES,
+        unit="share",
+        source="rollout.rows, when a turn goes on under new weights",
+        bad="Near 1: the turn's old log-probs are of another function; lower the learning rate or "
+        "`rollout.max_staleness`.",
+    )
+
+
+class EngineMetrics(Instruments):
+    """Engines."""
+
+    engine_up = gauge(
+        "1 while an engine takes requests, else 0.",
+        "engine",
+        source="engines.pool, when its state changes",
+        bad="0 for longer than a weight update: it failed; its log is in the run folder.",
+    )
+    engine_weight_version = gauge(
+        "Weight version an engine was last attested at.",
+        "engine",
+        unit="versions",
+        source="engines.pool, when it is attested",
+        bad="Behind `trainer_weight_version` for longer than an update: the engine is left behind.",
+    )
+    engine_running_requests = gauge(
+        "Calls that are open on an engine.",
+        "engine",
+        source="engines.pool, at the begin and end of each call",
+        bad="Very unequal between engines: see `engine_load_imbalance`.",
+    )
+    engine_quarantined_total = counter(
+        "Times an engine was taken out of service.",
+        "engine",
+        source="engines.pool, when it happens",
+        bad="Rises: the engine fails again and again; its log says why, docs/engines.md what is tried.",
+    )
+    engine_restarts_total = counter(
+        "Restarts of engines by result (ok, failed).",
+        "engine",
+        "result",
+        source="engines.repair, after each try",
+        bad="`failed` rises: the machine cannot run it any more.",
+    )
+    engine_stalls_total = counter(
+        "What an engine was found not to do: answer (unreachable), go on with any call (silent), with "
+        "one of several (call), or begin one (overtaken).",
+        "engine",
+        "kind",
+        source="engines.health, when it finds one",
+        bad="Rises: docs/engines.md explains each kind and its limit.",
+    )
+    engine_load_imbalance = gauge(
+        "Highest load of a serving engine in tokens, over the mean of all.",
+        source="engines.health, at each look",
+        bad="Above 2 for long: few, very long trajectories, or engines that came back.",
+    )
+    first_token_seconds = histogram(
+        "From asking for an engine to the first token: of a new trajectory, the next call of one whose "
+        "prefix is cached, or one that must be prefilled again.",
+        "kind",
+        buckets=SECONDS,
+        unit="seconds",
+        source="engines.pool, with the first token of each call",
+        bad="Grows: engines are overloaded, or prefixes are lost (`prefilled_again_tokens_total`).",
+    )
+    prefilled_again_tokens_total = counter(
+        "Tokens whose keys and values had been computed before, by why they were lost (update, failover, "
+        "moved, evicted).",
+        "cause",
+        unit="tokens",
+        source="engines.pool, with the first token of each call",
+        bad="`evicted` or `moved` rise: too little cache, or too little stickiness.",
+    )
+    engine_idle_ratio = gauge(
+        "Share of engine time without any call, since the start of training.",
+        unit="share",
+        source=_BATCH,
+        bad="High: rollouts wait for the trainer. More ranks, or fewer engines.",
+    )
+    engine_standstill_seconds = histogram(
+        "Time an engine took no requests in a weight update, beyond the transfer itself.",
+        buckets=SECONDS,
+        unit="seconds",
+        source="weights.sync, after each update of an engine",
+        bad="Above 0.1: aborting, verifying or resuming is slow; docs/weight-sync.md.",
+    )
+
+
+class TrainerMetrics(Instruments):
+    """Trainer and weights."""
+
+    trainer_weight_version = gauge(
+        "Weight version the trainer holds.",
+        unit="versions",
+        source=_BATCH,
+        bad="Does not rise: see `trainer_idle_ratio`.",
+    )
+    trainer_restarts_total = counter(
+        "Times the trainer was started again from its newest checkpoint.",
+        source="orchestrator, before each restart",
+        bad="Rises: ranks die or hang; the run ends after `trainer.max_restarts`.",
+    )
+    weight_sync_seconds = histogram(
+        "Duration of a weight update by phase (interrupt, transfer, verify, total).",
+        "phase",
+        buckets=SECONDS,
+        unit="seconds",
+        source="weights.sync, after each update",
+        bad="The longest phase is where the time goes; docs/weight-sync.md.",
+    )
+    train_step_seconds = histogram(
+        "Duration of a trainer step.",
+        buckets=SECONDS,
+        unit="seconds",
+        source=_STEP,
+        bad="Longer than the rollouts of a batch take: the trainer is the bottleneck.",
+    )
+    batch_wait_seconds = histogram(
+        "Time the trainer waited for a batch before a step.",
+        buckets=SECONDS,
+        unit="seconds",
+        source=_BATCH,
+        bad="Long: the engines are the bottleneck. More engines, or a larger `rollout.max_staleness`.",
+    )
+    trainer_idle_ratio = gauge(
+        "Share of time the trainer waited for a batch, since the start of training.",
+        unit="share",
+        source=_BATCH,
+        bad="High: as `batch_wait_seconds`.",
+    )
+
+
+class HealthMetrics(Instruments):
+    """Standing still."""
+
+    seconds_since_progress = gauge(
+        "Seconds since a token, the end of a trajectory, a step or an engine that serves.",
+        unit="seconds",
+        source="doctor, at each look",
+        bad="Above 300 (or the longest trainer step, where rollouts reach their bound during it): alert on "
+        "this one; `async-rl doctor` says what is waited for.",
+    )
+    oldest_wait_seconds = gauge(
+        "Age of the oldest open wait, by what is awaited; 0 for none.",
+        "awaited",
+        unit="seconds",
+        source="doctor, at each look",
+        bad="The one that only rises is what everything waits for.",
+    )
+    stalls_total = counter(
+        "Times the run stood still or a wait was over its limit, by what was awaited.",
+        "awaited",
+        source="doctor, when it finds one",
+        bad="Above 0: look into the log.",
+    )
+    event_loop_lag_seconds = histogram(
+        "How late the event loop came to a tick of a second.",
+        buckets=SECONDS,
+        unit="seconds",
+        source="watchdog, each second",
+        bad="A p99 above 1: blocking code in a tool, reward or loop.",
+    )
+    event_loop_blocked_total = counter(
+        "Times the event loop stood still for `doctor.blocked_s`.",
+        source="watchdog, when it happens",
+        bad="Above 0: the log has the stack.",
+    )
+
+
+class Metrics(
+    PolicyMetrics,
+    AgreementMetrics,
+    FlowMetrics,
+    PartialMetrics,
+    RoutingMetrics,
+    EngineMetrics,
+    TrainerMetrics,
+    HealthMetrics,
+):
     """All instruments of one run.
 
     Example:
@@ -39,243 +554,12 @@ class Metrics:
         >>> metrics.trajectories_dropped_total.labels(reason="stale").inc()
     """
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(PREFIX + name, text, labels, registry=self.registry)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(PREFIX + name, text, labels, registry=self.registry)
-
-        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-            return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
-
-        # The policy, as of the last trainer step.
-        self.reward = gauge("reward", "Mean reward of the last batch.")
-        self.loss = gauge("loss", "Policy loss of the last step.")
-        self.ppo_kl = gauge("ppo_kl", "Mean of old minus current log-probs over the last step, nats.")
-        self.ppo_kl_bypass = gauge(
-            "ppo_kl_bypass", "The same where the engines' log-probs stand for the old ones, nats."
-        )
-        self.rollout_kl = gauge(
-            "rollout_kl",
-            "Mean of rollout minus the trainer's log-probs before the last step, nats, by versions of lag.",
-            "lag",
-        )
-        self.clip_fraction = gauge("clip_fraction", "Share of tokens whose ratio the last step clipped.")
-        self.entropy_nats = gauge("entropy_nats", "Mean entropy of the policy at the trained tokens, nats.")
-        self.grad_norm = gauge("grad_norm", "Gradient norm of the last step, before clipping.")
-        self.importance_ratio_mean = gauge(
-            "importance_ratio_mean", "Mean of exp(old - rollout) over the last batch, before truncation."
-        )
-        self.log_prob_diff_nats = gauge(
-            "log_prob_diff_nats", "Mean of trainer minus rollout log-prob over all trained tokens, nats."
-        )
-        self.log_prob_abs_diff_nats = gauge(
-            "log_prob_abs_diff_nats",
-            "Mean absolute trainer minus rollout log-prob over all trained tokens, nats.",
-        )
-        self.lag0_log_prob_abs_diff_nats = gauge(
-            "lag0_log_prob_abs_diff_nats",
-            "The same over tokens sampled at the trainer's own version: the engines' mismatch alone.",
-        )
-
-        # Trajectories, from dispatch to settlement:
-        # dispatched = in_flight + queued + trained + dropped, always.
-        self.trajectories_dispatched_total = counter(
-            "trajectories_dispatched_total", "Trajectories handed to an agent loop."
-        )
-        self.trajectories_in_flight = gauge(
-            "trajectories_in_flight", "Trajectories dispatched and not yet finished with their group."
-        )
-        self.trajectories_queued = gauge(
-            "trajectories_queued", "Trajectories of finished groups that wait for the trainer."
-        )
-        self.trajectories_trained_total = counter(
-            "trajectories_trained_total", "Trajectories consumed by a trainer step."
-        )
-        self.trajectories_dropped_total = counter(
-            "trajectories_dropped_total", "Trajectories that will never be trained, by reason.", "reason"
-        )
-        self.queue_bytes = gauge("queue_bytes", "Bytes of finished trajectories held in the spool.")
-        self.trajectory_tokens = histogram(
-            "trajectory_tokens", "Tokens of finished trajectories, prompt and all turns.", TOKENS
-        )
-        self.staleness_versions = histogram(
-            "staleness_versions",
-            "Trainer version minus oldest sampled version of each trained trajectory.",
-            VERSIONS,
-        )
-        self.length_ks = gauge(
-            "length_ks",
-            "Kolmogorov-Smirnov distance of trained trajectories' lengths from those of all that ended.",
-        )
-        self.masked_tokens_total = counter(
-            "masked_tokens_total",
-            "Sampled tokens of trained trajectories that were too old to be trained on.",
-        )
-        self.stage_wait_seconds = histogram(
-            "stage_wait_seconds",
-            "Waiting of one piece of work in one stage (admission, engine, queue).",
-            SECONDS,
-            "stage",
-        )
-        self.trajectory_retries_total = counter(
-            "trajectory_retries_total", "Attempts at trajectories after their first one failed."
-        )
-        self.task_retries_total = counter(
-            "task_retries_total", "Times a task was given out again because its group was lost.", "reason"
-        )
-        self.tool_calls_total = counter("tool_calls_total", "Tool calls by status (ok, error).", "status")
-        self.sampled_tokens_total = counter("sampled_tokens_total", "Tokens sampled by engines.")
-        self.trained_tokens_total = counter(
-            "trained_tokens_total", "Tokens the policy wrote that were trained on."
-        )
-        self.tokens_per_second = gauge("tokens_per_second", "Tokens sampled per second over the last step.")
-
-        # Partial rollouts.
-        self.interruptions_total = counter(
-            "interruptions_total", "Engine calls cut short by a weight update."
-        )
-        self.resumes_total = counter("resumes_total", "Engine calls that continued an interrupted turn.")
-        self.failovers_total = counter(
-            "failovers_total", "Engine calls moved to another engine because theirs failed."
-        )
-
-        # Resume after a restart of this process.
-        self.journal_bytes = gauge("journal_bytes", "Size of the journal of trajectories in flight.")
-        self.journal_written_bytes_total = counter(
-            "journal_written_bytes_total", "Bytes written to the journal, compaction included."
-        )
-        self.journal_corrupt_records_total = counter(
-            "journal_corrupt_records_total", "Records of the journal that failed their checksum at a restart."
-        )
-        self.resumed_tokens_total = counter(
-            "resumed_tokens_total", "Sampled tokens that were taken over from the journal after a restart."
-        )
-        self.resume_discarded_tokens_total = counter(
-            "resume_discarded_tokens_total",
-            "Sampled tokens of the journal that were not used, because an agent loop took another course.",
-        )
-
-        # Routing replay.
-        self.routing_rows_total = counter("routing_rows_total", "Routing rows checked before training.")
-        self.routing_rows_invalid_total = counter(
-            "routing_rows_invalid_total", "Routing rows never reported, so replayed natively by the trainer."
-        )
-        self.replay_rejected_total = counter(
-            "replay_rejected_total",
-            "Times routing was rejected because it does not fit, by reason.",
-            "reason",
-        )
-        self.routing_payloads_total = counter(
-            "routing_payloads_total",
-            "Answers that came with routing: of all tokens (full), of the end only (delta), for it alone "
-            "(recovery).",
-            "kind",
-        )
-        self.routing_mixed_versions_total = counter(
-            "routing_mixed_versions_total",
-            "Answers whose rows are of several weight versions, though updates flush the prefix cache.",
-        )
-        self.routing_flip_ratio = histogram(
-            "routing_flip_ratio",
-            "Share of the experts of an interrupted turn's tokens that the next weights replaced; a sample.",
-            SHARES,
-        )
-
-        # Engines.
-        self.engine_up = gauge("engine_up", "1 while an engine takes requests, else 0.", "engine")
-        self.engine_weight_version = gauge(
-            "engine_weight_version", "Weight version an engine was last attested at.", "engine"
-        )
-        self.engine_running_requests = gauge(
-            "engine_running_requests", "Calls that are open on an engine.", "engine"
-        )
-        self.engine_quarantined_total = counter(
-            "engine_quarantined_total", "Times an engine was taken out of service.", "engine"
-        )
-        self.engine_restarts_total = counter(
-            "engine_restarts_total", "Restarts of engines by result (ok, failed).", "engine", "result"
-        )
-        self.engine_stalls_total = counter(
-            "engine_stalls_total",
-            "What an engine was found not to do: answer (unreachable), go on with any call (silent), with "
-            "one of several (call), or begin one (overtaken).",
-            "engine",
-            "kind",
-        )
-        self.engine_load_imbalance = gauge(
-            "engine_load_imbalance", "Highest load of a serving engine in tokens, over the mean of all."
-        )
-        self.first_token_seconds = histogram(
-            "first_token_seconds",
-            "From asking for an engine to the first token: of a new trajectory, the next call of one whose "
-            "prefix is cached, or one that must be prefilled again.",
-            SECONDS,
-            "kind",
-        )
-        self.prefilled_again_tokens_total = counter(
-            "prefilled_again_tokens_total",
-            "Tokens whose keys and values had been computed before, by why they were lost (update, failover, "
-            "moved, evicted).",
-            "cause",
-        )
-        self.engine_idle_ratio = gauge(
-            "engine_idle_ratio", "Share of engine time without any call, since the start of training."
-        )
-        self.engine_standstill_seconds = histogram(
-            "engine_standstill_seconds",
-            "Time an engine took no requests in a weight update, beyond the transfer itself.",
-            SECONDS,
-        )
-
-        # Trainer and weights.
-        self.trainer_weight_version = gauge("trainer_weight_version", "Weight version the trainer holds.")
-        self.trainer_restarts_total = counter(
-            "trainer_restarts_total", "Times the trainer was started again from its newest checkpoint."
-        )
-        self.weight_sync_seconds = histogram(
-            "weight_sync_seconds",
-            "Duration of a weight update by phase (interrupt, transfer, verify, total).",
-            SECONDS,
-            "phase",
-        )
-        self.train_step_seconds = histogram("train_step_seconds", "Duration of a trainer step.", SECONDS)
-        self.batch_wait_seconds = histogram(
-            "batch_wait_seconds", "Time the trainer waited for a batch before a step.", SECONDS
-        )
-        self.trainer_idle_ratio = gauge(
-            "trainer_idle_ratio", "Share of time the trainer waited for a batch, since the start of training."
-        )
-
-        # Standing still.
-        self.seconds_since_progress = gauge(
-            "seconds_since_progress",
-            "Seconds since a token, the end of a trajectory, a step or an engine that serves.",
-        )
-        self.oldest_wait_seconds = gauge(
-            "oldest_wait_seconds", "Age of the oldest open wait, by what is awaited; 0 for none.", "awaited"
-        )
-        self.stalls_total = counter(
-            "stalls_total",
-            "Times the run stood still or a wait was over its limit, by what was awaited.",
-            "awaited",
-        )
-        self.event_loop_lag_seconds = histogram(
-            "event_loop_lag_seconds", "How late the event loop came to a tick of a second.", SECONDS
-        )
-        self.event_loop_blocked_total = counter(
-            "event_loop_blocked_total", "Times the event loop stood still for `doctor.blocked_s`."
-        )
-
     def observe_step(self, record: StepRecord) -> None:
         """Take over what a step's record says of policy, routing, tokens and times.
 
         Trajectory counts, engines, staleness and weight updates are reported where they happen.
         """
-        for gauge, figure in (
+        for instrument, figure in (
             (self.reward, record.reward_mean),
             (self.loss, record.loss),
             (self.ppo_kl, record.ppo_kl),
@@ -283,16 +567,33 @@ class Metrics:
             (self.rollout_kl.labels("0"), record.rollout_kl_lag0),
             (self.rollout_kl.labels("1"), record.rollout_kl_lag1),
             (self.rollout_kl.labels("2+"), record.rollout_kl_lag2_up),
+            (self.kl_mismatch_nats, record.kl_mismatch),
+            (self.kl_staleness_nats, record.kl_staleness),
             (self.clip_fraction, record.clip_fraction),
             (self.entropy_nats, record.entropy),
             (self.grad_norm, record.grad_norm),
+            (self.learning_rate, record.learning_rate),
             (self.importance_ratio_mean, record.importance_ratio_mean),
+            (self.importance_ratio.labels("0.01"), record.importance_ratio_p1),
+            (self.importance_ratio.labels("0.5"), record.importance_ratio_p50),
+            (self.importance_ratio.labels("0.99"), record.importance_ratio_p99),
+            (self.importance_ratio.labels("0.999"), record.importance_ratio_p999),
+            (self.effective_sample_share, record.effective_sample_share),
             (self.log_prob_diff_nats, record.log_prob_diff),
             (self.log_prob_abs_diff_nats, record.log_prob_abs_diff),
             (self.lag0_log_prob_abs_diff_nats, record.lag0_log_prob_abs_diff),
+            (self.log_prob_diff_extreme_nats, record.log_prob_diff_extreme),
             (self.length_ks, record.length_ks),
         ):
-            gauge.set(math.nan if figure is None else figure)
+            instrument.set(math.nan if figure is None else figure)
+        if record.kl_routing is not None:  # between two probes the last one stands
+            self.kl_routing_nats.set(record.kl_routing)
+        for routing, figure in (
+            ("native", record.routing_native_abs_diff),
+            ("replayed", record.routing_replayed_abs_diff),
+        ):
+            if figure is not None:
+                self.routing_probe_abs_diff_nats.labels(routing).set(figure)
         self.trainer_weight_version.set(record.weight_version)
         self.tokens_per_second.set(record.tokens_per_s)
         self.trained_tokens_total.inc(record.trained_tokens)

@@ -142,6 +142,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float = 0.0
     """Tokens sampled by all engines since the previous record, per second."""
 
+    @property
+    def log_prob_diff_extreme(self) -> Figure:
+        """Largest absolute log-prob difference, nats; None when no token was trained."""
+        return abs(self.extremes[0].difference) if self.extremes else None
+
 
 class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Where all dispatched trajectories are."""

@@ -436,21 +436,52 @@ TRAINER: Final = (
         below_zero=True,
     ),
     Panel(
+        "What the KL is made of",
+        "Half the mean squared log-prob difference. Routing is what replay takes away, below zero what it "
+        "adds.",
+        (
+            Query(value("kl_mismatch_nats"), "engine mismatch"),
+            Query(value("kl_staleness_nats"), "staleness"),
+            Query(value("kl_routing_nats"), "routing"),
+        ),
+        unit="suffix: nats",
+        below_zero=True,
+    ),
+    Panel(
         "Trainer against rollout",
         "At equal versions it is the mismatch of the two engines alone and must stay flat.",
         (
             Query(value("log_prob_abs_diff_nats"), "all tokens, absolute"),
             Query(value("lag0_log_prob_abs_diff_nats"), "equal versions, absolute"),
             Query(value("log_prob_diff_nats"), "all tokens, signed"),
+            Query(value("routing_probe_abs_diff_nats"), "probe, {{routing}} routing"),
         ),
         unit="suffix: nats",
         below_zero=True,
     ),
     Panel(
+        "Single tokens",
+        "The largest difference of a batch. A jump without one of the means: extremes in metrics.jsonl names "
+        "the token.",
+        (Query(value("log_prob_diff_extreme_nats"), "largest, absolute"),),
+        unit="suffix: nats",
+    ),
+    Panel(
         "Importance ratio",
         "1 when on policy; far from it, data is too old.",
-        (Query(value("importance_ratio_mean"), "mean"),),
+        (
+            Query(value("importance_ratio_mean"), "mean"),
+            Query(value("importance_ratio"), "quantile {{quantile}}"),
+        ),
         unit="none",
+    ),
+    Panel(
+        "Effective samples",
+        "Share of the trained tokens that carry the gradient, after truncation.",
+        (Query(value("effective_sample_share"), "share"),),
+        unit="percentunit",
+        limits=((0.5, YELLOW),),
+        maximum=1,
     ),
     Panel(
         "Clipped tokens",
@@ -473,13 +504,18 @@ TRAINER: Final = (
         unit="none",
     ),
     Panel(
+        "Learning rate",
+        "Of each step.",
+        (Query(value("learning_rate"), "rate"),),
+        unit="sci",
+    ),
+    Panel(
         "Step and wait, mean",
         "The wait is for a batch.",
         (
             Query(mean("train_step_seconds"), "step"),
             Query(mean("batch_wait_seconds"), "wait"),
         ),
-        width=12,
         unit="s",
         stacked=True,
         colors={"step": GREEN, "wait": GREY},
@@ -495,7 +531,6 @@ TRAINER: Final = (
                 "lately",
             ),
         ),
-        width=12,
         unit="percentunit",
         maximum=1,
         limits=((0.8, YELLOW),),

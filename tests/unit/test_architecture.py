@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS = (
     "types errors yaml12",
-    "config routing staleness codec waits processes supervision threads loading chat records "
+    "config routing staleness codec instruments waits processes supervision threads loading chat records "
     "engines.protocol training",
     "metrics report diagnosis watchdog engines queue weights",
     "rollout",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,8 +13,11 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from async_rl.errors import EnvironmentNotReady
+from async_rl.instruments import declared
 from async_rl.metrics import Metrics, serve
 from async_rl.records import StepRecord
+
+PACKAGE = Path(__file__).parents[2] / "async_rl"
 
 
 async def fetch(url: str) -> tuple[int, str]:
@@ -105,3 +110,39 @@ def test_a_step_sets_gauges_and_adds_to_counters() -> None:
     assert value("async_rl_train_step_seconds_sum") == 4.0
     assert value("async_rl_batch_wait_seconds_count") == 2
     assert math.isnan(value("async_rl_ppo_kl") or 0.0)
+
+
+def test_each_declaration_says_its_source_and_what_a_bad_value_means() -> None:
+    for section in declared(Metrics):
+        for name, declaration in section.declarations.items():
+            assert declaration.source, name
+            assert declaration.bad.endswith("."), name
+
+
+def test_a_declaration_names_the_module_that_observes_it() -> None:
+    wrong = {}
+    for name, declaration in (pair for s in declared(Metrics) for pair in s.declarations.items()):
+        places = declaration.source.split(",")[0].split(" and ")
+        if not any(observes(place, name) for place in places):
+            used = [str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if names(file, name)]
+            wrong[name] = f"its source says {places}, but it is named in {used}"
+    assert wrong == {}
+
+
+def observes(place: str, name: str) -> bool:
+    """Whether a module or a package of ours, or the record that carries a figure over, names an attribute."""
+    path = PACKAGE / place.replace(".", "/")
+    files = [*path.rglob("*.py"), path.with_suffix(".py")]
+    if place in ("orchestrator", "trainer.worker"):
+        files = [PACKAGE / "orchestrator.py", PACKAGE / "metrics.py"]
+    return any(names(file, name) for file in files if file.exists())
+
+
+def names(file: Path, attribute: str) -> bool:
+    return re.search(rf"\.{attribute}\b", file.read_text()) is not None
+
+
+def test_no_metric_is_declared_in_two_sections() -> None:
+    names = [name for section in declared(Metrics) for name in section.declarations]
+    assert len(names) == len(set(names))
+    assert len(names) == len(list(Metrics().registry.collect()))
