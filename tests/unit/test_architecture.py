@@ -19,7 +19,7 @@ LAYERS = (
     "recovery",
     "doctor orchestrator",
     "placement simulation",
-    "reference preflight checkup plan train commands cli",
+    "reference preflight checkup plan inspection train commands cli",
 )
 """A module imports from its own layer and the ones before it."""
 

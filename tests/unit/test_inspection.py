@@ -1,0 +1,245 @@
+"""`async-rl inspect` and what it shows of a trajectory."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from async_rl.chat import load_chat_format
+from async_rl.cli import main
+from async_rl.config import load_config
+from async_rl.errors import AgentLoopError
+from async_rl.inspection.browse import abbreviate
+from async_rl.inspection.portrait import decoder, portray, token_numbers
+from async_rl.inspection.show import show
+from async_rl.queue.archive import Archive, kept
+from async_rl.queue.ledger import Ledger
+from async_rl.reference import resolved_yaml
+from async_rl.types import Context, Outcome, Sampled, Segment, Trajectory
+from tests.support.run_config import write_run
+from tests.support.trajectories import make_trajectory
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
+
+
+def sampled(ids: np.ndarray, version: int, reason: str = "stop", low: float = -0.5) -> Sampled:
+    log_probs = np.full(len(ids), -0.25, np.float32)
+    log_probs[-1] = low
+    return Sampled(
+        token_ids=ids,
+        rollout_log_probs=log_probs,
+        weight_version=version,
+        engine_id=f"engine-{version % 2}",
+        finish_reason=reason,
+    )
+
+
+@pytest.fixture
+def trajectory(calculator: Path) -> Trajectory:
+    """A call of the calculator that a weight update cut in two, and an answer."""
+    chat = load_chat_format(calculator / "model")
+
+    def ids(text: str) -> np.ndarray:
+        return np.array(chat.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    call, answer = ids(CALL + "<|im_end|>"), ids("2 + 2 = 4.<|im_end|>")
+    segments: list[Segment] = [
+        Context(token_ids=chat.prompt_ids([{"role": "user", "content": "What is 2 + 2?"}])),
+        sampled(call[:9], 3, "abort"),
+        sampled(call[9:], 4),
+        Context(token_ids=chat.append_ids([{"role": "tool", "content": "4"}])),
+        sampled(answer, 4, low=-7.0),
+    ]
+    return Trajectory(
+        trajectory_id="0198aaaa" + "0" * 24,
+        group_id="g",
+        task_id="sum-1",
+        segments=tuple(segments),
+        trace=None,
+        outcome=Outcome(
+            stop_reason="completed",
+            reward=1.0,
+            reward_parts={"reward": 1.0, "format": 0.5},
+            num_turns=2,
+            num_tool_calls=1,
+            num_interruptions=1,
+            num_resumes=1,
+        ),
+    )
+
+
+def printed(trajectory: Trajectory, calculator: Path, *, colour: bool = False, special: bool = False) -> str:
+    decode = decoder(load_chat_format(calculator / "model"), special=special)
+    out = io.StringIO()
+    console = Console(file=out, width=140, force_terminal=colour, no_color=not colour)
+    show(console, portray(kept(trajectory), decode))
+    return out.getvalue()
+
+
+def test_turns_tools_and_versions_are_told_apart_in_words(trajectory: Trajectory, calculator: Path) -> None:
+    text = printed(trajectory, calculator)
+    lines = text.splitlines()
+    headings = [line.split("·")[0].strip("─ ") for line in lines if " tokens, " in line and "·" in line]
+    assert headings == ["prompt", "turn 1", "tool", "turn 2"]
+    assert "⟨v3 engine-1⟩<tool_call>" in text
+    assert "⟨abort → v4 engine-0⟩" in text
+    assert "2 + 2 = 4.⟨stop⟩" in text
+    assert "1.000 (format 0.500)" in text
+    assert "masked" in next(line for line in lines if "── tool" in line or "tool ·" in line)
+    assert "least -7.000 ('<|im_end|>')" not in text
+    assert "<|im_start|>" not in text
+    assert "\x1b" not in text
+
+
+def test_special_tokens_and_colours_are_shown_on_wish(trajectory: Trajectory, calculator: Path) -> None:
+    assert "<|im_start|>assistant" in printed(trajectory, calculator, special=True)
+    coloured = printed(trajectory, calculator, colour=True)
+    first, second = coloured.index("<tool_call>"), coloured.index("</tool_call>")
+    assert coloured[:first].rsplit("\x1b", 1)[1] != coloured[:second].rsplit("\x1b", 1)[1]
+
+
+def test_the_whole_text_is_there_once_when_a_character_is_cut_in_two(
+    trajectory: Trajectory, calculator: Path
+) -> None:
+    chat = load_chat_format(calculator / "model")
+    ids = np.array(chat.tokenizer.encode("a😀b", add_special_tokens=False), np.int32)
+    assert len(ids) > 3, "the character is of several tokens"
+    for cut in range(1, len(ids)):
+        parts = (trajectory.segments[0], sampled(ids[:cut], 1, "abort"), sampled(ids[cut:], 2))
+        _, policy = portray(kept(replace(trajectory, segments=parts)), decoder(chat)).passages
+        assert policy.text == "a😀b"
+        assert "".join(call.text for call in policy.calls) == "a😀b"
+        assert "\N{REPLACEMENT CHARACTER}" not in policy.calls[0].text
+
+
+def test_tokens_that_grew_too_old_are_masked(trajectory: Trajectory) -> None:
+    portrait = portray(kept(trajectory), token_numbers, oldest_trained=4)
+    first = portrait.passages[1]
+    assert [call.masked for call in first.calls] == [9, 0]
+    assert portrait.trained_tokens == trajectory.num_sampled_tokens - 9
+    assert portrait.weight_versions == (3, 4)
+
+
+def test_log_probs_are_of_sampled_tokens_alone(trajectory: Trajectory) -> None:
+    figures = portray(kept(trajectory), token_numbers).log_probs
+    assert figures is not None
+    values = trajectory.rollout_log_probs[trajectory.response_mask]
+    assert figures.mean == pytest.approx(float(values.mean()))
+    assert figures.min == -7.0
+
+
+def test_an_attempt_that_wrote_nothing_can_be_shown(calculator: Path) -> None:
+    empty = replace(
+        make_trajectory("a", routing=False), segments=(), outcome=Outcome(stop_reason="error", error="x")
+    )
+    assert "0 tokens" not in printed(empty, calculator)
+    assert "error" in printed(empty, calculator)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, trajectory: Trajectory, calculator: Path) -> Path:
+    """The folder of a run that trained one trajectory, dropped one and failed another."""
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    config = load_config(write_run(tmp_path), [f"model.path={calculator / 'model'}"])
+    (folder / "config.yaml").write_text(resolved_yaml(config))
+    archive = Archive(folder / "trajectories.sqlite", keep=10)
+    archive.ended(trajectory, 1)
+    archive.trained([trajectory.trajectory_id], 5)
+    archive.ended(make_trajectory("0198bbbb1", sampled=[(30, 1)], reward=0.0), 1)
+    archive.dropped(["0198bbbb1"], "overage")
+    archive.failed(
+        make_trajectory("0198bbbb2", reward=None), 1, AgentLoopError("agent loop x raised KeyError")
+    )
+    archive.close()
+    ledger = Ledger(folder / "ledger.sqlite")
+    ledger.dispatch("g", "sum-1", 7, [trajectory.trajectory_id], 3)
+    ledger.close()
+    return folder
+
+
+def table(run_dir: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    assert main(["inspect", str(run_dir), "--json", *options]) == 0
+    return [row["trajectory_id"] for row in json.loads(capsys.readouterr().out)]
+
+
+def test_the_table_is_filtered_and_sorted(
+    run_dir: Path, trajectory: Trajectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = trajectory.trajectory_id
+    assert table(run_dir, capsys) == ["0198bbbb2", "0198bbbb1", whole]
+    assert table(run_dir, capsys, "--status", "dropped", "--reason", "OVER") == ["0198bbbb1"]
+    assert table(run_dir, capsys, "--min-reward", "0.5") == [whole]
+    assert table(run_dir, capsys, "--max-reward", "0.5") == ["0198bbbb1"]
+    assert table(run_dir, capsys, "--sort", "longest", "--limit", "1") == [whole]
+    assert table(run_dir, capsys, "--sort", "most-interrupted")[0] == whole
+    assert table(run_dir, capsys, "--task", "sum-1", "--reason", "KeyError") == []
+
+
+def test_the_table_names_each_so_that_it_can_be_asked_for(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["inspect", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "trained in step 5" in out
+    assert "dropped: overage" in out
+    assert "in flight 1, queued 0" in out
+    assert main(["inspect", str(run_dir), "0198bbbb1"]) == 0
+    assert "trajectory 0198bbbb1" in capsys.readouterr().out
+
+
+def test_one_is_shown_with_its_history_when_its_id_is_begun(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["inspect", str(run_dir), "0198a"]) == 0
+    out = capsys.readouterr().out
+    assert "trained in step 5" in out
+    assert "in the ledger: in_flight; task at position 7" in out
+    assert main(["inspect", str(run_dir), "0198a", "--json"]) == 0
+    portrait = json.loads(capsys.readouterr().out)
+    assert [passage["role"] for passage in portrait["passages"]] == ["prompt", "policy", "tool", "policy"]
+    assert portrait["passages"][1]["calls"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["0198"], "several trajectories begin with '0198'"),
+        (["ffff"], "no trajectory begins with 'ffff' among the 3"),
+    ],
+)
+def test_one_sentence_when_an_id_names_not_exactly_one(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["inspect", str(run_dir), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_one_sentence_when_there_is_no_such_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "nowhere"]) == 2
+    assert "no run folder 'nowhere'" in capsys.readouterr().err
+
+
+def test_token_numbers_are_shown_when_the_model_is_gone(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / "config.yaml").unlink()
+    assert main(["inspect", str(run_dir), "0198bbbb1"]) == 0
+    assert "tokens are shown as their numbers" in capsys.readouterr().out
+
+
+def test_beginnings_are_as_long_as_they_must_be() -> None:
+    assert abbreviate(["0123456789a", "0123456789b"], ["0123456789a", "0123456789b"]) == [
+        "0123456789a",
+        "0123456789b",
+    ]
+    assert abbreviate(["01234567890"], ["01234567890", "0123456788"]) == ["0123456789"]
+    assert abbreviate([], []) == []
