@@ -19,5 +19,5 @@ class SingleTurnLoop(AgentLoop):
 
     async def run(self, task: Task, session: Session) -> None:
         """See `AgentLoop.run`."""
-        session.start(task.messages)
+        session.start(task.messages, task.tools)
         await session.generate(stop=self._stop)

@@ -72,38 +72,237 @@ class ModelConfig(_Strict, frozen=True, kw_only=True):
     ] = "bfloat16"
 
 
-class DataConfig(_Strict, frozen=True, kw_only=True):
-    """Where tasks come from. Each row: `messages` (or a `prompt`), an `answer`, anything else is metadata."""
+class RowsConfig(_Strict, frozen=True, kw_only=True):
+    """How the rows of a dataset are read. A key may be dotted: `reward_model.ground_truth`."""
+
+    schema: Annotated[
+        Literal["auto", "plain", "verl", "slime"] | None,
+        Meta(
+            description=(
+                "Which keys a row has, where they are not named here; `auto` looks at the first row, and "
+                "`async-rl check` says what it found; see docs/datasets.md. Null takes `data.schema`, which "
+                "is `auto`."
+            )
+        ),
+    ] = None
+    messages_key: Annotated[
+        str | None, Meta(description="Key of the chat messages, or of a prompt string; null: the schema's.")
+    ] = None
+    answer_key: Annotated[
+        str | None,
+        Meta(description="Key of the reference answer, null where a row has none; null: the schema's."),
+    ] = None
+    id_key: Annotated[
+        str | None, Meta(description="Key of the row's id; rows without are named by position.")
+    ] = None
+    agent_loop_key: Annotated[
+        str | None,
+        Meta(
+            description=(
+                "Key of a row's own agent loop, a dotted path or a name of `rollout.agent_loops`; rows "
+                "without take `rollout.agent_loop`."
+            )
+        ),
+    ] = None
+    reward_key: Annotated[
+        str | None,
+        Meta(
+            description=(
+                "Key of a row's own reward, a dotted path or a name of `rollout.rewards`; rows without take "
+                "that of their data source, or `rollout.reward`."
+            )
+        ),
+    ] = None
+    data_source_key: Annotated[
+        str | None, Meta(description="Key of the name of the collection a row is from.")
+    ] = None
+    tools_key: Annotated[
+        str | None, Meta(description="Key of JSON schemas of tools, which go into the prompt.")
+    ] = None
+    metadata_key: Annotated[
+        str | None, Meta(description="Key of an object whose own keys become metadata of the task.")
+    ] = None
+
+
+class SourceConfig(RowsConfig, frozen=True, kw_only=True):
+    """A dataset."""
 
     path: Annotated[str, Meta(description="A .jsonl or .parquet file of tasks.")]
-    messages_key: Annotated[str, Meta(description="Key of the chat messages, or of a prompt string.")] = (
-        "messages"
-    )
-    answer_key: Annotated[str, Meta(description="Key of the reference answer; absent rows get null.")] = (
-        "answer"
-    )
-    id_key: Annotated[str, Meta(description="Key of the row's id; absent rows are named by position.")] = "id"
-    agent_loop_key: Annotated[
-        str, Meta(description="Key of a row's own agent loop (dotted path); absent rows use the default.")
-    ] = "agent_loop"
+    name: Annotated[str | None, Meta(description="What it is called; null takes the file's stem.")] = None
+
+
+class DatasetConfig(SourceConfig, frozen=True, kw_only=True):
+    """One of several datasets to train on."""
+
+    weight: Annotated[
+        PositiveFloat | None,
+        Meta(
+            description=(
+                "How often a task of it comes, beside the weights of the others; null for all: every row "
+                "once an epoch."
+            )
+        ),
+    ] = None
+
+
+class DataConfig(RowsConfig, frozen=True, kw_only=True):
+    """Where tasks come from: one file or several. What is no key below becomes the task's metadata."""
+
+    path: Annotated[
+        str | None, Meta(description="A .jsonl or .parquet file of tasks; null where `datasets` names them.")
+    ] = None
+    datasets: Annotated[
+        list[DatasetConfig],
+        Meta(description="Several datasets, mixed by weight; keys they do not name are taken from `data`."),
+    ] = []
+    validation: Annotated[
+        list[SourceConfig], Meta(description="Datasets that are checked as well and never trained on.")
+    ] = []
+    long_prompts: Annotated[
+        Literal["refuse", "filter", "keep"],
+        Meta(
+            description=(
+                "Prompts of more than `max_prompt_tokens`: `refuse` ends with their lines, `filter` leaves "
+                "them out and says how many, `keep` does not look: they are dropped when their turn comes."
+            )
+        ),
+    ] = "refuse"
+    max_prompt_tokens: Annotated[
+        PositiveInt | None,
+        Meta(
+            description=(
+                "Longest prompt, tokens, tools of the row included and those of the loop not; null takes "
+                "what leaves room for one token in `rollout.max_context_tokens`."
+            )
+        ),
+    ] = None
     shuffle: Annotated[bool, Meta(description="Shuffle each epoch with the run's seed.")] = True
     epochs: Annotated[
-        PositiveInt | None, Meta(description="Passes over the data; null goes on until `run.max_steps`.")
+        PositiveInt | None,
+        Meta(
+            description=(
+                "Passes over the data, each of as many tasks as there are rows; null goes on until "
+                "`run.max_steps`."
+            )
+        ),
     ] = None
+
+
+class NamedLoop(_Strict, frozen=True, kw_only=True):
+    """An agent loop with a short name, which rows can give."""
+
+    loop: Annotated[str, Meta(description="Dotted path of the class: `module:Class`.")]
+    args: Annotated[dict[str, Any], Meta(description="Keyword arguments of its constructor.")] = {}
+
+
+class RewardConfig(_Strict, frozen=True, kw_only=True):
+    """A reward with a name."""
+
+    timeout_s: Annotated[
+        PositiveFloat | None,
+        Meta(description="Longest call, seconds; null takes `rollout.reward_timeout_s`."),
+    ] = None
+    max_retries: Annotated[
+        int, Meta(ge=0, description="Further calls after one that raised, or took too long.")
+    ] = 0
+    retry_delay_s: Annotated[
+        float,
+        Meta(ge=0, description="Wait before the first of them, seconds; it doubles, up to 30 s."),
+    ] = 1.0
+    max_concurrent: Annotated[
+        PositiveInt | None, Meta(description="Most calls at a time; null sets no limit.")
+    ] = None
+    part: Annotated[
+        str | None,
+        Meta(description="Which part of a mapping is trained on; null takes `reward`, or else `score`."),
+    ] = None
+
+
+class FunctionReward(RewardConfig, frozen=True, kw_only=True, tag_field="kind", tag="function"):
+    """A function of the user's, sync or async."""
+
+    function: Annotated[str, Meta(description="Dotted path: `module:function`.")]
+    style: Annotated[
+        Literal["auto", "plain", "group", "verl", "slime", "slime_group"],
+        Meta(
+            description=(
+                "How it is called: `auto` looks at the names of its parameters; `plain` (task, completion), "
+                "`group` (task, completions), `verl` (data_source, solution_str, ground_truth, extra_info), "
+                "`slime` (args, sample), `slime_group` (args, samples)."
+            )
+        ),
+    ] = "auto"
+    args: Annotated[
+        dict[str, Any],
+        Meta(description="Keyword arguments of each call; for slime's, attributes of `args`."),
+    ] = {}
+    processes: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description=(
+                "Worker processes for a blocking function that computes: 0 calls it in a thread, null does "
+                "as the function asks (`workers.in_processes`)."
+            )
+        ),
+    ] = None
+
+
+class HttpReward(RewardConfig, frozen=True, kw_only=True, tag_field="kind", tag="http"):
+    """A server that is asked by POST with JSON."""
+
+    url: Annotated[str, Meta(pattern=r"^https?://", description="Where to post.")]
+    group: Annotated[bool, Meta(description="Ask once for all trajectories of a group.")] = False
+    token_env: Annotated[
+        str | None,
+        Meta(description="Environment variable that holds a bearer token; it is never written down."),
+    ] = None
+    max_retries: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Further requests after a lost connection, one that took too long, 429 or 5xx.",
+        ),
+    ] = 3
+    max_concurrent: Annotated[
+        PositiveInt | None, Meta(description="Most requests at a time; null sets no limit.")
+    ] = 64
 
 
 class RolloutConfig(_Strict, frozen=True, kw_only=True):
     """How trajectories are made."""
 
     agent_loop: Annotated[
-        str, Meta(description="Dotted path of the default agent loop class: `module:Class`.")
+        str,
+        Meta(
+            description=(
+                "The default agent loop: dotted path of its class, `module:Class`, or a name of "
+                "`agent_loops`."
+            )
+        ),
     ] = "agent_loops.single_turn:SingleTurnLoop"
     agent_loop_args: Annotated[
-        dict[str, Any], Meta(description="Keyword arguments of the agent loop's constructor.")
+        dict[str, Any], Meta(description="Keyword arguments of its constructor, where it is a dotted path.")
+    ] = {}
+    agent_loops: Annotated[
+        dict[str, NamedLoop], Meta(description="Agent loops with short names, which rows can give.")
     ] = {}
     reward: Annotated[
-        str, Meta(description="Dotted path of the reward function `module:function`, sync or async.")
+        str,
+        Meta(
+            description=(
+                "The default reward: dotted path of a function, `module:function`, sync or async, or a name "
+                "of `rewards`; see docs/rewards.md."
+            )
+        ),
     ] = "agent_loops.rewards:exact_match"
+    rewards: Annotated[
+        dict[str, FunctionReward | HttpReward],
+        Meta(description="Rewards with names, and how each is called; without a kind, `function`."),
+    ] = {}
+    rewards_by_source: Annotated[
+        dict[str, str],
+        Meta(description="Reward of the rows of a data source, by its name: a dotted path or a name."),
+    ] = {}
     group_size: Annotated[int, Meta(ge=1, description="Trajectories of one task (G).")] = 8
     max_concurrent_trajectories: Annotated[
         int, Meta(ge=1, description="Trajectories in flight, counted singly, not in groups.")
@@ -633,6 +832,16 @@ class Config(_Strict, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Check what no single field can."""
+        if (self.data.path is None) == (not self.data.datasets):
+            both = "are both set: name one file in the one, or all in the other"
+            none = "are both missing: set data.path to a .jsonl or .parquet file of tasks"
+            raise ValueError(f"data.path and data.datasets {none if self.data.path is None else both}")
+        weights = [dataset.weight for dataset in self.data.datasets]
+        if None in weights and any(weights):
+            raise ValueError(
+                f"data.datasets: the weights are {weights}; set all of them, or none for every row once an "
+                "epoch"
+            )
         if self.rollout.dynamic_filtering and self.rollout.group_size == 1:
             raise ValueError(
                 "rollout.dynamic_filtering drops groups of equal rewards, and rollout.group_size is 1, so it "
@@ -765,6 +974,11 @@ def parse_config(tree: dict[str, Any], source: str = "config") -> Config:
     engine = tree.setdefault("engine", {})
     if isinstance(engine, dict):
         engine.setdefault("kind", "sglang")
+    match tree:
+        case {"rollout": {"rewards": dict(rewards)}}:
+            for reward in rewards.values():
+                if isinstance(reward, dict):
+                    reward.setdefault("kind", "function")
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as e:
@@ -778,24 +992,26 @@ def to_builtins(config: Config) -> dict[str, Any]:
 
 
 def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
-    """Yield (dotted key, type, default, description) of every setting, in order."""
+    """Yield (dotted key, type, default, description) of every setting, in order; NODEFAULT for none."""
     yield from _describe(Config, "")
 
 
 def changed_fields(config: Config) -> dict[str, Any]:
     """Dotted keys whose value differs from the default, with the value."""
     required = Config(model=ModelConfig(path=""), data=DataConfig(path=""), engine=type(config.engine)())
-    defaults = dict(_flatten(to_builtins(required))) | {"engine.kind": "sglang"}
-    values = dict(_flatten(to_builtins(config)))
-    return {key: value for key, value in values.items() if value != defaults[key]}
+    defaults = dict(_flatten(required)) | {"data.path": None, "engine.kind": "sglang"}
+    return {key: value for key, value in _flatten(config) if value != defaults[key]}
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and prefix + key != "rollout.agent_loop_args":
-            yield from _flatten(value, f"{prefix}{key}.")
+def _flatten(section: _Strict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if tag := section.__struct_config__.tag:
+        yield prefix + "kind", tag
+    for name in section.__struct_fields__:
+        value = getattr(section, name)
+        if isinstance(value, _Strict):
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            yield prefix + key, value
+            yield prefix + name, msgspec.to_builtins(value)
 
 
 def _describe(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, str, Any, str]]:
@@ -815,10 +1031,23 @@ def _describe(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, 
             base, *metas = get_args(hint)
             description = next((m.description for m in metas if m.description), "")
             hint = base
-        default = field.default if field.default is not msgspec.NODEFAULT else None
-        if field.default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+        default = field.default
+        if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
         yield key, _type_name(hint), default, description
+        for section in _entries(hint):
+            entry = key + ("[]." if get_origin(hint) is list else ".NAME.")
+            if (tag := section.__struct_config__.tag) is not None:
+                yield f"{entry}kind", "literal", tag, (section.__doc__ or "").split("\n")[0]
+            yield from _describe(section, entry)
+
+
+def _entries(hint: Any) -> list[type[_Strict]]:
+    """The sections that a list or a mapping is of."""
+    if get_origin(hint) not in (list, dict):
+        return []
+    held = get_args(hint)[-1]
+    return [t for t in (held, *get_args(held)) if isinstance(t, type) and issubclass(t, _Strict)]
 
 
 def _type_name(hint: Any) -> str:
@@ -828,21 +1057,22 @@ def _type_name(hint: Any) -> str:
         return _type_name(get_args(hint)[0])
     if get_origin(hint) is not None and type(None) in get_args(hint):
         return " | ".join("null" if t is type(None) else _type_name(t) for t in get_args(hint))
+    if _entries(hint):
+        return "list" if get_origin(hint) is list else "mapping"
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def _readable(message: str, tree: dict[str, Any]) -> str:
     """Add the value found and the nearest known key to msgspec's sentence."""
-    unknown = re.search(r"unknown field `(\w+)`(?: - at `\$\.?([\w.]*)`)?", message)
+    unknown = re.search(r"unknown field `(\w+)`(?: - at `\$\.?([\w.\[\]]*)`)?", message)
     if unknown:
-        name, section = unknown.group(1), unknown.group(2) or ""
+        name, section = unknown.group(1), re.sub(r"\[\d+\]", "[...]", unknown.group(2) or "")
         prefix = f"{section}." if section else ""
-        known = sorted(
-            {key[len(prefix) :].split(".")[0] for key, *_ in describe_fields() if key.startswith(prefix)}
-        )
+        keys = (key.replace(".NAME.", "[...].").replace("[].", "[...].") for key, *_ in describe_fields())
+        known = sorted({key[len(prefix) :].split(".")[0] for key in keys if key.startswith(prefix)})
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-        return f"unknown field {name!r} - at $.{section}; {hint}".replace("$.;", "$;")
+        return f"unknown field {name!r} - at $.{unknown.group(2) or ''}; {hint}".replace("$.;", "$;")
     place = re.search(r"`\$\.([\w.]+)`", message)
     if place:
         value: Any = tree

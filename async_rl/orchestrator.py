@@ -66,7 +66,7 @@ from async_rl.records import (
 )
 from async_rl.recovery import Estate
 from async_rl.report import Progress
-from async_rl.rollout.dataset import load_tasks
+from async_rl.rollout.dataset import load_run_tasks
 from async_rl.rollout.manager import RolloutManager
 from async_rl.supervision import Nursery, first_error, services
 from async_rl.training import COUNTS, FIGURES, StepResult, Trainer
@@ -146,7 +146,7 @@ async def run(
     """
     facts = load_facts(config.model.path)
     check_model(config, facts)
-    tasks = load_tasks(config.data)
+    tasks = load_run_tasks(config)
     chat = load_chat_format(config.model.path)
     metrics = Metrics()
     orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock)

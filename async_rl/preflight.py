@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections import Counter
 
 from async_rl.config import Config
 from async_rl.engines.facts import load_facts
@@ -16,7 +17,8 @@ from async_rl.errors import ConfigError
 from async_rl.loading import load_object
 from async_rl.orchestrator import check_model
 from async_rl.report import derived_bounds
-from async_rl.rollout.dataset import load_tasks
+from async_rl.rollout.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
+from async_rl.rollout.loops import AgentLoops
 
 
 def check(config: Config) -> list[str]:
@@ -30,18 +32,14 @@ def check(config: Config) -> list[str]:
     """
     facts = load_facts(config.model.path)
     check_model(config, facts)
-    tasks = load_tasks(config.data)
     load_object(config.rollout.reward, what="reward")
-    for name in dict.fromkeys([config.rollout.agent_loop, *(t.agent_loop for t in tasks if t.agent_loop)]):
-        kind = load_object(name, what="agent loop")
-        arguments = config.rollout.agent_loop_args if name == config.rollout.agent_loop else {}
-        try:
-            kind(**arguments)
-        except TypeError as error:
-            raise ConfigError(
-                f"rollout.agent_loop_args: {name} cannot be made with {arguments}: {error}"
-            ) from error
+    loops = AgentLoops(config.rollout)
     _require_module(config.trainer.worker)
+    tasks = load_run_tasks(config)  # last: of large data it takes a while
+    validation = load_validation(config.data, prompt_rule(config)) if config.data.validation else []
+    used = Counter(task.agent_loop or config.rollout.agent_loop for task in tasks)
+    for name in {*used, *(task.agent_loop for dataset in validation for task in dataset.tasks)}:
+        loops.of(name)
     model = (
         f"{len(facts.moe_layers)} of {facts.num_layers} layers with {facts.num_experts} experts, "
         f"top {facts.top_k}"
@@ -51,8 +49,19 @@ def check(config: Config) -> list[str]:
     return [
         f"model: {model}, context {facts.context_length} tokens",
         f"data: {len(tasks)} tasks",
+        *(f"data: {_described(dataset)}" for dataset in tasks.datasets),
+        *(f"validation: {_described(dataset)}" for dataset in validation),
+        *(f"agent loop: {name}, of {count} tasks" for name, count in used.items()),
         *(f"{name}: {bound}" for name, bound in derived_bounds(config).items()),
     ]
+
+
+def _described(dataset: Dataset) -> str:
+    schema = f"{dataset.schema} rows{' by the first one' if dataset.detected else ''}"
+    weight = f", weight {dataset.weight:g}" if dataset.weight is not None else ""
+    prompts = "" if dataset.longest_prompt is None else f", longest prompt {dataset.longest_prompt} tokens"
+    left_out = f", {dataset.num_filtered} longer ones left out" if dataset.num_filtered else ""
+    return f"{dataset.name}: {len(dataset.tasks)} {schema}{weight}{prompts}{left_out}"
 
 
 def _require_module(path: str) -> None:

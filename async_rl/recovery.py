@@ -32,7 +32,7 @@ from async_rl.queue.journal_file import Journalled
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.dataset import TaskOrder
+from async_rl.rollout.dataset import order_of
 from async_rl.rollout.feeder import Feeder
 from async_rl.types import Task
 from async_rl.waits import waiting
@@ -104,7 +104,7 @@ class Estate:
             clock=clock,
         )
         self.queue.restore(self.journalled)
-        order = TaskOrder(len(tasks), config.run.seed, config.data.shuffle)
+        order = order_of(tasks, config.run.seed, config.data.shuffle)
         for left in tuple(self.queue.left):
             if tasks[order.task_at(left.position)].task_id != left.task_id:
                 log.warning("group %s is given up: the data has no task %s now", left.group_id, left.task_id)

@@ -10,16 +10,15 @@ import msgspec
 from async_rl import yaml12
 from async_rl.config import Config, describe_fields, to_builtins
 
-REQUIRED = ("model.path", "data.path")
-"""The settings without a default."""
-
 _HEAD = """# Settings
 
 Every setting of a run, with its type, its default and what it does. This page is written by `make docs` from
 `async_rl/config.py`; change it there.
 
-A config is a YAML file of these sections; only `model.path` and `data.path` have no default. On the command
-line `dotted.key=value` changes a setting for one run, for example `async-rl train run.yaml
+A config is a YAML file of these sections; needed are `model.path`, and `data.path` or `data.datasets`. Keys
+of the entries of a list are written `data.datasets[].path`, those of named entries
+`rollout.rewards.NAME.url`; an entry also takes the keys that stand once for all, as those of `data` do. On
+the command line `dotted.key=value` changes a setting for one run, for example `async-rl train run.yaml
 rollout.max_staleness=2`. Unknown keys and values out of range are refused with the nearest known key or the
 bound. `async-rl check run.yaml` prints what a config resolves to.
 """
@@ -34,20 +33,25 @@ def json_schema() -> str:
 def markdown() -> str:
     """The page `docs/config.md`: one table a section, in the order of the config."""
     lines, section = [_HEAD], ""
+    told: set[tuple[str, ...]] = set()
     abouts = _abouts()
     for key, kind, default, text in describe_fields():
         name = key.split(".")[0]
-        if name != section or key.endswith(".kind"):
-            section = name
-            title = f"{name}, {default}" if key.endswith(".kind") else name
+        kind_of_section = key == f"{name}.kind"
+        if name != section or kind_of_section:
+            section, told = name, set()
+            title = f"{name}, {default}" if kind_of_section else name
             lines += [
                 f"\n## {title}\n",
                 f"\n{abouts[title]}\n",
                 "\n| setting | type | default | |\n|---|---|---|---|\n",
             ]
-        shown = f"`{json.dumps(default)}`" if key not in REQUIRED else "required"
+        shown = "required" if default is msgspec.NODEFAULT else f"`{json.dumps(default)}`"
         escaped = kind.replace("|", "\\|")
-        lines.append(f"| `{key}` | {escaped} | {shown} | {text} |\n")
+        row = f" | {escaped} | {shown} | {text} |\n"
+        if (key.rpartition(".")[2], row) not in told:  # entries of a list repeat what stands above them
+            lines.append(f"| `{key}`{row}")
+        told.add((key.rpartition(".")[2], row))
     return "".join(lines)
 
 

@@ -41,7 +41,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     answer: Any = None
     metadata: dict[str, Any] = {}
     agent_loop: str | None = None
-    """Dotted path of this row's agent loop; None takes `rollout.agent_loop`."""
+    """Dotted path or name of this row's agent loop; None takes `rollout.agent_loop`."""
+    reward: str | None = None
+    """Dotted path or name of this row's reward; None takes that of its data source, or `rollout.reward`."""
+    data_source: str = ""
+    """The collection that the row is from, where it says so."""
+    tools: list[dict[str, Any]] = []
+    """JSON schemas of tools on offer, where the row brings its own."""
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="context"):

@@ -1,87 +1,268 @@
-"""The dataset: rows of a jsonl or parquet file as `Task`s, and the order in which they are taken."""
+"""The datasets: rows of jsonl and parquet files as `Task`s.
+
+```
+ file ──rows──► schema ──► Task ──► its prompt in tokens ──► Dataset ─┐
+ (streamed)     (schemas)           refuse | filter | keep            ├─► TaskSet ──► Order (order)
+                                                             Dataset ─┘
+```
+
+Bad rows are named by file and line, up to ten of them at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, overload
 
 import msgspec
-import numpy as np
 
-from async_rl.config import DataConfig
+from async_rl.chat import load_chat_format
+from async_rl.config import Config, DataConfig, DatasetConfig, SourceConfig
 from async_rl.errors import ConfigError
-from async_rl.types import Int64Array, Task
+from async_rl.rollout.order import Mixture, Order, TaskOrder
+from async_rl.rollout.schemas import Schema, chosen_schema, detect, keys_of, to_task
+from async_rl.types import Task
 
-PROMPT_KEY = "prompt"
-"""Where a row without messages may have a plain prompt string."""
+_MAX_NAMED: Final = 10
+"""So many bad rows of a file are named; the others are counted."""
 
 
-def load_tasks(config: DataConfig) -> list[Task]:
-    """Read all tasks.
+class PromptRule(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of prompts that are too long."""
 
-    A row holds chat messages (or a prompt string, which becomes one user message), optionally an answer, an
-    id and a dotted path of its own agent loop; every other key becomes the task's metadata.
+    num_tokens: Callable[[Task], int]
+    """Of a task's prompt; raises ConfigError where it cannot be rendered."""
+    limit: int
+    policy: Literal["refuse", "filter"]
+
+
+def prompt_rule(config: Config) -> PromptRule | None:
+    """As configured; None where nobody shall look.
 
     Raises:
-        ConfigError: The file is missing, empty, of another kind, or a row is malformed or repeats an id; the
-            message names file and line (parquet: row), what was found and what was expected.
+        ConfigError: The model has no usable tokenizer.
     """
-    path = Path(config.path)
+    if config.data.long_prompts == "keep":
+        return None
+    chat = load_chat_format(config.model.path)
+    return PromptRule(
+        num_tokens=lambda task: len(chat.prompt_ids(task.messages, task.tools)),
+        limit=config.data.max_prompt_tokens or config.rollout.max_context_tokens - 1,
+        policy=config.data.long_prompts,
+    )
+
+
+class Dataset(msgspec.Struct, frozen=True, kw_only=True):
+    """The tasks of one file."""
+
+    name: str
+    path: str
+    schema: Schema
+    detected: bool
+    """Whether the schema is that of the first row, and not the config's word."""
+    tasks: list[Task]
+    weight: float | None = None
+    num_filtered: int = 0
+    """Rows that were left out because their prompts are too long."""
+    longest_prompt: int | None = None
+    """Tokens, of those that were kept; None where nobody looked."""
+
+
+class TaskSet(Sequence[Task]):
+    """The tasks of all datasets of a run, one dataset after the other.
+
+    Example:
+        >>> tasks = load_tasks(config.data)
+        >>> order = tasks.order(config.run.seed, config.data.shuffle)
+        >>> tasks[order.task_at(0)]  # the first one that is given out
+    """
+
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        self.datasets = tuple(datasets)
+        self._tasks = list(chain.from_iterable(dataset.tasks for dataset in datasets))
+
+    def order(self, seed: int, shuffle: bool) -> Mixture:
+        """In which order they are taken."""
+        weights = [dataset.weight for dataset in self.datasets]
+        set_weights = [weight for weight in weights if weight is not None]
+        return Mixture([len(dataset.tasks) for dataset in self.datasets], set_weights or None, seed, shuffle)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        return self._tasks[index]
+
+
+def order_of(tasks: Sequence[Task], seed: int, shuffle: bool) -> Order:
+    """In which order tasks are taken; any sequence but a `TaskSet` is one dataset."""
+    if isinstance(tasks, TaskSet):
+        return tasks.order(seed, shuffle)
+    return TaskOrder(len(tasks), seed, shuffle)
+
+
+def load_run_tasks(config: Config) -> TaskSet:
+    """Read the tasks of a run and apply its rule for long prompts.
+
+    The checks before a run and the run itself need the same: the last result is kept.
+
+    Raises:
+        ConfigError: See `load_tasks`.
+    """
+    sources = config.data.datasets or [DatasetConfig(path=config.data.path or "")]
+    files = [Path(source.path).resolve() for source in sources]
+    states = [file.stat() for file in files if file.is_file()]
+    seen = (*map(str, files), *((state.st_mtime_ns, state.st_size) for state in states))
+    return _load_once(msgspec.json.encode(config), seen)
+
+
+@lru_cache(maxsize=1)
+def _load_once(config: bytes, _: Hashable) -> TaskSet:
+    decoded = msgspec.json.decode(config, type=Config)
+    return load_tasks(decoded.data, prompt_rule(decoded))
+
+
+def load_tasks(config: DataConfig, prompts: PromptRule | None = None) -> TaskSet:
+    """Read all tasks to train on.
+
+    Args:
+        config: Files and keys.
+        prompts: What becomes of long ones; None does not look.
+
+    Raises:
+        ConfigError: A file is missing, empty or of another kind, two datasets have one name, or rows are
+            malformed or repeat an id; the message names up to ten of them by file and line (parquet: row).
+    """
+    if not config.datasets:
+        source = DatasetConfig(path=config.path or "")
+        return TaskSet([_load(source, config, "data.path", prompts)])
+    datasets = _load_all(config.datasets, config, "data.datasets", prompts)
+    return TaskSet([_renamed(dataset) for dataset in datasets])
+
+
+def load_validation(config: DataConfig, prompts: PromptRule | None = None) -> list[Dataset]:
+    """Read the validation sets; see `load_tasks`."""
+    return _load_all(config.validation, config, "data.validation", prompts)
+
+
+def _load_all(
+    sources: Sequence[SourceConfig], config: DataConfig, place: str, prompts: PromptRule | None
+) -> list[Dataset]:
+    datasets: dict[str, Dataset] = {}
+    for index, source in enumerate(sources):
+        dataset = _load(source, config, f"{place}[{index}].path", prompts)
+        if (other := datasets.setdefault(dataset.name, dataset)) is not dataset:
+            raise ConfigError(
+                f"{place}: {other.path} and {dataset.path} are both called {dataset.name!r}; set a name"
+            )
+    return list(datasets.values())
+
+
+def _renamed(dataset: Dataset) -> Dataset:
+    """The same with ids that cannot meet those of another dataset."""
+    tasks = [
+        msgspec.structs.replace(task, task_id=f"{dataset.name}/{task.task_id}") for task in dataset.tasks
+    ]
+    return msgspec.structs.replace(dataset, tasks=tasks)
+
+
+def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptRule | None) -> Dataset:
+    path = Path(source.path)
     if not path.is_file():
-        raise ConfigError(f"data.path: there is no file {str(path)!r} (looked from {Path.cwd()})")
-    if path.suffix == ".jsonl":
-        rows = _jsonl_rows(path)
-    elif path.suffix == ".parquet":
-        rows = _parquet_rows(path)
-    else:
-        raise ConfigError(f"data.path: {str(path)!r} ends in {path.suffix!r}; expected .jsonl or .parquet")
+        raise ConfigError(f"{place}: there is no file {str(path)!r} (looked from {Path.cwd()})")
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"{place}: {str(path)!r} ends in {path.suffix!r}; expected .jsonl or .parquet")
+    rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path, place)
+    first = next(rows, None)
+    if first is None:
+        raise ConfigError(f"{place}: {str(path)!r} has no rows; expected at least one task")
+    named = chosen_schema(source, config)
+    schema = named or detect(first[1])
+    keys = keys_of(schema, source, config)
     tasks: list[Task] = []
     seen: dict[str, str] = {}
-    for where, row in rows:
-        task = _task(row, len(tasks), where, config)
-        if task.task_id in seen:
-            raise ConfigError(
-                f"{where}: the {config.id_key!r} {task.task_id!r} was used before, at {seen[task.task_id]}; "
-                "expected a different one in each row"
+    bad, long = _Complaints(path, "bad rows"), _Complaints(path, "rows with prompts that are too long")
+    longest = 0
+    for number, (where, row) in enumerate(chain([first], rows)):
+        try:
+            if isinstance(row, ConfigError):
+                raise row
+            task = to_task(row, number, where, keys)
+            if task.task_id in seen:
+                raise ConfigError(
+                    f"{where}: the {keys.id!r} {task.task_id!r} was used before, at {seen[task.task_id]}; "
+                    "expected a different one in each row"
+                )
+            seen[task.task_id] = where
+            num_tokens = prompts.num_tokens(task) if prompts is not None else 0
+        except ConfigError as error:
+            text = str(error)
+            bad.add(text if text.startswith(where) else f"{where}: {text}")
+            continue
+        if prompts is not None and num_tokens > prompts.limit:
+            long.add(
+                f"{where}: the prompt has {num_tokens} tokens, and {prompts.limit} are allowed: set "
+                "data.long_prompts=filter to leave such rows out, or raise rollout.max_context_tokens"
             )
-        seen[task.task_id] = where
+            continue
+        longest = max(longest, num_tokens)
         tasks.append(task)
+    bad.check()
+    if prompts is not None and prompts.policy == "refuse":
+        long.check()
     if not tasks:
-        raise ConfigError(f"data.path: {str(path)!r} has no rows; expected at least one task")
-    return tasks
+        assert prompts is not None, "only prompts that are too long are left out"
+        raise ConfigError(
+            f"{place}: all {long.count} rows of {str(path)!r} have prompts of more than {prompts.limit} "
+            "tokens; raise rollout.max_context_tokens"
+        )
+    return Dataset(
+        name=source.name or path.stem,
+        path=str(path),
+        schema=schema,
+        detected=named is None,
+        tasks=tasks,
+        weight=source.weight if isinstance(source, DatasetConfig) else None,
+        num_filtered=long.count,
+        longest_prompt=None if prompts is None else longest,
+    )
 
 
-class TaskOrder:
-    """Which task stands at which position of an endless, epoch by epoch shuffled stream.
+class _Complaints:
+    """What is wrong with the rows of a file: the first ones, and how many there are."""
 
-    Pure in (seed, position), so that a resumed run needs no more than its position.
-    """
+    def __init__(self, path: Path, what: str) -> None:
+        self._path, self._what = path, what
+        self._named: list[str] = []
+        self.count = 0
 
-    def __init__(self, num_tasks: int, seed: int, shuffle: bool) -> None:
-        if num_tasks < 1:
-            raise ValueError(f"num_tasks is {num_tasks}; expected at least 1")
-        self.num_tasks = num_tasks
-        self._seed = seed
-        self._shuffle = shuffle
-        # Two, because a retried prompt may reach back over an epoch's edge.
-        self._permutation = lru_cache(maxsize=2)(self._permute)
+    def add(self, text: str) -> None:
+        """One more."""
+        self.count += 1
+        if self.count <= _MAX_NAMED:
+            self._named.append(text)
 
-    def epoch_at(self, position: int) -> int:
-        """How many times all tasks have gone by before this position."""
-        return position // self.num_tasks
-
-    def task_at(self, position: int) -> int:
-        """Index of the task at a position."""
-        epoch, offset = divmod(position, self.num_tasks)
-        return int(self._permutation(epoch)[offset]) if self._shuffle else offset
-
-    def _permute(self, epoch: int) -> Int64Array:
-        return np.random.default_rng([self._seed, epoch]).permutation(self.num_tasks)
+    def check(self) -> None:
+        """Raise a ConfigError where there are any."""
+        if not self.count:
+            return
+        if self.count == 1:
+            raise ConfigError(self._named[0])
+        more = self.count - len(self._named)
+        rest = [f"and {more} more"] if more else []
+        listed = "\n  ".join([f"{self._path} has {self.count} {self._what}:", *self._named, *rest])
+        raise ConfigError(listed)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each line with its place; one that cannot be read as the error that it is."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -90,73 +271,23 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 row = msgspec.json.decode(line)
             except msgspec.DecodeError as error:
-                raise ConfigError(f"{where}: not a JSON object: {error}") from error
+                row = ConfigError(f"{where}: not a JSON object: {error}")
             except UnicodeDecodeError as error:
-                raise ConfigError(f"{where}: not UTF-8: {error}") from error
+                row = ConfigError(f"{where}: not UTF-8: {error}")
             yield where, row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(path: Path, place: str) -> Iterator[tuple[str, Any]]:
+    """Each row with its place, one batch of a row group in memory at a time."""
     import pyarrow as pa  # takes half a second, and most datasets are jsonl
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
             number = 0
-            for batch in file.iter_batches():
+            for batch in file.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path} row {number}", row
     except pa.ArrowException as error:
-        raise ConfigError(f"data.path: {str(path)!r} is not a readable parquet file: {error}") from error
-
-
-def _task(row: Any, position: int, where: str, config: DataConfig) -> Task:
-    if not isinstance(row, dict):
-        raise ConfigError(
-            f"{where}: the row is {_kind(row)}; expected an object with {config.messages_key!r}"
-        )
-    key = config.messages_key if row.get(config.messages_key) is not None else PROMPT_KEY
-    task_id = row.get(config.id_key)
-    if not (task_id is None or (isinstance(task_id, str | int) and not isinstance(task_id, bool))):
-        raise ConfigError(f"{where}: {config.id_key!r} is {_kind(task_id)}; expected a string or an integer")
-    agent_loop = row.get(config.agent_loop_key)
-    if not (agent_loop is None or isinstance(agent_loop, str)):
-        raise ConfigError(
-            f"{where}: {config.agent_loop_key!r} is {_kind(agent_loop)}; expected `module:Class` or null"
-        )
-    taken = {key, config.messages_key, config.answer_key, config.id_key, config.agent_loop_key}
-    return Task(
-        task_id=f"row-{position}" if task_id is None else str(task_id),
-        messages=_messages(row.get(key), where, config.messages_key),
-        answer=row.get(config.answer_key),
-        metadata={name: value for name, value in row.items() if name not in taken},
-        agent_loop=agent_loop,
-    )
-
-
-def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
-    if isinstance(value, str) and value:
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        found = "missing" if value is None else "empty" if value in ("", []) else _kind(value)
-        raise ConfigError(f"{where}: {key!r} is {found}; expected a list of chat messages or a prompt string")
-    for index, message in enumerate(value):
-        at = f"{where}: {key!r}[{index}]"
-        if not isinstance(message, dict):
-            raise ConfigError(f"{at} is {_kind(message)}; expected an object with 'role' and 'content'")
-        if not (isinstance(message.get("role"), str) and message["role"]):
-            raise ConfigError(f"{at} has no 'role'; expected system, user, assistant or tool")
-        content = message.get("content")
-        if not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
-            raise ConfigError(f"{at}: 'content' is {_kind(content)}; expected a string")
-    # Parquet gives every message all keys that any message has.
-    return [{name: part for name, part in message.items() if part is not None} for message in value]
-
-
-def _kind(value: Any) -> str:
-    """A JSON value's kind, for a message."""
-    if value is None:
-        return "missing"
-    kinds = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
-    return kinds.get(type(value), f"{type(value).__name__} {value!r:.40}")
+        raise ConfigError(f"{place}: {str(path)!r} is not a readable parquet file: {error}") from error

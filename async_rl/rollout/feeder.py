@@ -1,7 +1,7 @@
 """Which task comes next: the data order, its epochs, retries, and what a restarted run must give out again.
 
-A *position* numbers every task ever given out in order (epoch · rows + index within the epoch's permutation);
-the ledger remembers positions, so that a restarted run neither skips nor repeats a task. Pure: no I/O, no
+A *position* numbers every task ever given out in order; which task it is says `rollout.order`. The
+ledger remembers positions, so that a restarted run neither skips nor repeats a task. Pure: no I/O, no
 waiting.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from async_rl.rollout.dataset import TaskOrder
+from async_rl.rollout.order import Order
 from async_rl.types import Task
 
 
@@ -25,7 +25,7 @@ class Feeder:
     def __init__(
         self,
         tasks: Sequence[Task],
-        order: TaskOrder,
+        order: Order,
         epochs: int | None,
         start: int = 0,
         pending: Iterable[int] = (),

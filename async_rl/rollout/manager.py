@@ -23,7 +23,7 @@ import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from async_rl.chat import ChatFormat
 from async_rl.config import Config
@@ -55,6 +55,7 @@ from async_rl.rollout.groups import (
     judge,
     may_leave_stragglers,
 )
+from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.session import RolloutSession
 from async_rl.rollout.slots import Slots
 from async_rl.supervision import Nursery
@@ -113,8 +114,7 @@ class RolloutManager:
         self._journalled = {} if journalled is None else journalled
         self._observer = observer or Observer()
         self._attempts = {name: n for left in queue.left for name, n in left.attempts.items()}
-        self._loops: dict[str, Any] = {}
-        self._agent_loop(config.rollout.agent_loop)
+        self._loops = AgentLoops(config.rollout)
         self._reward: RewardFunction = load_object(config.rollout.reward, what="reward")
         self.slots = Slots(config.rollout.max_concurrent_trajectories)
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
@@ -335,7 +335,7 @@ class RolloutManager:
         """Run the agent loop of a task in a session, and score what came of it."""
         rollout = self._config.rollout
         name = task.agent_loop or rollout.agent_loop
-        loop = self._agent_loop(name)
+        loop = self._loops.of(name)
         try:
             async with (
                 asyncio.timeout(rollout.trajectory_timeout_s) as scope,
@@ -403,21 +403,6 @@ class RolloutManager:
         """These are kept elsewhere now, or settled: the journal can do without them."""
         if self._journal is not None:
             self._journal.forget(trajectory_ids)
-
-    def _agent_loop(self, name: str) -> Any:
-        """The agent loop of a dotted path, made once; `run` keeps its state in its own variables."""
-        if name not in self._loops:
-            kind = load_object(name, what="agent loop")
-            arguments = (
-                self._config.rollout.agent_loop_args if name == self._config.rollout.agent_loop else {}
-            )
-            try:
-                self._loops[name] = kind(**arguments)
-            except TypeError as error:
-                raise AgentLoopError(
-                    f"agent loop {name} cannot be made with rollout.agent_loop_args = {arguments}: {error}"
-                ) from error
-        return self._loops[name]
 
     def _count(self, failed: AsyncRLError | None) -> None:
         """Remember how attempts end, and end the run when most of them fail."""

@@ -189,7 +189,8 @@ async def test_prompts_are_dropped_when_they_are_longer_than_the_context(calcula
     question = {"messages": [{"role": "user", "content": "word " * 400}], "answer": "1"}
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_text("\n".join([json.dumps(question), *lines]) + "\n")
-    config = make_config(calculator, tmp_path, f"data.path={mixed}", "data.shuffle=false")
+    overrides = (f"data.path={mixed}", "data.shuffle=false", "data.long_prompts=keep")
+    config = make_config(calculator, tmp_path, *overrides)
     summary = await run(config, LocalCluster(config))
     assert summary.trajectories.dropped == {"prompt_too_long": 4}
     assert_conserved(summary)

@@ -27,9 +27,9 @@ from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.api import Session
-from async_rl.rollout.dataset import TaskOrder
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.manager import RolloutManager
+from async_rl.rollout.order import TaskOrder
 from async_rl.simulation.coarse import CoarseEngine, EngineSpeed, mark
 from async_rl.supervision import services
 from async_rl.types import Completion, Task, TrainBatch

@@ -26,7 +26,7 @@ def write_run(folder: Path, **model: Any) -> Path:
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {
         "model": {"path": str(folder / "model")},
-        "data": {"path": str(folder / "tasks.jsonl")},
+        "data": {"path": str(folder / "tasks.jsonl"), "long_prompts": "keep"},  # there is no tokenizer
         "run": {"name": "tiny", "dir": str(folder / "runs"), "max_steps": 3},
         "rollout": {"group_size": 2, "max_context_tokens": 128, "max_new_tokens": 32},
         "trainer": {"groups_per_batch": 2},

@@ -6,9 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from async_rl.config import DataConfig
+from async_rl.config import DataConfig, DatasetConfig, SourceConfig
 from async_rl.errors import ConfigError
-from async_rl.rollout.dataset import TaskOrder, load_tasks
+from async_rl.rollout.dataset import PromptRule, load_tasks, load_validation
+from async_rl.types import Task
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 
@@ -60,7 +61,7 @@ def test_tasks_are_equal_when_the_same_rows_are_parquet(tmp_path: Path):
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "tasks.parquet")
     from_parquet = load_tasks(DataConfig(path=str(tmp_path / "tasks.parquet")))
-    assert from_parquet == load_tasks(DataConfig(path=str(write_jsonl(tmp_path, *rows))))
+    assert list(from_parquet) == list(load_tasks(DataConfig(path=str(write_jsonl(tmp_path, *rows)))))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,10 @@ def test_tasks_are_equal_when_the_same_rows_are_parquet(tmp_path: Path):
         ({"messages": [{"role": "user", "content": 3}]}, r"'content' is int 3; expected a string"),
         ({"messages": "hi", "id": 1.5}, "'id' is float 1.5; expected a string or an integer"),
         ({"messages": "hi", "id": True}, "'id' is a boolean"),
-        ({"messages": "hi", "agent_loop": 3}, "'agent_loop' is int 3; expected `module:Class` or null"),
+        ({"messages": "hi", "agent_loop": 3}, "'agent_loop' is int 3; expected `module:Class`, a name of"),
+        ({"messages": "hi", "reward_function": 3}, "'reward_function' is int 3; expected `module:function`"),
+        ({"messages": "hi", "data_source": ["a"]}, "'data_source' is a list; expected a name or null"),
+        ({"messages": "hi", "tools": "search"}, "'tools' is a string; expected a list of JSON schemas"),
     ],
 )
 def test_config_error_names_file_and_line_when_a_row_is_malformed(tmp_path: Path, row: Any, error: str):
@@ -125,25 +129,105 @@ def test_config_error_when_there_is_nothing_to_read(tmp_path: Path):
         load_tasks(DataConfig(path=str(tmp_path / "tasks.csv")))
 
 
-def test_every_epoch_has_every_task_once_in_its_own_order_when_shuffled():
-    order = TaskOrder(50, seed=3, shuffle=True)
-    epochs = [[order.task_at(epoch * 50 + i) for i in range(50)] for epoch in range(3)]
-    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert order.epoch_at(149) == 2
+VERL_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": MESSAGES,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"split": "train", "index": 7},
+    "agent_name": "tool_agent",
+}
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+SLIME_ROW = {"prompt": MESSAGES, "label": "4", "metadata": {"level": 2}, "tools": TOOLS}
 
 
-def test_order_depends_on_seed_and_position_alone():
-    order = TaskOrder(20, seed=1, shuffle=True)
-    forwards = [order.task_at(position) for position in range(100)]
-    again = TaskOrder(20, seed=1, shuffle=True)
-    assert [again.task_at(position) for position in reversed(range(100))] == forwards[::-1]
-    other = TaskOrder(20, seed=2, shuffle=True)
-    assert [other.task_at(position) for position in range(100)] != forwards
+def test_verls_row_is_a_task_as_it_is_when_it_is_parquet(tmp_path: Path):
+    pq.write_table(pa.Table.from_pylist([VERL_ROW]), tmp_path / "train.parquet")
+    tasks = load_tasks(DataConfig(path=str(tmp_path / "train.parquet")))
+    (task,) = tasks
+    assert (task.messages, task.answer) == (MESSAGES, "4")
+    assert (task.agent_loop, task.data_source) == ("tool_agent", "openai/gsm8k")
+    assert task.metadata == {key: VERL_ROW[key] for key in ("ability", "reward_model", "extra_info")}
+    assert (tasks.datasets[0].schema, tasks.datasets[0].detected) == ("verl", True)
 
 
-def test_order_is_the_files_when_not_shuffled():
-    order = TaskOrder(3, seed=1, shuffle=False)
-    assert [order.task_at(position) for position in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    with pytest.raises(ValueError, match="expected at least 1"):
-        TaskOrder(0, seed=1, shuffle=True)
+@pytest.mark.parametrize("text", [False, True])
+def test_slimes_row_is_a_task_as_it_is_when_tools_are_objects_or_text(tmp_path: Path, text: bool):
+    row = SLIME_ROW | ({"tools": json.dumps(TOOLS), "metadata": '{"level": 2}'} if text else {})
+    tasks = load_tasks(DataConfig(path=str(write_jsonl(tmp_path, row))))
+    (task,) = tasks
+    assert (task.messages, task.answer, task.metadata) == (MESSAGES, "4", {"level": 2})
+    assert task.tools == TOOLS
+    assert tasks.datasets[0].schema == "slime"
+
+
+def test_the_schema_is_the_configs_when_it_names_one(tmp_path: Path):
+    path = write_jsonl(tmp_path, {"prompt": "Hi?", "answer": "a", "label": "l", "extra_info": {"index": 3}})
+    config = DataConfig(path=str(path), schema="plain", id_key="extra_info.index")
+    tasks = load_tasks(config)
+    assert (tasks[0].answer, tasks[0].task_id, tasks.datasets[0].detected) == ("a", "3", False)
+
+
+def test_every_bad_row_is_named_up_to_ten_when_a_file_has_more(tmp_path: Path):
+    rows = [{"messages": "fine"}, *([{}] * 12), {"messages": "fine"}, "{"]
+    path = write_jsonl(tmp_path, *rows)
+    with pytest.raises(ConfigError) as raised:
+        load_tasks(DataConfig(path=str(path)))
+    lines = str(raised.value).splitlines()
+    assert lines[0] == f"{path} has 13 bad rows:"
+    assert [line.split(": ")[0].strip() for line in lines[1:11]] == [f"{path}:{n}" for n in range(2, 12)]
+    assert [line.strip() for line in lines[11:]] == ["and 3 more"]
+
+
+def rule(policy: str, limit: int = 3) -> PromptRule:
+    """A token a word."""
+
+    def num_tokens(task: Task) -> int:
+        return len(task.messages[0]["content"].split())
+
+    return PromptRule(num_tokens=num_tokens, limit=limit, policy=policy)  # type: ignore[arg-type]
+
+
+def test_long_prompts_are_left_out_and_counted_when_the_config_says_filter(tmp_path: Path):
+    path = write_jsonl(tmp_path, {"messages": "a"}, {"messages": "a b c d"}, {"messages": "a b c"})
+    (dataset,) = load_tasks(DataConfig(path=str(path)), rule("filter")).datasets
+    assert [task.task_id for task in dataset.tasks] == ["row-0", "row-2"]
+    assert (dataset.num_filtered, dataset.longest_prompt) == (1, 3)
+    with pytest.raises(ConfigError, match=r"all 3 rows .* have prompts of more than 0 tokens"):
+        load_tasks(DataConfig(path=str(path)), rule("filter", limit=0))
+
+
+def test_long_prompts_are_refused_by_line_when_the_config_says_so(tmp_path: Path):
+    path = write_jsonl(tmp_path, {"messages": "a"}, {"messages": "a b c d"})
+    with pytest.raises(ConfigError, match=f"{path}:2: the prompt has 4 tokens, and 3 are allowed"):
+        load_tasks(DataConfig(path=str(path)), rule("refuse"))
+
+
+def several(tmp_path: Path, *weights: float | None) -> DataConfig:
+    datasets = []
+    for index, weight in enumerate(weights):
+        path = tmp_path / f"set{index}.jsonl"
+        path.write_text("".join(json.dumps({"id": n, "messages": "hi"}) + "\n" for n in range(4 + index)))
+        datasets.append(DatasetConfig(path=str(path), weight=weight))
+    return DataConfig(datasets=datasets)
+
+
+def test_datasets_are_one_when_there_are_several(tmp_path: Path):
+    tasks = load_tasks(several(tmp_path, None, None))
+    assert [task.task_id for task in tasks][3:6] == ["set0/3", "set1/0", "set1/1"]
+    order = tasks.order(seed=0, shuffle=True)
+    for epoch in range(2):
+        assert sorted(order.task_at(9 * epoch + n) for n in range(9)) == list(range(9))
+
+
+def test_tasks_come_by_weight_when_datasets_have_one(tmp_path: Path):
+    order = load_tasks(several(tmp_path, 3.0, 1.0)).order(seed=0, shuffle=False)
+    assert [order.task_at(position) < 4 for position in range(8)] == [True, True, False, True] * 2
+
+
+def test_config_error_when_two_datasets_have_one_name(tmp_path: Path):
+    first = several(tmp_path, None).datasets[0]
+    with pytest.raises(ConfigError, match="are both called 'set0'; set a name"):
+        load_tasks(DataConfig(datasets=[first, first]))
+    with pytest.raises(ConfigError, match=r"data\.validation\[0\]\.path: there is no file"):
+        load_validation(DataConfig(path="x", validation=[SourceConfig(path="none.jsonl")]))

@@ -1,5 +1,5 @@
-from async_rl.rollout.dataset import TaskOrder
 from async_rl.rollout.feeder import Feeder
+from async_rl.rollout.order import TaskOrder
 from async_rl.types import Task
 
 TASKS = [Task(task_id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(3)]

@@ -1,0 +1,182 @@
+"""What the rows of a dataset look like, and how one becomes a `Task`. Pure.
+
+```
+             messages             answer                        agent loop    metadata
+ plain       messages | prompt    answer                        agent_loop    every other key
+ verl        prompt               reward_model.ground_truth     agent_name    every other key
+ slime       prompt               label                         agent_loop    metadata, every other key
+```
+
+Source: verl's `docs/preparation/prepare_data.rst` and `utils/dataset/rl_dataset.py`; slime's
+`--input-key`, `--label-key`, `--metadata-key` and `--tool-key` with the values that its examples give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+
+from async_rl.config import RowsConfig
+from async_rl.errors import ConfigError
+from async_rl.types import Task
+
+Schema = Literal["plain", "verl", "slime"]
+
+_PROMPT: Final = "prompt"
+"""Where a row without messages may have a plain prompt string."""
+
+
+class Keys(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a row has what a task needs; dotted for what lies inside objects. None where it has it not."""
+
+    messages: str
+    answer: str
+    id: str | None = None
+    agent_loop: str = "agent_loop"
+    reward: str = "reward_function"
+    data_source: str = "data_source"
+    tools: str = "tools"
+    metadata: str | None = None
+
+    @property
+    def taken(self) -> set[str]:
+        """Keys of a row that do not become metadata; an object that a dotted key looks into does."""
+        names = {getattr(self, name) for name in self.__struct_fields__} | {_PROMPT}
+        return {name for name in names if name}
+
+
+PRESETS: Final[Mapping[Schema, Keys]] = {
+    "plain": Keys(messages="messages", answer="answer", id="id"),
+    "verl": Keys(messages="prompt", answer="reward_model.ground_truth", agent_loop="agent_name"),
+    "slime": Keys(messages="prompt", answer="label", metadata="metadata"),
+}
+
+
+def detect(row: Any) -> Schema:
+    """The schema that a row has the keys of; `plain` where it has those of none."""
+    if not isinstance(row, Mapping) or "messages" in row or "prompt" not in row:
+        return "plain"
+    if "reward_model" in row:
+        return "verl"
+    return "slime" if "label" in row else "plain"
+
+
+def keys_of(schema: Schema, *configs: RowsConfig) -> Keys:
+    """The schema's keys, and what configs name instead, the first of them first."""
+    changes: dict[str, str] = {}
+    for config in reversed(configs):
+        named = {name: getattr(config, f"{name}_key") for name in Keys.__struct_fields__}
+        changes |= {name: key for name, key in named.items() if key is not None}
+    return msgspec.structs.replace(PRESETS[schema], **changes)
+
+
+def chosen_schema(*configs: RowsConfig) -> Schema | None:
+    """The schema that the first config names that names one; None for `auto`."""
+    named = next((config.schema for config in configs if config.schema is not None), "auto")
+    return next((schema for schema in get_args(Schema) if schema == named), None)
+
+
+def to_task(row: Any, number: int, where: str, keys: Keys) -> Task:
+    """Make a task of a row.
+
+    Args:
+        row: As it was read.
+        number: Of the row within its file, from 0.
+        where: File and line, for the message.
+        keys: Where what is.
+
+    Raises:
+        ConfigError: The row is malformed; the message says where, what was found and what was expected.
+    """
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: the row is {kind(row)}; expected an object with {keys.messages!r}")
+    key = keys.messages if _get(row, keys.messages) is not None else _PROMPT
+    task_id = _get(row, keys.id)
+    if not (task_id is None or (isinstance(task_id, str | int) and not isinstance(task_id, bool))):
+        raise ConfigError(f"{where}: {keys.id!r} is {kind(task_id)}; expected a string or an integer")
+    names: dict[str, str | None] = {}
+    for name, what in (
+        (keys.agent_loop, "`module:Class`, a name of rollout.agent_loops or null"),
+        (keys.reward, "`module:function`, a name of rollout.rewards or null"),
+        (keys.data_source, "a name or null"),
+    ):
+        value = _get(row, name)
+        if not (value is None or isinstance(value, str)):
+            raise ConfigError(f"{where}: {name!r} is {kind(value)}; expected {what}")
+        names[name] = value or None
+    return Task(
+        task_id=f"row-{number}" if task_id is None else str(task_id),
+        messages=_messages(_get(row, key), where, keys.messages),
+        answer=_get(row, keys.answer),
+        metadata={name: value for name, value in row.items() if name not in keys.taken}
+        | _metadata(_get(row, keys.metadata), where, keys.metadata),
+        agent_loop=names[keys.agent_loop],
+        reward=names[keys.reward],
+        data_source=names[keys.data_source] or "",
+        tools=_tools(_get(row, keys.tools), where, keys.tools),
+    )
+
+
+def kind(value: Any) -> str:
+    """A JSON value's kind, for a message."""
+    if value is None:
+        return "missing"
+    kinds = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
+    return kinds.get(type(value), f"{type(value).__name__} {value!r:.40}")
+
+
+def _get(row: Mapping[str, Any], key: str | None) -> Any:
+    """The value at a key, or None; a key with dots that the row does not have looks into objects."""
+    if key is None or key in row:
+        return None if key is None else row[key]
+    value: Any = row
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
+    if isinstance(value, str) and value:
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        found = "missing" if value is None else "empty" if value in ("", []) else kind(value)
+        raise ConfigError(f"{where}: {key!r} is {found}; expected a list of chat messages or a prompt string")
+    for index, message in enumerate(value):
+        at = f"{where}: {key!r}[{index}]"
+        if not isinstance(message, dict):
+            raise ConfigError(f"{at} is {kind(message)}; expected an object with 'role' and 'content'")
+        if not (isinstance(message.get("role"), str) and message["role"]):
+            raise ConfigError(f"{at} has no 'role'; expected system, user, assistant or tool")
+        content = message.get("content")
+        if not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
+            raise ConfigError(f"{at}: 'content' is {kind(content)}; expected a string")
+    # Parquet gives every message all keys that any message has.
+    return [{name: part for name, part in message.items() if part is not None} for message in value]
+
+
+def _metadata(value: Any, where: str, key: str | None) -> dict[str, Any]:
+    value = _decoded(value)
+    if not (value is None or isinstance(value, dict)):
+        raise ConfigError(f"{where}: {key!r} is {kind(value)}; expected an object or null")
+    return dict(value or {})
+
+
+def _tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
+    value = _decoded(value)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ConfigError(f"{where}: {key!r} is {kind(value)}; expected a list of JSON schemas or null")
+    return value
+
+
+def _decoded(value: Any) -> Any:
+    """What a column has that holds JSON as text, which parquet files do where rows differ in their keys."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value) if value else None
+    except msgspec.DecodeError:
+        return value
