@@ -188,7 +188,9 @@ class Repair:
             with waiting("idle"):
                 while self._some_serve():
                     await self._pool.changed()
-            log.warning("no engine serves; the run ends if that lasts for engine.max_outage_s = %s", limit_s)
+            engines = self._pool.engines()
+            if not engines or any(self._pool.error_of(e.engine_id) for e in engines):  # none just joins
+                log.warning("no engine serves; the run ends after engine.max_outage_s = %s of it", limit_s)
             try:
                 async with asyncio.timeout(limit_s) as scope, waiting("engine", scope=scope):
                     while not self._some_serve():

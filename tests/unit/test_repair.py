@@ -177,11 +177,17 @@ async def test_the_run_ends_with_every_cause_when_nobody_serves_for_long() -> No
 
 
 @in_virtual_time
-async def test_the_run_goes_on_when_an_outage_ends_in_time() -> None:
+async def test_the_run_goes_on_when_an_outage_ends_in_time(caplog: pytest.LogCaptureFixture) -> None:
     async with workshop("a") as shop:
+        shop.bench.pool.rejoin("a")
+        await settle()
+        assert "no engine serves" not in caplog.text  # it joins, as at the start of a run
+        shop.bench.pool.serve("a", 0)
+        await settle()
         shop.broken = {"a": EnvironmentNotReady("rebooting")}
         shop.bench.pool.quarantine("a", EngineError("killed"))
         await asyncio.sleep(3.0)
+        assert "no engine serves" in caplog.text
         shop.broken = {}
         await asyncio.sleep(20.0)
         assert shop.bench.state("a") is EngineState.SERVING
