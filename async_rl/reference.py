@@ -1,14 +1,18 @@
-"""The config as text: the reference page, the JSON schema, and one run's resolved YAML."""
+"""The config as text: the reference page, the JSON schema, one run's resolved YAML and its versions."""
 
 from __future__ import annotations
 
 import json
+import platform
+from importlib import metadata
 from typing import get_args, get_type_hints
 
 import msgspec
 
 from async_rl import yaml12
 from async_rl.config import Config, describe_fields, to_builtins
+
+_PACKAGES = ("async-rl", "sglang", "torch", "megatron-core", "transformers", "ray", "numpy")
 
 _HEAD = """# Settings
 
@@ -58,6 +62,17 @@ def markdown() -> str:
 def resolved_yaml(config: Config) -> str:
     """A config with every default filled in, as YAML that loads to the same config."""
     return yaml12.dump(to_builtins(config))
+
+
+def versions() -> dict[str, str]:
+    """Of Python, this package and what it stands on, as installed here; without what is not."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def _abouts() -> dict[str, str]:

@@ -5,7 +5,8 @@
   config.yaml      the resolved config        metrics.jsonl   one StepRecord a line
   logs/            driver, engines, ranks     summary.json    the run in one screen, for programs
   checkpoints/     to resume from             reward.png      its curves
-  hf/              the model, Hugging Face format       url             of /metrics and /health
+  hf/              the model, Hugging Face format       url             of the page and /metrics
+  versions.json    of what it runs on
 ```
 """
 
@@ -27,7 +28,7 @@ from rich.console import Console
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError, ConfigError, StallError
 from async_rl.records import Summary, read_records
-from async_rl.reference import resolved_yaml
+from async_rl.reference import resolved_yaml, versions
 from async_rl.report import Progress, print_summary, write_run_files
 from async_rl.supervision import first_error, service_of
 
@@ -77,7 +78,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
                 return 128 + signals[0]
             except Exception as error:
                 cause = first_error(error)
-                log.error("the run failed", exc_info=error)
+                log.error("the run failed: %s", describe(cause), exc_info=error)
                 print(f"async-rl: {describe(cause)}; log: {log_file}", file=sys.stderr)
                 return cause.exit_code if isinstance(cause, AsyncRLError) else 1
         records = read_records(run_dir / "metrics.jsonl")
@@ -187,6 +188,7 @@ def run_folder(config: Config) -> Iterator[Path]:
         partial = folder / ".config.yaml.part"
         partial.write_text(resolved_yaml(config))
         partial.replace(folder / "config.yaml")
+        (folder / "versions.json").write_bytes(msgspec.json.encode(versions()))
         yield folder
 
 

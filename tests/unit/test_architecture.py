@@ -17,9 +17,9 @@ LAYERS = (
     "metrics report diagnosis watchdog engines queue weights",
     "rollout",
     "recovery",
-    "doctor orchestrator",
+    "page doctor orchestrator",
     "placement simulation",
-    "reference preflight checkup plan inspection train commands cli",
+    "reference preflight checkup plan inspection train run_report commands cli",
 )
 """A module imports from its own layer and the ones before it."""
 

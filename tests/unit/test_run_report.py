@@ -1,0 +1,137 @@
+"""The report of a run as one HTML file, in each state that a run can be in."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from async_rl.cli import main
+from async_rl.run_report import read_run, write_report
+from tests.support.finished_run import FAILURE, HOSTILE, LOG, records, write_run_folder
+
+
+class Page(HTMLParser):
+    """Tags and text of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def ids(self) -> set[str]:
+        return {value for _, attrs in self.tags if (value := attrs.get("id"))}
+
+
+def report(folder: Path) -> Page:
+    return Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+def test_a_finished_run_is_one_file_with_its_curves(tmp_path: Path) -> None:
+    steps = records(30)
+    folder = write_run_folder(tmp_path / "run", steps, max_steps=30, log=LOG)
+    page = report(folder)
+    drawn = {name.removeprefix("chart-") for name in page.ids() if name.startswith("chart-")}
+    assert drawn >= {"reward", "ppo-kl", "kl-parts", "kl-lag", "staleness", "staleness-histogram", "lengths"}
+    assert drawn >= {"idle", "throughput", "sync", "drops", "ratio", "ess", "routing"}
+    assert read_run(folder).state == "finished"
+    assert f"{sum(step.trajectories for step in steps):,}" in page.text
+    assert "engine engine-1 is quarantined at version 75" in page.text
+    assert "nobody needs to know" not in page.text
+    assert "run.max_steps" in page.text
+    assert "0.5.23" in page.text
+
+
+def test_the_file_asks_for_nothing_else_and_runs_one_known_script(tmp_path: Path) -> None:
+    page = report(write_run_folder(tmp_path / "run", records(5), log=LOG))
+    for tag, attrs in page.tags:
+        assert not {"src", "srcset", "action", "onclick", "onerror"} & attrs.keys(), (tag, attrs)
+        assert (attrs.get("href") or "data:").startswith("data:")
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert re.search(r"default-src 'none'.*script-src 'sha256-[\w+/=]+'", policy or "")
+
+
+def test_what_a_data_set_says_stays_text(tmp_path: Path) -> None:
+    page = report(write_run_folder(tmp_path / "run", records(50), log=LOG))
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert HOSTILE in page.text
+
+
+def test_secrets_of_the_config_are_hidden(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path / "run", records(2))
+    html = write_report(folder).read_text()
+    assert "do-not-show" not in html
+    assert "search_api_key" in html
+    assert "max_staleness" in html
+
+
+def test_a_failed_run_says_why(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path / "run", records(7), log=LOG + FAILURE)
+    assert read_run(folder).state == "failed"
+    assert "trainer failed: the GPU fell off the bus" in report(folder).text
+
+
+def test_a_run_that_went_on_after_a_failure_has_not_failed(tmp_path: Path) -> None:
+    again = LOG.splitlines(keepends=True)[1]
+    folder = write_run_folder(tmp_path / "run", records(7), log=LOG + FAILURE + again)
+    assert read_run(folder).state == "stopped"
+
+
+def test_a_run_is_running_while_its_driver_holds_the_folder(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path / "run", records(7), log=LOG)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(folder).state == "running"
+        assert "running" in report(folder).text
+
+
+def test_a_run_without_a_step_has_a_report(tmp_path: Path) -> None:
+    page = report(write_run_folder(tmp_path / "run", [], log=LOG))
+    assert "No step yet" in page.text
+    assert not any(name.startswith("chart-") for name in page.ids())
+    assert "run.max_steps" in page.text
+
+
+def test_a_step_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path / "run", records(3))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step":4,"weight_ver')
+    assert len(read_run(folder).records) == 3
+
+
+def test_records_of_older_versions_have_a_report(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path / "run", [])
+    old = '{"step":1,"weight_version":1,"time_s":2.0,"reward_mean":0.5}\n'
+    (folder / "metrics.jsonl").write_text(old)
+    assert "chart-reward" in report(folder).ids()
+
+
+def test_the_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run_folder(tmp_path / "run", records(2))
+    out = tmp_path / "there.html"
+    assert main(["report", str(folder), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert out.read_text().startswith("<!doctype html>")
+
+
+def test_a_folder_that_is_no_run_is_named_and_exits_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"{tmp_path} is no run folder" in capsys.readouterr().err
+    folder = write_run_folder(tmp_path / "run", [])
+    (folder / "metrics.jsonl").write_text("not json\n")
+    assert main(["report", str(folder)]) == 2
+    assert "its files are not those of a run" in capsys.readouterr().err
+    assert main(["report", str(folder.parent / "none")]) == 2
