@@ -333,6 +333,19 @@ class RolloutConfig(_Strict, frozen=True, kw_only=True):
     max_new_tokens: Annotated[
         int, Meta(ge=1, description="Most tokens the policy may write in one turn, over all its resumes.")
     ] = 1024
+    max_turns: Annotated[
+        int, Meta(ge=1, description="Most turns of one trajectory; the session ends it there.")
+    ] = 256
+    max_branches: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "Most branches of one trajectory, those of branches included; each is one more trajectory "
+                "of its group, made in the slot of the first."
+            ),
+        ),
+    ] = 0
     temperature: Annotated[float, Meta(gt=0, le=2, description="Sampling temperature.")] = 1.0
     top_p: Annotated[
         float, Meta(gt=0, le=1, description="Nucleus sampling; below 1 the log-probs are of the truncation.")
@@ -842,7 +855,8 @@ class Config(_Strict, frozen=True, kw_only=True):
                 f"data.datasets: the weights are {weights}; set all of them, or none for every row once an "
                 "epoch"
             )
-        if self.rollout.dynamic_filtering and self.rollout.group_size == 1:
+        alone = self.rollout.group_size == 1 and not self.rollout.max_branches
+        if self.rollout.dynamic_filtering and alone:
             raise ValueError(
                 "rollout.dynamic_filtering drops groups of equal rewards, and rollout.group_size is 1, so it "
                 "would drop all: raise rollout.group_size"
@@ -869,7 +883,7 @@ class Config(_Strict, frozen=True, kw_only=True):
             )
         if self.rollout.top_k == 0:
             raise ValueError("rollout.top_k is 0, so that no token could be drawn: use -1 for no limit")
-        if self.rollout.group_size == 1 and self.trainer.loss.normalize_advantages:
+        if alone and self.trainer.loss.normalize_advantages:
             raise ValueError(
                 "rollout.group_size is 1, so a group's advantages are all zero: use at least 2, or set "
                 "trainer.loss.normalize_advantages=false and a reward with a baseline of its own"

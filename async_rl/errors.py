@@ -11,6 +11,7 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   └── VersionMismatch an engine answered under weights nobody published to it
 ├── RolloutError        one trajectory failed; recorded in its outcome, never ends the run
 │   ├── PromptTooLong   the prompt leaves no room to generate
+│   ├── OutOfTurns      `rollout.max_turns` are done
 │   ├── RequestRefused  an engine refuses this very request; another engine would too
 │   ├── AgentLoopError  the agent loop raised or ran past its time
 │   ├── ToolError       a tool raised or ran past its time (the model sees it as text)
@@ -106,6 +107,10 @@ class RolloutError(AsyncRLError):
 
 class PromptTooLong(RolloutError):
     """The prompt leaves no room to generate."""
+
+
+class OutOfTurns(RolloutError):
+    """The trajectory has all the turns that it may have."""
 
 
 class RequestRefused(RolloutError):

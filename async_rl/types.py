@@ -119,6 +119,26 @@ class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tru
         return valid
 
 
+def root_of(trajectory_id: str) -> str:
+    """The trajectory that an agent loop was given: of a branch the one that it grew from, else itself."""
+    return trajectory_id.partition(".")[0]
+
+
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of the policy. Its weight versions are those of its tokens."""
+
+    start: int
+    """Of the trajectory's tokens, half-open."""
+    end: int
+    finish_reason: Literal["stop", "length"]
+    num_interruptions: int = 0
+    """Engine calls of it that a weight update or a failure cut short."""
+    engine_s: float = 0.0
+    """In engine calls, their queues included, since the last restart of the driver."""
+    metadata: dict[str, Any] = {}
+    """What the agent loop noted of it (`Session.annotate`), JSON."""
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a trajectory."""
 
@@ -163,10 +183,15 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True)
     segments: tuple[Segment, ...]
     trace: RoutingTrace | None
     outcome: Outcome
+    turns: tuple[TurnRecord, ...] = ()
+    """Of the policy, in order."""
+    num_inherited: int = 0
+    """So many of the first segments belong to the trajectory that this one is a branch of: they are read
+    here and trained there."""
 
     def capped(self, newest: int) -> Trajectory:
         """The same with `cap_versions`; itself where there is nothing to lower."""
-        if all(segment.weight_version <= newest for segment in self.sampled):
+        if all(not isinstance(s, Sampled) or s.weight_version <= newest for s in self.segments):
             return self
         return msgspec.structs.replace(self, segments=cap_versions(self.segments, newest))
 
@@ -177,12 +202,18 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True)
 
     @property
     def sampled(self) -> Iterator[Sampled]:
-        """The segments that the policy wrote, in order."""
-        return (segment for segment in self.segments if isinstance(segment, Sampled))
+        """The segments that the policy wrote for this trajectory, in order; inherited ones are another's."""
+        own = self.segments[self.num_inherited :]
+        return (segment for segment in own if isinstance(segment, Sampled))
+
+    @property
+    def num_inherited_tokens(self) -> int:
+        """Tokens that belong to the trajectory that this one is a branch of."""
+        return sum(len(segment.token_ids) for segment in self.segments[: self.num_inherited])
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy wrote."""
+        """Tokens that the policy wrote for this trajectory."""
         return sum(len(segment.token_ids) for segment in self.sampled)
 
     @cached_property
@@ -192,7 +223,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True)
 
     @cached_property
     def response_mask(self) -> BoolArray:
-        """True where the policy wrote the token, `[T] bool`."""
+        """True where the policy wrote the token, for this trajectory or one it inherits from, `[T] bool`."""
         return np.concatenate(
             [np.full(len(segment.token_ids), isinstance(segment, Sampled)) for segment in self.segments]
         )
@@ -225,12 +256,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True)
 
     @property
     def oldest_weight_version(self) -> int | None:
-        """The smallest version among the sampled tokens, or None when nothing was sampled."""
+        """The smallest version among its own sampled tokens, or None when nothing was sampled."""
         return min((s.weight_version for s in self.sampled if len(s.token_ids)), default=None)
 
     @property
     def newest_weight_version(self) -> int | None:
-        """The largest version among the sampled tokens, or None when nothing was sampled."""
+        """The largest version among its own sampled tokens, or None when nothing was sampled."""
         return max((s.weight_version for s in self.sampled if len(s.token_ids)), default=None)
 
 
@@ -265,7 +296,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     rewards: np.ndarray  # [N] float32
     offsets: np.ndarray  # [N + 1] int64
     token_ids: np.ndarray  # [S] int32
-    loss_mask: np.ndarray  # [S] bool, the policy wrote it and it is trained on
+    loss_mask: np.ndarray  # [S] bool, the policy wrote it and it is trained on, here and nowhere else
     rollout_log_probs: np.ndarray  # [S] float32, nats, 0 where not sampled
     weight_versions: np.ndarray  # [S] int32, -1 where not sampled
     routed_experts: np.ndarray | None  # [S, L_moe, K] uint8 | uint16; None when routing is not replayed

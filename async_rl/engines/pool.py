@@ -236,6 +236,11 @@ class EnginePool:
             finally:
                 slot.attended.discard(limit)
 
+    def share_home(self, key: str, other: str) -> None:
+        """A trajectory begins with what another has: their engine is preferred by both."""
+        if (home := self._homes.get(key)) is not None:
+            self._homes[other] = home
+
     def forget(self, key: str) -> None:
         """A trajectory is done; its home need not be remembered."""
         self._homes.pop(key, None)

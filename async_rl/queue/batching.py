@@ -122,7 +122,7 @@ def check_routing(trajectory: Trajectory, moe_layers: tuple[int, ...], top_k: in
 
 
 def _fill_tokens(batch: TrainBatch, position: int, trajectory: Trajectory, oldest: int | None) -> int:
-    for segment in trajectory.segments:
+    for index, segment in enumerate(trajectory.segments):
         end = position + len(segment.token_ids)
         batch.token_ids[position:end] = segment.token_ids
         if isinstance(segment, Context):
@@ -130,7 +130,8 @@ def _fill_tokens(batch: TrainBatch, position: int, trajectory: Trajectory, oldes
             batch.rollout_log_probs[position:end] = 0.0
             batch.weight_versions[position:end] = -1
         else:
-            batch.loss_mask[position:end] = oldest is None or segment.weight_version >= oldest
+            own = index >= trajectory.num_inherited
+            batch.loss_mask[position:end] = own and (oldest is None or segment.weight_version >= oldest)
             batch.rollout_log_probs[position:end] = segment.rollout_log_probs
             batch.weight_versions[position:end] = segment.weight_version
         position = end

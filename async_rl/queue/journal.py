@@ -23,7 +23,7 @@ import errno
 import logging
 import os
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal, Protocol
@@ -42,7 +42,7 @@ from async_rl.queue.journal_file import (
     number,
     read,
 )
-from async_rl.types import Sampled, Segment, VersionSpan, cap_versions
+from async_rl.types import Sampled, Segment, VersionSpan, cap_versions, root_of
 
 log = logging.getLogger(__name__)
 
@@ -75,18 +75,26 @@ class Entry:
         >>> entry.end_turn(12, "stop")
     """
 
-    def __init__(self, trajectory_id: str, attempt: int = 1, replay: Journalled | None = None) -> None:
-        """Begin with nothing.
+    def __init__(
+        self,
+        trajectory_id: str,
+        attempt: int = 1,
+        replay: Journalled | None = None,
+        inherited: Sequence[Segment] = (),
+    ) -> None:
+        """Begin with nothing, or as a branch with what it inherits.
 
         Args:
             trajectory_id: Of the trajectory.
             attempt: Which try of it this is, from 1.
-            replay: What an earlier process left of this attempt. It stands in the journal for this entry
-                until `end_replay`.
+            replay: What an earlier process left of this attempt, beyond what is inherited. It stands in the
+                journal for this entry until `end_replay`.
+            inherited: Of the trajectory that it is a branch of, whose tokens they are; not empty then.
         """
         self.trajectory_id = trajectory_id
         self.attempt = attempt
-        self.segments: list[Segment] = []
+        self.segments: list[Segment] = list(inherited)
+        self._num_inherited = len(inherited)
         self.call: OpenCall | None = None
         self.replay = replay
         self._turns: list[TurnNote] = []
@@ -113,8 +121,8 @@ class Entry:
 
     @property
     def versions(self) -> Iterator[int]:
-        """The versions that sampled what there is, in the running call and what is to be replayed too."""
-        known = self.segments if self.replay is None else self.replay.segments
+        """The versions that sampled its own tokens, in the running call and what is to be replayed too."""
+        known = self._own
         yield from (s.weight_version for s in known if isinstance(s, Sampled))
         if self.call is not None:
             yield self.call.since_version
@@ -122,10 +130,13 @@ class Entry:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy wrote, in the running call and what is to be replayed too."""
-        known = self.segments if self.replay is None else self.replay.segments
-        closed = sum(len(s.token_ids) for s in known if isinstance(s, Sampled))
+        """Its own tokens that the policy wrote, in the running call and what is to be replayed too."""
+        closed = sum(len(s.token_ids) for s in self._own if isinstance(s, Sampled))
         return closed + (len(self.call.token_ids) if self.call is not None else 0)
+
+    @property
+    def _own(self) -> Sequence[Segment]:
+        return self.segments[self._num_inherited :] if self.replay is None else self.replay.segments
 
     def end_replay(self) -> None:
         """From now on the trajectory is what this entry was told, no longer what was left of it."""
@@ -157,7 +168,7 @@ class Entry:
             attempt=self.attempt,
             epoch=self._epoch,
             index=0,
-            segments=self.replay.segments,
+            segments=(*self.segments[: self._num_inherited], *self.replay.segments),
             open_start=0,
             open=(),
             first_turn=0,
@@ -205,6 +216,7 @@ class Journal:
         self._metrics = metrics
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._entries: dict[str, Entry] = {}
+        self._branches: defaultdict[str, set[str]] = defaultdict(set)  # of those entries, by root
         self._waiting: deque[tuple[list[JournalRecord], bool]] = deque()  # gathered, not written
         self._lock = threading.Lock()
         self._number = max((number(path) for path in files(directory)), default=0)
@@ -220,7 +232,7 @@ class Journal:
         """Read what an earlier process left, forget what is no longer in flight, and go on in a new file.
 
         Args:
-            alive: Trajectories in flight.
+            alive: Trajectories in flight. Their branches are alive with them.
             newest_version: Of the checkpoint that the run goes on from. Tokens of later versions, which are
                 no more, count as sampled by it: as old as they can be, so that the bound is kept.
 
@@ -238,25 +250,42 @@ class Journal:
         left = {
             name: msgspec.structs.replace(state, segments=cap_versions(state.segments, newest_version))
             for name, state in found.items()
-            if name in alive
+            if (root := root_of(name)) in alive and root in found and found[root].attempt == state.attempt
         }
         self._entries = {name: Entry(name, state.attempt, state) for name, state in left.items()}
+        for name in left:
+            self._note_branch(name)
         self._gather(compact=True)
         self._append()
         return left
 
-    def open(self, trajectory_id: str, attempt: int = 1, replay: Journalled | None = None) -> Entry:
-        """Journal a trajectory from now on, in the place of an earlier attempt of it."""
+    def open(
+        self,
+        trajectory_id: str,
+        attempt: int = 1,
+        replay: Journalled | None = None,
+        inherited: Sequence[Segment] = (),
+    ) -> Entry:
+        """Journal a trajectory from now on, in the place of an earlier attempt of it; see `Entry`."""
         before = self._entries.get(trajectory_id)
-        entry = self._entries[trajectory_id] = Entry(trajectory_id, attempt, replay)
+        entry = Entry(trajectory_id, attempt, replay, inherited)
         if before is not None:
             entry._epoch = before._epoch + 1
+            if before.attempt != attempt:
+                self.forget([trajectory_id])  # with the branches of that attempt
+        self._entries[trajectory_id] = entry
+        self._note_branch(trajectory_id)
         return entry
 
     def forget(self, trajectory_ids: Collection[str]) -> None:
-        """These need no journal any more; they leave the file when it is compacted."""
+        """These and their branches need no journal any more; they leave the file when it is compacted."""
         for trajectory_id in trajectory_ids:
-            self._entries.pop(trajectory_id, None)
+            for name in (trajectory_id, *self._branches.pop(trajectory_id, ())):
+                self._entries.pop(name, None)
+
+    def _note_branch(self, trajectory_id: str) -> None:
+        if (root := root_of(trajectory_id)) != trajectory_id:
+            self._branches[root].add(trajectory_id)
 
     async def tick(self, before: Callable[[], None] = lambda: None) -> None:
         """Write what is new, in a thread.

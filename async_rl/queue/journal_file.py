@@ -62,6 +62,21 @@ class Journalled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     segments: tuple[Segment, ...]
     turns: tuple[TurnNote, ...] = ()
 
+    def after(self, prefix: Sequence[Segment]) -> Journalled | None:
+        """What there is beyond these segments; None when it does not begin with their tokens.
+
+        Where they are cut does not matter, but for their end.
+        """
+        wanted = np.concatenate([segment.token_ids for segment in prefix])
+        count = end = 0
+        while end < len(wanted) and count < len(self.segments):
+            end += len(self.segments[count].token_ids)
+            count += 1
+        found = [segment.token_ids for segment in self.segments[:count]]
+        if end != len(wanted) or not np.array_equal(np.concatenate(found), wanted):
+            return None
+        return msgspec.structs.replace(self, segments=self.segments[count:])
+
     @property
     def num_tokens(self) -> int:
         """Context and sampled together."""

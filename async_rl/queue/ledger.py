@@ -157,6 +157,26 @@ class Ledger:
             self._tables.write("DELETE FROM pending WHERE position = ?", (position,))
         self._tables.end_change()
 
+    def branch(self, root_id: str, branch_ids: Sequence[str]) -> None:
+        """A trajectory in flight has ended with these branches: each is one more of its group, in flight.
+
+        Raises:
+            InvariantError: When it is not in flight, or one of them is known.
+        """
+        group = self._in_flight(root_id)
+        if known := [branch_id for branch_id in branch_ids if branch_id in self._owner]:
+            raise InvariantError(f"trajectory {root_id} branches twice into {known}")
+        group.in_flight.update(branch_ids)
+        self._owner.update(dict.fromkeys(branch_ids, group.group_id))
+        self._counts["dispatched"] += len(branch_ids)
+        self._counts["in_flight"] += len(branch_ids)
+        for branch_id in branch_ids:
+            self._tables.write(
+                "INSERT INTO trajectories (trajectory_id, group_id, state) VALUES (?, ?, 'in_flight')",
+                (branch_id, group.group_id),
+            )
+        self._tables.end_change()
+
     def attempt(self, trajectory_id: str, attempt: int) -> None:
         """A trajectory in flight is tried once more.
 

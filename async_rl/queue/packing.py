@@ -40,7 +40,7 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[int, ...]
     """Tokens."""
     sampled_lengths: tuple[int, ...]
-    """Tokens that the policy wrote."""
+    """Tokens that the policy wrote, each counted with the one trajectory that trains it."""
     rewards: tuple[float, ...]
     interruptions: tuple[int, ...]
     resumes: tuple[int, ...]

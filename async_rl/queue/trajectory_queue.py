@@ -27,8 +27,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,7 +47,7 @@ from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.packing import Packer, StoredGroup, TakenBatch, age_counts_from
 from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.staleness import Backlog, Overage
-from async_rl.types import Group, Trajectory
+from async_rl.types import Group, Trajectory, root_of
 from async_rl.waits import Awaited, waiting
 
 log = logging.getLogger(__name__)
@@ -156,11 +157,12 @@ class TrajectoryQueue:
         """
         found = {Path(ref.path).name: ref for ref in self._spool.recover().intact}
         outstanding = self._ledger.outstanding()
+        sampled = _oldest_by_root((journalled or {}).values())
         self._kept.recover({name for group in outstanding for name in group.kept.values()})
         for group in outstanding:
             ref = found.pop(group.frame or "", None)
             if not group.queued:
-                self._take_up(group, journalled or {})
+                self._take_up(group, sampled)
                 continue
             if ref is None or not self._holds(ref, group.group_id):
                 self._drop(sorted(group.queued), "corrupt")
@@ -179,23 +181,31 @@ class TrajectoryQueue:
         self._ledger.flush()
         return self._ledger.data_position()
 
-    def _take_up(self, group: GroupRecord, journalled: Mapping[str, Journalled]) -> None:
-        """Take up a group in flight. What it has not sampled yet will be by the weights served now."""
-        ended: dict[str, Trajectory] = {}
+    def _take_up(self, group: GroupRecord, journalled: Mapping[str, int]) -> None:
+        """Take up a group in flight, with the oldest versions in the journal by trajectory. What it has not
+        sampled yet will be by the weights served now.
+        """
+        kept: dict[str, Trajectory] = {}
         for trajectory_id, name in sorted(group.kept.items()):
             try:
-                trajectory = self._kept.read(name)
+                kept[trajectory_id] = self._kept.read(name)
             except CorruptFrame as error:
                 log.warning("trajectory %s is made again: %s", trajectory_id, error)
+        # A trajectory and its branches are made by one loop: all of them are there, or all are made again.
+        unfinished = {root_of(name) for name in group.in_flight - kept.keys()}
+        ended: dict[str, Trajectory] = {}
+        for trajectory_id, name in sorted(group.kept.items()):
+            if root_of(trajectory_id) in unfinished:
                 self._ledger.lose(trajectory_id)
                 self._kept.free([name])
                 continue
+            trajectory = kept[trajectory_id]
             ended[trajectory_id] = capped = trajectory.capped(self._admission.next)
             if capped is not trajectory:
                 with contextlib.suppress(SpoolFull):  # then the next restart lowers it again
                     self._kept.put(capped)
         sampled = [t.oldest_weight_version for t in ended.values()]
-        sampled += [journalled[t].oldest_weight_version for t in group.in_flight if t in journalled]
+        sampled += [journalled[name] for name in group.in_flight if name in journalled]
         oldest = min((version for version in sampled if version is not None), default=self._admission.next)
         self._backlog.dispatch(group.group_id, min(oldest, self._admission.next))
         self.left.append(
@@ -203,7 +213,7 @@ class TrajectoryQueue:
                 group_id=group.group_id,
                 task_id=group.task_id,
                 position=group.position,
-                trajectory_ids=tuple(sorted(group.in_flight)),
+                trajectory_ids=tuple(sorted({root_of(name) for name in group.in_flight})),
                 ended=ended,
                 attempts=dict(group.attempts),
                 oldest=min(oldest, self._admission.next),
@@ -297,14 +307,32 @@ class TrajectoryQueue:
         """
         self._ledger.attempt(trajectory_id, attempt)
 
-    def ended(self, trajectory: Trajectory) -> None:
-        """A trajectory has ended, its group has not: `keep_ended` stores it unless the group is faster.
+    def branched(self, root_id: str, branch_ids: Collection[str]) -> None:
+        """A trajectory has ended, with these branches: they are of its group now.
+
+        Others that the ledger knows, of a run that was killed since, have not come about again.
 
         Raises:
             InvariantError: When it is not in flight.
         """
-        self._ledger.group_of(trajectory.trajectory_id)
-        self._ended_early[trajectory.trajectory_id] = trajectory
+        known = _with_branches(self._ledger.group_of(root_id), {root_id}) - {root_id}
+        if gone := sorted(known - set(branch_ids)):
+            self._drop(gone, "restart")
+        if new := [branch_id for branch_id in branch_ids if branch_id not in known]:
+            self._ledger.branch(root_id, new)
+            if self._metrics is not None:
+                self._metrics.trajectories_dispatched_total.inc(len(new))
+
+    def ended(self, *tree: Trajectory) -> None:
+        """A trajectory has ended, with its branches, its group has not: `keep_ended` stores them unless the
+        group is faster.
+
+        Raises:
+            InvariantError: When one is not in flight.
+        """
+        for trajectory in tree:
+            self._ledger.group_of(trajectory.trajectory_id)
+        self._ended_early |= {trajectory.trajectory_id: trajectory for trajectory in tree}
 
     async def keep_ended(self) -> list[str]:
         """Store trajectories that have ended before their groups: a restart will not make them again.
@@ -328,12 +356,17 @@ class TrajectoryQueue:
         return self._note_kept(self._store(list(self._ended_early.values())))
 
     def _store(self, trajectories: Sequence[Trajectory]) -> list[str]:
+        """Trajectories with their branches, all of them or none."""
         stored: list[str] = []
-        for trajectory in trajectories:
+        for _, tree in groupby(trajectories, key=lambda trajectory: root_of(trajectory.trajectory_id)):
+            whole = len(stored)
             try:
-                stored.append(self._kept.put(trajectory))
+                for trajectory in tree:
+                    stored.append(self._kept.put(trajectory))
             except SpoolFull as error:
                 log.info("trajectory %s is not kept beside the journal: %s", trajectory.trajectory_id, error)
+                self._kept.free(stored[whole:])
+                del stored[whole:]
                 break
         return stored
 
@@ -405,7 +438,8 @@ class TrajectoryQueue:
         self._kept.free(kept.values())
 
     def drop_trajectories(self, trajectory_ids: Sequence[str], reason: str) -> None:
-        """Settle trajectories in flight that came to nothing. Without any left, the group is gone.
+        """Settle trajectories in flight that came to nothing, with their branches. Without any left, the
+        group is gone.
 
         Raises:
             InvariantError: When one is not in flight.
@@ -413,10 +447,10 @@ class TrajectoryQueue:
         groups = {group.group_id: group for group in map(self._ledger.group_of, trajectory_ids)}
         if any(group.queued for group in groups.values()):
             raise InvariantError(f"single trajectories of queued groups cannot be dropped: {sorted(groups)}")
-        for group_id in groups:
-            self._count_ended(group_id, trajectory_ids)
-        self._drop(trajectory_ids, reason)
         for group_id, group in groups.items():
+            dropped = sorted(_with_branches(group, set(trajectory_ids)))
+            self._count_ended(group_id, dropped)
+            self._drop(dropped, reason)
             if not group.in_flight:
                 self._backlog.remove(group_id)
                 self._in_flight.pop(group_id, None)
@@ -430,7 +464,7 @@ class TrajectoryQueue:
         Args:
             group_id: The group.
             reason: Why.
-            others: Trajectories with a reason of their own.
+            others: Trajectories with a reason of their own, which is that of their branches too.
             retry: Its task's position becomes pending: it will be dispatched once more, by this process or
                 the next.
 
@@ -443,7 +477,8 @@ class TrajectoryQueue:
         outstanding = sorted(group.in_flight | group.queued)
         self._count_ended(group_id, group.in_flight)
         for trajectory_id in outstanding:
-            self._drop([trajectory_id], (others or {}).get(trajectory_id, reason), retry=retry)
+            own = (others or {}).get(root_of(trajectory_id), reason)
+            self._drop([trajectory_id], own, retry=retry)
         self._backlog.remove(group_id)
         self._in_flight.pop(group_id, None)
         self._no_longer_left(group_id)
@@ -743,3 +778,18 @@ class TrajectoryQueue:
         """Wait until something has changed."""
         with waiting(on, why=why):
             await self._changed.wait()
+
+
+def _with_branches(group: GroupRecord, trajectory_ids: Collection[str]) -> set[str]:
+    """These trajectories in flight and their branches."""
+    return {name for name in group.in_flight if root_of(name) in trajectory_ids}
+
+
+def _oldest_by_root(journalled: Iterable[Journalled]) -> dict[str, int]:
+    """The oldest version that sampled a trajectory or one of its branches."""
+    oldest: dict[str, int] = {}
+    for state in journalled:
+        if (version := state.oldest_weight_version) is not None:
+            root = root_of(state.trajectory_id)
+            oldest[root] = min(version, oldest.get(root, version))
+    return oldest

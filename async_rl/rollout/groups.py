@@ -13,7 +13,7 @@ with trajectories of another time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -22,7 +22,7 @@ from async_rl.config import RolloutConfig
 from async_rl.errors import AsyncRLError
 from async_rl.queue.journal import Entry
 from async_rl.staleness import Overage
-from async_rl.types import Task, Trajectory
+from async_rl.types import Task, Trajectory, root_of
 
 FailurePolicy = Literal["train_rest", "drop", "retry"]
 
@@ -133,6 +133,7 @@ class GroupInFlight:
     Example:
         >>> group = GroupInFlight("g", task, 7, ["a", "b"], "wait")
         >>> group.begin(Entry("a"))
+        >>> group.branch(Entry("a.1", inherited=segments))
         >>> group.oldest()  # the version of the oldest token so far
     """
 
@@ -145,8 +146,9 @@ class GroupInFlight:
         self.position = position
         self.trajectory_ids = tuple(trajectory_ids)
         self._overage = overage
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, dict[str, Entry]] = {}  # of siblings, each with its branches
         self.finished: dict[str, Trajectory] = {}
+        """Siblings and their branches."""
         self.dropped: dict[str, str] = {}
         """Reasons of the siblings that came to nothing."""
         self.seated, self.enough, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -162,16 +164,35 @@ class GroupInFlight:
             name for name in self.trajectory_ids if name not in self.finished and name not in self.dropped
         ]
 
-    def begin(self, entry: Entry) -> None:
-        """An attempt at a sibling begins; what an earlier one sampled is gone."""
-        self._entries[entry.trajectory_id] = entry
+    @property
+    def num_ended_well(self) -> int:
+        """Siblings that have finished."""
+        return sum(name in self.finished for name in self.trajectory_ids)
 
-    def end(self, trajectory_id: str, result: Trajectory | str) -> None:
-        """A sibling finished, or came to nothing for a reason."""
-        if isinstance(result, Trajectory):
-            self.finished[trajectory_id] = result
-        else:
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """Those that have finished: siblings in their order, each before its branches."""
+        place = {name: index for index, name in enumerate(self.trajectory_ids)}
+        ordered = sorted(self.finished, key=lambda name: (place[root_of(name)], name))
+        return tuple(self.finished[name] for name in ordered)
+
+    def begin(self, entry: Entry, branches: Iterable[Entry] = ()) -> None:
+        """An attempt at a sibling begins; what an earlier one sampled is gone.
+
+        `branches` are those that an earlier process left: until the attempt comes to them they are as old.
+        """
+        self._entries[entry.trajectory_id] = {each.trajectory_id: each for each in (entry, *branches)}
+
+    def branch(self, entry: Entry) -> None:
+        """The attempt at a sibling branches."""
+        self._entries[root_of(entry.trajectory_id)][entry.trajectory_id] = entry
+
+    def end(self, trajectory_id: str, result: Sequence[Trajectory] | str) -> None:
+        """A sibling finished, with its branches, or came to nothing for a reason."""
+        if isinstance(result, str):
             self.dropped[trajectory_id] = result
+        else:
+            self.finished |= {trajectory.trajectory_id: trajectory for trajectory in result}
         if not self.running:
             self.enough.set()
             self.ended.set()
@@ -182,14 +203,15 @@ class GroupInFlight:
         counted = [
             t.newest_weight_version if mask else t.oldest_weight_version for t in self.finished.values()
         ]
-        making = [self._entries[name] for name in self.running if name in self._entries]
+        making = [e for name in self.running for e in self._entries.get(name, {}).values()]
         # Who samples now will have a token of the weights that are served.
         counted += [_newest_at_rest(entry) if mask else min(entry.versions, default=None) for entry in making]
         return min((version for version in counted if version is not None), default=None)
 
     def lengths(self) -> dict[str, int]:
         """See `queue.InFlight`."""
-        lengths = {name: entry.num_sampled_tokens for name, entry in self._entries.items()}
+        entries = (entry for tree in self._entries.values() for entry in tree.values())
+        lengths = {entry.trajectory_id: entry.num_sampled_tokens for entry in entries}
         return lengths | {name: t.num_sampled_tokens for name, t in self.finished.items()}
 
     def cancel(self) -> None:

@@ -58,9 +58,9 @@ from async_rl.rollout.groups import (
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.session import RolloutSession
 from async_rl.rollout.slots import Slots
-from async_rl.supervision import Nursery
+from async_rl.supervision import Nursery, first_error
 from async_rl.threads import call_in_thread
-from async_rl.types import Completion, Group, StopReason, Task, Trajectory
+from async_rl.types import Completion, Group, Segment, StopReason, Task, Trajectory, root_of
 from async_rl.waits import acting, progressed, waiting
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,10 @@ class RolloutManager:
         self._new_id = new_id
         self._clock = clock
         self._journal = journal
-        self._journalled = {} if journalled is None else journalled
+        self._journalled: dict[str, dict[str, Journalled]] = {}  # by root: it and its branches
+        while journalled:
+            name, state = journalled.popitem()
+            self._journalled.setdefault(root_of(name), {})[name] = state
         self._observer = observer or Observer()
         self._attempts = {name: n for left in queue.left for name, n in left.attempts.items()}
         self._loops = AgentLoops(config.rollout)
@@ -182,8 +185,13 @@ class RolloutManager:
         )
         work.finished.update(left.ended)
         for trajectory_id in unfinished:
-            if (known := self._journalled.get(trajectory_id)) is not None:
-                work.begin(Entry(trajectory_id, known.attempt, known))  # it is as old as that from now on
+            known = self._journalled.get(trajectory_id, {})
+            if root := known.get(trajectory_id):  # it is as old as that from now on
+                branches = (state for name, state in known.items() if name != trajectory_id)
+                work.begin(
+                    Entry(trajectory_id, root.attempt, root),
+                    [Entry(state.trajectory_id, state.attempt, state) for state in branches],
+                )
         self._queue.resume(left.group_id, work)
         groups.start(f"group {left.group_id}", self._group(work))
         self._num_groups += 1
@@ -229,15 +237,18 @@ class RolloutManager:
                 if not unseated:
                     work.seated.set()
                 try:
-                    result = await self._run_trajectory(trajectory_id, work)
+                    tree = await self._run_trajectory(trajectory_id, work)
                 finally:
                     self.slots.release(trajectory_id)
             progressed()
-            work.end(trajectory_id, result)
-            if may_leave_stragglers(len(work.finished), len(work.trajectory_ids), self._policy):
+            work.end(trajectory_id, tree)
+            if may_leave_stragglers(work.num_ended_well, len(work.trajectory_ids), self._policy):
                 work.enough.set()
-            if isinstance(result, Trajectory) and not work.ended.is_set():
-                self._queue.ended(result)
+            if not isinstance(tree, str):
+                branches = (trajectory.trajectory_id for trajectory in tree)
+                self._queue.branched(trajectory_id, [name for name in branches if name != trajectory_id])
+                if not work.ended.is_set():
+                    self._queue.ended(*tree)
 
         async with waiting("trajectories"), Nursery() as siblings:
             work.stop = siblings.cancel
@@ -261,9 +272,8 @@ class RolloutManager:
             return
         for trajectory_id, reason in work.dropped.items():
             self._queue.drop_trajectories([trajectory_id], reason)
-        trajectories = tuple(work.finished[i] for i in work.trajectory_ids if i in work.finished)
         await self._queue.put(
-            Group(group_id=work.group_id, task_id=work.task.task_id, trajectories=trajectories)
+            Group(group_id=work.group_id, task_id=work.task.task_id, trajectories=work.trajectories)
         )
 
     def _redispatch(self, position: int, reason: str) -> bool:
@@ -277,8 +287,11 @@ class RolloutManager:
 
     # -- trajectories ----------------------------------------------------------------------------------
 
-    async def _run_trajectory(self, trajectory_id: str, work: GroupInFlight) -> Trajectory | str:
-        """Try until it comes to something or `rollout.max_attempts` is reached; else the last reason."""
+    async def _run_trajectory(self, trajectory_id: str, work: GroupInFlight) -> Sequence[Trajectory] | str:
+        """Try until it comes to something or `rollout.max_attempts` is reached; else the last reason.
+
+        What it comes to is the trajectory and its branches.
+        """
         reason = ""
         first, last = self._attempts.pop(trajectory_id, 1), self._config.rollout.max_attempts
         for attempt in range(first, max(first, last) + 1):
@@ -286,7 +299,7 @@ class RolloutManager:
                 self._queue.tried_again(trajectory_id, attempt)
                 self._metrics.trajectory_retries_total.inc()
             try:
-                trajectory = await self._attempt(trajectory_id, attempt, work)
+                tree = await self._attempt(trajectory_id, attempt, work)
             except _ATTEMPT_ENDS as error:
                 task_id = work.task.task_id
                 log.warning(
@@ -298,77 +311,104 @@ class RolloutManager:
                     break  # it would be too long again
             else:
                 self._count(failed=None)
-                self._observer.ended(trajectory, attempt)
-                return trajectory
+                for trajectory in tree:
+                    self._observer.ended(trajectory, attempt)
+                return tree
         return reason
 
-    async def _attempt(self, trajectory_id: str, attempt: int, work: GroupInFlight) -> Trajectory:
-        rollout, task = self._config.rollout, work.task
-        entry = Entry(trajectory_id, attempt)
-        if self._journal is not None:
-            left = self._journalled.pop(trajectory_id, None)
-            replay = left if left is not None and left.attempt == attempt else None
-            entry = self._journal.open(trajectory_id, attempt, replay)
-        work.begin(entry)
+    async def _attempt(self, trajectory_id: str, attempt: int, work: GroupInFlight) -> Sequence[Trajectory]:
+        left = self._journalled.pop(trajectory_id, {})
+        left = {name: state for name, state in left.items() if state.attempt == attempt}
+
+        def open_entry(name: str, inherited: Sequence[Segment] = ()) -> Entry:
+            replay = left.pop(name, None)
+            if replay is not None and inherited:
+                replay = replay.after(inherited)
+            if self._journal is None:
+                return Entry(name, attempt, replay, inherited)
+            return self._journal.open(name, attempt, replay, inherited)
+
+        def open_branch(name: str, inherited: Sequence[Segment]) -> Entry:
+            entry = open_entry(name, inherited)
+            work.branch(entry)
+            return entry
+
+        entry = open_entry(trajectory_id)
+        work.begin(entry, [Entry(name, attempt, state) for name, state in left.items()])
         session = RolloutSession(
-            task=task,
+            task=work.task,
             trajectory_id=trajectory_id,
             group_id=work.group_id,
             pool=self._pool,
             chat=self._chat,
             facts=self._facts,
-            rollout=rollout,
+            rollout=self._config.rollout,
             routing_config=self._config.routing,
             interrupt=self._config.weights.interrupt,
             metrics=self._metrics,
             new_id=self._new_id,
             clock=self._clock,
             entry=entry,
+            open_branch=open_branch,
         )
         try:
-            return await self._play(task, session)
+            await self._play(work.task, session)
+            return await self._finish(work.task, session.tree)
         except _ATTEMPT_ENDS as error:
             self._observer.failed(session.unfinished(error), attempt, error)
             raise
 
-    async def _play(self, task: Task, session: RolloutSession) -> Trajectory:
-        """Run the agent loop of a task in a session, and score what came of it."""
+    async def _play(self, task: Task, session: RolloutSession) -> None:
+        """Run the agent loop of a task in a session, to the end of it and of its branches."""
         rollout = self._config.rollout
         name = task.agent_loop or rollout.agent_loop
         loop = self._loops.of(name)
+        ended: StopReason | None = None
         try:
             async with (
                 asyncio.timeout(rollout.trajectory_timeout_s) as scope,
                 waiting("agent loop", name, scope=scope) as wait,
             ):
                 ended = await loop.run(task, session)
-        except PromptTooLong:
-            if session.last_turn is None:
-                raise
-            stop_reason: StopReason = "length"  # what was sampled before the context was full is kept
         except TimeoutError as error:
             limit = f"ran past rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}: raise it, or"
             why = "was ended by the stall doctor:" if wait.cut else limit
             raise AgentLoopError(f"agent loop {name} {why} bound the loop's own waits") from error
-        except AsyncRLError:
-            raise
         except Exception as error:
-            raise AgentLoopError(f"agent loop {name} raised {type(error).__name__}: {error}") from error
-        else:
-            length = session.last_turn is not None and session.last_turn.finish_reason == "length"
-            stop_reason = ended or ("length" if length else "completed")
+            cause = first_error(error)  # a loop may have a task group of its own
+            if session.is_over(cause) and session.last_turn is not None:
+                pass  # what was sampled before a budget was used up is kept
+            elif isinstance(cause, AsyncRLError):
+                raise cause from cause.__cause__
+            else:
+                raise AgentLoopError(f"agent loop {name} raised {type(cause).__name__}: {cause}") from error
+        finally:
+            num_left = session.close()
+        if num_left:
+            raise AgentLoopError(
+                f"agent loop {name} ended while {num_left} of its sessions had not: await what it starts, "
+                "and give each session a block, `async with session:`, where several are written at once"
+            )
         if session.last_turn is None:
             raise AgentLoopError(
                 f"agent loop {name} returned without a turn: await session.generate() at least once in run()"
             )
-        completion = Completion(
-            messages=session.messages,
-            text=session.last_turn.text,
-            stop_reason=stop_reason,
-            num_tool_calls=session.num_tool_calls,
-            num_tool_errors=session.num_tool_errors,
-        )
-        return await session.finish(stop_reason, await self._score(task, completion))
+        session.end(ended)
+
+    async def _finish(self, task: Task, tree: Sequence[RolloutSession]) -> Sequence[Trajectory]:
+        """Score what came of a session and its branches, side by side."""
+
+        async def one(session: RolloutSession) -> Trajectory:
+            return await session.finish(session.stop_reason, await self._score(task, session.completion))
+
+        if len(tree) == 1:
+            return [await one(tree[0])]
+        try:
+            async with Nursery() as scoring:
+                ends = [scoring.start(f"reward of {each.trajectory_id}", one(each)) for each in tree]
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+        return [end.result() for end in ends]
 
     async def _score(self, task: Task, completion: Completion) -> dict[str, float]:
         """Call the reward function, sync (in a thread) or async, within its time."""

@@ -15,6 +15,7 @@ useless, and the next fetch starts from 0. Rows of another text than the traject
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -91,6 +92,12 @@ class Rows:
         self._measures_flips = _unit(trajectory_id) < config.flip_sample
         self._held: list[_Held] = []
         self._replaced: list[_Held] = []
+
+    def branch(self) -> Rows:
+        """For a trajectory that begins with the same tokens: what is held now is held there too."""
+        other = copy.copy(self)
+        other._held, other._replaced = list(self._held), []
+        return other
 
     def held(self, token_ids: Int32Array) -> int:
         """Rows that are held of this text. Rows of another are forgotten: the history was edited since."""

@@ -1,52 +1,36 @@
-"""One trajectory being made: what an agent loop talks to, and where partial rollouts happen.
+"""What an agent loop talks to: a conversation to the loop, tokens underneath.
 
 ```
- agent loop ── generate() ──► one or more engine calls ──► Turn
-                               │ abort: keep tokens, wait for an engine, call again with the rest
-                               │ engine died: the same, elsewhere
-                               └ stop / length: the turn is over
+ agent loop ── start, add_messages ──► context ─┐
+            ── generate ─────────────► a turn ──┼─► one trajectory (`rollout.transcript`)
+            ── branch ───────────────► a session of its own, which begins with what there is
 ```
 
-Everything sampled is kept as a segment under its own weight version the moment its call ends, however it
-ends. Nothing the model sampled is ever tokenised again: a call gets the token ids so far and appends what
-comes back. The journal is told of all of it; after a restart the loop runs again and is given back what the
-journal has (`rollout.replay`).
-
-Routing is gathered by `rollout.rows`: each call asks for the rows that are not held yet, and hands in what
-it reports. Rows that no call reported are recovered by a prefill without new tokens, or marked invalid.
+A session and its branches are made by one run of a loop, and come to something together or not at all: when
+the loop has ended well each of them is a trajectory of the group. What a branch inherits it reads; it is
+trained in the trajectory that sampled it, so that no token is trained twice.
 """
 
 from __future__ import annotations
 
-import logging
-import math
+import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
-from typing import Any, Final, Literal
+from types import TracebackType
+from typing import Any, Final, Self
 
-import numpy as np
+import msgspec
 
 from async_rl.chat import ChatFormat
 from async_rl.config import RolloutConfig, RoutingConfig
-from async_rl.engines.pool import EnginePool, Lease
-from async_rl.engines.protocol import (
-    Chunk,
-    EngineFacts,
-    Finish,
-    GenerateRequest,
-    InterruptMode,
-    SamplingParams,
-    check_partition,
-)
-from async_rl.errors import EngineError, PromptTooLong
+from async_rl.engines.pool import EnginePool
+from async_rl.engines.protocol import EngineFacts, InterruptMode
+from async_rl.errors import OutOfTurns, PromptTooLong
 from async_rl.metrics import Metrics
 from async_rl.queue.journal import Entry
 from async_rl.rollout.api import Turn
-from async_rl.rollout.replay import Replay
-from async_rl.rollout.rows import Rows
+from async_rl.rollout.transcript import Transcript
 from async_rl.types import (
-    Context,
-    FinishReason,
+    Completion,
     Int32Array,
     Outcome,
     RoutingTrace,
@@ -55,69 +39,32 @@ from async_rl.types import (
     StopReason,
     Task,
     Trajectory,
-    VersionSpan,
+    TurnRecord,
 )
-from async_rl.waits import waiting
 
-log = logging.getLogger(__name__)
+_MAX_METADATA_BYTES: Final = 4096
+"""Of one turn's metadata as JSON: it is for people, and a run keeps a thousand trajectories for them."""
 
-_MAX_UNASKED_ABORTS: Final = 8
-"""Calls in a row that may end without a token and without our doing, before the trajectory is given up."""
-
-
-_MAX_RECOVERIES: Final = 4
-"""Tries to fetch missing routing rows; each can be cut short by a weight update."""
+OpenBranch = Callable[[str, Sequence[Segment]], Entry]
+"""Makes the journal's entry of a branch, from its id and what it inherits."""
 
 
-class _Call:
-    """What one engine call has delivered so far."""
+class _Tree:
+    """What a session shares with its branches."""
 
-    def __init__(self, engine_id: str, since_version: int) -> None:
-        self.engine_id = engine_id
-        self.since_version = since_version
-        self.token_ids: list[int] = []
-        self.log_probs: list[float] = []
-        self.versions: list[VersionSpan] = []
-        self.finish: Finish | None = None
-
-    def take(self, chunk: Chunk) -> None:
-        """Keep what came. Only the engine's own account says which weights sampled it: until there is one it
-        counts as old as the call, for a token may have been on its way while the weights changed.
-        """
-        self.token_ids += chunk.token_ids
-        self.log_probs += chunk.log_probs
-        self._count()
-
-    def cut_unfit(self) -> None:
-        """Forget everything from the first log-prob on that is not finite."""
-        fit = next((i for i, value in enumerate(self.log_probs) if not math.isfinite(value)), None)
-        if fit is not None:
-            del self.token_ids[fit:], self.log_probs[fit:]
-            self._count()
-
-    def clear(self) -> None:
-        """Forget an answer that cannot be right."""
-        self.token_ids.clear()
-        self.log_probs.clear()
-        self.versions.clear()
-        self.finish = None
-
-    @property
-    def spans(self) -> Sequence[VersionSpan]:
-        """The engine's own account of versions, or the call's when it ended without one."""
-        return self.finish.version_spans if self.finish is not None else self.versions
-
-    def _count(self) -> None:
-        num = len(self.token_ids)
-        self.versions = [VersionSpan(start=0, end=num, weight_version=self.since_version)] if num else []
+    def __init__(self, limit: int, open_branch: OpenBranch, deadline_s: float) -> None:
+        self.limit = limit
+        self.open_branch = open_branch
+        self.deadline_s = deadline_s
+        self.num_branches = 0
+        self.open: dict[str, RolloutSession] = {}
+        """Those that live: the root, and branches in their blocks."""
+        self.ended: dict[str, RolloutSession] = {}
+        """Branches that sampled something, in the order in which their blocks ended."""
 
 
-class RolloutSession:
-    """See `async_rl.rollout.api.Session` for what agent loops may use; `finish` is the manager's.
-
-    Invariant: `segments` and the token buffer always describe the same sequence, also after a cancellation at
-    any await.
-    """
+class RolloutSession(Transcript):
+    """See `async_rl.rollout.api.Session` for what agent loops may use; the rest is the manager's."""
 
     def __init__(
         self,
@@ -135,48 +82,75 @@ class RolloutSession:
         new_id: Callable[[], str],
         clock: Callable[[], float],
         entry: Entry | None = None,
+        open_branch: OpenBranch = lambda name, inherited: Entry(name, inherited=inherited),
     ) -> None:
+        super().__init__(
+            trajectory_id,
+            pool=pool,
+            chat=chat,
+            facts=facts,
+            rollout=rollout,
+            routing_config=routing_config,
+            interrupt=interrupt,
+            metrics=metrics,
+            new_id=new_id,
+            clock=clock,
+            entry=entry,
+        )
         self.task = task
         self.messages: list[dict[str, Any]] = []
         self.tool_timeout_s = rollout.tool_timeout_s
         self.num_tool_calls = 0
         self.num_tool_errors = 0
-        self._trajectory_id = trajectory_id
+        self.stop_reason: StopReason = "completed"
+        """Why it ended, once it has."""
         self._group_id = group_id
-        self._pool = pool
-        self._chat = chat
-        self._facts = facts
-        self._config = rollout
-        self._routing = routing_config
-        self._metrics = metrics
-        self._new_id = new_id
-        self._clock = clock
-        self._entry = entry or Entry(trajectory_id)  # one that no journal reads costs nothing
-        self._replay = None if self._entry.replay is None else Replay(self._entry.replay)
-        self._segments: list[Segment] = self._entry.segments
-        self._buffer = np.empty(min(1024, rollout.max_context_tokens), np.int32)
-        self._length = 0
-        self._rows = Rows(
-            trajectory_id,
-            config=routing_config,
-            interrupt=interrupt,
-            facts=facts,
-            metrics=metrics,
-            strike=pool.strike,
-        )
-        self._num_turns = 0
-        self._num_interruptions = 0
-        self._num_resumes = 0
-        self._num_failovers = 0
-        self._last_turn: Turn | None = None
+        self._interrupt: InterruptMode = interrupt
         self._started_s = clock()
+        self._tree = _Tree(rollout.max_branches, open_branch, self._started_s + rollout.trajectory_timeout_s)
+        self._tree.open[trajectory_id] = self
+        self._pending: tuple[list[dict[str, Any]], Int32Array] | None = None
+        """Messages that the next turn reads, and their tokens."""
+        self._turns: list[TurnRecord] = []
+        self._last_turn: Turn | None = None
+        self._writer: asyncio.Task[Any] | None = None
+        """Who awaits a turn."""
+        self._over: PromptTooLong | OutOfTurns | None = None
+        """The budget that is used up."""
+        self._num_inherited = self._num_inherited_turns = self._num_branches = 0
 
     # -- for agent loops -------------------------------------------------------------------------------
 
     @property
     def remaining_tokens(self) -> int:
         """Tokens left before the trajectory reaches `rollout.max_context_tokens`."""
-        return self._config.max_context_tokens - self._length
+        pending = 0 if self._pending is None else len(self._pending[1])
+        return self._config.max_context_tokens - self._length - pending
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy so far, inherited ones included."""
+        return len(self._turns)
+
+    @property
+    def remaining_turns(self) -> int:
+        """Turns left of `rollout.max_turns`."""
+        return self._config.max_turns - len(self._turns)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left of `rollout.trajectory_timeout_s`; branches share them."""
+        return max(0.0, self._tree.deadline_s - self._clock())
+
+    @property
+    def remaining_branches(self) -> int:
+        """Branches left of `rollout.max_branches`."""
+        return self._tree.limit - self._tree.num_branches
+
+    @property
+    def last_turn(self) -> Turn | None:
+        """The newest turn of the policy."""
+        return self._last_turn
 
     def start(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None:
         """Render the prompt with the model's chat template. Once per trajectory, before anything else.
@@ -184,6 +158,7 @@ class RolloutSession:
         Raises:
             PromptTooLong: When it leaves no room to generate.
         """
+        self._check("start")
         if self._segments:
             raise RuntimeError("session.start was called twice; use session.add_messages to go on")
         prompt = self._chat.prompt_ids(messages, tools)
@@ -205,49 +180,46 @@ class RolloutSession:
 
         Returns:
             The turn; `finish_reason` is `length` when the budget or the context ran out.
+
+        Raises:
+            OutOfTurns: When there were `rollout.max_turns`; the trajectory then ends as it is.
+            PromptTooLong: When the context is full.
         """
+        self._check("generate")
         if not self._segments:
             raise RuntimeError("session.generate was called before session.start")
+        if self.remaining_turns < 1:
+            limit = self._config.max_turns
+            raise self._out(OutOfTurns(f"the trajectory has had rollout.max_turns = {limit} turns"))
+        if self._pending is None and self._turn_is_closed:
+            self._append_messages([])
+        self._read_pending()
         budget = min(max_new_tokens or self._config.max_new_tokens, self._config.max_new_tokens)
         budget = min(budget, self.remaining_tokens)
-        sampling = SamplingParams(
-            temperature=self._config.temperature,
-            top_p=self._config.top_p,
-            top_k=self._config.top_k,
-            stop_token_ids=tuple(self._chat.stop_token_ids),
-            stop=tuple(stop),
+        begin, first = self._length, len(self._segments)
+        interruptions, engine_s = self._num_interruptions + self._num_failovers, self._engine_s
+        self._writer = asyncio.current_task()
+        try:
+            reason = await self._write(budget, stop)
+        finally:
+            self._writer = None
+        record = TurnRecord(
+            start=begin,
+            end=self._length,
+            finish_reason=reason,
+            num_interruptions=self._num_interruptions + self._num_failovers - interruptions,
+            engine_s=self._engine_s - engine_s,
         )
-        begin, unasked = self._length, 0
-        reason = self._replay_turn(budget, stop)
-        last = self._length
-        resumed = last > begin
-        while reason is None:
-            if self._has_stopped(begin, sampling):
-                reason = "stop"  # its call was cut short after its last token, before it said so
-                break
-            if (left := budget - (self._length - begin)) <= 0:
-                reason = "length"
-                break
-            ended, ours = await self._call(left, sampling, resumed=resumed)
-            if ended == "stop" or ended == "length":
-                reason = ended
-                break
-            resumed = True
-            unasked = 0 if ours or self._length > last else unasked + 1
-            last = self._length
-            if unasked > _MAX_UNASKED_ABORTS:
-                raise EngineError(
-                    f"engines ended {unasked} calls of trajectory {self._trajectory_id} in a row, "
-                    f"though nobody "
-                    "interrupted them: see the engines' logs"
-                )
-        self._num_turns += 1
-        self._entry.end_turn(self._length, reason)
+        self._turns.append(record)
         token_ids = self._buffer[begin : self._length].copy()
+        sampled = (segment for segment in self._segments[first:] if isinstance(segment, Sampled))
         turn = Turn(
             text=self._chat.decode(token_ids),
             token_ids=token_ids,
             finish_reason=reason,
+            weight_versions=tuple(sorted({segment.weight_version for segment in sampled})),
+            num_interruptions=record.num_interruptions,
+            engine_s=record.engine_s,
         )
         self.messages.append({"role": "assistant", "content": turn.text})
         self._last_turn = turn
@@ -259,22 +231,33 @@ class RolloutSession:
         Raises:
             PromptTooLong: When they do not fit; the trajectory then ends as it is.
         """
-        if self._last_turn is None:
-            raise RuntimeError(
-                "session.add_messages needs a turn before it; put what comes first into session.start"
-            )
-        if not isinstance(self._segments[-1], Sampled):
-            raise RuntimeError("session.add_messages was called twice: pass all messages at once")
-        # A turn that ran out of budget or met a stop string lacks its end-of-turn token.
-        ended = self._buffer[self._length - 1] == self._chat.end_of_turn_id
-        token_ids = self._chat.append_ids(messages, after_length=not ended)
-        if len(token_ids) >= self.remaining_tokens:
-            raise PromptTooLong(
-                f"messages of {len(token_ids)} tokens do not fit: {self.remaining_tokens} tokens are left of "
-                f"rollout.max_context_tokens = {self._config.max_context_tokens}"
-            )
-        self._read(token_ids)
-        self.messages.extend(messages)
+        self._check("add_messages")
+        self._append_messages(messages)
+
+    def add_tool_result(
+        self,
+        content: Any,
+        *,
+        name: str | None = None,
+        tool_call_id: str | None = None,
+        error: bool = False,
+    ) -> None:
+        """Append what a tool gave back, and count the call.
+
+        Args:
+            content: Text, or anything that JSON can say.
+            name: Of the tool, for templates that print it.
+            tool_call_id: Of the call that it answers, likewise.
+            error: Whether the call failed.
+
+        Raises:
+            PromptTooLong: As `add_messages`.
+        """
+        text = content if isinstance(content, str) else msgspec.json.encode(content).decode()
+        named = {"name": name, "tool_call_id": tool_call_id}
+        given = {key: value for key, value in named.items() if value is not None}
+        self.record_tool_call(error=error)
+        self.add_messages([{"role": "tool", "content": text, **given}])
 
     def record_tool_call(self, *, error: bool) -> None:
         """Count a tool call for the outcome and the metrics."""
@@ -282,170 +265,193 @@ class RolloutSession:
         self.num_tool_errors += error
         self._metrics.tool_calls_total.labels("error" if error else "ok").inc()
 
-    @property
-    def last_turn(self) -> Turn | None:
-        """The newest turn of the policy."""
-        return self._last_turn
+    def annotate(self, **values: Any) -> None:
+        """Note something of the newest turn, for people who look at the trajectory.
 
-    # -- engine calls ----------------------------------------------------------------------------------
-
-    async def _call(
-        self, budget: int, sampling: SamplingParams, *, resumed: bool
-    ) -> tuple[FinishReason, bool]:
-        """Make one engine call and keep what came of it.
-
-        Returns:
-            Why it ended, and whether an abort was our own doing (a weight update).
+        Args:
+            values: JSON, 4096 bytes a turn; a name that is there already is overwritten.
         """
-        async with self._pool.lease(self._trajectory_id, self._length + budget, prompt=self._length) as lease:
-            call = self._entry.call = _Call(lease.engine.engine_id, lease.weight_version)
-            if resumed:
-                self._num_resumes += 1
-                self._metrics.resumes_total.inc()
-            request = self._request(lease, self._length, budget, sampling)
-            prompt = self._length
-            reason: FinishReason = "failover"
-            try:
-                async with aclosing(lease.generate(request)) as stream:
-                    async for event in stream:
-                        if isinstance(event, Chunk):
-                            call.take(event)
-                        else:
-                            call.finish = event
-                            reason = event.reason
-            except EngineError:
-                reason = "failover"
-            else:
-                if not self._is_right(call, lease):
-                    reason = "failover"
-            finally:
-                # Also on cancellation: what was sampled is a segment before anybody can look.
-                self._keep(call, lease, reason, prompt)
-                self._entry.call = None
-            ours = reason == "abort" and lease.interrupted
-        if reason == "failover":
-            self._num_failovers += 1
-            self._metrics.failovers_total.inc()
-        if reason == "abort" or len(call.spans) > 1:
-            count = max(1, len(call.spans) - 1) if reason != "abort" else 1
-            self._num_interruptions += count
-            self._metrics.interruptions_total.inc(count)
-            if reason != "abort":  # the engine itself went on (retract, in_place)
-                self._num_resumes += count
-                self._metrics.resumes_total.inc(count)
-        return reason, ours
-
-    def _is_right(self, call: _Call, lease: Lease) -> bool:
-        """Whether an answer may be kept; otherwise it is forgotten and held against its engine."""
-        engine_id = lease.engine.engine_id
-        if call.finish is None:
-            problem = f"engine {engine_id} ended a stream without a finish"
-        elif not check_partition(call.finish.version_spans, len(call.token_ids)):
-            problem = (
-                f"engine {engine_id} reports weight versions {call.finish.version_spans} for "
-                f"{len(call.token_ids)} sampled tokens"
+        self._check("annotate")
+        if len(self._turns) == self._num_inherited_turns:
+            raise RuntimeError("session.annotate needs a turn before it, of this session")
+        metadata = {**self._turns[-1].metadata, **values}
+        try:
+            data = msgspec.json.encode(metadata)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"session.annotate was given what is not JSON: {error}") from error
+        if len(data) > _MAX_METADATA_BYTES:
+            raise ValueError(
+                f"session.annotate: a turn's metadata is {len(data)} bytes of JSON, at most "
+                f"{_MAX_METADATA_BYTES} are kept: note less, or write a file of your own"
             )
-        elif not all(math.isfinite(value) for value in call.log_probs):
-            problem = f"engine {engine_id} returned log-probs that are not finite"
-        else:
-            return True
-        call.clear()
-        lease.suspicious(EngineError(problem))
-        return False
+        plain = msgspec.json.decode(data)  # a copy that the loop cannot change any more
+        self._turns[-1] = msgspec.structs.replace(self._turns[-1], metadata=plain)
 
-    def _request(
-        self, lease: Lease, num_tokens: int, max_new_tokens: int, sampling: SamplingParams
-    ) -> GenerateRequest:
-        """A call that is given the first `num_tokens`, and asked for the rows that are missing."""
-        token_ids, wanted, start = self._buffer[:num_tokens], self._routing.from_engine, 0
-        if wanted:
-            start = self._rows.start(token_ids, lease.engine.engine_id, lease.weight_version)
-        return GenerateRequest(
-            request_id=self._new_id(),
-            input_ids=token_ids,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            return_routing=wanted,
-            routing_start=start,
+    def branch(self) -> RolloutSession:
+        """A trajectory of its own that goes on from here; see `api.Session.branch`."""
+        self._check("branch")
+        if not self._segments:
+            raise RuntimeError("session.branch was called before session.start")
+        tree = self._tree
+        if self.remaining_branches < 1:
+            raise RuntimeError(
+                f"session.branch: rollout.max_branches = {tree.limit} are there already; raise it, or look "
+                "at session.remaining_branches first"
+            )
+        tree.num_branches += 1
+        self._num_branches += 1
+        # A loop that runs again after a restart comes to the same names.
+        name = f"{self.trajectory_id}.{self._num_branches}"
+        other = RolloutSession(
+            task=self.task,
+            trajectory_id=name,
+            group_id=self._group_id,
+            pool=self._pool,
+            chat=self._chat,
+            facts=self._facts,
+            rollout=self._config,
+            routing_config=self._routing,
+            interrupt=self._interrupt,
+            metrics=self._metrics,
+            new_id=self._new_id,
+            clock=self._clock,
+            entry=tree.open_branch(name, tuple(self._segments)),
         )
+        other._inherit(self)
+        other._tree = tree
+        other.messages = list(self.messages)
+        other._pending = self._pending
+        other._turns = list(self._turns)
+        other._last_turn = self._last_turn
+        other._num_inherited, other._num_inherited_turns = len(self._segments), len(self._turns)
+        other.num_tool_calls, other.num_tool_errors = self.num_tool_calls, self.num_tool_errors
+        return other
 
-    def _keep(self, call: _Call, lease: Lease, reason: FinishReason, prompt: int) -> None:
-        """Turn a call's tokens into segments, one for each weight version, and remember its routing."""
-        if call.finish is None:
-            call.cut_unfit()  # it was cut short before anybody could judge it as a whole
-        for span in call.spans:
-            if span.end <= span.start:
-                continue
-            self._append(
-                Sampled(
-                    token_ids=np.array(call.token_ids[span.start : span.end], np.int32),
-                    rollout_log_probs=np.array(call.log_probs[span.start : span.end], np.float32),
-                    weight_version=span.weight_version,
-                    engine_id=lease.engine.engine_id,
-                    finish_reason=reason,
-                )
+    async def __aenter__(self) -> Self:
+        """The trajectory ends with the block."""
+        self._tree.open[self.trajectory_id] = self
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        """Running out of a budget of its own ends it as it is; any other error leaves the block."""
+        lived = self._tree.open.pop(self.trajectory_id, None) is not None
+        over = error is not None and error is self._over
+        if error is None and self._writer is not None:
+            self._fail()
+            raise RuntimeError("a session's block ended while a turn was being written: await it first")
+        if error is not None and not over:
+            self._fail()
+        elif lived:
+            self.end()
+            own = self._segments[self._num_inherited :]
+            if self._num_inherited and any(isinstance(segment, Sampled) for segment in own):
+                self._tree.ended[self.trajectory_id] = self
+        return over
+
+    # -- underneath ------------------------------------------------------------------------------------
+
+    @property
+    def _turn_is_closed(self) -> bool:
+        """Whether the last token is the policy's, and the last of its turn."""
+        last = int(self._buffer[self._length - 1])
+        stops = last == self._chat.end_of_turn_id or last in self._chat.stop_token_ids
+        return stops and isinstance(self._segments[-1], Sampled)
+
+    def _append_messages(self, messages: Sequence[dict[str, Any]]) -> None:
+        """They are rendered with those before them: templates join neighbouring tool results."""
+        if self._last_turn is None:
+            raise RuntimeError(
+                "session.add_messages needs a turn before it; put what comes first into session.start"
             )
-        self._metrics.sampled_tokens_total.inc(len(call.token_ids))
-        if call.finish is not None:
-            self._rows.take(lease.engine, call.finish, self._buffer[: self._length], prompt)
+        waiting = [*(self._pending[0] if self._pending is not None else []), *messages]
+        # A turn that ran out of budget or met a stop string lacks its end-of-turn token.
+        ended = self._buffer[self._length - 1] == self._chat.end_of_turn_id
+        token_ids = self._chat.append_ids(waiting, after_length=not ended)
+        left = self._config.max_context_tokens - self._length
+        if len(token_ids) >= left:
+            error = PromptTooLong(
+                f"messages of {len(token_ids)} tokens do not fit: {left} tokens are left of "
+                f"rollout.max_context_tokens = {self._config.max_context_tokens}"
+            )
+            raise self._out(error)
+        self._pending = waiting, token_ids
+        self.messages.extend(messages)
 
-    def _read(self, token_ids: Int32Array) -> None:
-        """Append what the policy did not write; a replay must go on with the same."""
-        if self._replay is not None:
-            self._replay.context(token_ids)
-            self._end_replay()
-        self._append(Context(token_ids=token_ids))
+    def _read_pending(self) -> None:
+        if self._pending is not None:
+            self._read(self._pending[1])
+            self._pending = None
 
-    def _replay_turn(self, budget: int, stop: Sequence[str]) -> Literal["stop", "length"] | None:
-        """Append what the journal has of the turn that begins now; how it ended, or None to go on with it."""
-        self._entry.begin_turn(self._length, budget, stop)
-        if self._replay is None:
-            return None
-        sampled, ended = self._replay.turn(self._length, budget, stop)
-        for segment in sampled:
-            self._append(segment)
-            self._num_interruptions += segment.finish_reason == "abort"
-            self._num_failovers += segment.finish_reason == "failover"
-        self._num_resumes += max(0, len(sampled) - 1)
-        self._metrics.resumed_tokens_total.inc(sum(len(segment.token_ids) for segment in sampled))
-        self._end_replay()
-        return None if ended is None else ended.reason
+    def _check(self, call: str) -> None:
+        """Whoever awaits two turns at once, or goes on after the end, would mix up the tokens."""
+        if self.trajectory_id not in self._tree.open:
+            raise RuntimeError(
+                f"session.{call} was called outside of the session's life: a branch lives in its block, "
+                "`async with session.branch() as other:`"
+            )
+        if self._writer is not None:
+            raise RuntimeError(f"session.{call} was called while a turn is being written: await it first")
 
-    def _end_replay(self) -> None:
-        """Go on live once nothing is left to replay."""
-        if self._replay is not None and self._replay.done:
-            if self._replay.num_discarded:
-                log.warning(
-                    "trajectory %s takes another course than before the restart: %d tokens are not used",
-                    self._trajectory_id,
-                    self._replay.num_discarded,
-                )
-                self._metrics.resume_discarded_tokens_total.inc(self._replay.num_discarded)
-            self._replay = None
-            self._entry.end_replay()
+    def _out(self, error: PromptTooLong | OutOfTurns) -> PromptTooLong | OutOfTurns:
+        """A budget of this trajectory is used up, not one of its branches' or its parent's."""
+        self._over = error
+        return error
 
-    def _has_stopped(self, begin: int, sampling: SamplingParams) -> bool:
-        """Whether the turn that began there has met a stop token or string."""
-        if self._length == begin:
-            return False
-        if int(self._buffer[self._length - 1]) in sampling.stop_token_ids:
-            return True
-        if not sampling.stop:
-            return False
-        text = self._chat.decode(self._buffer[begin : self._length])
-        return any(stop in text for stop in sampling.stop)
+    def _fail(self) -> None:
+        """It comes to nothing, and so do its branches, which begin with what it sampled."""
+        below = self.trajectory_id + "."
+        for name in [name for name in self._tree.ended if name.startswith(below)]:
+            del self._tree.ended[name]
+        self._stop_writing()
+        for name, session in list(self._tree.open.items()):
+            if name.startswith(below):
+                del self._tree.open[name]
+                session._stop_writing()
 
-    def _append(self, segment: Segment) -> None:
-        end = self._length + len(segment.token_ids)
-        if end > len(self._buffer):
-            grown = np.empty(max(end, 2 * len(self._buffer)), np.int32)
-            grown[: self._length] = self._buffer[: self._length]
-            self._buffer = grown
-        self._buffer[self._length : end] = segment.token_ids
-        self._length = end
-        self._segments.append(segment)
+    def _stop_writing(self) -> None:
+        if self._writer is not None and self._writer is not asyncio.current_task():
+            self._writer.cancel()
 
     # -- for the manager -------------------------------------------------------------------------------
+
+    def is_over(self, error: BaseException) -> bool:
+        """Whether an error says that a budget of this trajectory is used up."""
+        return error is self._over
+
+    def end(self, reason: StopReason | None = None) -> None:
+        """Nothing more will be written; why, where the loop knows better than the session."""
+        cut = self._last_turn is not None and self._last_turn.finish_reason == "length"
+        own: StopReason = "max_turns" if isinstance(self._over, OutOfTurns) else "completed"
+        self.stop_reason = reason or ("length" if cut or isinstance(self._over, PromptTooLong) else own)
+
+    def close(self) -> int:
+        """The loop has ended: take away whoever still writes; how many sessions had not come to their end."""
+        left = list(self._tree.open.values())
+        self._tree.open.clear()
+        for session in left:
+            session._stop_writing()
+        return sum(session is not self or session._writer is not None for session in left)
+
+    @property
+    def tree(self) -> tuple[RolloutSession, ...]:
+        """It and its branches that sampled something; each becomes a trajectory."""
+        return self, *(self._tree.ended[name] for name in sorted(self._tree.ended))
+
+    @property
+    def completion(self) -> Completion:
+        """What the reward sees."""
+        return Completion(
+            messages=self.messages,
+            text="" if self._last_turn is None else self._last_turn.text,
+            stop_reason=self.stop_reason,
+            num_tool_calls=self.num_tool_calls,
+            num_tool_errors=self.num_tool_errors,
+        )
 
     async def finish(self, stop_reason: StopReason, reward_parts: dict[str, float]) -> Trajectory:
         """Close the trajectory: decode its routing once, and check it against the tokens.
@@ -453,7 +459,8 @@ class RolloutSession:
         Raises:
             AlignmentError: When the routing does not fit the tokens.
         """
-        self._pool.forget(self._trajectory_id)
+        self._pool.forget(self.trajectory_id)
+        self._read_pending()
         trace = await self._trace() if self._routing.from_engine else None
         return self._trajectory(trace, stop_reason, reward_parts, error=None)
 
@@ -470,7 +477,7 @@ class RolloutSession:
         error: str | None,
     ) -> Trajectory:
         return Trajectory(
-            trajectory_id=self._trajectory_id,
+            trajectory_id=self.trajectory_id,
             group_id=self._group_id,
             task_id=self.task.task_id,
             segments=tuple(self._segments),
@@ -480,7 +487,7 @@ class RolloutSession:
                 reward=reward_parts.get("reward"),
                 reward_parts=reward_parts,
                 error=error,
-                num_turns=self._num_turns,
+                num_turns=len(self._turns),
                 num_tool_calls=self.num_tool_calls,
                 num_tool_errors=self.num_tool_errors,
                 num_interruptions=self._num_interruptions,
@@ -489,40 +496,6 @@ class RolloutSession:
                 started_s=self._started_s,
                 finished_s=self._clock(),
             ),
+            turns=tuple(self._turns),
+            num_inherited=self._num_inherited,
         )
-
-    async def _trace(self) -> RoutingTrace:
-        needed = self._rows_needed()
-        if self._rows.held(self._buffer[: self._length]) < needed:
-            await self._recover_rows(needed)
-        with waiting("routing"):
-            return await self._rows.build(self._buffer[: self._length])
-
-    def _rows_needed(self) -> int:
-        """Rows up to the last sampled token; context after it is predicted by nobody."""
-        end = self._length
-        for segment in reversed(self._segments):
-            if isinstance(segment, Sampled):
-                break
-            end -= len(segment.token_ids)
-        return end - 1
-
-    async def _recover_rows(self, needed: int) -> None:
-        """Prefill once more, sampling nothing, for the rows that no call reported (its last call died or was
-        aborted in a queue). They are of the weights served now, and the trace's spans say so.
-        """
-        token_ids = self._buffer[: needed + 1]
-        for _ in range(_MAX_RECOVERIES):
-            async with self._pool.lease(self._trajectory_id, needed + 1, prompt=needed + 1) as lease:
-                request = self._request(lease, needed + 1, 0, SamplingParams())
-                try:
-                    async with aclosing(lease.generate(request)) as stream:
-                        async for event in stream:
-                            if isinstance(event, Finish):
-                                self._rows.take(lease.engine, event, token_ids, needed + 1, recovery=True)
-                except EngineError as error:
-                    log.info("trajectory %s: its rows were not recovered: %s", self._trajectory_id, error)
-            if self._rows.held(token_ids) >= needed:
-                return
-        # The rows stay invalid: the trainer replays those tokens natively, and they are counted.
-        log.warning("trajectory %s: its last routing rows could not be recovered", self._trajectory_id)

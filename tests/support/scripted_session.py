@@ -25,6 +25,7 @@ class ScriptedSession:
         self.tool_calls: list[str] = []
         self.stops: list[Sequence[str]] = []
         self.tokens_per_message = 0
+        self.notes: list[dict[str, Any]] = []
         self._turns = list(turns)
 
     def start(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None:
@@ -41,6 +42,15 @@ class ScriptedSession:
     def add_messages(self, messages: Sequence[dict[str, Any]]) -> None:
         self.messages += messages
         self.remaining_tokens -= self.tokens_per_message * len(messages)
+
+    def add_tool_result(
+        self, content: Any, *, name: str | None = None, tool_call_id: str | None = None, error: bool = False
+    ) -> None:
+        self.record_tool_call(error=error)
+        self.add_messages([{"role": "tool", "content": content, **({"name": name} if name else {})}])
+
+    def annotate(self, **values: Any) -> None:
+        self.notes.append(values)
 
     def record_tool_call(self, *, error: bool) -> None:
         self.tool_calls.append("error" if error else "ok")

@@ -128,7 +128,7 @@ def test_a_group_is_as_old_as_its_oldest_token_the_running_call_included() -> No
     group.end("running", "reward_error")
     assert group.oldest() == 6
     assert not group.ended.is_set()
-    group.end("young", make_trajectory("young", sampled=((4, 6), (2, 7)), routing=False))
+    group.end("young", [make_trajectory("young", sampled=((4, 6), (2, 7)), routing=False)])
     assert group.oldest() == 6
     assert group.ended.is_set()
     assert group.lengths() == {"young": 6, "running": 3}
@@ -144,7 +144,7 @@ def test_only_answers_that_sample_no_more_age_when_tokens_are_masked() -> None:
     assert group.oldest() == 4  # it is in a tool, and may end there
     calling.begin_turn(8, 16, ())
     assert group.oldest() is None
-    group.end("done", make_trajectory("done", sampled=((4, 1), (2, 5)), routing=False))
+    group.end("done", [make_trajectory("done", sampled=((4, 1), (2, 5)), routing=False)])
     assert group.oldest() == 5
 
 

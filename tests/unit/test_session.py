@@ -266,12 +266,25 @@ async def test_the_end_of_turn_is_added_when_a_stop_string_cut_it_off():
     assert ids_of(await b.finish()) == [100, 101, 102, 9, 9, 9]
 
 
-async def test_messages_are_refused_when_no_turn_came_since_the_last_ones():
-    b = bench([lambda r: sampled(5, "stop", 0, prompt=PROMPT)])
+async def test_messages_are_rendered_together_when_they_are_added_one_by_one():
+    b = bench([lambda r: sampled(3, "stop", 0, prompt=PROMPT)])  # without an end of turn
+    asked: list[list[str]] = []
+    append_ids = b.session._chat.append_ids
+
+    def note(messages, *, after_length=False):
+        asked.append([message["content"] for message in messages])
+        return append_ids(messages, after_length=after_length)
+
+    b.session._chat.append_ids = note  # type: ignore[method-assign]
     await b.session.generate()
-    b.session.add_messages([{"role": "tool", "content": "4"}])
-    with pytest.raises(RuntimeError, match="all messages"):
-        b.session.add_messages([{"role": "tool", "content": "5"}])
+    b.session.add_tool_result({"sum": 4}, name="add")
+    left = b.session.remaining_tokens
+    b.session.add_tool_result("no such city", error=True)
+    assert b.session.remaining_tokens == left - 2
+    assert asked == [['{"sum":4}'], ['{"sum":4}', "no such city"]]
+    trajectory = await b.finish()
+    assert ids_of(trajectory) == [100, 101, 102, *[9] * 5]
+    assert (trajectory.outcome.num_tool_calls, trajectory.outcome.num_tool_errors) == (2, 1)
 
 
 @pytest.mark.case(21)
