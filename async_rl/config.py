@@ -608,6 +608,16 @@ class RoutingConfig(_Strict, frozen=True, kw_only=True):
             ),
         ),
     ] = 0.05
+    probe_every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "Steps between probes that route one micro-batch a rank without replay, to measure what "
+                "replay takes away from the engine mismatch (`kl_routing_nats`); 0 never does."
+            ),
+        ),
+    ] = 10
 
     @property
     def from_engine(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,18 +22,18 @@ import numpy as np
 import torch
 
 from async_rl.codec import read_frame
-from async_rl.config import Config, LossConfig, parse_config
+from async_rl.config import Config, parse_config
 from async_rl.engines.protocol import GroupInvite, TensorSpec
 from async_rl.errors import NonFiniteLoss
 from async_rl.training import StepResult, TrainerState
 from async_rl.types import Float32Array, Int64Array, TrainBatch
 from async_rl.weights.transports import WeightGroup, fill_buckets, plan_buckets, send_buckets, spec_of
-from trainer import checkpoint
+from trainer import agreement, checkpoint
 from trainer.advantages import group_advantages
-from trainer.corrections import truncated_importance_weights
-from trainer.losses import clipped_policy_loss, vocab_parallel_log_probs
+from trainer.losses import vocab_parallel_log_probs
 from trainer.megatron.model import (
     Inputs,
+    LossFunction,
     MegatronModel,
     choose_device,
     start_process_groups,
@@ -43,25 +43,7 @@ from trainer.megatron.packing import Targets, level, pack, plan_micro_batches, t
 from trainer.megatron.replay import check_rows
 from trainer.ranks import together
 from trainer.schedule import linear_warmup
-
-_LAGS = ("lag0", "lag1", "lag2_up")
-"""Buckets of tokens, by how many versions before the trainer's they were sampled."""
-
-_SUMS = (
-    "loss",
-    "ppo_kl",
-    "clip_fraction",
-    "entropy",
-    "log_prob_diff",
-    "log_prob_abs_diff",
-    "importance_ratio_mean",
-    "importance_truncated_fraction",
-    "rollout_kl",
-    "lag0_log_prob_abs_diff",
-    *(f"rollout_kl_{lag}" for lag in _LAGS),
-    *(f"tokens_{lag}" for lag in _LAGS),
-)
-"""What a micro-batch sums over its trained tokens, for means over all of them or those of a lag it names."""
+from trainer.sums import SUMS, means, policy_sums
 
 
 @dataclass(frozen=True)
@@ -167,12 +149,17 @@ class TrainerWorker:
         if trainer.loss.old_log_probs == "recompute":
             old, placed = self._old_log_probs(placed, batch.num_tokens)
         trained = int(wanted.mask.sum())
-        sums = self.model.sum_over_ranks(self._forward_backward(placed, wanted, old)).tolist()
-        metrics = _means(dict(zip(_SUMS, sums, strict=True)), max(trained, 1), bypass=old is None)
+        sums, start = self._forward_backward(placed, wanted, old)
+        sums = self.model.sum_over_ranks(sums)
+        metrics = means(sums.tolist(), max(trained, 1), bypass=old is None)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteLoss(_nonfinite("loss", metrics["loss"], step, batch))
+        start = self._from_all_ranks(start)
+        metrics |= agreement.measure(wanted, start, trainer.loss.importance_cap)
+        metrics |= self._probe_routing(placed, wanted, start, step)
         optimizer = trainer.optimizer
-        norm = self.model.step(linear_warmup(self._steps, optimizer.lr, optimizer.warmup_steps))
+        learning_rate = linear_warmup(self._steps, optimizer.lr, optimizer.warmup_steps)
+        norm = self.model.step(learning_rate)
         if not math.isfinite(norm):
             raise NonFiniteLoss(_nonfinite("gradient norm", norm, step, batch))
         self._steps += 1
@@ -182,10 +169,12 @@ class TrainerWorker:
             | _routing_counts(batch)
             | {
                 "grad_norm": norm,
+                "learning_rate": learning_rate,
                 "tokens": float(batch.num_tokens),
                 "trained_tokens": float(trained),
                 "step_s": time.perf_counter() - begin,
             },
+            extremes=agreement.extremes(batch, wanted, start),
         )
 
     def _place(self, batch: TrainBatch, wanted: Targets) -> list[_Placed]:
@@ -239,45 +228,78 @@ class TrainerWorker:
         Returns:
             The log-probs, and the micro-batches for the update: under R2 with the routing of this pass.
         """
-        old = np.zeros(num_tokens, np.float32)
-
-        def keep(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, None]:
-            log_probs, _ = self._log_probs(placed[index], logits)
-            old[placed[index].tokens] = log_probs.cpu().numpy()
-            return log_probs.sum(), 0, None
-
         inputs = [p.inputs for p in placed]
         if self._config.routing.replay != "r2":
-            self.model.run(inputs, keep, forward_only=True)
-            return old, placed
-        _, recorded = self.model.record(inputs, keep)
+            parts = self.model.run(inputs, self._keep_log_probs(placed), forward_only=True)
+            return _spread(placed, parts, num_tokens), placed
+        parts, recorded = self.model.record(inputs, self._keep_log_probs(placed))
+        old = _spread(placed, parts, num_tokens)
         return old, [replace(p, inputs=routed) for p, routed in zip(placed, recorded, strict=True)]
+
+    def _keep_log_probs(self, placed: list[_Placed]) -> LossFunction[torch.Tensor]:
+        """What a pass without gradients is for."""
+
+        def keep(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+            log_probs, _ = self._log_probs(placed[index], logits)
+            return log_probs.sum(), 0, log_probs
+
+        return keep
+
+    def _from_all_ranks(self, values: Float32Array) -> Float32Array:
+        """Per-token values `[S]` of which each rank has those of its own tokens, and 0 elsewhere."""
+        summed = self.model.sum_over_ranks(torch.from_numpy(values).to(self.model.device))
+        gathered: Float32Array = summed.cpu().numpy()
+        return gathered
+
+    def _probe_routing(
+        self, placed: list[_Placed], wanted: Targets, start: Float32Array, step: int
+    ) -> dict[str, float]:
+        """Route one micro-batch a rank by the trainer itself, every `routing.probe_every` steps.
+
+        They take turns: the first ones hold the longest trajectories.
+        """
+        routing, count = self._config.routing, self.model.micro_batch_multiple
+        if routing.replay != "r3" or not routing.probe_every or step % routing.probe_every:
+            return {}
+        first = step // routing.probe_every * count
+        sample = [placed[(first + i) % len(placed)] for i in range(count)]
+        inputs = [p.inputs._replace(routing=None) for p in sample]
+        parts = self.model.run(inputs, self._keep_log_probs(sample), forward_only=True)
+        probed = _spread(sample, [torch.ones_like(part) for part in parts], len(start))
+        native = self._from_all_ranks(_spread(sample, parts, len(start)))
+        return agreement.measure_routing(wanted, start, native, self._from_all_ranks(probed) > 0)
 
     def _forward_backward(
         self, placed: list[_Placed], wanted: Targets, old: Float32Array | None
-    ) -> torch.Tensor:
-        """Accumulate the gradients of the batch; returns this rank's sums, in the order of `_SUMS`."""
+    ) -> tuple[torch.Tensor, Float32Array]:
+        """Accumulate the gradients of the batch.
+
+        Returns:
+            This rank's sums, in the order of `SUMS`, and its log-probs before the update, `[S]`.
+        """
         loss_config = self._config.trainer.loss
 
-        def policy_loss(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+        def policy_loss(
+            index: int, logits: torch.Tensor
+        ) -> tuple[torch.Tensor, int, tuple[torch.Tensor, torch.Tensor]]:
             micro_batch = placed[index]
             log_probs, entropy = self._log_probs(micro_batch, logits)
-            rollout, advantages, lag = (
+            rollout, advantages = (
                 torch.from_numpy(values[micro_batch.tokens]).to(log_probs.device)
-                for values in (wanted.rollout_log_probs, wanted.advantages, wanted.lag)
+                for values in (wanted.rollout_log_probs, wanted.advantages)
             )
-            if old is None:
-                proximal, start = rollout, log_probs.detach()
-            else:
-                proximal = start = torch.from_numpy(old[micro_batch.tokens]).to(log_probs.device)
-            summed, sums = _policy_sums(
-                loss_config, log_probs, entropy, proximal, start, rollout, advantages, lag
-            )
-            return summed, len(micro_batch.tokens), sums
+            proximal = rollout
+            if old is not None:
+                proximal = torch.from_numpy(old[micro_batch.tokens]).to(log_probs.device)
+            summed, sums = policy_sums(loss_config, log_probs, entropy, proximal, rollout, advantages)
+            return summed, len(micro_batch.tokens), (sums, log_probs.detach())
 
         parts = self.model.run([p.inputs for p in placed], policy_loss)
-        empty = torch.zeros(len(_SUMS), dtype=torch.float64, device=self.model.device)
-        return sum(parts, empty)
+        empty = torch.zeros(len(SUMS), dtype=torch.float64, device=self.model.device)
+        total = sum((sums for sums, _ in parts), empty)
+        if old is not None:
+            return total, old
+        return total, _spread(placed, [log_probs for _, log_probs in parts], len(wanted.mask))
 
     # -- weights
 
@@ -334,74 +356,18 @@ class TrainerWorker:
         stop_process_groups()
 
 
-def _policy_sums(
-    config: LossConfig,
-    log_probs: torch.Tensor,
-    entropy: torch.Tensor,
-    proximal: torch.Tensor,
-    start: torch.Tensor,
-    rollout: torch.Tensor,
-    advantages: torch.Tensor,
-    lag: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of one micro-batch's trained tokens, and its other sums in the order of `_SUMS`.
-
-    `ppo_kl` is the k1 estimator, the mean of proximal minus current log-probs over tokens of the behaviour
-    policy, as the field reports it; it may be negative. `rollout_kl` and the log-prob differences compare the
-    engine with the trainer at the start of the update (`start`): at lag 0 with the same weights.
-
-    Source: k1: John Schulman, "Approximating KL Divergence" (2020).
-    """
-    weights, ratios = truncated_importance_weights(proximal, rollout, config.importance_cap)
-    policy = clipped_policy_loss(log_probs, proximal, advantages, weights, config.clip_low, config.clip_high)
-    summed = policy.loss.sum()
-    with torch.no_grad():
-        difference = start - rollout
-        cap = math.inf if config.importance_cap is None else config.importance_cap
-        of_lag = [lag <= 0, lag == 1, lag >= 2]
-        sums = torch.stack(
-            [
-                values.sum(dtype=torch.float64)
-                for values in (
-                    policy.loss,
-                    proximal - log_probs,
-                    policy.clipped,
-                    entropy,
-                    difference,
-                    difference.abs(),
-                    ratios,
-                    (ratios > cap).float(),
-                    -difference,
-                    difference.abs() * of_lag[0],
-                    *(-difference * chosen for chosen in of_lag),
-                    *(chosen.float() for chosen in of_lag),
-                )
-            ]
-        )
-    return summed, sums
-
-
-def _means(sums: dict[str, float], trained: int, *, bypass: bool) -> dict[str, float]:
-    """The metrics that `_SUMS` amount to.
+def _spread(placed: Sequence[_Placed], parts: Sequence[torch.Tensor], num_tokens: int) -> Float32Array:
+    """Values of micro-batches' trained tokens at their places in the batch, `[S]`; 0 elsewhere.
 
     Args:
-        sums: Over all ranks.
-        trained: Tokens.
-        bypass: Whether the engine's log-probs were the proximal ones. What is then proximal minus current is
-            another quantity, staleness and the engines' mismatch together, and has another name.
+        placed: The micro-batches.
+        parts: `[n]` of each; none on a pipeline stage before the last.
+        num_tokens: S.
     """
-    tokens = {lag: sums[f"tokens_{lag}"] for lag in _LAGS}
-    means = {}
-    for name, value in sums.items():
-        count = next((n for lag, n in tokens.items() if lag in name), trained)
-        means[name] = value / count if count else math.nan
-    for lag in _LAGS:
-        del means[f"tokens_{lag}"]
-    ppo_kl = means["ppo_kl"]
-    return means | {
-        "ppo_kl": math.nan if bypass else ppo_kl,
-        "ppo_kl_bypass": ppo_kl if bypass else math.nan,
-    }
+    spread = np.zeros(num_tokens, np.float32)
+    for micro_batch, values in zip(placed, parts, strict=False):
+        spread[micro_batch.tokens] = values.cpu().numpy()
+    return spread
 
 
 def _routing_counts(batch: TrainBatch) -> dict[str, float]:

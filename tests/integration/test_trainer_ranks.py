@@ -68,7 +68,7 @@ def without_rows(batch):
 
 
 def config_of(model, layout, recompute, ranks, replay="r3"):
-    return trainer_config(
+    config = trainer_config(
         Path(model),
         replay=replay,
         num_ranks=ranks,
@@ -76,6 +76,7 @@ def config_of(model, layout, recompute, ranks, replay="r3"):
         micro_batch_tokens=56,
         recompute=recompute,
     )
+    return config | {"routing": config["routing"] | {"probe_every": 2}}
 
 
 def run_rank(rank: int, model: str, hidden: dict[int, torch.Tensor], out: str) -> None:
@@ -131,7 +132,8 @@ class _Look:
             wrong.setattr(megatron_model, "local_rows", cut_wrongly)
             worker._old_log_probs(place(worker, batch), batch.num_tokens)
         with RouterWitness().watching(worker) as witness:
-            metrics = [worker.train_on(batch, 1).metrics]
+            first = worker.train_on(batch, 1)
+        metrics = [first.metrics]
         gradients = gathered_gradients(worker)
         left = [r.layer_number for r in worker.model.replay.routers if r.replay_backward_list]
         metrics.append(worker.train_on(second, 2).metrics)
@@ -140,6 +142,7 @@ class _Look:
         worker.close()
         return {
             "metrics": metrics,
+            "extremes": [(e.trajectory_id, e.position, e.lag) for e in first.extremes],
             "gradients": gradients,
             "weights": self.trained,
             "deliveries": witness.deliveries(batch, self.hidden),
@@ -204,7 +207,9 @@ def one(tmp_path_factory):
     with started(trainer_config(model, micro_batch_tokens=10_000)) as worker:
         result["hidden"] = hidden_states(worker, batches()[0])
     with started(trainer_config(model, micro_batch_tokens=56)) as worker:
-        metrics = [worker.train_on(batches()[0], 1).metrics]
+        first = worker.train_on(batches()[0], 1)
+        metrics = [first.metrics]
+        result["extremes"] = [(e.trajectory_id, e.position, e.lag) for e in first.extremes]
         result["gradients"] = gathered_gradients(worker)
         metrics.append(worker.train_on(batches()[1], 2).metrics)
         result |= {"metrics": metrics, "weights": weights(worker)}
@@ -249,11 +254,24 @@ def test_ranks_equal_one_when_laid_out(one, several, layout):
         seen = rank["r3"]
         for actual, expected in zip(seen["metrics"], one["metrics"], strict=True):
             close(actual, expected)
+        assert seen["extremes"] == one["extremes"]
         equal_gradients(seen["gradients"], one["gradients"])
         assert set(seen["weights"]) == set(one["weights"])
         for name, expected in one["weights"].items():
             torch.testing.assert_close(seen["weights"][name], expected, atol=2e-4, rtol=0)
         assert not seen["left"]
+
+
+@EVERY
+def test_ranks_probe_routing_together_when_laid_out(several, layout):
+    probes = [
+        {key: value for key, value in rank["r3"]["metrics"][1].items() if "rout" in key}
+        for rank in several[layout]
+    ]
+    assert all(probe == probes[0] for probe in probes)
+    assert probes[0]["routing_probe_tokens"] > 0
+    assert probes[0]["routing_native_abs_diff"] != probes[0]["routing_replayed_abs_diff"]
+    assert "kl_routing" not in several[layout][0]["r3"]["metrics"][0]
 
 
 @pytest.mark.case(30)

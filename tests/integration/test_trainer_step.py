@@ -15,9 +15,9 @@ from async_rl.errors import CheckpointError, CorruptFrame, NonFiniteLoss, Traine
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, weights
-from trainer import checkpoint
-from trainer.megatron.packing import plan_micro_batches
-from trainer.worker import _SUMS, _means, _policy_sums
+from trainer import agreement, checkpoint
+from trainer.megatron.packing import Targets, plan_micro_batches
+from trainer.sums import means, policy_sums
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -110,17 +110,17 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
     old = torch.tensor([-1.1, -2.1, -2.7])
     current = torch.tensor([-1.2, -2.0, -2.6])
     ones = torch.ones(3)
-    _, sums = _policy_sums(
-        LossConfig(),
-        current,
-        ones,
-        rollout if bypass else old,
-        current if bypass else old,
-        rollout,
-        ones,
-        torch.tensor([0, 1, 3]),
+    _, sums = policy_sums(LossConfig(), current, ones, rollout if bypass else old, rollout, ones)
+    metrics = means(sums.tolist(), 3, bypass=bypass)
+    wanted = Targets(
+        labels=np.zeros(3, np.int32),
+        mask=np.ones(3, bool),
+        rollout_log_probs=rollout.numpy(),
+        advantages=ones.numpy(),
+        lag=np.array([0, 1, 3], np.int32),
+        trajectory=np.zeros(3, np.int64),
     )
-    metrics = _means(dict(zip(_SUMS, sums.tolist(), strict=True)), 3, bypass=bypass)
+    metrics |= agreement.measure(wanted, (current if bypass else old).numpy(), None)
     if bypass:  # 0.2, 0 and -0.4
         assert metrics["ppo_kl_bypass"] == pytest.approx(-0.2 / 3, abs=1e-6)
         assert math.isnan(metrics["ppo_kl"])
@@ -133,6 +133,10 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
     for lag, expected in zip(("lag0", "lag1", "lag2_up"), by_lag, strict=True):
         assert metrics[f"rollout_kl_{lag}"] == pytest.approx(expected, abs=1e-6)
     assert metrics["lag0_log_prob_abs_diff"] == pytest.approx(by_lag[0], abs=1e-6)
+    assert metrics["kl_mismatch"] == pytest.approx(by_lag[0] ** 2 / 2, abs=1e-6)
+    assert metrics["kl_mismatch"] + metrics["kl_staleness"] == pytest.approx(
+        (by_lag[1] ** 2 + by_lag[2] ** 2) / 4, abs=1e-6
+    )
 
 
 @pytest.mark.case(40)

@@ -1,0 +1,139 @@
+"""The parts of the rollout KL: what moves each, and what must not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from async_rl.types import TrainBatch
+from tests.support.train_batches import random_batch
+from trainer import agreement
+from trainer.megatron.packing import Targets, targets
+
+PARTS = ("kl_mismatch", "kl_staleness", "rollout_kl_lag0", "rollout_kl_lag1", "rollout_kl_lag2_up")
+RATIOS = ("importance_ratio_p1", "importance_ratio_p50", "importance_ratio_p99", "effective_sample_share")
+
+
+@pytest.fixture(scope="module")
+def batch() -> TrainBatch:
+    """20 trajectories of 1000 tokens, of lags 0, 1 and 2."""
+    return random_batch(lengths=(1000,) * 20, routing=False)
+
+
+@pytest.fixture(scope="module")
+def wanted(batch: TrainBatch) -> Targets:
+    return targets(batch, np.zeros(batch.num_trajectories, np.float32))
+
+
+def trainer_of(wanted: Targets, seed: int = 0) -> np.ndarray:
+    """Log-probs of a trainer that differs from its engines as two programs do: by 0.02 nats."""
+    rng = np.random.default_rng(seed)
+    return (wanted.rollout_log_probs + rng.normal(0, 0.02, len(wanted.mask))).astype(np.float32)
+
+
+def figures(wanted: Targets, start: np.ndarray) -> dict[str, float]:
+    return agreement.measure(wanted, start, importance_cap=2.0)
+
+
+def moved(before: dict[str, float], after: dict[str, float], names: tuple[str, ...]) -> dict[str, float]:
+    return {name: after[name] - before[name] for name in names}
+
+
+def test_noise_of_the_engine_moves_the_mismatch_only_when_it_is_on_all_tokens(wanted: Targets) -> None:
+    start = trainer_of(wanted)
+    noise = np.random.default_rng(1).normal(0, 0.2, len(start)).astype(np.float32)
+    noisy = replace(wanted, rollout_log_probs=wanted.rollout_log_probs + noise)
+    change = moved(figures(wanted, start), figures(noisy, start), PARTS)
+    assert change["kl_mismatch"] == pytest.approx(0.02, rel=0.05)  # 0.2**2 / 2
+    for name in PARTS[1:]:  # means of noise go to zero: 0.2 / sqrt(6700 tokens) = 0.0024
+        assert abs(change[name]) < (0.001 if name == "kl_staleness" else 0.0075), name
+
+
+def test_noise_at_lag_0_leaves_the_other_lags_where_they_were(wanted: Targets) -> None:
+    start = trainer_of(wanted)
+    noise = np.random.default_rng(1).normal(0.1, 0.2, len(start)).astype(np.float32)
+    noisy = replace(wanted, rollout_log_probs=wanted.rollout_log_probs + noise * (wanted.lag == 0))
+    change = moved(figures(wanted, start), figures(noisy, start), PARTS)
+    assert change["rollout_kl_lag0"] == pytest.approx(0.1, rel=0.1)
+    assert change["kl_mismatch"] == pytest.approx((0.1**2 + 0.2**2) / 2, rel=0.1)
+    assert change["rollout_kl_lag1"] == change["rollout_kl_lag2_up"] == 0
+
+
+def test_older_weights_move_the_staleness_only(wanted: Targets) -> None:
+    start = trainer_of(wanted)
+    drift = np.random.default_rng(1).normal(-0.05, 0.3, len(start)) * np.maximum(wanted.lag, 0)
+    stale = (start + drift).astype(np.float32)
+    change = moved(figures(wanted, start), figures(wanted, stale), PARTS)
+    assert change["kl_mismatch"] == change["rollout_kl_lag0"] == 0
+    expected = (0.05**2 + 0.3**2) / 2 * (1 + 4) / 2  # lags 1 and 2 are as frequent
+    assert change["kl_staleness"] == pytest.approx(expected, rel=0.1)
+    assert change["rollout_kl_lag1"] == pytest.approx(0.05, abs=0.015)
+    assert change["rollout_kl_lag2_up"] == pytest.approx(0.1, abs=0.03)
+
+
+def test_an_outlier_moves_the_extremes_only(batch: TrainBatch, wanted: Targets) -> None:
+    start = trainer_of(wanted)
+    at = int(np.flatnonzero(wanted.mask & (wanted.lag == 1))[123])
+    broken = start.copy()
+    broken[at] += 3.0
+    before, (was, *_) = figures(wanted, start), agreement.extremes(batch, wanted, start)
+    after, (worst, second, *_) = figures(wanted, broken), agreement.extremes(batch, wanted, broken)
+    assert abs(was.difference) < 0.15
+    assert worst.difference == pytest.approx(3.0, abs=0.1)
+    assert second == was
+    trajectory = int(np.searchsorted(batch.offsets, at, side="right")) - 1
+    assert worst.trajectory_id == batch.trajectory_ids[trajectory]
+    assert batch.token_ids[batch.offsets[trajectory] + worst.position] == worst.token_id
+    assert worst.position == at + 1 - batch.offsets[trajectory]
+    assert (worst.lag, worst.log_prob) == (1, pytest.approx(float(broken[at])))
+    tokens = int(wanted.mask.sum())
+    for name, change in moved(before, after, PARTS).items():  # one of a third of the tokens
+        limit = 3 * (3**2 / 2 if name.startswith("kl") else 3) / tokens
+        assert abs(change) <= 1.1 * limit < 1e-3, name
+    for name, change in moved(before, after, RATIOS).items():
+        assert abs(change) < 1e-3, name
+
+
+def test_percentiles_and_effective_samples_are_those_of_all_tokens(wanted: Targets) -> None:
+    start = trainer_of(wanted)
+    ratios = np.sort(np.exp(start.astype(np.float64) - wanted.rollout_log_probs)[wanted.mask])
+    measured = figures(wanted, start)
+    for name, share in (("p1", 0.01), ("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
+        rank = math.ceil(share * len(ratios)) - 1
+        assert measured[f"importance_ratio_{name}"] == pytest.approx(ratios[rank], rel=1e-12)
+    assert measured["effective_sample_share"] == pytest.approx(
+        ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()), rel=1e-12
+    )
+
+
+def test_effective_samples_shrink_when_few_tokens_carry_the_weight(wanted: Targets) -> None:
+    heavy = wanted.rollout_log_probs + np.where(np.arange(len(wanted.mask)) % 10 == 0, 0.0, -6.0)
+    measured = agreement.measure(wanted, heavy.astype(np.float32), importance_cap=None)
+    assert measured["effective_sample_share"] == pytest.approx(0.1, rel=0.1)
+
+
+def test_routing_part_is_what_replay_takes_away_at_lag_0(wanted: Targets) -> None:
+    start = trainer_of(wanted)
+    other = np.random.default_rng(1).normal(0, 0.3, len(start)).astype(np.float32)
+    probed = np.arange(len(start)) < 8000
+    parts = agreement.measure_routing(wanted, start, start + other, probed)
+    assert parts["kl_routing"] == pytest.approx(0.3**2 / 2, rel=0.1)
+    assert parts["routing_native_abs_diff"] > 10 * parts["routing_replayed_abs_diff"]
+    assert parts["routing_probe_tokens"] == (wanted.mask & probed & (wanted.lag == 0)).sum()
+    swapped = agreement.measure_routing(wanted, start + other, start, probed)
+    assert swapped["kl_routing"] == pytest.approx(-parts["kl_routing"], rel=1e-5)
+
+
+def test_figures_are_nan_when_there_are_no_such_tokens(batch: TrainBatch, wanted: Targets) -> None:
+    start = trainer_of(wanted)
+    stale = replace(wanted, lag=wanted.lag + 1)
+    measured = figures(stale, start)
+    assert measured["tokens_lag0"] == 0
+    assert math.isnan(measured["kl_mismatch"])
+    assert math.isnan(measured["kl_staleness"])
+    nothing = replace(wanted, mask=np.zeros_like(wanted.mask))
+    assert math.isnan(figures(nothing, start)["importance_ratio_p50"])
+    assert agreement.extremes(batch, nothing, start) == ()
