@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup tools quickstart test check bench simulate monitor docs chaos
+.PHONY: help setup tools quickstart test check bench simulate monitor prometheus docs chaos
 BIN := .venv/bin
 
 help:  ## List the targets.
@@ -33,8 +33,19 @@ SEED_START ?= 0
 simulate: setup  ## Run SEEDS=2000 seeds of the simulation from SEED_START=0 on; one seed is told in detail.
 	@$(BIN)/python -m async_rl.simulation --seeds $(SEEDS) --start $(SEED_START)
 
-monitor:  ## Start Prometheus and Grafana (Docker) on this machine; see monitoring/README.md.
+monitor: runs/.prometheus  ## Start Prometheus and Grafana in Docker, on loopback; see monitoring/README.md.
+	@docker compose version >/dev/null 2>&1 || { echo "make monitor: needs Docker with compose. Without it," \
+		"\`make prometheus\` starts Prometheus and its alerts, without Grafana" >&2; exit 3; }
 	docker compose -f monitoring/docker-compose.yml up
+
+prometheus: runs/.prometheus  ## Start Prometheus without Docker, on loopback (PORT=9090).
+	@scripts/tools.sh prometheus && mkdir -p .tools/prometheus-data
+	PATH="$$PATH:$(CURDIR)/.tools/bin" exec prometheus --config.file=monitoring/prometheus.yml \
+		--storage.tsdb.path=.tools/prometheus-data --web.listen-address=127.0.0.1:$(or $(PORT),9090)
+
+# Where runs tell Prometheus of themselves; Docker would make it as root.
+runs/.prometheus:
+	@mkdir -p $@
 
 docs: setup  ## Write what is made from code: docs/config.md, the Grafana dashboard.
 	@$(BIN)/async-rl schema --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md

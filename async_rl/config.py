@@ -835,6 +835,10 @@ class MetricsConfig(_Strict, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="Address to bind to.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes a free one and prints it.")] = 0
+    targets_dir: Annotated[
+        str | None,
+        Meta(description="Where the run tells Prometheus its address; null takes `.prometheus` in run.dir."),
+    ] = None
 
 
 class Config(_Strict, frozen=True, kw_only=True):

@@ -225,6 +225,12 @@ class FlowMetrics(Instruments):
         bad="Never above `rollout.max_staleness`. Mostly at it: rollouts are too far ahead; fewer engines "
         "or a faster trainer.",
     )
+    max_staleness_versions = gauge(
+        "`rollout.max_staleness` of the run: the bound of the above.",
+        unit="versions",
+        source="orchestrator, when the run begins",
+        bad="None: it is what the config says.",
+    )
     length_ks = gauge(
         "Kolmogorov-Smirnov distance of trained trajectories' lengths from those of all that ended.",
         source=_BATCH,
@@ -522,6 +528,18 @@ class HealthMetrics(Instruments):
         "awaited",
         source="doctor, when it finds one",
         bad="Above 0: look into the log.",
+    )
+    disk_free_bytes = gauge(
+        "Free bytes where the run folder lies.",
+        unit="bytes",
+        source=_PULSE,
+        bad="Below 10% of `disk_size_bytes`: free some. A full disk ends the run; what was done is kept.",
+    )
+    disk_size_bytes = gauge(
+        "Size of the disk where the run folder lies.",
+        unit="bytes",
+        source=_PULSE,
+        bad="None: free space is a share of it.",
     )
     event_loop_lag_seconds = histogram(
         "How late the event loop came to a tick of a second.",

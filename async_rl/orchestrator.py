@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ from uuid6 import uuid7
 
 from async_rl.chat import load_chat_format
 from async_rl.config import Config, SGLangEngines
+from async_rl.discovery import announced
 from async_rl.doctor import Doctor, watched
 from async_rl.engines.facts import check_served_by_sglang, load_facts
 from async_rl.engines.health import HealthWatch
@@ -155,10 +157,12 @@ async def run(
         serve(metrics, config.metrics.host, config.metrics.port, orchestrator.health) as url,
     ):
         (run_dir / "url").write_text(url)
+        targets = Path(config.metrics.targets_dir or run_dir.parent / ".prometheus")
         if progress is not None:
             progress.start(config, run_dir, url)
         try:
-            return await orchestrator.run(tasks, chat, facts, new_id, progress)
+            with announced(url, config.run.name, targets):
+                return await orchestrator.run(tasks, chat, facts, new_id, progress)
         finally:
             if progress is not None:
                 progress.stop()
@@ -204,6 +208,7 @@ class Orchestrator:
         self._cluster = cluster
         self._metrics = metrics
         self._clock = clock
+        metrics.max_staleness_versions.set(config.rollout.max_staleness)
         self._phase = "starting"
         self._pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
         self._health = HealthWatch(self._pool, config.engine, metrics, clock)
@@ -554,11 +559,15 @@ class Orchestrator:
     ) -> None:
         """Show once a second what moves between steps."""
         m = self._metrics
+        # As of the scrape, as the counters are that they must add up with.
+        m.trajectories_in_flight.set_function(lambda: queue.statistics().in_flight)
+        m.trajectories_queued.set_function(lambda: queue.statistics().queued)
         while True:
             counts = queue.statistics()
-            m.trajectories_in_flight.set(counts.in_flight)
-            m.trajectories_queued.set(counts.queued)
             m.queue_bytes.set(counts.bytes)
+            disk = shutil.disk_usage(self._dir)
+            m.disk_free_bytes.set(disk.free)
+            m.disk_size_bytes.set(disk.total)
             if progress is not None:
                 progress.flow(
                     in_flight=counts.in_flight,

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+from async_rl.instruments import PREFIX, declared
 from async_rl.metrics import Metrics
 from monitoring.panels import AT_A_GLANCE, ROWS, Panel
 
@@ -97,7 +98,11 @@ def _annotations() -> Iterator[dict[str, Any]]:
 def _panels() -> Iterator[dict[str, Any]]:
     """The panels at a glance, then each row's, from left to right and from top to bottom."""
     numbers, y = count(1), 0
-    helps = {f"async_rl_{f.name.removeprefix('async_rl_')}": f.documentation for f in _families()}
+    helps = {
+        PREFIX + name: f"{declaration.help} {declaration.bad}".strip()
+        for section in declared(Metrics)
+        for name, declaration in section.declarations.items()
+    }
     for title, panels in {"": AT_A_GLANCE, **ROWS}.items():
         if title:
             place = {"h": 1, "w": _COLUMNS, "x": 0, "y": y}
@@ -111,10 +116,6 @@ def _panels() -> Iterator[dict[str, Any]]:
             yield {**_panel(panel, helps), "id": next(numbers), "gridPos": place}
             x, height = x + panel.width, max(height, panel.height)
         y += height
-
-
-def _families() -> list[Any]:
-    return list(Metrics().registry.collect())
 
 
 def _panel(panel: Panel, helps: dict[str, str]) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def _panel(panel: Panel, helps: dict[str, str]) -> dict[str, Any]:
 
 
 def _description(panel: Panel, helps: dict[str, str]) -> str:
-    """What to make of it, and what each metric is."""
+    """What to make of it, and what each metric is and means."""
     named = re.findall(r"\basync_rl_\w+", " ".join(query.expr for query in panel.queries))
     lines = {}
     for name in named:

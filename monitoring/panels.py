@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-GREEN, YELLOW, RED, BLUE, GREY = "green", "#EAB839", "red", "blue", "#8e8e8e"
+GREEN, YELLOW, RED, BLUE, GREY, PURPLE = "green", "#EAB839", "red", "blue", "#8e8e8e", "purple"
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,10 @@ STALENESS: Final = (
             Query(quantile(0.5, "staleness_versions"), "p50"),
             Query(quantile(0.95, "staleness_versions"), "p95"),
             Query(mean("staleness_versions"), "mean"),
+            Query(value("max_staleness_versions"), "bound"),
         ),
         unit="none",
+        colors={"bound": RED},
     ),
     Panel(
         "Long answers",
@@ -590,8 +592,17 @@ HEALTH: Final = (
             Query(quantile(0.99, "event_loop_lag_seconds"), "p99"),
         ),
         unit="s",
-        width=12,
+        width=6,
         limits=((1, RED),),
+    ),
+    Panel(
+        "Disk",
+        "Free space where run.dir lies. A full disk ends the run.",
+        (Query(f"{value('disk_free_bytes')} / {value('disk_size_bytes')}", "free"),),
+        unit="percentunit",
+        width=6,
+        maximum=1,
+        colors={"free": PURPLE},
     ),
 )
 

@@ -14,7 +14,7 @@ LAYERS = (
     "types errors yaml12",
     "config routing staleness codec instruments waits processes supervision threads loading chat records "
     "engines.protocol training",
-    "metrics report diagnosis watchdog engines queue weights",
+    "metrics discovery report diagnosis watchdog engines queue weights",
     "rollout",
     "recovery",
     "page doctor orchestrator",

@@ -1,0 +1,136 @@
+"""What is shipped around the dashboard: Prometheus' config, alert rules, Docker Compose, provisioning."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.test_dashboards import exposed
+
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "monitoring"
+
+
+def load(path: str) -> Any:
+    return yaml.safe_load((MONITORING / path).read_text())
+
+
+RULES = [rule for group in load("rules/async_rl.yml")["groups"] for rule in group["rules"]]
+ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+COMPOSE = load("docker-compose.yml")
+
+
+# -- Prometheus --
+
+
+def test_files_of_targets_are_lists_of_targets() -> None:
+    files = [
+        name
+        for job in load("prometheus.yml")["scrape_configs"]
+        for discovery in job["file_sd_configs"]
+        for name in discovery["files"]
+    ]
+    by_hand = [name for name in files if name.startswith("targets/")]
+    assert [type(load(name)) for name in by_hand] == [list, list]
+    assert set(files) - set(by_hand) == {"../runs/.prometheus/*.json"}  # where runs write theirs
+
+
+def test_rules_name_only_metrics_that_exist() -> None:
+    recorded = {rule["record"] for rule in RULES if "record" in rule}
+    named = {name for rule in RULES for name in re.findall(r"\b(?:\w+:)?async_rl_[\w:]+", rule["expr"])}
+    # The job's name, in quotes, is none.
+    assert {name for name in named if ":" in name} <= recorded
+    assert {name for name in named if ":" not in name} - exposed() == set()
+
+
+def test_every_recorded_series_is_used() -> None:
+    text = " ".join(rule["expr"] for rule in RULES if "alert" in rule)
+    assert [rule["record"] for rule in RULES if "record" in rule and rule["record"] not in text] == []
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_says_how_bad_it_is_and_what_to_do(name: str) -> None:
+    rule = ALERTS[name]
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert set(rule["annotations"]) == {"summary", "description", "runbook"}
+    assert "{{ $labels.run }}" in rule["annotations"]["summary"]
+    page, _, section = rule["annotations"]["runbook"].partition("#")
+    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.M)
+    assert section in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    assert name in headings
+
+
+def test_every_alert_is_in_the_table_of_the_docs() -> None:
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\(troubleshooting\.md#(\w+)\)", (ROOT / "docs/monitoring.md").read_text(), re.M
+    )
+    assert sorted(name for name, _ in rows) == sorted(ALERTS)
+    assert [(name, anchor) for name, anchor in rows if anchor != name.lower()] == []
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_is_tested_to_fire_and_to_be_silent(name: str) -> None:
+    cases = [case for case in load("rules/tests/async_rl.yml")["tests"] if case["name"].split(":")[0] == name]
+    seen = [bool(check["exp_samples"]) for case in cases for check in case["promql_expr_test"]]
+    assert set(seen) == {True, False}
+    fired = {s["labels"] for c in cases for check in c["promql_expr_test"] for s in check["exp_samples"]}
+    assert fired == {f'{{alertname="{name}"}}'}
+
+
+# -- Docker Compose: there is no Docker in CI, so that what it would refuse is looked at here --
+
+
+def test_services_have_only_fields_of_the_compose_specification() -> None:
+    assert set(COMPOSE) == {"name", "services", "volumes"}
+    assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", COMPOSE["name"])
+    known = {"image", "network_mode", "restart", "command", "volumes", "environment", "depends_on"}
+    for service in COMPOSE["services"].values():
+        assert set(service) <= known
+        assert all(isinstance(value, str) for value in service.get("environment", {}).values())
+        assert set(service.get("depends_on", [])) <= set(COMPOSE["services"])
+
+
+def test_images_are_pinned() -> None:
+    images = [service["image"] for service in COMPOSE["services"].values()]
+    assert len(images) == 2
+    assert [image for image in images if not re.search(r":v?\d+\.\d+\.\d+$", image)] == []
+
+
+def test_services_listen_on_loopback_only() -> None:
+    services = COMPOSE["services"]
+    assert {service["network_mode"] for service in services.values()} == {"host"}  # nothing is published
+    assert "--web.listen-address=127.0.0.1:9090" in services["prometheus"]["command"]
+    assert services["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+
+
+def test_mounts_are_read_only_and_exist() -> None:
+    mounts = [m.split(":") for service in COMPOSE["services"].values() for m in service["volumes"]]
+    named = [mount[0] for mount in mounts if not mount[0].startswith(".")]
+    assert sorted(named) == sorted(COMPOSE["volumes"])
+    ours = [mount for mount in mounts if mount[0].startswith(".")]
+    assert {mount[2] for mount in ours} == {"ro"}
+    missing = [mount[0] for mount in ours if not (MONITORING / mount[0]).exists()]
+    assert set(missing) <= {"../runs/.prometheus"}  # made by `make monitor`
+
+
+def test_prometheus_finds_in_the_container_what_its_config_names() -> None:
+    inside = {
+        mount.split(":")[1]: MONITORING / mount.split(":")[0]
+        for mount in COMPOSE["services"]["prometheus"]["volumes"]
+    }
+    for name in ("targets", "rules", "prometheus.yml"):
+        assert inside[f"/etc/prometheus/{name}"] == MONITORING / name
+    # ../runs/.prometheus, seen from /etc/prometheus
+    assert inside["/etc/runs/.prometheus"] == MONITORING / "../runs/.prometheus"
+
+
+def test_grafana_is_told_of_prometheus_and_of_the_dashboards() -> None:
+    (source,) = load("grafana/provisioning/datasources/prometheus.yml")["datasources"]
+    assert source["url"] == "http://127.0.0.1:9090"
+    (provider,) = load("grafana/provisioning/dashboards/async_rl.yml")["providers"]
+    mounted = [mount.split(":")[1] for mount in COMPOSE["services"]["grafana"]["volumes"]]
+    assert provider["options"]["path"] in mounted
