@@ -59,6 +59,7 @@ class Bench:
         flip_sample: float = 0.0,
         weights: Sequence[str] = ("", ""),
         entry: Entry | None = None,
+        chat: ChatFormat | None = None,
         **rollout: Any,
     ) -> None:
         """Start a pool and a session; `weights[v % 2]` is the folder of version v, `entry` the journal's."""
@@ -70,12 +71,13 @@ class Bench:
         for engine in engines:
             self.pool.add(engine)
             self.pool.serve(engine.engine_id, 0)
+        self.chat = chat or cast(ChatFormat, PlainChat())
         self.session = RolloutSession(
             task=Task(task_id="t", messages=[]),
             trajectory_id="0" * 32,
             group_id="g",
             pool=self.pool,
-            chat=cast(ChatFormat, PlainChat()),
+            chat=self.chat,
             facts=facts,
             rollout=RolloutConfig(**{"max_context_tokens": 64, "max_new_tokens": 16, **rollout}),
             routing_config=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),

@@ -14,8 +14,8 @@ LAYERS = (
     "types errors yaml12",
     "config routing staleness codec instruments waits processes supervision threads loading chat records "
     "engines.protocol training",
-    "metrics discovery report diagnosis watchdog engines queue weights",
-    "rollout",
+    "metrics discovery trackers report diagnosis watchdog engines queue weights",
+    "rollout openai_api",
     "recovery",
     "page doctor orchestrator",
     "placement simulation",
@@ -39,7 +39,7 @@ ONLY_IN = {
     "ensure_future": ("async_rl/supervision.py",),
 }
 
-FOR_AGENT_LOOPS = ("types", "errors", "loading", "threads", "waits", "rollout.api")
+FOR_AGENT_LOOPS = ("types", "errors", "loading", "threads", "waits", "rollout.api", "openai_api")
 
 
 def layer(module: str) -> int:

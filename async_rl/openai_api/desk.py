@@ -1,0 +1,193 @@
+"""One trajectory's calls: where each belongs, and the turns of the policy that answer them.
+
+```
+ connection ──ask()──► Exchange ──bounded queue──► serve(): a task of the trajectory ──► start | add_messages,
+     ▲                    │                                                              generate
+     └──── changed ◄──────┘ text grows; an answer, or an error
+```
+
+The turns run in the trajectory's own task: in its name, ended with it, and whatever becomes of connections.
+A client that tries again finds the exchange that it left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from async_rl.errors import ConfigError, PromptTooLong
+from async_rl.openai_api.answers import Form, Reader, Shown, show
+from async_rl.openai_api.history import (
+    Conversation,
+    Exchange,
+    find_continued,
+    find_repeated,
+    message_keys,
+)
+from async_rl.openai_api.wire import Answer, ApiError, Call, ChatRequest
+from async_rl.rollout.api import Session, Turn
+from async_rl.supervision import Nursery
+
+log = logging.getLogger(__name__)
+
+_MAX_WAITING: Final = 64
+"""Requests of one trajectory that have not begun."""
+
+
+class Desk:
+    """Answers the requests of one trajectory.
+
+    Args:
+        session: The trajectory.
+        reader: Of the policy's format of tool calls.
+        opens_thought: See `answers.Form`.
+        noticed: Told of parameters that are asked for in vain.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        reader: Reader,
+        opens_thought: bool,
+        noticed: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._session = session
+        self._reader = reader
+        self._opens_thought = opens_thought
+        self._noticed = noticed
+        self._conversations = [Conversation()]
+        self._waiting: asyncio.Queue[tuple[Conversation, Exchange, list[dict[str, Any]]]] = asyncio.Queue(
+            _MAX_WAITING
+        )
+        self._num_exchanges = 0
+        self._closed = False
+        self._context_tokens = session.remaining_tokens
+        self.too_long: PromptTooLong | None = None
+        """Why the newest request was refused that did not fit."""
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether there was a turn of the policy."""
+        return any(conversation.known for conversation in self._conversations)
+
+    def ask(self, request: ChatRequest, *, retry_count: int | None) -> Exchange:
+        """Find the exchange that a request is, or begin one.
+
+        Args:
+            request: As it came.
+            retry_count: How often its client has sent it before, where it says so.
+
+        Raises:
+            ApiError: It cannot be answered.
+        """
+        if self._closed:
+            raise closed()
+        self._noticed(request.asked)
+        keys = message_keys(request.messages)
+        repeated = find_repeated(self._conversations, request, keys, retry_count=retry_count)
+        if repeated is not None:
+            log.info("a request was repeated: its answer is given again, nothing is sampled")
+            return repeated
+        conversation = find_continued(self._conversations, request, keys)
+        if conversation is None:
+            raise ApiError(
+                400,
+                "the messages do not continue this trajectory's conversation: its history was edited, or "
+                "this is another conversation; append to the messages, answers included, as they were",
+                param="messages",
+                code="history_edited",
+            )
+        if self._waiting.full():
+            raise ApiError(429, f"{_MAX_WAITING} requests of this trajectory wait already", retry=True)
+        self._num_exchanges += 1
+        exchange = Exchange(request, keys, self._num_exchanges)
+        self._waiting.put_nowait((conversation, exchange, conversation.begin(exchange)))
+        return exchange
+
+    def shown(self, exchange: Exchange) -> Shown:
+        """What is certain of an answer that is being made."""
+        return show(exchange.text, self._form(exchange.request), whole=False)
+
+    async def serve(self) -> None:
+        """Answer requests until cancelled."""
+        async with Nursery() as turns:
+            while True:
+                conversation, exchange, new = await self._waiting.get()
+                turns.start(f"request {exchange.number}", self._turn(conversation, exchange, new))
+
+    def close(self) -> None:
+        """The trajectory is over: whoever waits is told so."""
+        self._closed = True
+        for conversation in self._conversations:
+            for exchange in conversation.exchanges:
+                if not exchange.ended:
+                    _fail(exchange, closed())
+
+    async def _turn(self, conversation: Conversation, exchange: Exchange, new: list[dict[str, Any]]) -> None:
+        """Let the policy answer a request, and put the answer where connections find it."""
+        session, request = self._session, exchange.request
+        try:
+            if conversation.known:
+                session.add_messages(new)
+            else:
+                session.start(new, request.tools)
+        except PromptTooLong as error:
+            self.too_long = error
+            _fail(exchange, ApiError(400, str(error), param="messages", code="context_length_exceeded"))
+            return
+        except ConfigError as error:  # the chat template refuses such messages
+            _fail(exchange, ApiError(400, str(error), param="messages"))
+            return
+        prompt_tokens = self._context_tokens - session.remaining_tokens
+        try:
+            turn = await session.generate(max_new_tokens=request.max_new_tokens, stop=request.stop)
+        except Exception:
+            _fail(exchange, ApiError(500, "the policy cannot answer: this trajectory has failed"))
+            raise
+        conversation.end(exchange, self._answer(exchange, turn, prompt_tokens))
+        _changed(exchange)
+
+    def _answer(self, exchange: Exchange, turn: Turn, prompt_tokens: int) -> Answer:
+        exchange.text = turn.text
+        shown = show(turn.text, self._form(exchange.request), whole=True)
+        calls = tuple(
+            Call(id=f"call_{exchange.number}_{i}", name=name, arguments=json.dumps(arguments))
+            for i, (name, arguments) in enumerate(shown.calls)
+        )
+        return Answer(
+            content=shown.content or (None if calls or shown.reasoning else ""),
+            reasoning=shown.reasoning,
+            calls=calls,
+            finish_reason="tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=len(turn.token_ids),
+        )
+
+    def _form(self, request: ChatRequest) -> Form:
+        may_call = bool(request.tools) and request.may_call
+        return Form(
+            stop=request.stop,
+            reader=self._reader if may_call else None,
+            tools=request.tools,
+            opens_thought=self._opens_thought,
+        )
+
+
+def closed() -> ApiError:
+    """For whoever asks in the name of a trajectory that is over."""
+    return ApiError(410, "the trajectory of this key is over", code="trajectory_over")
+
+
+def _fail(exchange: Exchange, error: ApiError) -> None:
+    exchange.error = error
+    _changed(exchange)
+
+
+def _changed(exchange: Exchange) -> None:
+    """Wake all connections that wait for an exchange."""
+    exchange.changed.set()
+    exchange.changed = asyncio.Event()

@@ -1,0 +1,115 @@
+"""A policy that says what a test tells it to, as tokens of a real chat template, on a simulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from async_rl.chat import ChatFormat
+from async_rl.config import SimulatedEngines
+from async_rl.engines.protocol import EngineFacts
+from async_rl.engines.simulated import SimulatedEngine
+from tests.support.sessions import Bench
+
+TEMPLATE = Path(__file__).parents[2] / "examples" / "calculator" / "chat_template.jinja"
+FACTS = EngineFacts(
+    num_layers=2, moe_layers=(0, 1), num_experts=8, top_k=2, vocab_size=300, context_length=1 << 16
+)
+PROMPT = "<|im_start|>assistant\n"
+_SPECIAL = {"<|im_start|>": 256, "<|im_end|>": 257}
+_SPECIALS = re.compile("|".join(map(re.escape, _SPECIAL)))
+_START, _END = 256, 257
+
+Script = Callable[[str], str]
+"""What the policy says after a prompt, which is given as text."""
+
+
+class ByteTokenizer:
+    """A token a byte, and two special ones; ChatML with tools in Qwen's way."""
+
+    chat_template = TEMPLATE.read_text()
+    eos_token_id = _END
+
+    def __init__(self) -> None:
+        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+        environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # as transformers has it
+        self._template = environment.from_string(self.chat_template)
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tools: Any, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        return self._template.render(
+            messages=conversation, tools=tools, add_generation_prompt=add_generation_prompt
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        ids, position = [], 0
+        for match in _SPECIALS.finditer(text):
+            ids += [*text[position : match.start()].encode(), _SPECIAL[match.group()]]
+            position = match.end()
+        return [*ids, *text[position:].encode()]
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        names = {number: "" if skip_special_tokens else name for name, number in _SPECIAL.items()}
+        pieces = [names[i].encode() if i in names else bytes([i % 256]) for i in token_ids]
+        return b"".join(pieces).decode(errors="replace")
+
+
+class Talker:
+    """The policy: at each generation prompt it says what the script makes of the text so far."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.prompts: list[str] = []
+        """As text, one for each turn that was begun."""
+        self._tokenizer = ByteTokenizer()
+        self._marker = self._tokenizer.encode(PROMPT)
+        self._said: dict[tuple[int, ...], list[int]] = {}
+        self._heard: dict[int, asyncio.Event] = {}
+
+    def __call__(self, prefix: Sequence[int], rng: random.Random) -> int | None:
+        start = len(prefix) - list(prefix)[::-1].index(_START)
+        begin = start - 1 + len(self._marker)
+        key = tuple(prefix[:begin])
+        if key not in self._said:
+            self.prompts.append(self._tokenizer.decode(key))
+            self._said[key] = self._tokenizer.encode(self.script(self.prompts[-1]))
+        answer = self._said[key]
+        done = len(prefix) - begin
+        for number, event in self._heard.items():
+            if done >= number:
+                event.set()
+        return answer[done] if done < len(answer) else None
+
+    async def has_said(self, num_tokens: int) -> None:
+        """Wait until some turn is so long."""
+        await self._heard.setdefault(num_tokens, asyncio.Event()).wait()
+
+
+def talking(script: Script, **engine: Any) -> tuple[Bench, Talker]:
+    """A bench whose policy follows a script, with room for long conversations."""
+    talker = Talker(script)
+    config = SimulatedEngines(**{"decode_step_s": 0.0, "vocab_size": 300, **engine})
+    simulated = SimulatedEngine("engine-0", config, seed=1, policy=talker, facts=FACTS)
+    bench = Bench(
+        simulated, facts=FACTS, chat=ChatFormat(ByteTokenizer()), max_context_tokens=8192, max_new_tokens=1024
+    )
+    return bench, talker
+
+
+def lines(*answers: str) -> Script:
+    """Say these, one after the other."""
+    left = list(answers)
+    return lambda prompt: left.pop(0)

@@ -1,0 +1,179 @@
+"""Agents that know nothing of training, as agent loops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
+from async_rl.errors import AgentLoopError, ConfigError, EngineError, PromptTooLong, RequestRefused
+from async_rl.supervision import Nursery
+from async_rl.types import Task
+from tests.support.scripted import ScriptedEngine
+from tests.support.scripted_session import make_task
+from tests.support.talk import lines, talking
+
+HERE = __name__
+
+
+async def two_turns(task: Task, api: AgentAPI) -> str:
+    messages: list[Any] = list(task.messages)
+    for _ in range(2):
+        answer = await api.client.chat.completions.create(model=api.model, messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
+    return "not used"
+
+
+def in_a_thread(task: Task, api: AgentAPI) -> None:
+    assert threading.current_thread() is not threading.main_thread()
+    api.sync_client.chat.completions.create(model=api.model, messages=task.messages)
+
+
+async def too_much(task: Task, api: AgentAPI) -> None:
+    messages: list[Any] = list(task.messages)
+    while True:
+        answer = await api.client.chat.completions.create(model=api.model, messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "x" * 5000}]
+
+
+async def raising(task: Task, api: AgentAPI) -> None:
+    raise KeyError("the agent's own fault")
+
+
+class Hanging:
+    """Asks, and never comes back."""
+
+    began: asyncio.Event
+
+    @classmethod
+    async def agent(cls, task: Task, api: AgentAPI) -> None:
+        await api.client.chat.completions.create(model=api.model, messages=task.messages)
+        cls.began.set()
+        await asyncio.Future()
+
+
+async def play(loop: OpenAIAgentLoop, *answers: str, **engine: Any) -> tuple[Any, Any]:
+    bench, talker = talking(lines(*answers), **engine)
+    reason = await loop.run(make_task(), bench.session)
+    return bench, (reason, talker)
+
+
+async def test_an_agents_turns_are_the_trajectory():
+    bench, (reason, _) = await play(OpenAIAgentLoop(agent=f"{HERE}:two_turns"), "4", "Yes.")
+    assert reason is None
+    assert [m["content"] for m in bench.session.messages] == ["What is 2 + 2?", "4", "Sure?", "Yes."]
+    trajectory = await bench.finish()
+    assert trajectory.outcome.num_turns == 2
+    assert trajectory.num_sampled_tokens == len("4Yes.") + 2
+
+
+async def test_a_sync_agent_runs_in_a_thread():
+    bench, _ = await play(OpenAIAgentLoop(agent=f"{HERE}:in_a_thread"), "4")
+    assert bench.session.last_turn.text == "4"
+
+
+async def test_the_trajectory_ends_as_it_is_when_the_agent_gives_up_at_a_full_context():
+    loop = OpenAIAgentLoop(agent=f"{HERE}:too_much")
+    bench, (reason, _) = await play(loop, "4", "Yes.")
+    assert reason == "length"
+    assert bench.session.last_turn.text == "Yes."
+
+
+async def test_a_task_is_too_long_when_nothing_could_be_asked():
+    bench, _ = talking(lines("never said"))
+    task = make_task(messages=[{"role": "user", "content": "x" * 9000}])
+    with pytest.raises(PromptTooLong):
+        await OpenAIAgentLoop(agent=f"{HERE}:two_turns").run(task, bench.session)
+
+
+async def test_an_agents_exception_leaves_the_loop():
+    with pytest.raises(KeyError, match="own fault"):
+        await play(OpenAIAgentLoop(agent=f"{HERE}:raising"))
+
+
+async def test_the_engines_error_ends_the_trajectory_when_the_policy_cannot_answer():
+    bench, _ = talking(lines("never said"))
+    bench.pool.quarantine("engine-0", EngineError("gone"))
+    bench.pool.add(ScriptedEngine("engine-1", [lambda r: [RequestRefused("too odd")]]))
+    bench.pool.serve("engine-1", 0)
+    with pytest.raises(RequestRefused, match="too odd"):
+        await OpenAIAgentLoop(agent=f"{HERE}:two_turns").run(make_task(), bench.session)
+
+
+async def test_the_server_is_gone_when_the_trajectory_was_cancelled(monkeypatch: pytest.MonkeyPatch):
+    Hanging.began = asyncio.Event()
+    bench, _ = talking(lines("4"))
+    loop = OpenAIAgentLoop(agent=f"{HERE}:Hanging.agent")
+    async with Nursery() as nursery:
+        running = nursery.start("trajectory", loop.run(make_task(), bench.session))
+        await Hanging.began.wait()
+        running.cancel()
+    assert loop._endpoint._runner is None
+    assert (await bench.finish()).num_sampled_tokens == 2
+
+
+PROGRAM = """
+import json, os, sys
+import openai
+task = json.load(sys.stdin)
+assert "answer" not in task
+leaked = [name for name in os.environ if name.startswith(("ASYNC_RL_", "RAY_"))]
+client = openai.OpenAI()
+said = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=task["messages"])
+sys.exit(f"{said.choices[0].message.content} {leaked}")
+"""
+
+
+async def test_a_program_is_an_agent_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ASYNC_RL_ENGINE_API_KEY", "secret")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    loop = OpenAIAgentLoop(command=[sys.executable, "-c", PROGRAM])
+    with pytest.raises(AgentLoopError, match=r"ended with 1: 4 \[\]"):
+        await play(loop, "4")
+
+
+async def test_a_program_may_leave_something_behind_and_ends_the_trajectory_all_the_same():
+    bench, (reason, _) = await play(OpenAIAgentLoop(command=["sh", "-c", "sleep 1000 & exit 0"]))
+    assert reason is None
+    assert bench.session.last_turn is None
+
+
+async def test_a_program_and_its_children_are_killed_when_the_trajectory_is_cancelled(tmp_path):
+    os.mkfifo(tmp_path / "alive")
+    # Both hold the pipe open for writing: its reader sees the end when both are gone.
+    script = f"sleep 1000 > {tmp_path}/alive & exec sleep 1000 > {tmp_path}/alive"
+    loop = OpenAIAgentLoop(command=["sh", "-c", script])
+    bench, _ = talking(lines())
+    async with Nursery() as nursery:
+        running = nursery.start("trajectory", loop.run(make_task(), bench.session))
+        pipe = await asyncio.to_thread(open, tmp_path / "alive", "rb")
+        running.cancel()
+    with pipe:
+        assert await asyncio.to_thread(pipe.read) == b""
+
+
+async def test_an_error_hides_the_key_when_a_program_prints_it():
+    loop = OpenAIAgentLoop(command=["sh", "-c", "echo $OPENAI_API_KEY; exit 1"])
+    with pytest.raises(AgentLoopError, match="ended with 1: <key>"):
+        await play(loop)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({}, "either agent .* or command"),
+        ({"agent": f"{HERE}:two_turns", "command": ["x"]}, "either agent .* or command"),
+        ({"command": "python agent.py"}, "expected a list"),
+        ({"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
+        ({"agent": f"{HERE}:two_turnz"}, "did you mean 'two_turns'"),
+        ({"agent": f"{HERE}:HERE"}, "is no function"),
+    ],
+)
+def test_config_error_when_the_loops_arguments_cannot_work(arguments: dict[str, Any], error: str):
+    with pytest.raises(ConfigError, match=error):
+        OpenAIAgentLoop(**arguments)

@@ -1,0 +1,291 @@
+"""The OpenAI endpoint, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from async_rl.openai_api.server import Endpoint
+from async_rl.supervision import Nursery
+from tests.support.api import asked, client_of, reply
+from tests.support.talk import Talker, lines
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tell the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def call(city: str) -> str:
+    return f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
+
+
+def result(call_id: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+async def test_a_conversation_becomes_one_trajectory_when_each_request_appends():
+    async with asked(lines("Hello.", "Fine, thanks.")) as a:
+        first = await a.say({"role": "developer", "content": "Be kind."}, "Hi")
+        second = await a.say({"role": "system", "content": "Be kind."}, "Hi", reply(first), "How are you?")
+        trajectory = await a.trajectory()
+    assert first.choices[0].message.content == "Hello."
+    assert first.choices[0].finish_reason == "stop"
+    assert second.choices[0].message.content == "Fine, thanks."
+    assert a.text(trajectory) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nHow are you?<|im_end|>\n"
+        "<|im_start|>assistant\nFine, thanks.<|im_end|>"
+    )
+    written = trajectory.token_ids[trajectory.response_mask]
+    assert a.bench.chat.decode(written) == "Hello.Fine, thanks."
+    assert (trajectory.rollout_log_probs[trajectory.response_mask] < 0).all()
+    assert trajectory.trace is not None
+    assert trajectory.trace.valid.all()
+    assert second.usage.prompt_tokens + second.usage.completion_tokens == trajectory.num_tokens
+
+
+async def test_tool_calls_go_out_with_ids_and_results_come_back_in_one_block_when_they_are_parallel():
+    async with asked(lines("I look.\n" + call("Oslo") + "\n" + call("Rome"), "Rain and sun.")) as a:
+        first = await a.say("Weather?", tools=[WEATHER])
+        said = first.choices[0].message
+        assert said.content == "I look."
+        assert [(c.type, c.function.name) for c in said.tool_calls] == [("function", "weather")] * 2
+        assert [json.loads(c.function.arguments) for c in said.tool_calls] == [
+            {"city": "Oslo"},
+            {"city": "Rome"},
+        ]
+        ids = [c.id for c in said.tool_calls]
+        assert len(set(ids)) == 2
+        assert first.choices[0].finish_reason == "tool_calls"
+        results = [result(ids[0], "rain"), result(ids[1], "sun")]
+        second = await a.say("Weather?", reply(first), *results, tools=[WEATHER])
+        trajectory = await a.trajectory()
+    assert second.choices[0].message.content == "Rain and sun."
+    text = a.text(trajectory)
+    assert '"name": "weather", "description": "Tell the weather."' in text
+    assert "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response><|im_end|>" in text
+    assert [type(segment).__name__ for segment in trajectory.segments] == ["Context", "Sampled"] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_stay_text_when_tools_may_not_be_called_or_cannot_be_read(stream: bool):
+    broken = "<tool_call>\nnonsense\n</tool_call>"
+    async with asked(lines(call("Oslo"), broken)) as a:
+        answers = []
+        for choice in ("none", "auto"):
+            request = {"tools": [WEATHER], "tool_choice": choice}
+            if stream:
+                chunks = await a.stream("Weather?", *answers, **request)
+                said = "".join(c.choices[0].delta.content or "" for c in chunks)
+                assert not any(c.choices[0].delta.tool_calls for c in chunks)
+            else:
+                message = (await a.say("Weather?", *answers, **request)).choices[0].message
+                said = message.content
+                assert message.tool_calls is None
+            answers += [{"role": "assistant", "content": said}, {"role": "user", "content": "Again."}]
+    assert [m["content"] for m in answers[::2]] == [call("Oslo"), broken]
+
+
+async def test_thoughts_are_reasoning_and_may_be_left_out_of_the_history():
+    async with asked(lines("<think>\nHm.\n</think>\n\nYes.", "Sure.")) as a:
+        first = await a.say("Really?")
+        assert first.choices[0].message.content == "Yes."
+        assert first.choices[0].message.reasoning_content == "Hm."
+        plain = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
+        await a.say("Really?", plain, "Sure?")
+        assert "<think>\nHm.\n</think>\n\nYes.<|im_end|>" in a.text(await a.trajectory())
+
+
+async def test_a_stream_adds_up_to_the_answer():
+    text = "<think>\nWhere?\n</think>\n\nI look für dich.\n" + call("Oslo")
+    async with asked(lines(text)) as a:
+        chunks = await a.stream("Weather?", tools=[WEATHER], stream_options={"include_usage": True})
+    *parts, usage = chunks
+    deltas = [chunk.choices[0].delta for chunk in parts]
+    assert deltas[0].role == "assistant"
+    assert "".join(d.content or "" for d in deltas) == "I look für dich."
+    assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == "Where?"
+    (called,) = [d.tool_calls for d in deltas if d.tool_calls]
+    assert called[0].index == 0
+    assert json.loads(called[0].function.arguments) == {"city": "Oslo"}
+    assert [c.choices[0].finish_reason for c in parts if c.choices[0].finish_reason] == ["tool_calls"]
+    assert usage.usage.completion_tokens == len(text.encode()) + 1
+
+
+async def test_limits_and_stops_of_a_request_are_kept():
+    async with asked(lines("one two three", "four END five")) as a:
+        short = await a.say("Count.", max_completion_tokens=3, max_tokens=5)
+        assert short.choices[0].message.content == "one"
+        assert short.choices[0].finish_reason == "length"
+        assert short.usage.completion_tokens == 3
+        stopped = await a.say("Count.", reply(short), "Go on.", stop=["END"])
+        assert stopped.choices[0].message.content == "four "
+        assert stopped.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"n": 2}, "n is 2, only 1 is served"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not served"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs is not served"),
+        ({"max_tokens": 0}, "max_tokens is 0, expected a whole number of at least 1"),
+        ({"tools": [{"type": "custom"}]}, r"tools\[0\]: expected a function"),
+        ({"stop": [""]}, "stop must be a string or a list"),
+        ({"functions": [{"name": "f"}]}, "use tools"),
+    ],
+)
+async def test_a_request_is_refused_with_a_remedy_when_it_cannot_be_served(request_: Any, message: str):
+    async with asked(lines("never said")) as a:
+        with pytest.raises(openai.BadRequestError, match=message) as refused:
+            await a.say("Hi", **request_)
+        assert refused.value.type == "invalid_request_error"
+        assert a.talker.prompts == []
+
+
+async def test_messages_are_refused_by_place_when_they_cannot_be_read():
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    async with asked(lines("never said")) as a:
+        with pytest.raises(openai.BadRequestError, match=r"messages\[1\].content: only text") as refused:
+            await a.say("Hi", image)
+        assert refused.value.param == "messages[1].content"
+        with pytest.raises(openai.BadRequestError, match=r"messages\[0\]: role is 'robot'"):
+            await a.say({"role": "robot", "content": "x"})
+        with pytest.raises(openai.NotFoundError, match="model 'gpt-4o' does not exist"):
+            await a.client.chat.completions.create(
+                model="gpt-4o", messages=[{"role": "user", "content": "x"}]
+            )
+        with pytest.raises(openai.NotFoundError, match="/responses is not served; there are POST /v1/chat"):
+            await a.client.responses.create(model="policy", input="x")
+        raw = httpx.Request("POST", f"{a.access.session_url}/chat/completions", content=b"[")
+        async with httpx.AsyncClient(trust_env=False) as client:
+            answer = await client.send(raw)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_models_are_listed_and_a_key_in_the_path_is_enough():
+    async with asked(lines("Hello.")) as a:
+        assert [model.id async for model in a.client.models.list()] == ["policy"]
+        assert (await a.client.models.retrieve("policy")).id == "policy"
+        other = a.client.with_options(base_url=a.access.session_url, api_key="anything")
+        answer = await other.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "Hi"}]
+        )
+        assert answer.choices[0].message.content == "Hello."
+
+
+async def test_a_key_opens_its_own_trajectory_only_and_only_while_it_lives():
+    endpoint = Endpoint()
+    async with asked(lines("of the first"), endpoint=endpoint) as first:
+        async with asked(lines("of the second"), endpoint=endpoint) as second:
+            assert second.access.base_url == first.access.base_url
+            assert (await second.say("Hi")).choices[0].message.content == "of the second"
+            assert (await first.say("Hi")).choices[0].message.content == "of the first"
+        async with client_of(second.access, max_retries=2) as late:
+            with pytest.raises(openai.APIStatusError) as over:
+                await late.models.list()
+        assert over.value.status_code == 410
+        forged = first.access.api_key[:-1] + ("0" if first.access.api_key[-1] != "0" else "1")
+        for key in ("nothing", "sk-1-", forged, "sk-9-ü"):
+            async with httpx.AsyncClient(trust_env=False) as client:
+                answer = await client.get(
+                    f"{first.access.base_url}/models", headers={"Authorization": f"Bearer {key}".encode()}
+                )
+            assert answer.status_code == 401, key
+
+
+async def test_a_body_is_refused_when_it_is_too_large():
+    async with asked(lines("never said"), endpoint=Endpoint(max_body_bytes=1000)) as a:
+        with pytest.raises(openai.APIStatusError) as refused:
+            await a.say("x" * 2000)
+        assert refused.value.status_code == 413
+
+
+async def test_an_agent_is_told_when_its_context_is_full():
+    async with asked(lines("Hello.")) as a:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await a.say("x" * 9000)
+        assert refused.value.code == "context_length_exceeded"
+        # A shorter one is answered.
+        assert (await a.say("Hi")).choices[0].message.content == "Hello."
+
+
+async def test_sampling_parameters_are_not_heeded_and_that_is_said_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING)
+    async with asked(lines("Hello.", "Again.")) as a:
+        first = await a.say("Hi", temperature=0.1, seed=4, presence_penalty=0)
+        await a.say("Hi", reply(first), "More", temperature=0.1)
+    said = [r.getMessage() for r in caplog.records if "not heeded" in r.getMessage()]
+    assert len(said) == 2
+    assert any("temperature = 0.1" in line for line in said)
+    assert a.access.api_key not in caplog.text
+
+
+class Dropping(httpx.AsyncHTTPTransport):
+    """Loses its first connection: before the answer came, or after."""
+
+    def __init__(self, talker: Talker, *, early: bool) -> None:
+        super().__init__(trust_env=False)
+        self.lost = 0
+        self._talker = talker
+        self._early = early
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self.lost:
+            return await super().handle_async_request(request)
+        self.lost += 1
+        async with Nursery() as nursery:
+            answering = nursery.start("answer", super().handle_async_request(request))
+            if self._early:
+                await self._talker.has_said(3)
+                answering.cancel()
+        if not self._early:
+            await answering.result().aclose()
+        raise httpx.ReadError("connection lost")
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_a_client_that_tries_again_gets_the_same_answer_and_nothing_is_sampled_twice(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.0)
+    async with asked(lines("Hello.", "a second sample"), decode_step_s=0.001) as a:
+        transport = Dropping(a.talker, early=early)
+        async with client_of(a.access, transport=transport, max_retries=2) as client:
+            answer = await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "Hi"}]
+            )
+        trajectory = await a.trajectory()
+    assert transport.lost == 1
+    assert answer.choices[0].message.content == "Hello."
+    assert len(a.talker.prompts) == 1
+    assert trajectory.num_sampled_tokens == len("Hello.") + 1
+
+
+async def test_an_edited_history_is_refused():
+    async with asked(lines("Hello.", "never said")) as a:
+        await a.say("Hi")
+        with pytest.raises(openai.BadRequestError, match="history was edited") as refused:
+            await a.say("Hi", {"role": "assistant", "content": "Something else."}, "Go on")
+        assert refused.value.code == "history_edited"
+
+
+async def test_a_weight_update_is_invisible_when_it_comes_in_the_middle_of_an_answer():
+    async with asked(lines("All my little ducklings"), decode_step_s=0.001) as a, Nursery() as nursery:
+        answering = nursery.start("answer", a.say("Sing"))
+        await a.talker.has_said(5)
+        await a.bench.bump(1)
+        assert (await answering).choices[0].message.content == "All my little ducklings"
+        trajectory = await a.trajectory()
+    assert [segment.weight_version for segment in trajectory.sampled] == [0, 1]
+    assert trajectory.outcome.num_interruptions == 1
