@@ -3,6 +3,7 @@
 ```
 services(feeder=…, sync=…)   endless loops beside a block; one that fails or returns fails the block
 Nursery()                    a block that owns tasks started as it goes; it ends when they have ended
+finished(work)               one that ends whatever happens to whoever awaits it
 ```
 
 Both end as a `TaskGroup` ends: the first failure cancels the siblings and leaves the block as an exception
@@ -106,6 +107,38 @@ class Nursery:
     def running(self) -> list[str]:
         """Names of the tasks that have not ended, for a stall report."""
         return sorted(task.get_name() for task in self._tasks)
+
+
+async def finished(work: Coroutine[Any, Any, T], *, limit_s: float) -> T:
+    """Await this to its end, also when whoever awaits it is cancelled meanwhile: that is raised afterwards.
+
+    For giving back what must not be kept: a process, a tool's state.
+
+    Args:
+        work: Run in a task of its own.
+        limit_s: It is cancelled after so long.
+
+    Raises:
+        TimeoutError: After `limit_s`.
+        CancelledError: Whoever awaits was cancelled; how the work ended is not said then.
+    """
+
+    async def limited() -> T:
+        async with asyncio.timeout(limit_s):
+            return await work
+
+    task = asyncio.create_task(limited())
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # looked at, so that nobody reports it as forgotten
+    raise cancelled
 
 
 class _TaskGroup(asyncio.TaskGroup):

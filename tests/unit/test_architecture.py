@@ -39,7 +39,7 @@ ONLY_IN = {
     "ensure_future": ("async_rl/supervision.py",),
 }
 
-FOR_AGENT_LOOPS = ("types", "errors", "loading", "threads", "waits", "rollout.api", "openai_api")
+FOR_AGENT_LOOPS = ("types", "errors", "loading", "threads", "supervision", "waits", "rollout.api", "openai_api")
 
 
 def layer(module: str) -> int:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from async_rl.errors import EngineError, ServiceExited
-from async_rl.supervision import Nursery, first_error, service_of, services
+from async_rl.supervision import Nursery, finished, first_error, service_of, services
 
 
 async def forever() -> None:
@@ -198,3 +198,36 @@ async def test_the_innermost_name_is_kept_when_services_are_nested() -> None:
         async with services(outer=outer):
             await forever()
     assert service_of(first_error(caught.value)) == "inner"
+
+
+async def test_work_is_finished_when_whoever_awaits_it_is_cancelled_twice():
+    go_on, done = asyncio.Event(), []
+
+    async def give_back() -> None:
+        await go_on.wait()
+        done.append("given back")
+
+    waiter = asyncio.ensure_future(finished(give_back(), limit_s=60))
+    for _ in range(2):
+        await asyncio.sleep(0)
+        waiter.cancel()
+    await asyncio.sleep(0)
+    assert not waiter.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    assert done == ["given back"]
+
+
+async def test_work_says_how_it_ended_when_nobody_is_cancelled():
+    async def fail() -> None:
+        raise ValueError("no")
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    assert await finished(asyncio.sleep(0, "yes"), limit_s=60) == "yes"
+    with pytest.raises(ValueError, match="no"):
+        await finished(fail(), limit_s=60)
+    with pytest.raises(TimeoutError):
+        await finished(hang(), limit_s=0.01)

@@ -1,0 +1,469 @@
+"""What runs inside the sandbox: builds its walls, then runs the programs that it is sent.
+
+A program of its own (`python -I -S -u -c SOURCE SETTINGS`), never imported by ours; `agent_loops.sandbox` is
+the other side and says what the settings are. Standard library, Linux.
+
+```
+ launcher   new mount, pid, network, ipc and host name spaces; an empty root with what Python needs, read-only
+    └ fork  process 1 of the new pid space: other user or no capabilities, limits, then requests until EOF
+```
+
+A request is a line (token, whether to echo, lengths of code and stdin) and those two, as bytes. Output goes
+to descriptor 1 as it comes; its end is a line that begins with a control character and the request's token.
+"""
+
+from __future__ import annotations
+
+import _signal as signal  # type: ignore[import-not-found]  # these two without the enums of `signal` and `ast`: a start is milliseconds
+import builtins
+import marshal
+import os
+import resource
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` takes milliseconds to import
+    from ctypes import CDLL
+    from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+CLONE_NEWUSER = 0x10000000
+CLONE_REST = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+"""Mounts, host name, System V IPC, processes, network: clone(2)."""
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
+MNT_DETACH, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 2, -100, 0x8000, 1, 2
+CAPABILITY_VERSION_3 = 0x20080522
+MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+"""The architecture in the words of audit(8), and the column of the tables below."""
+REFUSED = {
+    "ptrace": (101, 117),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "pivot_root": (155, 41),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "mount_setattr": (442, 442),
+    "perf_event_open": (298, 241),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "open_by_handle_at": (304, 265),
+    "io_uring_setup": (425, 425),
+}
+"""System calls that no program here needs: new name spaces, memory that nothing counts, others' processes,
+kernel machinery with a long record of holes."""
+REFUSED_WITHOUT_WALLS = {
+    "fork": (57, -1),
+    "vfork": (58, -1),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "kill": (62, 129),
+    "pidfd_send_signal": (424, 424),
+    "pidfd_open": (434, 434),
+    "socketpair": (53, 199),
+}
+CLONE, SOCKET, CLONE3 = (56, 220), (41, 198), 435
+AST_ONLY = 0x400
+"""`ast.PyCF_ONLY_AST`; the module `ast` takes milliseconds to import."""
+SETUP_FAILED = 97
+"""Exit code; the output then says why."""
+STAGE = "/tmp"
+"""Where the new root is put together; any folder does, for only this process sees it."""
+SCRATCH = "/scratch"
+"""The only folder inside that can be written; `/tmp` leads there."""
+SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib32", "/lib64")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+
+def main() -> None:
+    """Build the walls, then serve."""
+    settings = marshal.loads(bytes.fromhex(sys.argv[1]))
+    sys.argv[1:] = []
+    try:
+        walls(settings)
+    except OSError as error:
+        print(error.strerror or error, error.filename or "", flush=True)
+        os._exit(SETUP_FAILED)
+    serve(settings)
+    os._exit(0)  # threads that the programs left behind do not count
+
+
+# -- walls -------------------------------------------------------------------------------------------------
+
+
+def walls(settings: dict[str, Any]) -> None:
+    """Return in the process that may run programs; raise OSError where a wall cannot be built."""
+    os.setsid()
+    if settings["namespaces"]:
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        user = settings["user"] if enter_namespaces(libc, settings) else None
+        fork_first_process(libc)
+        leave_privileges(libc, user)
+    else:
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        if settings["user"] is not None:
+            become(settings["user"])
+            if not os.access(os.__file__, os.R_OK):
+                raise OSError(
+                    13, f"other users cannot read the interpreter in {sys.prefix}; name another: python"
+                )
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+        os.chdir(settings["scratch"])
+    limit(settings)
+    filtered = filter_calls(libc, alone=not settings["namespaces"])
+    if settings["namespaces"]:
+        check(filtered, "a filter of system calls is refused")
+    else:
+        guard([os.getcwd()], [*settings["read_only"], *SYSTEM_FOLDERS, *DEVICES])
+
+
+def enter_namespaces(libc: CDLL, settings: dict[str, Any]) -> bool:
+    """Leave the host's; whether this is still the host's root."""
+    uid, gid = os.getuid(), os.getgid()
+    is_root = uid == 0 and libc.unshare(CLONE_REST) == 0
+    if not is_root:
+        if uid == 0:  # of a container without the capability; root's processes cannot be limited in number
+            uid = gid = settings["user"]
+            become(uid)
+            libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self stays root's
+        check(libc.unshare(CLONE_NEWUSER), "a user namespace is refused")
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{uid} {uid} 1"),
+            ("gid_map", f"{gid} {gid} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        check(libc.unshare(CLONE_REST), "namespaces are refused")
+    change_root(libc, settings)
+    return is_root
+
+
+def change_root(libc: CDLL, settings: dict[str, Any]) -> None:
+    """An empty root that holds what Python needs, read-only, and a scratch folder of limited size."""
+
+    def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+        arguments = [None if a is None else a.encode() for a in (source, target, kind)]
+        options = None if data is None else data.encode()
+        check(libc.mount(*arguments, flags, options), f"mount of {target}")
+
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    shown = dict.fromkeys(
+        path for path in (*SYSTEM_FOLDERS, *settings["read_only"], *DEVICES) if os.path.exists(path)
+    )
+    # By descriptor: the new root is mounted over a folder that may hold them.
+    opened = {path: os.open(path, os.O_PATH) for path in shown if not os.path.islink(path)}
+    links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
+    mount("none", STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=64k,nr_inodes=4096")
+    for path, descriptor in opened.items():
+        if os.fstat(descriptor).st_mode & 0o170000 == 0o040000:  # a folder
+            os.makedirs(STAGE + path, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(STAGE + path), exist_ok=True)
+            os.close(os.open(STAGE + path, os.O_CREAT, 0o600))
+        mount(f"/proc/self/fd/{descriptor}", STAGE + path, None, MS_BIND | MS_REC)
+        os.close(descriptor)
+    for path, target in links.items():
+        os.symlink(target, STAGE + path)
+    os.mkdir(STAGE + SCRATCH)
+    if not os.path.lexists(STAGE + "/tmp"):
+        os.symlink(SCRATCH, STAGE + "/tmp")
+    os.chdir(STAGE)
+    check(libc.syscall(REFUSED["pivot_root"][MACHINES[os.uname().machine][1]], b".", b"."), "pivot_root")
+    check(libc.umount2(b".", MNT_DETACH), "leaving the host's files")
+    os.chdir("/")
+    set_attributes(libc, "/", ATTR_RDONLY | ATTR_NOSUID)
+    size = settings["scratch_bytes"]
+    mount("none", SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={size},nr_inodes=4096")
+    os.chdir(SCRATCH)
+
+
+def set_attributes(libc: CDLL, path: str, attributes: int) -> None:
+    """Set them on this mount and all below."""
+    import ctypes
+
+    value = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # struct mount_attr: set, clear, propagation, user ns
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    flags = ctypes.c_uint(AT_RECURSIVE)
+    check(
+        libc.syscall(REFUSED["mount_setattr"][0], AT_FDCWD, path.encode(), flags, ctypes.byref(value), size),
+        "making the root read-only",
+    )
+
+
+def fork_first_process(libc: CDLL) -> None:
+    """Go on as the first process of the new pid space; the launcher waits for it and ends as it ends."""
+    alive, held = os.pipe()
+    child = os.fork()
+    if child:
+        for descriptor in (0, 1, 2, alive):
+            os.close(descriptor)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(status if status >= 0 else 128 - status)
+    os.close(held)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.set_blocking(alive, False)
+    try:
+        if not os.read(alive, 1):
+            os._exit(SETUP_FAILED)  # the launcher died before it could take this one along
+    except BlockingIOError:
+        os.close(alive)
+
+
+def leave_privileges(libc: CDLL, user: int | None) -> None:
+    """Become another user, or drop all capabilities in the user namespace; no way back by setuid files."""
+    import ctypes
+
+    if user is not None:
+        become(user)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user clears it
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    check(libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
+
+
+def filter_calls(libc: CDLL, *, alone: bool) -> int:
+    """Refuse `REFUSED`, and sockets beyond Unix and IP: a machine's to its host is in no network space.
+
+    Args:
+        libc: The C library.
+        alone: There are no walls: no processes, signals or sockets at all.
+
+    Returns:
+        0, or -1 where the kernel refuses (errno).
+
+    Source: seccomp(2); the numbers are of the kernel's table for each machine.
+    """
+    import ctypes
+
+    architecture, column = MACHINES[os.uname().machine]
+    refused = [*REFUSED.values(), *(REFUSED_WITHOUT_WALLS.values() if alone else ())]
+    code: list[bytes] = []
+
+    def add(kind: int, k: int, jump_true: int = 0, jump_false: int = 0) -> None:
+        code.append(kind.to_bytes(2, "little") + bytes([jump_true, jump_false]) + k.to_bytes(4, "little"))
+
+    load, equal, at_least, some_bits, leave = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, unknown = 0x7FFF0000, 0x00050001, 0x00050026  # EPERM; ENOSYS has libc use `clone`
+    add(load, 4)
+    add(equal, architecture, 1, 0)
+    add(leave, refuse)
+    add(load, 0)
+    add(at_least, 0x40000000, 0, 1)  # x86's third set of numbers
+    add(leave, refuse)
+    for numbers in refused:
+        if numbers[column] >= 0:
+            add(equal, numbers[column], 0, 1)
+            add(leave, refuse)
+    add(equal, CLONE3, 0, 1)  # its flags are out of sight
+    add(leave, unknown)
+    add(equal, CLONE[column], 0, 4)
+    add(load, 16)
+    if alone:
+        add(some_bits, 0x00010000, 1, 0)  # CLONE_THREAD
+    else:
+        add(some_bits, 0x7E020000, 0, 1)  # any CLONE_NEW…
+    add(leave, refuse)
+    add(leave, allow)
+    add(equal, SOCKET[column], 0, 6)
+    add(load, 16)
+    families = (0xFFFF,) * 3 if alone else (1, 2, 10)  # Unix, IP, IPv6
+    for distance, family in zip((3, 2, 1), families, strict=True):
+        add(equal, family, distance, 0)
+    add(leave, refuse)
+    add(leave, allow)
+    add(leave, allow)
+    program = b"".join(code)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = len(code).to_bytes(8, "little") + ctypes.addressof(buffer).to_bytes(8, "little")
+    result: int = libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(header, len(header)), 0, 0)
+    return result
+
+
+def become(user: int) -> None:
+    """Another user, in no group but its own, for good."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def limit(settings: dict[str, Any]) -> None:
+    """Set the limits of the kernel, as far as the host allows so much."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    for name, value in settings["limits"].items():
+        kind = getattr(resource, "RLIMIT_" + name)
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def check(result: int, what: str) -> None:
+    """Raise OSError where a call into the C library has failed."""
+    if result != 0:
+        import ctypes
+
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def guard(writable: list[str], readable: list[str]) -> None:
+    """Refuse what an audit hook sees: processes, sockets, foreign functions, files elsewhere.
+
+    Keeps honest programs from doing harm by mistake. It is no wall: an interpreter that is set on it gets
+    around its own hooks.
+    """
+    may_read = tuple(os.path.realpath(path) for path in (*readable, *writable))
+    may_write = tuple(os.path.realpath(path) for path in writable)
+    realpath, is_text, writing = (
+        os.path.realpath,
+        (str, bytes),
+        os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    )
+    refused = (
+        "socket.",
+        "ctypes.",
+        "subprocess.",
+        "os.fork",
+        "os.exec",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.system",
+        "os.kill",
+        "pty.",
+        "gc.get_",
+        "code.__new__",
+        "syslog.",
+        "fcntl.",
+        "signal.pthread",
+        "resource.",
+    )
+    modules = {"_ctypes", "ctypes", "_posixsubprocess", "_socket", "_testcapi", "_testinternalcapi"}
+    paths = {
+        "os.listdir",
+        "os.scandir",
+        "os.chdir",
+        "os.mkdir",
+        "os.rmdir",
+        "os.remove",
+        "os.rename",
+        "os.link",
+        "os.symlink",
+        "os.truncate",
+        "os.chmod",
+        "os.chown",
+        "os.utime",
+        "os.setxattr",
+        "os.removexattr",
+    }
+    looking = {"os.listdir", "os.scandir", "os.chdir"}
+
+    def inside(path: str | bytes, folders: tuple[str, ...]) -> bool:
+        real = realpath(path.decode(errors="surrogateescape") if isinstance(path, bytes) else path)
+        return any(real == folder or real.startswith(folder + "/") for folder in folders)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event.startswith(refused) or (event == "import" and arguments[0] in modules):
+            raise PermissionError(f"{event} is not allowed in the sandbox")
+        if event == "open":
+            path, mode, flags = arguments
+            write = (flags or 0) & writing or any(c in (mode or "") for c in "wax+")
+            if isinstance(path, is_text) and not inside(path, may_write if write else may_read):
+                raise PermissionError(f"{path!r} is outside the sandbox")
+        elif event in paths:
+            for path in arguments[:2]:
+                folders = may_read if event in looking else may_write
+                if isinstance(path, is_text) and not inside(path, folders):
+                    raise PermissionError(f"{path!r} is outside the sandbox")
+
+    sys.addaudithook(hook)
+
+
+# -- programs ----------------------------------------------------------------------------------------------
+
+
+def serve(settings: dict[str, Any]) -> None:
+    """Run what comes, until nothing comes any more."""
+    requests = os.fdopen(os.dup(0), "rb")
+    output = os.dup(1)
+    sys.path[:] = [path for path in sys.path if path] + settings["import_paths"]
+    names = {"__name__": "__main__", "__builtins__": builtins}
+    while line := requests.readline():
+        token, echo, num_code, num_stdin = line.split()
+        code = requests.read(int(num_code)).decode()
+        give_stdin(requests.read(int(num_stdin)))
+        ended = run(code, names, echo == b"1")
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except Exception:  # the program may have put anything there
+                ended = "error"
+        os.write(output, b"\n\x1e%s %s\n" % (token, ended.encode()))
+
+
+def give_stdin(data: bytes) -> None:
+    """Have the program read this."""
+    if data:
+        with open("stdin", "wb") as file:
+            file.write(data)
+    descriptor = os.open("stdin" if data else "/dev/null", os.O_RDONLY)
+    if data:
+        os.remove("stdin")
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process
+
+
+def run(code: str, names: dict[str, Any], echo: bool) -> str:
+    """Run a program; its last line's value is shown as in a notebook where `echo` says so."""
+    import _ast
+
+    file = os.path.join(os.getcwd(), "program.py")
+    try:
+        with open(file, "w") as source:  # tracebacks show its lines
+            source.write(code)
+    except (OSError, UnicodeError):
+        pass  # the scratch folder is full: they go without
+    try:
+        tree: Any = compile(code, file, "exec", AST_ONLY)
+        last = None
+        if echo and tree.body and isinstance(tree.body[-1], _ast.Expr):
+            last = compile(_ast.Expression(tree.body.pop().value), file, "eval")
+        exec(compile(tree, file, "exec"), names)
+        if last is not None and (value := eval(last, names)) is not None:
+            print(repr(value))
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return "done"
+        if not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+        return "exit"
+    except BaseException as error:  # whatever a program raises
+        traceback = error.__traceback__
+        while traceback is not None and traceback.tb_frame.f_code.co_filename != file:
+            traceback = traceback.tb_next
+        sys.__excepthook__(type(error), error.with_traceback(traceback), traceback)
+        return "error"
+    return "done"
+
+
+main()

@@ -1,0 +1,293 @@
+"""Programs that try to get out of the sandbox, or to take more than they are given."""
+
+import asyncio
+import gc
+import os
+import select
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from agent_loops.sandbox import Limits, Python, PythonSession, Ran, Sandbox
+from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
+from tests.support.scripted_session import make_task
+
+TIGHT = {
+    "wall_s": 60.0,
+    "cpu_s": 1,
+    "max_processes": 8,
+    "memory_mb": 256,
+    "scratch_mb": 8,
+    "max_output_bytes": 2000,
+}
+SYSTEM_PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""
+"""One that other users may read: as root, guarded programs run as another."""
+
+
+def walls(**limits: object) -> Sandbox:
+    """A sandbox of the kernel's walls; where those are refused, the environment must say that it knows."""
+    try:
+        return Sandbox(Limits(**{**TIGHT, **limits}))
+    except EnvironmentNotReady:
+        if "namespaces" in os.environ.get("ASYNC_RL_WITHOUT", "").split(","):
+            pytest.skip("ASYNC_RL_WITHOUT leaves out namespaces")
+        raise
+
+
+async def run(code: str, stdin: str = "", **limits: object) -> Ran:
+    return await walls(**limits).run(code, stdin=stdin)
+
+
+async def test_program_reads_and_prints_as_if_it_were_alone():
+    ran = await run("import sys\nprint(int(input()) * 2, sys.stdin.read())", stdin="21\nÄpfel")
+    assert (ran.output, ran.ended) == ("42 Äpfel\n", "done")
+
+
+async def test_traceback_shows_the_programs_own_lines_when_it_raises():
+    ran = await run("def f():\n    return 1 / 0\nf()")
+    assert ran.ended == "error"
+    assert "line 2, in f\n    return 1 / 0" in ran.output
+    assert "in run\n" not in ran.output
+
+
+async def test_fork_bomb_is_bounded_and_ends_with_its_program():
+    code = """
+import os, signal
+count = 0
+try:
+    while os.fork():
+        count += 1
+    signal.pause()
+except OSError:
+    print(count)
+"""
+    async with walls().interpreter() as interpreter:
+        ran = await interpreter.run(code)
+        family = descendants(interpreter._process.pid)
+    assert ran.ended == "done"
+    assert 0 < int(ran.output) < TIGHT["max_processes"]
+    assert len(family) == int(ran.output) + 1
+    assert all(ends(pid) for pid in family)
+
+
+def ends(pid: int) -> bool:
+    """Whether a process dies; within a minute, for the kernel takes its time."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poller = select.poll()
+        poller.register(handle, select.POLLIN)
+        return bool(poller.poll(60_000))
+    finally:
+        os.close(handle)
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("bytearray(1 << 30)", "MemoryError"),
+        ("open('big', 'wb').write(bytes(16 << 20))", "OSError"),
+        ("for i in range(9): open(f'{i}', 'wb').write(bytes(1 << 20))", "No space left on device"),
+        ("import os; os.memfd_create('hidden')", "Operation not permitted"),
+        (
+            "import threading as t\nfor _ in range(99): t.Thread(target=t.Event().wait, daemon=True).start()",
+            "thread",
+        ),
+    ],
+)
+async def test_program_is_refused_more_when_it_takes_too_much(code: str, output: str):
+    ran = await run(code)
+    assert ran.ended == "error"
+    assert output in ran.output
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("while True: pass", "killed"),
+        ("import ctypes; ctypes.string_at(0)", "killed"),
+        ("while True: print('x' * 99)", "output"),
+        ("import os; os._exit(3)", "exit"),
+        ("raise SystemExit('bye')", "exit"),
+    ],
+)
+async def test_program_is_ended_when_it_goes_too_far(code: str, ended: str):
+    ran = await run(code)
+    assert ran.ended == ended
+    assert len(ran.output) <= TIGHT["max_output_bytes"]
+
+
+async def test_output_is_kept_when_the_program_runs_past_its_time():
+    ran = await run("print('so far', flush=True)\nimport time\ntime.sleep(600)", wall_s=2.0)
+    assert (ran.output, ran.ended, ran.is_over) == ("so far\n", "time", True)
+
+
+async def test_nothing_of_ours_is_inherited(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret-7")
+    held = os.open("/etc/passwd", os.O_RDONLY)
+    os.set_inheritable(held, True)
+    code = (
+        "import os\nprint(sorted(os.environ), os.getuid(), os.getpid())\n"
+        "for fd in range(3, 200):\n    try: print(fd, os.read(fd, 9) if os.fstat(fd).st_size else '')\n"
+        "    except OSError: pass\n"
+    )
+    try:
+        ran = await run(code)
+    finally:
+        os.close(held)
+    environment, *descriptors = ran.output.splitlines()
+    assert environment.startswith("['HOME', 'LANG', 'LC_CTYPE'") or environment.startswith(
+        "['HOME', 'LANG', 'OMP"
+    )
+    assert environment.endswith(" 1")
+    assert os.getuid() != 0 or "] 0 1" not in environment
+    assert [line for line in descriptors if "root" in line] == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/proc/1/environ", "/proc/self/environ", "/etc/passwd", "/home", str(Path(__file__).parent)]
+)
+async def test_files_of_the_host_are_not_there(path: str):
+    ran = await run(f"import os; print(os.path.exists({path!r}))")
+    assert ran.output == "False\n"
+
+
+@pytest.mark.parametrize("path", ["/usr/new", "/new", "/dev/new", "/lib/../usr/bin/new"])
+async def test_nothing_can_be_written_outside_of_the_scratch_folder(path: str):
+    ran = await run(f"open({path!r}, 'w')")
+    assert "OSError" in ran.output or "Error: [Errno" in ran.output
+    assert not os.path.exists(path)
+
+
+async def test_no_way_back_leads_out_of_the_walls():
+    calls = {
+        "remount": "l.mount(None, b'/', None, 0x1020, None)",
+        "unmount": "l.umount2(b'/usr', 2)",
+        "new user namespace": "l.unshare(0x10000000)",
+        "clone into one": "l.syscall(56, 0x10000000, 0, 0, 0, 0)" if os.uname().machine == "x86_64" else "-1",
+        "become root": "l.setuid(0) or -1 if __import__('os').getuid() else -1",
+        "chroot": "l.chroot(b'.')",
+        "ptrace": "l.ptrace(0, 0, 0, 0)",
+        "shared memory": "l.shmget(0, 4096, 0o1600)",
+        "socket to the host": "l.socket(40, 1, 0)",
+        "netlink": "l.socket(16, 3, 0)",
+    }
+    ran = await run(
+        "import ctypes\nl = ctypes.CDLL(None)\n" + "\n".join(f"print({c}, {n!r})" for n, c in calls.items())
+    )
+    assert ran.output.splitlines() == [f"-1 {name}" for name in calls]
+
+
+async def test_host_cannot_be_reached_over_the_network():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        ran = await run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)")
+    assert "Network is unreachable" in ran.output or "refused" in ran.output
+
+
+async def test_process_and_scratch_are_gone_when_the_caller_is_cancelled():
+    sandbox = walls(wall_s=60.0)
+    async with sandbox.interpreter() as interpreter:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await interpreter.run("import time; time.sleep(600)")
+        pid = interpreter._process.pid
+    assert not os.path.exists(f"/proc/{pid}")
+    gc.collect()  # a transport left open would warn, which fails a test
+
+
+async def test_variables_last_as_long_as_the_trajectory_when_the_tool_is_stateful():
+    walls()
+    tool = PythonSession(**TIGHT)
+    state = tool.create(make_task())
+    assert await tool.execute(state, "x = 20") == "(no output)"
+    assert await tool.execute(state, "x + 1") == "21\n"
+    with pytest.raises(ToolError, match=r"processor time .* Its variables are gone"):
+        await tool.execute(state, "while True: pass")
+    assert "NameError" in await tool.execute(state, "x")
+    (interpreter,) = state
+    await tool.release(state)
+    assert interpreter._process.returncode is not None
+    assert state == []
+
+
+async def test_programs_share_nothing_when_the_tool_is_stateless():
+    walls()
+    tool = Python(**TIGHT)
+    await tool.execute("x = 20; open('left', 'w').write('behind')")
+    assert await tool.execute("import os; [name for name in os.listdir() if name != 'program.py']") == "[]\n"
+    with pytest.raises(ToolError, match=r"more than 2000 bytes and was ended\. It had printed:\nxx"):
+        await tool.execute("print('x' * 5000)")
+
+
+def guarded() -> Sandbox:
+    return Sandbox(Limits(**TIGHT, isolation="guarded", python=SYSTEM_PYTHON))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket",
+        "import os; os.fork()",
+        "import os; os.system('true')",
+        "import subprocess",
+        "import ctypes; ctypes.CDLL(None)",
+        "import os; os.kill(os.getppid(), 0)",
+        "open('/etc/passwd').read()",
+        "import os; print(open(f'/proc/{os.getppid()}/environ').read())",
+        "open('/tmp/outside-of-the-sandbox', 'w')",
+        "import os; os.symlink('/etc/passwd', 'x'); open('x').read()",
+        "import os; os.listdir('/')",
+    ],
+)
+async def test_interpreter_refuses_when_the_sandbox_is_guarded(code: str):
+    ran = await guarded().run(code)
+    assert ran.ended == "error"
+    assert "PermissionError" in ran.output or "OSError" in ran.output
+    assert not os.path.exists("/tmp/outside-of-the-sandbox")
+
+
+async def test_program_works_and_its_folder_is_removed_when_the_sandbox_is_guarded():
+    ran = await guarded().run(
+        "import os, json, math\nopen('a', 'w').write('b')\nprint(os.getcwd(), open('a').read(), math.pi)"
+    )
+    folder, *rest = ran.output.split()
+    assert rest == ["b", "3.141592653589793"]
+    assert not os.path.exists(folder)
+
+
+async def test_packages_can_be_imported_when_the_limits_name_their_folder(tmp_path: Path):
+    (tmp_path / "helper.py").write_text("value = 7")
+    tmp_path.chmod(0o755)
+    ran = await run(
+        "import helper; print(helper.value)\nopen(helper.__file__, 'w')", import_paths=(str(tmp_path),)
+    )
+    assert ran.output.startswith("7\n")
+    assert "Read-only file system" in ran.output
+
+
+@pytest.mark.parametrize(
+    ("limits", "error"),
+    [
+        ({"memory": 3}, "unknown field `memory`.*memory_mb"),
+        ({"cpu_s": 0}, "cpu_s"),
+        ({"import_paths": ["/nowhere"]}, "'/nowhere', which is no folder"),
+    ],
+)
+def test_config_error_when_the_limits_cannot_be(limits: dict, error: str):
+    with pytest.raises(ConfigError, match=error):
+        Python(**limits)
+
+
+def test_environment_error_says_why_and_what_to_do_when_the_walls_cannot_be_built():
+    with pytest.raises(EnvironmentNotReady, match=r"walls.*choose isolation: guarded"):
+        Sandbox(Limits(python="/bin/true"))
