@@ -21,7 +21,7 @@ from async_rl.types import TrainBatch
 from tests.support.engine_calls import Call, call, request
 from tests.support.sampled_batches import batch_of
 from tests.support.sglang_world import VOCAB_SIZE, SGLangWorld
-from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen2_moe
+from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_glm4_moe, build_tiny_qwen2_moe
 from tests.support.trainers import log_probs_of, native_rows, started, trainer_config
 from trainer.worker import TrainerWorker
 
@@ -32,8 +32,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::megatron"),
 ]
 
-BUILDERS = {"deepseek_v3": build_tiny_deepseek_v3, "qwen2_moe": build_tiny_qwen2_moe}
-MOE_LAYERS = {"deepseek_v3": (1, 2), "qwen2_moe": (0, 1, 2)}
+BUILDERS = {
+    "deepseek_v3": build_tiny_deepseek_v3,
+    "glm4_moe": build_tiny_glm4_moe,
+    "qwen2_moe": build_tiny_qwen2_moe,
+}
+MOE_LAYERS = {"deepseek_v3": (1, 2), "glm4_moe": (1, 2), "qwen2_moe": (0, 1, 2)}
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 
 

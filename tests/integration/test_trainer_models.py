@@ -16,6 +16,7 @@ from tests.integration.test_trainer_parity import hf_log_probs
 from tests.support.tiny_model import (
     amend_config,
     build_tiny_deepseek_v3,
+    build_tiny_glm4_moe,
     build_tiny_qwen2_moe,
     build_tiny_qwen3_moe,
 )
@@ -59,6 +60,10 @@ MODELS = {
     ),
     "deepseek_v3, no scales, all groups": lambda path: build_tiny_deepseek_v3(
         path, std=0.3, rope_parameters=NO_SCALES, num_groups=8, top_groups=8
+    ),
+    "glm4_moe": lambda path: build_tiny_glm4_moe(path, std=0.3),
+    "glm4_moe, bare attention, two shared experts": lambda path: build_tiny_glm4_moe(
+        path, std=0.3, attention_bias=False, use_qk_norm=False, n_shared_experts=2, dense_layers=0
     ),
     "qwen2_moe": lambda path: build_tiny_qwen2_moe(path, std=0.3),
     "qwen2_moe, normalised, a dense layer": lambda path: build_tiny_qwen2_moe(
@@ -143,7 +148,7 @@ def test_experts_are_hugging_faces_when_groups_and_a_bias_select(deepseek):
 
 
 @pytest.mark.case(31)
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen2_moe"])
 def test_replay_changes_nothing_when_the_rows_are_the_trainers_own(folder, name):
     batch = batch_for(folder(name))
     with started(trainer_config(folder(name), replay=False)) as native:

@@ -117,7 +117,7 @@ def test_bfloat16_model_says_so_when_published(moe, tmp_path):
     [
         (
             {"model_type": "llama", "head_dim": 16},
-            "type 'llama'; the trainer knows deepseek_v3, qwen2_moe, qwen3, qwen3_moe",
+            "type 'llama'; the trainer knows deepseek_v3, glm4_moe, qwen2_moe, qwen3, qwen3_moe",
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias = True"),

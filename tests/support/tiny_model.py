@@ -188,6 +188,57 @@ def build_tiny_deepseek_v3(
     return path
 
 
+def build_tiny_glm4_moe(
+    path: Path,
+    *,
+    vocab_size: int = 96,
+    num_layers: int = 3,
+    dense_layers: int = 1,
+    num_experts: int = 8,
+    top_k: int = 3,
+    std: float = 0.1,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """Write a random GLM-4.5 in float32.
+
+    Dense first layers, a shared expert, sigmoid scores with a bias that only selects, biases in attention,
+    norms of queries and keys, and a rotation of half of each head. `config` overrides further fields.
+    """
+    declare_torchvision_ops()
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    fields: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": dense_layers,
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return _save(Glm4MoeForCausalLM, Glm4MoeConfig(**(fields | config)), path, std, seed)
+
+
 def amend_config(path: Path, **fields: Any) -> None:
     """Set fields of a model folder's config.json."""
     file = path / "config.json"

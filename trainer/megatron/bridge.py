@@ -22,6 +22,7 @@ import torch.distributed as dist
 from mbridge.core.safetensor_io import SafeTensorIO
 from mbridge.core.util import unwrap_model
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+from mbridge.models.glm4moe import GLM4MoEBridge
 from mbridge.models.qwen2moe import Qwen2MoEBridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
@@ -191,6 +192,35 @@ class _DeepseekV3(_Spec, DeepseekV3Bridge):
         return SafeTensorIO(weights_path)
 
 
+class _Glm4MoE(_Spec, GLM4MoEBridge):
+    """GLM-4.5 without its multi-token prediction, which the engines do not use either.
+
+    The config is built here and not by mbridge: that one takes one shared expert for granted, adds biases and
+    norms to attention whatever config.json says, and asks for fused kernels.
+    """
+
+    def _build_config(self) -> Any:
+        hf = self.hf_config
+        return self._build_base_config(
+            kv_channels=hf.head_dim,
+            qk_layernorm=hf.use_qk_norm,
+            add_qkv_bias=hf.attention_bias,
+            num_moe_experts=hf.n_routed_experts,
+            moe_layer_freq=moe_layer_pattern(hf),
+            moe_ffn_hidden_size=hf.moe_intermediate_size,
+            moe_shared_expert_intermediate_size=hf.moe_intermediate_size * hf.n_shared_experts,
+            moe_router_topk=hf.num_experts_per_tok,
+            moe_router_topk_scaling_factor=hf.routed_scaling_factor,
+            moe_router_score_function="sigmoid",
+            moe_router_dtype="fp32",
+            moe_router_enable_expert_bias=True,
+        )
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        part = self.hf_config.rope_parameters.get("partial_rotary_factor", 1.0)
+        return super()._get_gptmodel_args() | {"rotary_percent": part}
+
+
 def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
     """Rotary fields of Megatron's `MLATransformerConfig`.
 
@@ -215,6 +245,7 @@ def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 _BRIDGES: dict[str, type] = {
     "deepseek_v3": _DeepseekV3,
+    "glm4_moe": _Glm4MoE,
     "qwen2_moe": _Qwen2MoE,
     "qwen3": _Qwen3,
     "qwen3_moe": _Qwen3MoE,
@@ -224,10 +255,11 @@ _BRIDGES: dict[str, type] = {
 def moe_layer_pattern(hf_config: Any) -> list[int]:
     """Which layers have experts, `[num_layers]` of 0 and 1; all 0 for a dense model.
 
-    Source: transformers, `Qwen3MoeDecoderLayer.__init__` and `DeepseekV3DecoderLayer.__init__`.
+    Source: transformers, `Qwen3MoeDecoderLayer.__init__`, `DeepseekV3DecoderLayer.__init__` and
+    `Glm4MoeDecoderLayer.__init__`.
     """
     layers = range(hf_config.num_hidden_layers)
-    if hf_config.model_type == "deepseek_v3":
+    if hf_config.model_type in ("deepseek_v3", "glm4_moe"):
         return [int(layer >= hf_config.first_k_dense_replace) for layer in layers]
     num_experts = getattr(hf_config, "num_experts", 0) or 0
     return [
@@ -373,7 +405,6 @@ Expectation = tuple[str, Any, tuple[Any, ...]]
 
 def _expected_of_any(hf_config: Any) -> list[Expectation]:
     return [
-        ("attention_bias", getattr(hf_config, "attention_bias", False), (False,)),
         ("use_sliding_window", getattr(hf_config, "use_sliding_window", False), (False,)),
         ("hidden_act", hf_config.hidden_act, ("silu",)),
         ("quantization_config", getattr(hf_config, "quantization_config", None), (None,)),
@@ -384,6 +415,7 @@ def _expected_of_qwen(hf_config: Any) -> list[Expectation]:
     return [
         ("rope_parameters.rope_type", hf_config.rope_parameters.get("rope_type", "default"), ("default",)),
         ("qkv_bias", getattr(hf_config, "qkv_bias", True), (True,)),
+        ("attention_bias", getattr(hf_config, "attention_bias", False), (False,)),
         *_expected_of_any(hf_config),
     ]
 
@@ -415,12 +447,25 @@ def _expected_of_deepseek(hf_config: Any) -> list[Expectation]:
             2 if groups == top_groups else hf_config.num_experts_per_tok // top_groups,
             (2,),
         ),
+        ("attention_bias", hf_config.attention_bias, (False,)),
+        *_expected_of_any(hf_config),
+    ]
+
+
+def _expected_of_glm(hf_config: Any) -> list[Expectation]:
+    return [
+        ("rope_parameters.rope_type", hf_config.rope_parameters.get("rope_type", "default"), ("default",)),
+        ("norm_topk_prob", hf_config.norm_topk_prob, (True,)),
+        # Megatron normalises the gates of several experts always, that of a single one never.
+        ("num_experts_per_tok above 1", hf_config.num_experts_per_tok > 1, (True,)),
+        ("n_group", hf_config.n_group, (1,)),
         *_expected_of_any(hf_config),
     ]
 
 
 _EXPECTED: dict[str, Callable[[Any], list[Expectation]]] = {
     "deepseek_v3": _expected_of_deepseek,
+    "glm4_moe": _expected_of_glm,
     "qwen2_moe": _expected_of_qwen,
     "qwen3": _expected_of_qwen,
     "qwen3_moe": _expected_of_qwen,
