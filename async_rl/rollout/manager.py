@@ -383,7 +383,7 @@ class RolloutManager:
             else:
                 raise AgentLoopError(f"agent loop {name} raised {type(cause).__name__}: {cause}") from error
         finally:
-            num_left = session.close()
+            num_left = await session.close()
         if num_left:
             raise AgentLoopError(
                 f"agent loop {name} ended while {num_left} of its sessions had not: await what it starts, "

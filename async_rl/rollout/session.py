@@ -41,9 +41,13 @@ from async_rl.types import (
     Trajectory,
     TurnRecord,
 )
+from async_rl.waits import waiting
 
 _MAX_METADATA_BYTES: Final = 4096
 """Of one turn's metadata as JSON: it is for people, and a run keeps a thousand trajectories for them."""
+
+_MAX_CLEAN_UP_S: Final = 5.0
+"""So long is waited for a task of a loop that was cancelled in the middle of a turn."""
 
 OpenBranch = Callable[[str, Sequence[Segment]], Entry]
 """Makes the journal's entry of a branch, from its id and what it inherits."""
@@ -59,6 +63,8 @@ class _Tree:
         self.num_branches = 0
         self.open: dict[str, RolloutSession] = {}
         """Those that live: the root, and branches in their blocks."""
+        self.writers: set[asyncio.Task[Any]] = set()
+        """Who awaits a turn, in any of them."""
         self.ended: dict[str, RolloutSession] = {}
         """Branches that sampled something, in the order in which their blocks ended."""
 
@@ -198,11 +204,14 @@ class RolloutSession(Transcript):
         budget = min(budget, self.remaining_tokens)
         begin, first = self._length, len(self._segments)
         interruptions, engine_s = self._num_interruptions + self._num_failovers, self._engine_s
-        self._writer = asyncio.current_task()
+        self._writer = writer = asyncio.current_task()
+        assert writer is not None
+        self._tree.writers.add(writer)
         try:
             reason = await self._write(budget, stop)
         finally:
             self._writer = None
+            self._tree.writers.discard(writer)
         record = TurnRecord(
             start=begin,
             end=self._length,
@@ -368,10 +377,10 @@ class RolloutSession(Transcript):
             raise RuntimeError(
                 "session.add_messages needs a turn before it; put what comes first into session.start"
             )
-        waiting = [*(self._pending[0] if self._pending is not None else []), *messages]
+        unread = [*(self._pending[0] if self._pending is not None else []), *messages]
         # A turn that ran out of budget or met a stop string lacks its end-of-turn token.
         ended = self._buffer[self._length - 1] == self._chat.end_of_turn_id
-        token_ids = self._chat.append_ids(waiting, after_length=not ended)
+        token_ids = self._chat.append_ids(unread, after_length=not ended)
         left = self._config.max_context_tokens - self._length
         if len(token_ids) >= left:
             error = PromptTooLong(
@@ -379,7 +388,7 @@ class RolloutSession(Transcript):
                 f"rollout.max_context_tokens = {self._config.max_context_tokens}"
             )
             raise self._out(error)
-        self._pending = waiting, token_ids
+        self._pending = unread, token_ids
         self.messages.extend(messages)
 
     def _read_pending(self) -> None:
@@ -429,13 +438,16 @@ class RolloutSession(Transcript):
         own: StopReason = "max_turns" if isinstance(self._over, OutOfTurns) else "completed"
         self.stop_reason = reason or ("length" if cut or isinstance(self._over, PromptTooLong) else own)
 
-    def close(self) -> int:
+    async def close(self) -> int:
         """The loop has ended: take away whoever still writes; how many sessions had not come to their end."""
-        left = list(self._tree.open.values())
+        left = [session for session in self._tree.open.values() if session is not self or self._writer]
         self._tree.open.clear()
-        for session in left:
-            session._stop_writing()
-        return sum(session is not self or session._writer is not None for session in left)
+        if writers := set(self._tree.writers):
+            for writer in writers:
+                writer.cancel()
+            with waiting("agent loop"):
+                await asyncio.wait(writers, timeout=_MAX_CLEAN_UP_S)
+        return len(left)
 
     @property
     def tree(self) -> tuple[RolloutSession, ...]:

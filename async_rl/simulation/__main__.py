@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from async_rl.config import changed_fields
-from async_rl.simulation.scenario import draw
+from async_rl.simulation.scenario import Scenario, branching, draw
 from async_rl.simulation.simulate import Outcome, simulate
 from async_rl.simulation.sweep import Place, Sweep, sweep
 
@@ -34,19 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", type=int, default=0, help="the first one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--awaits", action="store_true", help="cancel each seed's run at all its awaits")
+    parser.add_argument("--branches", action="store_true", help="with agent loops that branch")
     options = parser.parse_args(arguments)
+    run = run_branching_seed if options.branches else run_seed
     seeds = range(options.start, options.start + options.seeds)
     if options.awaits:
         return _sweep(seeds, options.jobs)
     if len(seeds) == 1:
-        outcome = run_seed(seeds[0])
+        outcome = run(seeds[0])
         _tell(outcome)
         return int(bool(outcome.violations))
     begin_s = time.perf_counter()
     outcomes: list[Outcome] = []
     failed: list[Outcome] = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(run_seed, seeds, chunksize=4):
+        for outcome in pool.map(run, seeds, chunksize=4):
             outcomes.append(outcome)
             if outcome.violations:
                 failed.append(outcome)
@@ -55,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print()
     print("\n".join(summary(outcomes, time.perf_counter() - begin_s)))
     for outcome in failed:
-        print(f"seed {outcome.seed} failed; replay it: make simulate SEED_START={outcome.seed} SEEDS=1")
+        how = f"--start {outcome.seed} --seeds 1{' --branches' if options.branches else ''}"
+        print(f"seed {outcome.seed} failed; replay it: python -m async_rl.simulation {how}")
     return int(bool(failed))
 
 
@@ -89,9 +92,19 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 def run_seed(seed: int) -> Outcome:
     """Simulate in a folder of its own."""
+    return _run(draw(seed))
+
+
+def run_branching_seed(seed: int) -> Outcome:
+    """The same with agent loops that branch."""
+    return _run(branching(draw(seed)))
+
+
+def _run(scenario: Scenario) -> Outcome:
+    seed = scenario.seed
     with _scratch() as folder:
         try:
-            return simulate(seed, Path(folder))
+            return simulate(seed, Path(folder), scenario=scenario)
         except Exception:  # of the simulation itself; one seed must not end the others
             return _broken(seed, traceback.format_exc())
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeVar, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from async_rl.config import Config, parse_config
 from async_rl.engines.protocol import EngineFacts
@@ -112,6 +113,24 @@ def draw(seed: int) -> Scenario:
         injections=_injections(rng),
         deaths=_deaths(rng),
     )
+
+
+def branching(scenario: Scenario) -> Scenario:
+    """The same with agent loops that branch; what goes wrong falls elsewhere then."""
+    rng = random.Random(f"branches {scenario.seed}")
+    rollout = replace(
+        scenario.config.rollout,
+        agent_loop="async_rl.simulation.users:TreeLoop",
+        max_branches=rng.choice((1, 3, 6)),
+    )
+    tasks = []
+    for task in scenario.tasks:
+        turns = [
+            {**turn, "branches": rng.choice((0, 0, 1, 2)), "side_by_side": rng.random() < 0.5}
+            for turn in task.metadata["turns"]
+        ]
+        tasks.append(replace(task, metadata={**task.metadata, "turns": turns}))
+    return replace(scenario, config=replace(scenario.config, rollout=rollout), tasks=tuple(tasks))
 
 
 def _config(rng: random.Random, seed: int) -> Config:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from async_rl.rollout.api import Session
+from async_rl.simulation.witness import speaker
+from async_rl.supervision import Nursery
 from async_rl.threads import call_in_thread
 from async_rl.types import Completion, Int32Array, StopReason, Task
 
@@ -53,24 +55,28 @@ class TurnsLoop:
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """See `agent_loops`."""
         attempt_begins.get()()
-        turns, trouble = task.metadata["turns"], task.metadata["trouble"]
-        if trouble == "silent":
+        if task.metadata["trouble"] == "silent":
             return "completed"
         session.start(task.messages)
-        for number, script in enumerate(turns):
-            turn = await session.generate(max_new_tokens=script["max_new_tokens"])
-            # A function of what was said: another attempt may fare better.
-            luck = zlib.crc32(turn.text.encode()) % 2
-            if trouble == "raise" and luck:
-                raise RuntimeError("the script says so")
-            if trouble == "hang" and luck:
-                await asyncio.Future()
-            if number + 1 == len(turns):
-                break
+        for number in range(len(task.metadata["turns"])):
+            await self._turn(task, session, number)
+        return None
+
+    async def _turn(self, task: Task, session: Session, number: int) -> None:
+        """One turn of the policy, and the tool after it unless it is the last."""
+        turns, trouble = task.metadata["turns"], task.metadata["trouble"]
+        script = turns[number]
+        turn = await session.generate(max_new_tokens=script["max_new_tokens"])
+        # A function of what was said: another attempt may fare better.
+        luck = zlib.crc32(turn.text.encode()) % 2
+        if trouble == "raise" and luck:
+            raise RuntimeError("the script says so")
+        if trouble == "hang" and luck:
+            await asyncio.Future()
+        if number + 1 < len(turns):
             await self._use_tool(script, session)
             repeats = 40 if trouble == "too_long" else 1
             session.add_messages([{"role": "tool", "content": " ".join([script["result"]] * repeats)}])
-        return None
 
     async def _use_tool(self, script: Mapping[str, Any], session: Session) -> None:
         try:
@@ -82,6 +88,44 @@ class TurnsLoop:
             session.record_tool_call(error=True)
         else:
             session.record_tool_call(error=False)
+
+
+class TreeLoop(TurnsLoop):
+    """The same turns, but before each of them it branches as often as the script says.
+
+    Branches are played to their end one after the other, or side by side with the turn.
+    """
+
+    async def run(self, task: Task, session: Session) -> StopReason | None:
+        """See `agent_loops`."""
+        attempt_begins.get()()
+        if task.metadata["trouble"] == "silent":
+            return "completed"
+        session.start(task.messages)
+        await self._line(task, session, 0, branches=True)
+        return None
+
+    async def _line(self, task: Task, session: Session, first: int, *, branches: bool) -> None:
+        """From a turn on to the end; a branch does not branch again where it has begun."""
+        before = speaker.set(f"trajectory {session.trajectory_id}")
+        try:
+            async with session:
+                for number in range(first, len(task.metadata["turns"])):
+                    script = task.metadata["turns"][number]
+                    wanted = script["branches"] if branches or number > first else 0
+                    others = [session.branch() for _ in range(min(wanted, session.remaining_branches))]
+                    lines = (self._line(task, other, number, branches=False) for other in others)
+                    if script["side_by_side"]:
+                        async with Nursery() as side_by_side:
+                            for line in lines:
+                                side_by_side.start("branch", line)
+                            side_by_side.start("trunk", self._turn(task, session, number))
+                        continue
+                    for line in lines:
+                        await line
+                    await self._turn(task, session, number)
+        finally:
+            speaker.reset(before)
 
 
 async def reward(task: Task, completion: Completion) -> float:

@@ -16,6 +16,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -27,7 +28,7 @@ from async_rl.engines.protocol import Chunk, Finish, GenerateRequest, check_part
 from async_rl.engines.simulated import routing_rows
 from async_rl.errors import CorruptFrame
 from async_rl.simulation.scenario import ENGINE_FAULTS, FACTS, Scenario
-from async_rl.types import BoolArray, ExpertIdArray, Int32Array, TrainBatch
+from async_rl.types import BoolArray, ExpertIdArray, Int32Array, TrainBatch, root_of
 
 _KEPT_EVENTS: Final = 60
 _HOLDING: Final = frozenset({"in_flight", "queued", "trained"})
@@ -36,6 +37,10 @@ _RETRIED: Final = frozenset({"overage", "sibling_failed"})
 _INVERSE_OF_7: Final = pow(7, -1, FACTS.num_experts)
 
 _connect = sqlite3.connect  # the disk of the simulation is not in our way
+
+
+speaker: ContextVar[str] = ContextVar("speaker")
+"""Which trajectory calls an engine, where it is not its task's name: a branch."""
 
 
 class Witness:
@@ -157,10 +162,12 @@ class Witness:
 
     def attempt_begins(self) -> None:
         """The agent loop of a trajectory starts from its prompt."""
-        name = _task_name()
-        self.note(f"{name} starts")
+        root = _task_name()
+        self.note(f"{root} starts")
         # What an earlier life journalled of a call that ran is as old as the call, however it ended later.
-        self._unaccounted[name] += self._heads.pop(name, None) is not None
+        for name in [name for name in self._heads if root_of(name) == root]:
+            del self._heads[name]
+            self._unaccounted[name] += 1
 
     # -- the trainer --------------------------------------------------------------------------------------
 
@@ -194,16 +201,21 @@ class Witness:
             if twice := sorted(trained & names):
                 self.fail(f"step {step} trains again what step {done} has: {twice}")
         self._steps[step] = names
+        self._check_trees(batch)
         groups = len(np.unique(batch.group_index))
         if groups != self._config.trainer.groups_per_batch:
             self.fail(f"step {step} has {groups} groups")
+        times = Counter[tuple[int, int]]()
         for name, bounds in zip(batch.trajectory_ids, pairwise(batch.offsets.tolist()), strict=True):
             part = slice(*bounds)
-            self._check_tokens(name, batch, part, version)
+            self._check_tokens(name, batch, part, version, times)
             if batch.routed_experts is not None and batch.routing_valid is not None:
                 self._check_rows(name, batch, part, batch.routed_experts[part], batch.routing_valid[part])
 
-    def _check_tokens(self, name: str, batch: TrainBatch, part: slice, version: int) -> None:
+    def _check_tokens(
+        self, name: str, batch: TrainBatch, part: slice, version: int, times: Counter[tuple[int, int]]
+    ) -> None:
+        """`times`: how often each token after each text is trained in this batch."""
         tokens, versions = batch.token_ids[part], batch.weight_versions[part]
         trained = batch.loss_mask[part]
         if not trained.any():
@@ -217,9 +229,17 @@ class Witness:
         if (trained & (versions < 0)).any():
             self.fail(f"trajectory {name}: trained on what nobody sampled")
         digest = 0
-        for token, seen, log_prob in zip(
-            tokens.tolist(), versions.tolist(), batch.rollout_log_probs[part].tolist(), strict=True
+        for token, seen, log_prob, counts in zip(
+            tokens.tolist(),
+            versions.tolist(),
+            batch.rollout_log_probs[part].tolist(),
+            trained.tolist(),
+            strict=True,
         ):
+            times[digest, token] += counts
+            if times[digest, token] > len(self._said.get((digest, token), ())):
+                self.fail(f"trajectory {name}: token {token} is trained more often than it was sampled")
+                return
             if seen >= 0 and not self._was_said(name, digest, token, seen, log_prob):
                 known = self._said.get((digest, token))
                 self.fail(
@@ -237,13 +257,38 @@ class Witness:
             log_prob == spoken
             and (
                 version == said
-                or (
-                    version < said
-                    and (version in self._rollbacks or self._unaccounted[f"trajectory {name}"] > 0)
-                )
+                or (version < said and (version in self._rollbacks or self._is_unaccounted(name)))
             )
             for said, spoken in self._said.get((digest, token), ())
         )
+
+    def _is_unaccounted(self, name: str) -> bool:
+        """Whether a call of a trajectory, or of one that it is a branch of, ended without an account."""
+        ids = name.split(".")
+        lines = (".".join(ids[:count]) for count in range(1, len(ids) + 1))
+        return any(self._unaccounted[f"trajectory {line}"] > 0 for line in lines)
+
+    def _check_trees(self, batch: TrainBatch) -> None:
+        """What a branch read of the policy is trained in a trajectory that it is a branch of."""
+        if self._config.rollout.overage == "mask_tokens":
+            return
+        trees: dict[str, list[tuple[str, slice]]] = defaultdict(list)
+        for name, bounds in zip(batch.trajectory_ids, pairwise(batch.offsets.tolist()), strict=True):
+            trees[root_of(name)].append((name, slice(*bounds)))
+        for root, tree in trees.items():
+            if all(name != root for name, _ in tree):
+                self.fail(f"branches of {root} are trained without it")
+            for name, part in tree:
+                sampled, trained = batch.weight_versions[part] >= 0, batch.loss_mask[part]
+                if not (read := np.flatnonzero(sampled & ~trained)).size:
+                    continue
+                owned = np.zeros(len(sampled), np.bool_)
+                for other, its in tree:
+                    if name.startswith(f"{other}."):
+                        alike = _num_alike(batch.token_ids[its], batch.token_ids[part])
+                        owned[:alike] |= batch.loss_mask[its][:alike]
+                if trained[: read[-1]].any() or not owned[read].all():
+                    self.fail(f"what {name} inherits is trained by nobody, or by it too")
 
     def _check_rows(
         self, name: str, batch: TrainBatch, part: slice, experts: ExpertIdArray, valid: BoolArray
@@ -375,6 +420,13 @@ def _versions_of(rows: ExpertIdArray, tokens: Int32Array) -> Int32Array:
     return (first * _INVERSE_OF_7 % FACTS.num_experts).astype(np.int32)
 
 
+def _num_alike(one: Int32Array, other: Int32Array) -> int:
+    """With how many equal tokens both begin."""
+    count = min(len(one), len(other))
+    differs = np.flatnonzero(one[:count] != other[:count])
+    return int(differs[0]) if differs.size else count
+
+
 def _frames(folder: Path) -> set[str]:
     """Names of the slabs that hold an intact frame."""
     found = set()
@@ -386,5 +438,7 @@ def _frames(folder: Path) -> set[str]:
 
 
 def _task_name() -> str:
+    if name := speaker.get(""):
+        return name
     task = asyncio.current_task()
     return task.get_name() if task is not None else "nobody"

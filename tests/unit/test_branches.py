@@ -25,7 +25,7 @@ def make(stop_at: tuple[int, ...] = (12, 16, 20, 24), **rollout: object) -> tupl
 
 async def ends_of(bench: Bench) -> dict[str, object]:
     bench.session.end()
-    assert bench.session.close() == 0
+    assert await bench.session.close() == 0
     return {s.trajectory_id[32:]: await s.finish(s.stop_reason, {"reward": 1.0}) for s in bench.session.tree}
 
 
@@ -56,21 +56,20 @@ async def test_a_branch_reads_what_it_inherits_and_owns_what_it_samples() -> Non
 async def test_a_branch_has_the_turns_of_its_whole_conversation_and_notes_of_its_own() -> None:
     bench, _ = make()
     await bench.session.generate()
+    bench.session.annotate(plan="both")
+    bench.session.add_tool_result("no", error=True)
     async with bench.session.branch() as other:
-        other.add_messages([])
-
-    async def fail() -> None:
-        async with bench.session.branch() as other:
-            await other.generate()
-            async with other.branch() as leaf:
-                await leaf.generate()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        await fail()
-    async with bench.session.branch() as other:
-        await other.generate()
-    assert list(await ends_of(bench)) == ["", ".3"]
+        with pytest.raises(RuntimeError, match="of this session"):
+            other.annotate(plan="mine")
+        turn = await other.generate()
+        other.annotate(score=0.5, path=[1])
+        other.annotate(score=1.5)
+        assert other.messages[-1] == {"role": "assistant", "content": turn.text}
+        assert (turn.weight_versions, turn.num_interruptions) == ((0,), 0)
+    branch = (await ends_of(bench))[".1"]
+    assert [turn.metadata for turn in branch.turns] == [{"plan": "both"}, {"score": 1.5, "path": [1]}]
+    assert [(turn.start, turn.end) for turn in branch.turns] == [(PROMPT, 12), (15, 16)]
+    assert (branch.outcome.num_turns, branch.outcome.num_tool_errors) == (2, 1)
 
 
 async def test_no_trajectory_comes_of_a_branch_that_samples_nothing_or_raises() -> None:
@@ -152,7 +151,7 @@ async def test_misuse_is_refused_before_it_changes_anything() -> None:
         session.annotate(x=object())
     with pytest.raises(ValueError, match="bytes of JSON, at most 4096"):
         session.annotate(x="." * 5000)
-    session.close()
+    await session.close()
     with pytest.raises(RuntimeError, match="outside of the session's life"):
         session.add_messages([])
 

@@ -1,0 +1,122 @@
+"""Loops that branch, under everything that goes wrong: each token is trained once, each leaf is settled once.
+
+The witness compares what is trained with what engines said: a token trained in two trajectories of a tree is
+one that was trained more often than it was sampled; one that a branch inherits and nobody trains is found
+by its ancestors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from async_rl.queue import batching
+from async_rl.queue.journal import Journal
+from async_rl.queue.journal_file import Journalled
+from async_rl.queue.ledger import Ledger
+from async_rl.simulation.__main__ import run_branching_seed
+from async_rl.simulation.scenario import Ending, Scenario, branching
+from async_rl.simulation.simulate import simulate
+from async_rl.simulation.witness import Witness
+from async_rl.types import TrainBatch, Trajectory, root_of
+from tests.support.small_run import small_run
+
+
+@pytest.mark.parametrize("start", [0, 8])
+def test_nothing_is_lost_or_trained_twice_when_loops_branch(start: int) -> None:
+    outcomes = {seed: run_branching_seed(seed) for seed in range(start, start + 8)}
+    failed = {seed: outcome.violations for seed, outcome in outcomes.items() if outcome.violations}
+    assert failed == {}, f"python -m async_rl.simulation --branches --seeds 1 --start {min(failed)}"
+
+
+def trees(death: Ending | None = None) -> Scenario:
+    """A small run in which every trajectory of three turns branches before two of them."""
+    scenario = branching(small_run(3, death=death))
+    turn = {"max_new_tokens": 6, "tool_s": 0.2, "in_thread": False, "result": "5 6"}
+    turns = [{**turn, "branches": number, "side_by_side": bool(number % 2)} for number in (0, 1, 2)]
+    tasks = tuple(replace(task, metadata={"turns": turns, "trouble": None}) for task in scenario.tasks)
+    rollout = replace(scenario.config.rollout, max_branches=4)
+    return replace(scenario, tasks=tasks, config=replace(scenario.config, rollout=rollout))
+
+
+class Trained:
+    """Trajectories of each batch that a trainer got."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.batches: list[tuple[str, ...]] = []
+        trains = Witness.trains
+
+        def note(witness: Witness, batch: TrainBatch, version: int, step: int) -> None:
+            self.batches.append(batch.trajectory_ids)
+            trains(witness, batch, version, step)
+
+        monkeypatch.setattr(Witness, "trains", note)
+
+    @property
+    def sizes(self) -> Counter[int]:
+        """How many trajectories the trees had."""
+        return Counter(
+            size for batch in self.batches for size in Counter(root_of(name) for name in batch).values()
+        )
+
+
+def test_trees_are_whole_when_the_driver_is_killed_while_they_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, journalled = Trained(monkeypatch), set[str]()
+    restore = Journal.restore
+
+    def note(journal: Journal, alive: Collection[str], newest_version: int) -> dict[str, Journalled]:
+        left = restore(journal, alive, newest_version)
+        journalled.update(left)
+        return left
+
+    monkeypatch.setattr(Journal, "restore", note)
+    outcome = simulate(0, tmp_path, scenario=trees("kill"))
+    assert outcome.violations == ()
+    assert outcome.lives[:2] == ("killed", "killed")
+    again = journalled & {name for batch in trained.batches for name in batch}
+    assert any("." in name for name in again), "a branch goes on from the journal"
+    assert trained.sizes.keys() == {5}, "a trunk and four branches"
+    ledger = Ledger(max(tmp_path.glob("life-*")) / "ledger.sqlite")
+    counts = ledger.audit()
+    undone = sum(map(len, trained.batches)) - counts.trained
+    assert 0 <= undone <= counts.dropped.get("restart", 0)
+    ledger.close()
+
+
+def test_the_witness_sees_it_when_what_is_inherited_is_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = batching._fill_tokens
+
+    def forget(batch: TrainBatch, begin: int, trajectory: Trajectory, oldest: int | None) -> int:
+        end = fill(batch, begin, trajectory, oldest)
+        batch.loss_mask[begin:end] = batch.weight_versions[begin:end] >= 0
+        return end
+
+    monkeypatch.setattr(batching, "_fill_tokens", forget)
+    outcome = simulate(0, tmp_path, scenario=trees())
+    assert "is trained more often than it was sampled" in outcome.violations[0]
+
+
+def test_the_witness_sees_it_when_nobody_trains_what_is_inherited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = batching._fill_tokens
+
+    def spare(batch: TrainBatch, begin: int, trajectory: Trajectory, oldest: int | None) -> int:
+        end = fill(batch, begin, trajectory, oldest)
+        first = np.flatnonzero(batch.loss_mask[begin:end])[:1]
+        if not trajectory.num_inherited and batch.loss_mask[begin:end].sum() > 1:
+            batch.loss_mask[begin + first] = False
+        return end
+
+    monkeypatch.setattr(batching, "_fill_tokens", spare)
+    outcome = simulate(0, tmp_path, scenario=trees())
+    assert "is trained by nobody" in outcome.violations[0]
