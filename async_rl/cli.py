@@ -18,11 +18,12 @@ from async_rl.commands.doctor import DOCTOR
 from async_rl.commands.inspect import INSPECT
 from async_rl.commands.plan import PLAN
 from async_rl.commands.report import REPORT
+from async_rl.commands.rollout import ROLLOUT
 from async_rl.commands.run import CHECK, TRAIN
 from async_rl.commands.schema import SCHEMA
 from async_rl.errors import AsyncRLError
 
-COMMANDS: tuple[Command, ...] = (TRAIN, CHECK, PLAN, INSPECT, REPORT, DOCTOR, SCHEMA)
+COMMANDS: tuple[Command, ...] = (TRAIN, CHECK, PLAN, ROLLOUT, INSPECT, REPORT, DOCTOR, SCHEMA)
 """In the order of `async-rl --help`: a day's work, from first to last."""
 
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parsed = _parser().parse_args(arguments)
+    parsed = _parse(arguments)
     try:
         code: int = parsed.run_command(parsed)
     except AsyncRLError as error:
@@ -44,6 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    parsed, left = parser.parse_known_args(arguments)
+    # argparse takes overrides in one place only; people put options between them.
+    if any(word.startswith("-") for word in left) or (left and "overrides" not in parsed):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        parsed.overrides = [*parsed.overrides, *left]
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:

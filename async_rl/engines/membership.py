@@ -37,6 +37,19 @@ _ABORT_LIMIT_S: Final = 10.0
 """For the last calls of a server that leaves: it may be gone already."""
 
 
+def read_urls(path: Path) -> tuple[str, ...]:
+    """The URLs in a file.
+
+    Raises:
+        ConfigError: When it cannot be read, or not understood.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"engine.urls_file {path} cannot be read: {error}") from error
+    return parse_urls(text, str(path))
+
+
 def parse_urls(text: str, name: str) -> tuple[str, ...]:
     """The URLs of a file: one a line, without repeats; empty lines and what follows a # are left out.
 
@@ -102,26 +115,19 @@ class Membership:
             ConfigError: When the file cannot be read, or not understood, at the first look; later ones keep
                 who is there.
         """
-        seen = await asyncio.to_thread(self._read)
+        seen = await asyncio.to_thread(read_urls, self._path)
         async with Nursery() as leaving:
             while True:
                 with waiting("idle"):
                     await asyncio.sleep(REREAD_S)
                 before = seen
                 try:
-                    seen = await asyncio.to_thread(self._read)
+                    seen = await asyncio.to_thread(read_urls, self._path)
                 except ConfigError as error:
                     log.warning("engines stay as they are: %s", error)
                     continue
                 if seen == before:
                     self._follow(seen, leaving)
-
-    def _read(self) -> tuple[str, ...]:
-        try:
-            text = self._path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"engine.urls_file {self._path} cannot be read: {error}") from error
-        return parse_urls(text, str(self._path))
 
     def _follow(self, wanted: tuple[str, ...], leaving: Nursery) -> None:
         joins, leaves = changes(self._members, wanted)

@@ -32,10 +32,10 @@ def show(console: Console, portrait: Portrait) -> None:
     console.print(_figures(_facts(portrait)))
     for passage in portrait.passages:
         console.print(_heading(passage))
-        console.print(Padding(_body(passage), (0, 0, 0, 2)))
+        console.print(Padding(_body(passage), (0, 0, 0, 2), expand=False))
     if portrait.error is not None:
         console.print(Text("error", style="bold red"))
-        console.print(Padding(Text(portrait.error, style="red"), (0, 0, 0, 2)))
+        console.print(Padding(Text(portrait.error, style="red"), (0, 0, 0, 2), expand=False))
     if portrait.history:
         console.print(Text("history", style="bold"))
         console.print(_figures([(_time(event.unix_s), Text(event.what)) for event in portrait.history]))

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from async_rl import orchestrator
 from async_rl.config import Config, SGLangEngines, to_builtins
+from async_rl.engines.connect import external_keys, sglang_client
 from async_rl.engines.facts import load_facts
 from async_rl.engines.protocol import Engine
 from async_rl.engines.sglang import SGLangEngine
@@ -84,9 +85,7 @@ class RayCluster(orchestrator.Cluster):
         """See `orchestrator.Cluster`. The keys of external servers are in the environment."""
         engine = self._config.engine
         if isinstance(engine, SGLangEngines):
-            api_key = os.environ.get("ASYNC_RL_ENGINE_API_KEY")
-            admin_key = os.environ.get("ASYNC_RL_ENGINE_ADMIN_KEY")
-            self._engines[engine_id] = self._client(engine_id, url, api_key, admin_key, died=None)
+            self._engines[engine_id] = self._client(engine_id, url, external_keys(), died=None)
         else:
             seed = self._config.run.seed + len(self._engines)
             self._engines[engine_id] = SimulatedEngine(engine_id, engine, seed=seed, facts=self._facts)
@@ -274,7 +273,7 @@ class RayCluster(orchestrator.Cluster):
             except (RayError, TimeoutError) as error:
                 raise cause_of(error, EnvironmentNotReady(f"{engine_id} did not start: {error!r}")) from error
             if engine is None:
-                engine = self._client(engine_id, url, api_key, admin_key, self._died(engine_id))
+                engine = self._client(engine_id, url, (api_key, admin_key), self._died(engine_id))
                 self._engines[engine_id] = engine
             elif isinstance(engine, SGLangEngine):
                 engine.move_to(url, api_key, admin_key)
@@ -297,24 +296,10 @@ class RayCluster(orchestrator.Cluster):
         self,
         engine_id: str,
         url: str,
-        api_key: str | None,
-        admin_key: str | None,
+        keys: tuple[str | None, str | None],
         died: Callable[[], Awaitable[str | None]] | None,
     ) -> Engine:
-        engine = self._config.engine
-        assert isinstance(engine, SGLangEngines)
-        return SGLangEngine(
-            engine_id,
-            url,
-            self._facts,
-            api_key=api_key,
-            admin_key=admin_key,
-            routing=self._config.routing.from_engine,
-            narrow_routing=engine.narrow_routing,
-            start_timeout_s=engine.start_timeout_s,
-            request_timeout_s=engine.request_timeout_s,
-            died=died,
-        )
+        return sglang_client(self._config, engine_id, url, self._facts, keys, died)
 
 
 def uses_gpus(device: str) -> bool:

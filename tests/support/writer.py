@@ -1,0 +1,62 @@
+"""A simulated engine that writes what a test wants the policy to say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+from async_rl.chat import ChatFormat, load_chat_format
+from async_rl.config import Config, SimulatedEngines
+from async_rl.engines.facts import load_facts
+from async_rl.engines.protocol import Engine
+from async_rl.engines.simulated import Fault, SimulatedEngine
+
+Answer = Callable[[str], str]
+"""From the conversation so far, special tokens included, to the policy's next turn."""
+
+
+class Writer:
+    """A policy for `SimulatedEngine`: token by token what `answer` says after each generation prompt."""
+
+    def __init__(self, chat: ChatFormat, answer: Answer) -> None:
+        self._chat = chat
+        self._answer = answer
+        asked = chat.prompt_ids([{"role": "user", "content": "?"}]).tolist()
+        told = chat.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}], tools=None, tokenize=False, add_generation_prompt=False
+        )
+        self._prompt = asked[len(chat.tokenizer.encode(told, add_special_tokens=False)) :]
+        self._replies: dict[tuple[int, ...], list[int]] = {}
+
+    def __call__(self, prefix: Sequence[int], rng: random.Random) -> int | None:
+        ids, length = list(prefix), len(self._prompt)
+        begin = next(i for i in range(len(ids), 0, -1) if ids[i - length : i] == self._prompt)
+        key = tuple(ids[:begin])
+        if key not in self._replies:
+            text = self._chat.tokenizer.decode(
+                ids[:begin], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            self._replies[key] = self._chat.tokenizer.encode(self._answer(text), add_special_tokens=False)
+        reply, written = self._replies[key], len(ids) - begin
+        return reply[written] if written < len(reply) else self._chat.end_of_turn_id
+
+
+def writing(
+    answer: Answer, *faults: Fault
+) -> Callable[[Config, Path], AbstractAsyncContextManager[list[Engine]]]:
+    """In the place of `try_out.engines_of`: one engine that writes these answers."""
+
+    @asynccontextmanager
+    async def open_engines(config: Config, log_dir: Path) -> AsyncIterator[list[Engine]]:
+        engine = SimulatedEngine(
+            "engine-0",
+            SimulatedEngines(decode_step_s=0.0, prefill_tokens_per_s=1e9),
+            policy=Writer(load_chat_format(config.model.path), answer),
+            facts=load_facts(config.model.path),
+        )
+        engine.faults += faults
+        yield [engine]
+
+    return open_engines

@@ -1,0 +1,134 @@
+"""`async-rl rollout`: the calculator's loop on an engine that writes what a test wants."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from async_rl.cli import main
+from async_rl.engines.simulated import Fault
+from async_rl.errors import EnvironmentNotReady
+from async_rl.inspection.try_out import rollout
+from tests.support.writer import writing
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
+
+
+def asks_the_calculator(conversation: str) -> str:
+    expression = re.findall(r"What is (.*)\?", conversation)[-1]
+    if "<tool_response>" not in conversation:
+        call = {"name": "calculator", "arguments": {"expression": expression}}
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    (result,) = re.findall(r"<tool_response>\n(.*)\n</tool_response>", conversation)
+    return f"{expression} = {result}."
+
+
+@pytest.fixture
+def overrides(calculator: Path) -> list[str]:
+    return [f"model.path={calculator / 'model'}", f"data.path={calculator / 'data' / 'tasks.jsonl'}"]
+
+
+def test_trajectories_are_shown_and_saved_when_a_loop_is_tried_out(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tried.jsonl"
+    code = rollout(EXAMPLE, overrides, number=3, save=file, open_engines=writing(asks_the_calculator))
+    assert code == 0
+    out = capsys.readouterr().out
+    assert "3 trajectories: mean reward 1.000, 0 failed" in out
+    assert "3 tool calls (0 errors)" in out
+    portraits = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({portrait["task_id"] for portrait in portraits}) == 3
+    for portrait in portraits:
+        assert [p["role"] for p in portrait["passages"]] == ["prompt", "policy", "tool", "policy"]
+        assert [p["trained"] for p in portrait["passages"]] == [False, True, False, True]
+        assert portrait["routing"]["rows"] == portrait["tokens"] - 1
+        assert portrait["routing"]["invalid"] == 0
+
+
+def test_all_are_siblings_when_a_task_is_named(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = rollout(
+        EXAMPLE,
+        overrides,
+        number=4,
+        task_id="calculator-7",
+        as_json=True,
+        open_engines=writing(lambda _: "7"),
+    )
+    assert code == 0
+    portraits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {portrait["task_id"] for portrait in portraits} == {"calculator-7"}
+    assert len({portrait["group_id"] for portrait in portraits}) == 1
+    assert len({portrait["trajectory_id"] for portrait in portraits}) == 4
+
+
+BROKEN = """
+from agent_loops.base import AgentLoop
+
+
+class Broken(AgentLoop):
+    async def run(self, task, session):
+        session.start(task.messages)
+        turn = await session.generate()
+        return {}[turn.text]
+"""
+
+
+def test_the_users_line_is_shown_when_a_loop_raises(
+    overrides: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "broken_loop.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "300")
+    changes = [*overrides, "rollout.agent_loop=broken_loop:Broken", "rollout.agent_loop_args={}"]
+    assert rollout(EXAMPLE, changes, number=2, open_engines=writing(lambda _: "some text")) == 1
+    out = capsys.readouterr().out
+    assert "KeyError: 'some text'" in out
+    assert 'broken_loop.py", line 9, in run' in out
+    assert "return {}[turn.text]" in out
+    assert "⟩some text⟨" in out, "what was sampled before it raised is shown too"
+    assert "2 trajectories: no rewards, 2 failed" in out
+
+
+def test_it_ends_with_the_cause_when_the_engine_dies(overrides: list[str]) -> None:
+    engines = writing(lambda _: "never said", Fault("die"))
+    with pytest.raises(EnvironmentNotReady, match="engine-0 failed: connection lost"):
+        rollout(EXAMPLE, overrides, number=1, open_engines=engines)
+
+
+def test_options_may_stand_between_overrides(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated = "engine={kind: simulated, decode_step_s: 0.0, mean_new_tokens: 4}"
+    assert main(["rollout", str(EXAMPLE), overrides[0], "--n", "2", overrides[1], "--json", simulated]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--task", "no-such"], "no task 'no-such'; its first is 'calculator-0'"),
+        (["--n", "0"], "--n is 0"),
+        (["rollout.reward=agent_loops.rewards:nothing"], "agent_loops.rewards:nothing"),
+    ],
+)
+def test_one_sentence_when_there_is_nothing_to_try(
+    overrides: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["rollout", str(EXAMPLE), *overrides, *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_usage_is_shown_when_an_option_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["rollout", "x.yaml", "--nn", "2"], ["doctor", "x", "a=b"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "unrecognized arguments" in capsys.readouterr().err
