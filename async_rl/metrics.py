@@ -261,6 +261,26 @@ class FlowMetrics(Instruments):
         source="rollout.manager, when a task goes back",
         bad="Rises: as `trajectories_dropped_total`.",
     )
+    reward_seconds = histogram(
+        "Duration of one call of a reward, however it ended.",
+        "reward",
+        buckets=SECONDS,
+        unit="seconds",
+        source="rollout.rewards, after each call",
+        bad="Close to its timeout: calls fail, and their trajectories with them, which hold slots meanwhile.",
+    )
+    reward_errors_total = counter(
+        "Trajectories that a reward failed: it raised, took too long, or returned no finite number.",
+        "reward",
+        source="rollout.rewards, after the last retry",
+        bad="Rises: the attempt is made again or dropped; the log says why.",
+    )
+    reward_retries_total = counter(
+        "Calls of a reward that were made again after one that failed.",
+        "reward",
+        source="rollout.rewards, before a retry",
+        bad="Rises: the server behind it is overloaded or gone.",
+    )
     tool_calls_total = counter(
         "Tool calls by status (ok, error).",
         "status",

@@ -9,16 +9,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from collections import Counter
 
 from async_rl.config import Config
 from async_rl.engines.facts import load_facts
 from async_rl.errors import ConfigError
-from async_rl.loading import load_object
+from async_rl.metrics import Metrics
 from async_rl.orchestrator import check_model
 from async_rl.report import derived_bounds
 from async_rl.rollout.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.rollout.loops import AgentLoops
+from async_rl.rollout.rewards import Rewards
 
 
 def check(config: Config) -> list[str]:
@@ -32,7 +34,7 @@ def check(config: Config) -> list[str]:
     """
     facts = load_facts(config.model.path)
     check_model(config, facts)
-    load_object(config.rollout.reward, what="reward")
+    rewards = Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
     loops = AgentLoops(config.rollout)
     _require_module(config.trainer.worker)
     tasks = load_run_tasks(config)  # last: of large data it takes a while
@@ -40,6 +42,10 @@ def check(config: Config) -> list[str]:
     used = Counter(task.agent_loop or config.rollout.agent_loop for task in tasks)
     for name in {*used, *(task.agent_loop for dataset in validation for task in dataset.tasks)}:
         loops.of(name)
+    scored = Counter(rewards.name_for(task) for task in tasks)
+    for dataset in validation:
+        for task in dataset.tasks:
+            rewards.name_for(task)
     model = (
         f"{len(facts.moe_layers)} of {facts.num_layers} layers with {facts.num_experts} experts, "
         f"top {facts.top_k}"
@@ -52,6 +58,7 @@ def check(config: Config) -> list[str]:
         *(f"data: {_described(dataset)}" for dataset in tasks.datasets),
         *(f"validation: {_described(dataset)}" for dataset in validation),
         *(f"agent loop: {name}, of {count} tasks" for name, count in used.items()),
+        *(f"reward: {name}, of {count} tasks" for name, count in scored.items()),
         *(f"{name}: {bound}" for name, bound in derived_bounds(config).items()),
     ]
 

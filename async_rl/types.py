@@ -158,7 +158,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     finished_s: float = 0.0
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
+class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a reward function sees: the finished conversation as text."""
 
     messages: list[dict[str, Any]]
@@ -168,6 +168,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason
     num_tool_calls: int = 0
     num_tool_errors: int = 0
+    token_ids: np.ndarray = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    """Prompt and all turns, `[T] int32`."""
+    response_mask: np.ndarray = msgspec.field(default_factory=lambda: np.empty(0, np.bool_))
+    """True where the policy wrote the token, `[T] bool`."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):

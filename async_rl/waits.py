@@ -39,6 +39,7 @@ Awaited = Literal[
     "idle",
     "publish",
     "reward",
+    "reward queue",
     "room",
     "routing",
     "send weights",
@@ -58,6 +59,7 @@ agent loop: a user's loop, less what it awaits of ours.
 batch: groups that may be trained on.  trajectories: the siblings of a group.
 first chunk, chunk: of an engine call, in its queue or running.
 disk: frames being written, read and packed.  room: bytes in the spool.
+reward queue: one of the calls that a reward may have at a time.
 drain: running work while the run stops.  slot: one of `rollout.max_concurrent_trajectories`.
 engine: one that serves.  engine start, engine update: of a certain one.
 publish, send weights: by the trainer.  weight update: of all engines.

@@ -214,6 +214,23 @@ FLOW: Final = (
         unit="si:/s",
     ),
     Panel(
+        "Reward calls, p95",
+        "How long each reward takes; trajectories hold their slots meanwhile.",
+        (Query(quantile(0.95, "reward_seconds", "reward"), "{{reward}}"),),
+        unit="s",
+        width=12,
+    ),
+    Panel(
+        "Rewards that failed",
+        "Per second, trajectories that a reward failed for good, and calls that were made again.",
+        (
+            Query(rate("reward_errors_total", "reward"), "{{reward}}: failed"),
+            Query(rate("reward_retries_total", "reward"), "{{reward}}: called again"),
+        ),
+        unit="si:/s",
+        width=12,
+    ),
+    Panel(
         "Tool calls",
         "Per second, by status; errors go to the model as text.",
         (Query(rate("tool_calls_total", "status"), "{{status}}"),),

@@ -22,7 +22,7 @@ from async_rl.config import RolloutConfig
 from async_rl.errors import AsyncRLError
 from async_rl.queue.journal import Entry
 from async_rl.staleness import Overage
-from async_rl.types import Task, Trajectory, root_of
+from async_rl.types import Completion, Task, Trajectory, root_of
 
 FailurePolicy = Literal["train_rest", "drop", "retry"]
 
@@ -127,6 +127,13 @@ class SignalWatch:
             )
 
 
+class Unscored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A trajectory that has finished, and whose reward comes with those of its siblings."""
+
+    completion: Completion
+    attempt: int
+
+
 class GroupInFlight:
     """The siblings of a group while they are made, and what the queue asks of it (`queue.InFlight`).
 
@@ -149,6 +156,8 @@ class GroupInFlight:
         self._entries: dict[str, dict[str, Entry]] = {}  # of siblings, each with its branches
         self.finished: dict[str, Trajectory] = {}
         """Siblings and their branches."""
+        self.unscored: dict[str, Unscored] = {}
+        """Those of the finished that have no reward yet."""
         self.dropped: dict[str, str] = {}
         """Reasons of the siblings that came to nothing."""
         self.seated, self.enough, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -196,6 +205,18 @@ class GroupInFlight:
         if not self.running:
             self.enough.set()
             self.ended.set()
+
+    def score(self, trajectory_id: str, result: dict[str, float] | str) -> Trajectory:
+        """A finished trajectory has its reward, or comes to nothing for a reason; what it is now."""
+        trajectory = self.finished[trajectory_id]
+        del self.unscored[trajectory_id]
+        if isinstance(result, str):
+            self.dropped[trajectory_id] = result
+            return self.finished.pop(trajectory_id)
+        replace = msgspec.structs.replace
+        outcome = replace(trajectory.outcome, reward=result["reward"], reward_parts=result)
+        self.finished[trajectory_id] = trajectory = replace(trajectory, outcome=outcome)
+        return trajectory
 
     def oldest(self) -> int | None:
         """See `queue.InFlight`."""

@@ -16,13 +16,10 @@ cause.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-import math
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from async_rl.chat import ChatFormat
@@ -38,7 +35,6 @@ from async_rl.errors import (
     RewardError,
     RolloutError,
 )
-from async_rl.loading import load_object
 from async_rl.metrics import Metrics
 from async_rl.queue.archive import Observer
 from async_rl.queue.holdings import LeftGroup
@@ -51,16 +47,17 @@ from async_rl.rollout.groups import (
     GroupInFlight,
     GroupPolicy,
     SignalWatch,
+    Unscored,
     has_signal,
     judge,
     may_leave_stragglers,
 )
 from async_rl.rollout.loops import AgentLoops
+from async_rl.rollout.rewards import Rewards
 from async_rl.rollout.session import RolloutSession
 from async_rl.rollout.slots import Slots
 from async_rl.supervision import Nursery, first_error
-from async_rl.threads import call_in_thread
-from async_rl.types import Completion, Group, Segment, StopReason, Task, Trajectory, root_of
+from async_rl.types import Group, Segment, StopReason, Task, Trajectory, root_of
 from async_rl.waits import acting, progressed, waiting
 
 log = logging.getLogger(__name__)
@@ -71,10 +68,6 @@ _ATTEMPT_ENDS: Final = (RolloutError, EngineError, AlignmentError)
 _FAILURE_WINDOW: Final = 100
 _MIN_FAILURES: Final = 16
 """So many failures before their share can end a run: one bad first task must not."""
-
-RewardFunction = Callable[
-    [Task, Completion], float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]
-]
 
 
 class RolloutManager:
@@ -118,7 +111,7 @@ class RolloutManager:
         self._observer = observer or Observer()
         self._attempts = {name: n for left in queue.left for name, n in left.attempts.items()}
         self._loops = AgentLoops(config.rollout)
-        self._reward: RewardFunction = load_object(config.rollout.reward, what="reward")
+        self._rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=clock)
         self.slots = Slots(config.rollout.max_concurrent_trajectories)
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._last_error: AsyncRLError | None = None
@@ -132,6 +125,12 @@ class RolloutManager:
 
     async def run(self) -> None:
         """Dispatch groups until the data is exhausted or the queue admits no more, and see them through."""
+        try:
+            await self._run()
+        finally:
+            await self._rewards.close()
+
+    async def _run(self) -> None:
         async with Nursery() as groups:
             while self._queue.left:
                 await self._start_left(groups, self._queue.left[0])
@@ -247,7 +246,7 @@ class RolloutManager:
             if not isinstance(tree, str):
                 branches = (trajectory.trajectory_id for trajectory in tree)
                 self._queue.branched(trajectory_id, [name for name in branches if name != trajectory_id])
-                if not work.ended.is_set():
+                if not (work.ended.is_set() or work.unscored):
                     self._queue.ended(*tree)
 
         async with waiting("trajectories"), Nursery() as siblings:
@@ -258,6 +257,11 @@ class RolloutManager:
             }
             if (limit_s := self._config.rollout.straggler_wait_s) is not None:
                 siblings.start(f"stragglers of {work.group_id}", _leave_stragglers(work, tasks, limit_s))
+
+        if work.unscored and not work.cancelled:
+            async with waiting("trajectories"), Nursery() as scoring:
+                work.stop = scoring.cancel
+                scoring.start(f"reward of group {work.group_id}", self._score_group(work))
 
     async def _settle(self, work: GroupInFlight) -> None:
         """Hand the group in, or drop it, as its siblings' ends and the policy say."""
@@ -306,13 +310,14 @@ class RolloutManager:
                     "trajectory %s of task %s, attempt %d: %s", trajectory_id, task_id, attempt, error
                 )
                 self._count(failed=error)
-                reason = re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
+                reason = _reason(error)
                 if isinstance(error, PromptTooLong):
                     break  # it would be too long again
             else:
                 self._count(failed=None)
                 for trajectory in tree:
-                    self._observer.ended(trajectory, attempt)
+                    if trajectory.trajectory_id not in work.unscored:
+                        self._observer.ended(trajectory, attempt)
                 return tree
         return reason
 
@@ -353,7 +358,15 @@ class RolloutManager:
         )
         try:
             await self._play(work.task, session)
-            return await self._finish(work.task, session.tree)
+            if not self._rewards.scores_groups(work.task):
+                return await self._finish(work.task, session.tree)
+            # Its reward comes when its siblings are there; until then the journal has it.
+            tree = [await each.finish(each.stop_reason, {}) for each in session.tree]
+            work.unscored |= {
+                each.trajectory_id: Unscored(completion=each.completion, attempt=attempt)
+                for each in session.tree
+            }
+            return tree
         except _ATTEMPT_ENDS as error:
             self._observer.failed(session.unfinished(error), attempt, error)
             raise
@@ -399,7 +412,9 @@ class RolloutManager:
         """Score what came of a session and its branches, side by side."""
 
         async def one(session: RolloutSession) -> Trajectory:
-            return await session.finish(session.stop_reason, await self._score(task, session.completion))
+            return await session.finish(
+                session.stop_reason, await self._rewards.score(task, session.completion)
+            )
 
         if len(tree) == 1:
             return [await one(tree[0])]
@@ -410,34 +425,19 @@ class RolloutManager:
             raise first_error(errors) from errors
         return [end.result() for end in ends]
 
-    async def _score(self, task: Task, completion: Completion) -> dict[str, float]:
-        """Call the reward function, sync (in a thread) or async, within its time."""
-        name, limit = self._config.rollout.reward, self._config.rollout.reward_timeout_s
-        try:
-            async with asyncio.timeout(limit) as scope, waiting("reward", name, scope=scope) as wait:
-                if inspect.iscoroutinefunction(self._reward):
-                    value = await self._reward(task, completion)
-                else:
-                    value = await call_in_thread(partial(self._reward, task, completion), name=name)
-                    if inspect.isawaitable(value):
-                        value = await value
-        except TimeoutError as error:
-            why = f"took more than rollout.reward_timeout_s = {limit}: raise it or make it faster"
-            why = "was ended by the stall doctor: bound its own waits" if wait.cut else why
-            raise RewardError(f"reward {name} {why}") from error
-        except Exception as error:
-            raise RewardError(f"reward {name} raised {type(error).__name__}: {error}") from error
-        parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
-        if "reward" not in parts:
-            raise RewardError(
-                f"reward {name} returned the parts {sorted(parts)}, expected one called 'reward'"
-            )
-        for part, number in parts.items():
-            if isinstance(number, bool | int | float) and math.isfinite(number):
-                parts[part] = float(number)
+    async def _score_group(self, work: GroupInFlight) -> None:
+        """Score all trajectories of a group by one call; what it fails is dropped, it is not made again."""
+        names = [each.trajectory_id for each in work.trajectories if each.trajectory_id in work.unscored]
+        completions = [work.unscored[name].completion for name in names]
+        scores = await self._rewards.score_group(work.task, completions)
+        for name, score in zip(names, scores, strict=True):
+            if isinstance(score, RewardError):
+                log.warning("trajectory %s of task %s: %s", name, work.task.task_id, score)
+                self._count(failed=score)
+                work.score(name, _reason(score))
             else:
-                raise RewardError(f"reward {name} returned {part} = {number!r}, expected a finite number")
-        return parts
+                attempt = work.unscored[name].attempt
+                self._observer.ended(work.score(name, score), attempt)
 
     def _forget(self, trajectory_ids: Sequence[str]) -> None:
         """These are kept elsewhere now, or settled: the journal can do without them."""
@@ -456,6 +456,11 @@ class RolloutManager:
                 f"rollout.max_failed_share = "
                 f"{share} allows; the last one: {failed}"
             ) from failed
+
+
+def _reason(error: Exception) -> str:
+    """What a trajectory is dropped for."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
 
 
 async def _leave_stragglers(

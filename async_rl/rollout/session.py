@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
+import numpy as np
 
 from async_rl.chat import ChatFormat
 from async_rl.config import RolloutConfig, RoutingConfig
@@ -463,6 +464,10 @@ class RolloutSession(Transcript):
             stop_reason=self.stop_reason,
             num_tool_calls=self.num_tool_calls,
             num_tool_errors=self.num_tool_errors,
+            token_ids=self._buffer[: self._length].copy(),
+            response_mask=np.concatenate(
+                [np.full(len(each.token_ids), isinstance(each, Sampled)) for each in self._segments]
+            ),
         )
 
     async def finish(self, stop_reason: StopReason, reward_parts: dict[str, float]) -> Trajectory:

@@ -211,6 +211,9 @@ class _Job:
                 config.rollout,
                 agent_loop=f"{PlannedLoop.__module__}:{PlannedLoop.__name__}",
                 agent_loop_args={},
+                agent_loops={},
+                rewards={},
+                rewards_by_source={},
                 reward=f"{no_reward.__module__}:{no_reward.__name__}",
                 max_concurrent_trajectories=max(
                     1, config.rollout.max_concurrent_trajectories // simulation.coarsen

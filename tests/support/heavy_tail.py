@@ -257,7 +257,7 @@ class World:
     @property
     def drawn(self) -> list[int]:
         """Tokens of all answers that were begun, at full length."""
-        loop: OneAnswer = self.manager._agent_loop(self.config.rollout.agent_loop)
+        loop: OneAnswer = self.manager._loops.of(None)
         return loop.drawn
 
     @property

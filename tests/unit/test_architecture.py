@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS = (
     "types errors yaml12",
-    "config routing staleness codec instruments waits processes supervision threads loading chat records "
-    "engines.protocol training",
+    "config routing staleness codec instruments waits processes supervision threads workers loading chat "
+    "records engines.protocol training",
     "metrics discovery trackers report diagnosis watchdog engines queue weights",
     "rollout openai_api",
     "recovery",
@@ -39,7 +39,17 @@ ONLY_IN = {
     "ensure_future": ("async_rl/supervision.py",),
 }
 
-FOR_AGENT_LOOPS = ("types", "errors", "loading", "threads", "supervision", "waits", "rollout.api", "openai_api")
+FOR_AGENT_LOOPS = (
+    "types",
+    "errors",
+    "loading",
+    "threads",
+    "workers",
+    "supervision",
+    "waits",
+    "rollout.api",
+    "openai_api",
+)
 
 
 def layer(module: str) -> int:

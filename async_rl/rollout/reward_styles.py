@@ -1,0 +1,202 @@
+"""How a user's reward is called, and what its result says. Pure.
+
+```
+ plain         reward(task, completion, **args)                                    -> number | parts
+ group         reward(task, completions, **args)                                   -> one of these for each
+ verl          compute_score(data_source=, solution_str=, ground_truth=, extra_info=, **args)
+ slime         rm(args, sample)              args: the config, and `args` of the reward on top
+ slime_group   rm(args, samples)
+```
+
+A result is a number, or a mapping of numbers of which one is trained on (`reward`, or `score`).
+
+Source: verl `custom_reward_function.path` and its naive reward manager; slime `--custom-rm-path` and
+`slime/utils/types.py`, `slime/rollout/rm_hub`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from async_rl.config import Config, to_builtins
+from async_rl.errors import RewardError
+from async_rl.types import Completion, Task
+
+Style = Literal["plain", "group", "verl", "slime", "slime_group"]
+
+GROUP_STYLES: Final = frozenset({"group", "slime_group"})
+"""Called once for all trajectories of a group."""
+
+_STRICT_STYLES: Final = frozenset({"plain", "group"})
+"""All parts of a mapping must be numbers; elsewhere others are left out, for people put text beside them."""
+
+
+@dataclass
+class Sample:
+    """What slime's reward functions read of a trajectory."""
+
+    class Status(Enum):
+        """How it ended."""
+
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        ABORTED = "aborted"
+        FAILED = "failed"
+
+    prompt: str | list[dict[str, Any]] = ""
+    """Chat messages."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and response."""
+    response: str = ""
+    response_length: int = 0
+    """Tokens after the prompt, those of tools included."""
+    label: Any = None
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    """Of the response's tokens: 1 where the policy wrote it."""
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    index: int | None = None
+    group_index: int | None = None
+
+
+def style_of(function: Callable[..., Any]) -> Style:
+    """How a function wants to be called, by the names of its parameters."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some builtins have none
+        return "plain"
+    if {"solution_str", "ground_truth"} <= set(names):
+        return "verl"
+    match names[:2]:
+        case ["args", "sample"]:
+            return "slime"
+        case ["args", "samples"]:
+            return "slime_group"
+        case [_, "completions"]:
+            return "group"
+    return "plain"
+
+
+def namespace_of(config: Config, args: Mapping[str, Any]) -> SimpleNamespace:
+    """The config as attributes, sections as such themselves, and a reward's own arguments on top."""
+
+    def nested(value: Any) -> Any:
+        return (
+            SimpleNamespace(**{k: nested(v) for k, v in value.items()}) if isinstance(value, dict) else value
+        )
+
+    plain = to_builtins(config) | dict(args)
+    return SimpleNamespace(**{key: nested(value) for key, value in plain.items()})
+
+
+def response_of(completion: Completion, decode: Callable[[Any], str]) -> str:
+    """Everything after the prompt as text, all turns and what tools said; special tokens left out."""
+    start = _prompt_tokens(completion)
+    return decode(completion.token_ids[start:]) if start < len(completion.token_ids) else completion.text
+
+
+def sample_of(task: Task, completion: Completion, response: str) -> Sample:
+    """A trajectory as slime's functions know it."""
+    start = _prompt_tokens(completion)
+    length = completion.stop_reason in ("length", "max_turns")
+    return Sample(
+        prompt=task.messages,
+        tokens=completion.token_ids.tolist(),
+        response=response,
+        response_length=len(completion.token_ids) - start,
+        # slime reads labels as text, also where they are written as numbers.
+        label=str(task.answer) if isinstance(task.answer, int | float) else task.answer,
+        loss_mask=completion.response_mask[start:].astype(int).tolist(),
+        status=Sample.Status.TRUNCATED if length else Sample.Status.COMPLETED,
+        metadata=dict(task.metadata),
+    )
+
+
+def arguments(
+    style: Style,
+    task: Task,
+    completions: Sequence[Completion],
+    responses: Sequence[str],
+    *,
+    args: Mapping[str, Any],
+    namespace: SimpleNamespace,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call.
+
+    Args:
+        style: How the function is called.
+        task: Of the group.
+        completions: All of the group for styles of groups, else one.
+        responses: What `response_of` says of each.
+        args: The config's for this reward.
+        namespace: What `namespace_of` makes of them.
+    """
+    if style == "plain":
+        return (task, completions[0]), dict(args)
+    if style == "group":
+        return (task, list(completions)), dict(args)
+    if style == "verl":
+        extra = task.metadata.get("extra_info", task.metadata)
+        known = {
+            "data_source": task.data_source,
+            "solution_str": responses[0],
+            "ground_truth": task.answer,
+            "extra_info": dict(extra) if isinstance(extra, Mapping) else extra,
+        }
+        return (), {**known, **args}
+    samples = [sample_of(task, c, r) for c, r in zip(completions, responses, strict=True)]
+    return (namespace, samples if style == "slime_group" else samples[0]), {}
+
+
+def parts_of(value: Any, *, part: str | None = None, strict: bool = True) -> dict[str, float]:
+    """A result as named numbers, of which `reward` is trained on.
+
+    Args:
+        value: What a reward returned.
+        part: Which one is trained on; None takes `reward`, or else `score`.
+        strict: Refuse parts that are no finite numbers, instead of leaving them out.
+
+    Raises:
+        RewardError: There is no such part, or it is no finite number; the message begins with "returned".
+    """
+    if not isinstance(value, Mapping):
+        return {"reward": _finite("reward", value)}
+    wanted = part or ("reward" if "reward" in value or "score" not in value else "score")
+    if wanted not in value:
+        names = sorted(str(name) for name in value)
+        raise RewardError(f"returned the parts {names}, expected one called {wanted!r}")
+    main = _finite(wanted, value[wanted])
+    rest = {str(name): number for name, number in value.items() if strict or _is_finite(number)}
+    return {name: _finite(name, number) for name, number in rest.items()} | {"reward": main}
+
+
+def strictly(style: Style) -> bool:
+    """Whether a style's results must be numbers throughout."""
+    return style in _STRICT_STYLES
+
+
+def _prompt_tokens(completion: Completion) -> int:
+    """Tokens before the policy's first."""
+    mask = completion.response_mask
+    return int(np.argmax(mask)) if mask.any() else len(mask)
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, numbers.Real | np.bool_) and math.isfinite(float(number))
+
+
+def _finite(name: str, number: Any) -> float:
+    if not _is_finite(number):
+        raise RewardError(f"returned {name} = {number!r:.200}, expected a finite number")
+    return float(number)

@@ -1,0 +1,107 @@
+"""Rewards that are called once a group, in the whole loop on simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl import orchestrator
+from async_rl.errors import AsyncRLError
+from async_rl.records import Summary
+from async_rl.simulation.virtual_time import run_virtual
+from async_rl.supervision import first_error
+from async_rl.types import Completion, Task
+from tests.simulation.test_loop import make_config
+from tests.support.local_cluster import LocalCluster
+
+
+class Judge:
+    """Remembers what it was asked, and answers as a test wants."""
+
+    asked: list[list[Completion]]
+    answer: Callable[[Sequence[Completion]], Any]
+
+    @classmethod
+    async def score(cls, task: Task, completions: Sequence[Completion]) -> Any:
+        cls.asked.append(list(completions))
+        await asyncio.sleep(0.1)
+        return cls.answer(completions)
+
+
+@pytest.fixture
+def play(calculator: Path, tmp_path: Path) -> Callable[..., Summary]:
+    def run(*overrides: str) -> Summary:
+        Judge.asked = []
+        config = make_config(
+            calculator, tmp_path, f"rollout.reward={__name__}:Judge.score", "run.max_steps=3", *overrides
+        )
+        ids = itertools.count()
+        run_dir = tmp_path / "sim"
+        (run_dir / "checkpoints").mkdir(parents=True)
+
+        async def main() -> Summary:
+            return await orchestrator.run(
+                config,
+                run_dir,
+                asyncio.Event(),
+                LocalCluster(config, step_s=0.5),
+                clock=asyncio.get_running_loop().time,
+                new_id=lambda: f"{next(ids):032x}",
+            )
+
+        return run_virtual(main())
+
+    return run
+
+
+def conserved(summary: Summary) -> bool:
+    t = summary.trajectories
+    return t.dispatched == t.trained + t.queued + t.in_flight + sum(t.dropped.values())
+
+
+def test_a_group_is_scored_once_and_together(play: Callable[..., Summary]) -> None:
+    Judge.answer = staticmethod(lambda completions: [float(i) for i in range(len(completions))])
+    # Two slots for four siblings: who has finished must not hold one while it waits for the others.
+    summary = play("rollout.max_concurrent_trajectories=2")
+    assert conserved(summary)
+    assert summary.trajectories.dropped == {}
+    assert Counter(len(asked) for asked in Judge.asked).keys() == {4}
+    assert summary.reward_last == 1.5
+    for asked in Judge.asked:
+        assert all(len(each.token_ids) == len(each.response_mask) for each in asked)
+        assert all(each.response_mask.any() for each in asked)
+
+
+def test_one_sibling_is_dropped_alone_when_its_reward_is_nonsense(play: Callable[..., Summary]) -> None:
+    Judge.answer = staticmethod(lambda completions: [1.0, 0.0, float("nan"), 0.5])
+    summary = play()
+    assert conserved(summary)
+    assert set(summary.trajectories.dropped) == {"reward_error"}
+    assert summary.trajectories.trained == 3 * 4 * 3
+    assert Counter(len(asked) for asked in Judge.asked).keys() == {4}  # nothing is sampled again
+
+
+def test_the_group_goes_when_the_policy_says_so(play: Callable[..., Summary]) -> None:
+    def often(completions: Sequence[Completion]) -> list[float]:
+        return [1.0, 0.0, float("nan") if len(Judge.asked) % 5 == 0 else 0.0, 0.5]
+
+    Judge.answer = staticmethod(often)
+    summary = play("rollout.failed_siblings=drop")
+    assert conserved(summary)
+    dropped = summary.trajectories.dropped
+    assert dropped["sibling_failed"] == 3 * dropped["reward_error"]
+
+
+def test_the_run_ends_with_the_cause_when_no_group_is_scored(play: Callable[..., Summary]) -> None:
+    Judge.answer = staticmethod(lambda completions: [1.0])
+    with pytest.raises(BaseExceptionGroup) as caught:
+        play()
+    error = first_error(caught.value)
+    assert isinstance(error, AsyncRLError)
+    assert "returned 1 rewards, expected 4, one a completion" in str(error)

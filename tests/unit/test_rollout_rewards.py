@@ -1,0 +1,367 @@
+"""Rewards of a run: how they are called, what bounds them, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from aiohttp import web
+
+from async_rl.config import Config, parse_config
+from async_rl.errors import ConfigError, RewardError
+from async_rl.metrics import Metrics
+from async_rl.rollout.reward_styles import parts_of, style_of
+from async_rl.rollout.rewards import Rewards
+from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.types import Completion, Task
+from tests.support import reward_functions
+
+HERE = reward_functions.__name__
+
+
+def config_of(**rollout: Any) -> Config:
+    loss = {"data": {"path": "x.jsonl"}, "model": {"path": "m"}}
+    return parse_config({**loss, "rollout": {"group_size": 3, **rollout}})
+
+
+def rewards_of(metrics: Metrics | None = None, **rollout: Any) -> Rewards:
+    clock = asyncio.get_running_loop().time
+    decode = lambda ids: "".join(chr(token) for token in ids)  # noqa: E731
+    return Rewards(config_of(**rollout), decode=decode, metrics=metrics or Metrics(), clock=clock)
+
+
+def named(reward: dict[str, Any], **rollout: Any) -> Rewards:
+    return rewards_of(reward="r", rewards={"r": reward}, **rollout)
+
+
+def task_of(**fields: Any) -> Task:
+    return Task(
+        **{"task_id": "t", "messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4", **fields}
+    )
+
+
+def completion_of(text: str, prompt: str = "2 + 2?") -> Completion:
+    """A token is a character."""
+    return Completion(
+        messages=[{"role": "assistant", "content": text}],
+        text=text,
+        stop_reason="completed",
+        token_ids=np.array([ord(c) for c in prompt + text], np.int32),
+        response_mask=np.array([False] * len(prompt) + [True] * len(text)),
+    )
+
+
+def count(metrics: Metrics, name: str, reward: str) -> float | None:
+    return metrics.registry.get_sample_value(f"async_rl_{name}", {"reward": reward})
+
+
+# -- how they are called -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "style"),
+    [
+        (reward_functions.length, "plain"),
+        (reward_functions.relative, "group"),
+        (reward_functions.compute_score, "verl"),
+        (reward_functions.rm, "slime"),
+        (reward_functions.group_rm, "slime_group"),
+        (reward_functions.Flaky.score, "plain"),
+        (len, "plain"),
+    ],
+)
+def test_a_style_is_known_by_the_names_of_parameters(function: Callable[..., Any], style: str) -> None:
+    assert style_of(function) == style
+
+
+@in_virtual_time
+async def test_verls_function_is_called_as_it_is() -> None:
+    rewards = rewards_of(reward=f"{HERE}:compute_score")
+    task = task_of(data_source="openai/gsm8k", metadata={"extra_info": {"index": 7}})
+    assert await rewards.score(task, completion_of("4")) == {"reward": 1.0, "score": 1.0, "index": 7.0}
+    assert (await rewards.score(task, completion_of("5")))["reward"] == 0.0
+
+
+@in_virtual_time
+async def test_slimes_function_is_called_as_it_is() -> None:
+    rewards = named({"function": f"{HERE}:rm", "args": {"prompt_tokens": 6}})
+    task = task_of(answer=4, metadata={"level": 2})
+    assert await rewards.score(task, completion_of("it is 4")) == {"reward": 1.0}
+    assert await rewards.score(task, completion_of("it is 5")) == {"reward": 0.0}
+
+
+@in_virtual_time
+async def test_a_function_gets_the_arguments_of_its_name() -> None:
+    rewards = named({"function": f"{HERE}:length", "args": {"scale": 0.5}})
+    assert await rewards.score(task_of(), completion_of("four")) == {"reward": 2.0}
+
+
+@in_virtual_time
+async def test_a_group_is_scored_by_one_call_and_nonsense_fails_its_own_alone() -> None:
+    rewards = rewards_of(reward=f"{HERE}:relative")
+    assert rewards.scores_groups(task_of())
+    first, second, third = await rewards.score_group(
+        task_of(), [completion_of(t) for t in ("ab", "", "abcd")]
+    )
+    assert (first, third) == ({"reward": 0.5, "most": 4.0}, {"reward": 1.0, "most": 4.0})
+    assert isinstance(second, RewardError)
+    assert "returned reward = nan" in str(second)
+    slime = rewards_of(reward=f"{HERE}:group_rm")
+    assert await slime.score_group(task_of(), [completion_of("abc")]) == [{"reward": 3.0}]
+
+
+@in_virtual_time
+async def test_a_task_has_the_reward_of_its_row_or_its_source_or_the_default() -> None:
+    rewards = rewards_of(
+        reward="a", rewards={"a": {"function": f"{HERE}:length"}}, rewards_by_source={"gsm8k": f"{HERE}:rm"}
+    )
+    assert rewards.name_for(task_of()) == "a"
+    assert rewards.name_for(task_of(data_source="other")) == "a"
+    assert rewards.name_for(task_of(data_source="gsm8k")) == f"{HERE}:rm"
+    assert rewards.name_for(task_of(data_source="gsm8k", reward=f"{HERE}:never")) == f"{HERE}:never"
+    with pytest.raises(ConfigError, match=r"reward 'b' is neither a dotted path nor a name .*\(there: a\)"):
+        rewards.name_for(task_of(reward="b"))
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "parts"),
+    [
+        (1, {}, {"reward": 1.0}),
+        (True, {}, {"reward": 1.0}),
+        (np.float32(0.5), {}, {"reward": 0.5}),
+        ({"reward": np.int64(2), "a": 1}, {}, {"reward": 2.0, "a": 1.0}),
+        ({"score": 1, "pred": "4"}, {"strict": False}, {"reward": 1.0, "score": 1.0}),
+        ({"acc": 1, "score": 0}, {"part": "acc"}, {"reward": 1.0, "acc": 1.0, "score": 0.0}),
+    ],
+)
+def test_a_result_is_numbers(value: Any, options: dict[str, Any], parts: dict[str, float]) -> None:
+    assert parts_of(value, **options) == parts
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (math.nan, "reward = nan"),
+        (None, "reward = None"),
+        ("1", "reward = '1'"),
+        ([1], r"reward = \[1\]"),
+        ({"a": 1}, r"the parts \['a'\], expected one called 'reward'"),
+        ({"reward": 1, "why": "x"}, "why = 'x', expected a finite number"),
+    ],
+)
+def test_a_result_that_is_none_says_what_it_is(value: Any, said: str) -> None:
+    with pytest.raises(RewardError, match=f"returned {said}"):
+        parts_of(value)
+
+
+# -- what bounds them ----------------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_a_reward_that_hangs_fails_after_its_time_and_retries() -> None:
+    metrics, name = Metrics(), "slow"
+    settings = {"function": f"{HERE}:never", "timeout_s": 5, "max_retries": 2, "retry_delay_s": 3}
+    rewards = rewards_of(metrics, reward=name, rewards={name: settings})
+    with pytest.raises(
+        RewardError, match=r"reward slow took more than rollout\.rewards\.slow\.timeout_s = 5"
+    ):
+        await rewards.score(task_of(), completion_of("x"))
+    assert asyncio.get_running_loop().time() == 5 + 3 + 5 + 6 + 5
+    assert count(metrics, "reward_retries_total", name) == 2
+    assert count(metrics, "reward_errors_total", name) == 1
+    assert count(metrics, "reward_seconds_count", name) == 3
+
+
+@in_virtual_time
+async def test_a_timeout_of_the_functions_own_is_not_taken_for_ours() -> None:
+    rewards = rewards_of(reward=f"{HERE}:own_timeout")
+    with pytest.raises(RewardError, match="raised TimeoutError: its database is slow"):
+        await rewards.score(task_of(), completion_of("x"))
+
+
+@pytest.mark.parametrize(("failures", "reward"), [(2, 3.0), (3, None)])
+def test_a_reward_that_raises_is_called_again_as_often_as_it_may(failures: int, reward: float | None) -> None:
+    @in_virtual_time
+    async def run() -> None:
+        reward_functions.Flaky.calls, reward_functions.Flaky.failures = 0, failures
+        rewards = named({"function": f"{HERE}:Flaky.score", "max_retries": 2})
+        if reward is not None:
+            assert await rewards.score(task_of(), completion_of("x")) == {"reward": reward}
+            return
+        with pytest.raises(RewardError, match="raised RuntimeError: try again"):
+            await rewards.score(task_of(), completion_of("x"))
+        assert reward_functions.Flaky.calls == 3
+
+    run()
+
+
+@in_virtual_time
+async def test_no_more_calls_run_at_a_time_than_the_config_allows() -> None:
+    reward_functions.Crowd.most = 0
+    rewards = named({"function": f"{HERE}:Crowd.score", "max_concurrent": 3, "timeout_s": 1.5})
+    async with asyncio.TaskGroup() as group:
+        scores = [group.create_task(rewards.score(task_of(), completion_of("x"))) for _ in range(8)]
+    assert [score.result() for score in scores] == [{"reward": 1.0}] * 8  # to wait for a place is not to run
+    assert reward_functions.Crowd.most == 3
+    assert asyncio.get_running_loop().time() == 3.0
+
+
+async def test_a_process_that_hangs_or_dies_is_replaced_and_fails_its_call_alone(tmp_path: Path) -> None:
+    metrics, name = Metrics(), f"{HERE}:pid"
+    rewards = rewards_of(metrics, reward="p", rewards={"p": {"function": name, "timeout_s": 60}})
+    try:
+        first = (await rewards.score(task_of(), completion_of("x")))["reward"]
+        assert first != os.getpid()
+        assert (await rewards.score(task_of(), completion_of("x")))["reward"] == first
+        with pytest.raises(RewardError, match="raised ProcessExpired"):
+            await rewards.score(task_of(), completion_of("die"))
+        os.mkfifo(note := tmp_path / "pid")
+        call = asyncio.ensure_future(rewards.score(task_of(), completion_of(f"hang in {note}")))
+        hung = psutil.Process(int(await asyncio.to_thread(note.read_text)))
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.to_thread(hung.wait, 60)
+        assert (await rewards.score(task_of(), completion_of("x")))["reward"] not in (first, hung.pid)
+    finally:
+        await rewards.close()
+
+
+def test_an_async_function_cannot_be_had_in_processes() -> None:
+    with pytest.raises(ConfigError, match=r"r is async and is to run in 2 worker processes"):
+        Rewards(
+            config_of(reward="r", rewards={"r": {"function": f"{HERE}:never", "processes": 2}}),
+            decode=str,
+            metrics=Metrics(),
+            clock=time.monotonic,
+        )
+
+
+# -- servers -------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Answers what it is told, in turn; the last for ever."""
+
+    def __init__(self, *answers: web.Response | Callable[[Any], web.Response]) -> None:
+        self.answers = list(answers)
+        self.seen: list[Any] = []
+        self.headers: list[Any] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.seen.append(await request.json())
+        self.headers.append(request.headers)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if callable(answer):
+            return answer(self.seen[-1])
+        return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
+
+    @asynccontextmanager
+    async def rewards(self, metrics: Metrics | None = None, **settings: Any) -> AsyncIterator[Rewards]:
+        app = web.Application()
+        app.router.add_post("/score", self.answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/score"
+        settings = {"kind": "http", "url": url, "retry_delay_s": 0, **settings}
+        rewards = rewards_of(metrics, reward="judge", rewards={"judge": settings})
+        try:
+            yield rewards
+        finally:
+            await rewards.close()
+            await runner.cleanup()
+
+
+def say(body: str, status: int = 200, **headers: str) -> web.Response:
+    return web.Response(text=body, status=status, headers=headers)
+
+
+async def test_a_server_is_asked_and_its_token_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    server = Server(say('{"reward": 0.5, "style": 1, "why": "short"}'))
+    task = task_of(data_source="set", metadata={"level": 2})
+    async with server.rewards(token_env="JUDGE_KEY") as rewards:
+        assert await rewards.score(task, completion_of("it is 4")) == {"reward": 0.5, "style": 1.0}
+    assert server.headers[0]["Authorization"] == "Bearer s3cret"
+    assert server.seen[0] == {
+        "task_id": "t",
+        "prompt": task.messages,
+        "label": "4",
+        "data_source": "set",
+        "metadata": {"level": 2},
+        "messages": [{"role": "assistant", "content": "it is 4"}],
+        "text": "it is 4",
+        "response": "it is 4",
+        "stop_reason": "completed",
+    }
+
+
+async def test_a_server_scores_a_group_by_one_request() -> None:
+    def score(request: Any) -> web.Response:
+        return web.json_response({"rewards": [len(each["text"]) for each in request["completions"]]})
+
+    server = Server(score)
+    async with server.rewards(group=True) as rewards:
+        assert rewards.scores_groups(task_of())
+        scores = await rewards.score_group(task_of(), [completion_of("a"), completion_of("abc")])
+    assert scores == [{"reward": 1.0}, {"reward": 3.0}]
+    assert len(server.seen) == 1
+
+
+async def test_a_server_is_asked_again_when_it_fails_for_now() -> None:
+    metrics = Metrics()
+    server = Server(say("", 500), say("", 429, **{"Retry-After": "0"}), say("1"))
+    async with server.rewards(metrics) as rewards:
+        assert await rewards.score(task_of(), completion_of("x")) == {"reward": 1.0}
+    assert count(metrics, "reward_retries_total", "judge") == 2
+    assert count(metrics, "reward_errors_total", "judge") is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "asked"),
+    [
+        (say("no such model: s3cret", 404), r"reward judge refused: HTTP 404: no such model: …$", 1),
+        (say("<html>"), "refused: its answer is not JSON", 1),
+        (say("", 302, Location="http://example.org/"), "refused: HTTP 302", 1),
+        (say("1" * (2 << 20)), "refused: its answer is longer than", 1),
+        (say("[1]"), r"returned reward = \[1\]", 1),
+        (say("s3cret is busy", 503), "cannot be had: HTTP 503: … is busy", 3),
+    ],
+)
+async def test_a_server_that_gives_no_reward_fails_the_trajectory(
+    monkeypatch: pytest.MonkeyPatch, answer: web.Response, said: str, asked: int
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    server = Server(answer)
+    async with server.rewards(token_env="JUDGE_KEY", max_retries=2) as rewards:
+        with pytest.raises(RewardError, match=said):
+            await rewards.score(task_of(), completion_of("x"))
+    assert len(server.seen) == asked
+
+
+async def test_a_server_that_is_not_there_fails_the_trajectory() -> None:
+    settings = {"kind": "http", "url": "http://127.0.0.1:9/", "max_retries": 1, "retry_delay_s": 0}
+    rewards = named(settings)
+    with pytest.raises(RewardError, match="cannot be had: ClientConnectorError"):
+        await rewards.score(task_of(), completion_of("x"))
+    await rewards.close()
+
+
+def test_a_token_that_is_not_set_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    config = config_of(
+        reward="r", rewards={"r": {"kind": "http", "url": "http://x", "token_env": "JUDGE_KEY"}}
+    )
+    with pytest.raises(ConfigError, match=r"rewards\.r\.token_env names JUDGE_KEY, which is not set"):
+        Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
