@@ -830,11 +830,32 @@ class DoctorConfig(_Strict, frozen=True, kw_only=True):
     ] = 10.0
 
 
+class WandbConfig(_Strict, frozen=True, kw_only=True):
+    """Weights & Biases; its key comes from `wandb login` or WANDB_API_KEY, never from here."""
+
+    project: Annotated[str, Meta(description="Project; the run in it is named `run.name`.")] = "async_rl"
+    entity: Annotated[str | None, Meta(description="User or team; null takes the account's own.")] = None
+    mode: Annotated[
+        Literal["online", "offline"],
+        Meta(description="`offline` writes files that `wandb sync` uploads later."),
+    ] = "online"
+
+
 class MetricsConfig(_Strict, frozen=True, kw_only=True):
-    """The /metrics and /health endpoints of the driver."""
+    """The /metrics and /health endpoints of the driver, and experiment trackers."""
 
     host: Annotated[str, Meta(description="Address to bind to.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes a free one and prints it.")] = 0
+    trackers: Annotated[
+        list[str],
+        Meta(
+            description=(
+                "Where each step's figures go beside `metrics.jsonl`, under verl's names (docs/metrics.md): "
+                "`wandb`, `tensorboard`, `jsonl`, `console`, or the dotted path of one of your own."
+            )
+        ),
+    ] = []
+    wandb: WandbConfig = WandbConfig()
     targets_dir: Annotated[
         str | None,
         Meta(description="Where the run tells Prometheus its address; null takes `.prometheus` in run.dir."),

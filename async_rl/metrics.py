@@ -126,7 +126,7 @@ class AgreementMetrics(Instruments):
         "routing",
         unit="nats",
         source=_PROBE,
-        bad="`replayed` not below `native`: replay does not help; the rows are not those of the engine's calls.",
+        bad="`replayed` not below `native`: replay does not help, so the rows are not those of the calls.",
     )
     log_prob_diff_nats = gauge(
         "Mean of trainer minus rollout log-prob over all trained tokens.",
@@ -483,7 +483,7 @@ class EngineMetrics(Instruments):
 
 
 class TrainerMetrics(Instruments):
-    """Trainer and weights."""
+    """Trainer, weights and trackers."""
 
     trainer_weight_version = gauge(
         "Weight version the trainer holds.",
@@ -523,6 +523,14 @@ class TrainerMetrics(Instruments):
         unit="share",
         source=_BATCH,
         bad="High: as `batch_wait_seconds`.",
+    )
+    tracker_steps_lost_total = counter(
+        "Steps that did not reach a tracker, by why (failed, full).",
+        "tracker",
+        "cause",
+        source="trackers, when it happens",
+        bad="Above 0: the tracker's service or disk is slow or gone; the log has the first error. Training "
+        "goes on, `metrics.jsonl` has every step.",
     )
 
 

@@ -12,8 +12,7 @@
  pulse     statistics        a second                     time                               gauges, the panel
  doctor    waits, states     doctor.look_s                time                               the log, remedies
  journal   what is new       queue.journal_s              time                               the journal
- archive   what has ended    a second                     time                               trajectories.sqlite
- archive   what has ended    a second                     time                               trajectories.sqlite
+ archive   what has ended    a second                     time                               their database
 ```
 
 The order of a step is what keeps the bound hard: take a batch at version n, train, settle it, sync n+1 to the
@@ -71,6 +70,8 @@ from async_rl.report import Progress
 from async_rl.rollout.dataset import load_run_tasks
 from async_rl.rollout.manager import RolloutManager
 from async_rl.supervision import Nursery, first_error, services
+from async_rl.trackers.choice import tracking
+from async_rl.trackers.tracker import Trackers
 from async_rl.training import COUNTS, FIGURES, StepResult, Trainer
 from async_rl.waits import Waits, acting, progressed, waiting
 from async_rl.weights.sync import SyncReport, WeightSync
@@ -154,6 +155,7 @@ async def run(
     orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock)
     async with (
         watched(orchestrator.named_waits, metrics, config.doctor),
+        tracking(config, run_dir, metrics) as trackers,
         serve(metrics, config.metrics.host, config.metrics.port, orchestrator.health) as url,
     ):
         (run_dir / "url").write_text(url)
@@ -162,7 +164,7 @@ async def run(
             progress.start(config, run_dir, url)
         try:
             with announced(url, config.run.name, targets):
-                return await orchestrator.run(tasks, chat, facts, new_id, progress)
+                return await orchestrator.run(tasks, chat, facts, new_id, progress, trackers)
         finally:
             if progress is not None:
                 progress.stop()
@@ -234,6 +236,7 @@ class Orchestrator:
         self._begin_s: float | None = None
         self._trainer_failures = 0
         self._records: list[StepRecord] = []
+        self._trackers: Trackers | None = None
 
     def health(self) -> dict[str, Any]:
         """For `/health`: how the run is and what it waits for."""
@@ -247,9 +250,16 @@ class Orchestrator:
         }
 
     async def run(
-        self, tasks: Any, chat: Any, facts: EngineFacts, new_id: Callable[[], str], progress: Progress | None
+        self,
+        tasks: Any,
+        chat: Any,
+        facts: EngineFacts,
+        new_id: Callable[[], str],
+        progress: Progress | None,
+        trackers: Trackers | None = None,
     ) -> Summary:
-        """See the module's `run`."""
+        """See the module's `run`; `trackers` are given every step."""
+        self._trackers = trackers
         async with services(doctor=self._doctor.run), Nursery() as nursery:
             starting_engines = nursery.start("engines", self._start_engines())
             starting_trainer = nursery.start("trainer", self._start_trainer())
@@ -513,6 +523,8 @@ class Orchestrator:
             last, last_sampled = now, sampled
             self._records.append(record)
             append_record(self._dir / "metrics.jsonl", record)
+            if self._trackers is not None:
+                self._trackers.log(record)
             self._show(batch, record, waited_s / max(now - begin, 1e-9))
             if progress is not None:
                 progress.step(record)

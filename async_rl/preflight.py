@@ -20,6 +20,7 @@ from async_rl.orchestrator import check_model
 from async_rl.report import derived_bounds
 from async_rl.rollout.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.rollout.loops import AgentLoops
+from async_rl.trackers.choice import choose as choose_trackers
 from async_rl.rollout.rewards import Rewards
 
 
@@ -37,6 +38,7 @@ def check(config: Config) -> list[str]:
     rewards = Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
     loops = AgentLoops(config.rollout)
     _require_module(config.trainer.worker)
+    choose_trackers(config)
     tasks = load_run_tasks(config)  # last: of large data it takes a while
     validation = load_validation(config.data, prompt_rule(config)) if config.data.validation else []
     used = Counter(task.agent_loop or config.rollout.agent_loop for task in tasks)

@@ -49,6 +49,7 @@ Awaited = Literal[
     "trainer lock",
     "trainer start",
     "trainer step",
+    "trackers",
     "trajectories",
     "weight update",
 ]
@@ -65,6 +66,7 @@ engine: one that serves.  engine start, engine update: of a certain one.
 publish, send weights: by the trainer.  weight update: of all engines.
 routing: the rows of a finished trajectory.
 sync lock, trainer lock: that nobody else updates engines, or uses the trainer.
+trackers: that they have written what they have, at the end of a run.
 idle: nothing is to be done before it (a signal, a quarantine, the next second).
 """
 

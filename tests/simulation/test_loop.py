@@ -13,7 +13,7 @@ from async_rl import orchestrator
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.errors import AsyncRLError
 from async_rl.queue.ledger import Ledger
-from async_rl.records import Summary
+from async_rl.records import Summary, read_records
 from async_rl.rollout.api import Session
 from async_rl.supervision import first_error
 from async_rl.types import Completion, Task
@@ -26,6 +26,17 @@ def count_tokens(task: Task, completion: Completion) -> float:
 
 def always_fail(task: Task, completion: Completion) -> float:
     raise RuntimeError("no such key")
+
+
+class BrokenTracker:
+    """Knows no step."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None: ...
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        raise OSError("disk full")
+
+    def close(self) -> None: ...
 
 
 class FlakyReward:
@@ -297,6 +308,22 @@ async def test_what_was_trained_after_the_checkpoint_comes_again_when_the_traine
     ledger = Ledger(tmp_path / "sim" / "ledger.sqlite")
     assert ledger.audit().holds
     ledger.close()
+
+
+async def test_trackers_have_each_step_once_when_a_run_repeats_some(calculator, tmp_path, caplog):
+    trackers = f"metrics.trackers=[jsonl, '{__name__}:BrokenTracker']"
+    config = make_config(calculator, tmp_path, "run.max_steps=4", trackers)
+    cluster = LocalCluster(config)
+    cluster.trainer.fail_at = 4  # steps 1 to 3 are logged, the checkpoint is of step 2
+    with pytest.raises(BaseExceptionGroup):
+        await run(config, cluster)
+    summary = await run(config, LocalCluster(config))
+    assert summary.weight_versions == 4
+    logged = [json.loads(line) for line in (tmp_path / "sim" / "tracker.jsonl").read_text().splitlines()]
+    records = read_records(tmp_path / "sim" / "metrics.jsonl")
+    assert [line["step"] for line in logged] == [1, 2, 3, 4]
+    assert [line["critic/rewards/mean"] for line in logged] == [record.reward_mean for record in records]
+    assert sum("disk full" in message for message in caplog.messages) == 2  # once a life
 
 
 async def test_the_summary_file_can_be_read_by_programs(calculator, tmp_path):

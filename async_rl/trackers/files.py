@@ -1,0 +1,136 @@
+"""Trackers without a service: lines of JSON, lines of text, TensorBoard's event files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+import google_crc32c
+import msgspec
+
+
+class JsonlTracker:
+    """One line a step: `{"step": 7, "actor/ppo_kl": 0.0, ...}`; a repeated one replaces those from it on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last = max((step for step, _ in _lines(path)), default=-1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        if step <= self._last:
+            self._forget(step)
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode({"step": step, **metrics}) + b"\n")
+        self._last = step
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+
+    def _forget(self, step: int) -> None:
+        """Leave out lines from a step on, so that a reader sees the old file or the new one."""
+        kept = b"".join(line for logged, line in _lines(self._path) if logged < step)
+        partial = self._path.with_name(f".{self._path.name}.part")
+        partial.write_bytes(kept)
+        partial.replace(self._path)
+
+
+def _lines(path: Path) -> list[tuple[int, bytes]]:
+    """Whole lines with their steps; what a crash cut short is left out."""
+    if not path.exists():
+        return []
+    whole, _, cut = path.read_bytes().rpartition(b"\n")
+    if cut:  # the next line must not go on with it
+        os.truncate(path, len(whole) + 1 if whole else 0)
+    return [(msgspec.json.decode(line)["step"], line + b"\n") for line in whole.splitlines()]
+
+
+class ConsoleTracker:
+    """One line a step, as verl prints it: `step:7 - actor/ppo_kl:0.0 - ...`."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        """Print to a stream; None is the process's own, which the live panel keeps clear of itself."""
+        self._stream = stream
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        shown = " - ".join([f"step:{step}", *(f"{name}:{value:.6g}" for name, value in metrics.items())])
+        print(shown, file=self._stream or sys.stdout, flush=True)
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+
+
+class TensorBoardTracker:
+    """Scalars in an event file that TensorBoard reads.
+
+    A file of its own for each life of a run. Its first step, and one that is repeated, begins a session: from
+    there on TensorBoard forgets what earlier files say.
+
+    The libraries that write these files import torch, hundreds of megabytes that the driver does without, and
+    a second writer within a second takes over the first one's file. A scalar is four fields.
+
+    Source: framing: tensorflow/core/lib/io/record_writer.cc; fields: tensorflow/core/util/event.proto and
+    tensorflow/core/framework/summary.proto.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("xb")
+        self._last: int | None = None
+        self._write(_event(now, 0, _field(3, b"brain.Event:2")))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        now = time.time()
+        if self._last is None or step <= self._last:
+            self._write(_event(now, step, _field(7, _SESSION_STARTS)))
+        values = b"".join(
+            _field(1, _field(1, name.encode()) + b"\x15" + struct.pack("<f", value))
+            for name, value in metrics.items()
+        )
+        self._write(_event(now, step, _field(5, values)))
+        self._file.flush()
+        self._last = step
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + _masked_crc(length) + data + _masked_crc(data))
+
+
+_SESSION_STARTS = b"\x08\x01"  # SessionLog.status = START
+
+
+def _event(wall_time: float, step: int, what: bytes) -> bytes:
+    return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step) + what
+
+
+def _field(number: int, data: bytes) -> bytes:
+    """Bytes, text or a message, in protobuf's wire format."""
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def _masked_crc(data: bytes) -> bytes:
+    crc = google_crc32c.value(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -1,0 +1,302 @@
+"""Trackers: what they are given, what they keep over restarts, and that they never hold up a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from async_rl.config import Config, parse_config
+from async_rl.errors import ConfigError, EnvironmentNotReady
+from async_rl.metrics import Metrics
+from async_rl.records import Extreme, StepRecord
+from async_rl.trackers import choice
+from async_rl.trackers.files import ConsoleTracker, JsonlTracker, TensorBoardTracker
+from async_rl.trackers.names import DERIVED, FIELDS, OWN, OWN_BY_KEY, count_devices, figures
+from async_rl.trackers.tracker import MAX_WAITING, Trackers
+from tests.support.wandb_files import history, offline_run, run_of
+
+
+def record(step: int, **changes: object) -> StepRecord:
+    plain = {"step": step, "weight_version": step, "time_s": 1.0, "reward_mean": 0.5}
+    return msgspec.convert({**plain, **changes}, StepRecord)
+
+
+def config(*trackers: str, **metrics: object) -> Config:
+    return parse_config(
+        {
+            "model": {"path": "m"},
+            "data": {"path": "d.jsonl"},
+            "metrics": {"trackers": list(trackers), **metrics},
+        }
+    )
+
+
+class Listing:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, Mapping[str, float]]] = []
+        self.closed = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.logged.append((step, metrics))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def lost(metrics: Metrics, tracker: str, cause: str) -> float | None:
+    labels = {"tracker": tracker, "cause": cause}
+    return metrics.registry.get_sample_value("async_rl_tracker_steps_lost_total", labels)
+
+
+# -- names ---------------------------------------------------------------------------------------------
+
+
+def test_every_figure_of_a_record_has_exactly_one_name() -> None:
+    lists = ["extremes", "staleness_counts"]
+    assert sorted([*FIELDS.values(), *OWN, *OWN_BY_KEY, *lists]) == sorted(StepRecord.__struct_fields__)
+    assert not set(FIELDS) & set(DERIVED)
+
+
+def test_figures_go_by_the_names_of_verl_when_it_has_one() -> None:
+    worst = Extreme(trajectory_id="t", position=1, token_id=2, lag=0, rollout_log_prob=-1.0, log_prob=-3.5)
+    found = figures(
+        record(
+            7,
+            ppo_kl=0.25,
+            kl_staleness=0.125,
+            tokens=1200,
+            wait_s=1.0,
+            step_s=2.0,
+            sync_s=1.0,
+            interrupted=2,
+            trajectories=8,
+            dropped_reasons={"stale": 3},
+            extremes=[msgspec.to_builtins(worst)],
+        ),
+        devices=3,
+    )
+    assert found["actor/ppo_kl"] == 0.25
+    assert found["async_rl/kl_staleness"] == 0.125
+    assert found["training/global_step"] == 7
+    assert found["async_rl/dropped_reasons/stale"] == 3
+    assert found["timing_s/step"] == 4.0
+    assert found["perf/throughput"] == 100.0
+    assert found["fully_async/partial/partial_ratio"] == 0.25
+    assert found["async_rl/log_prob_diff_extreme"] == 2.5
+
+
+def test_a_figure_that_is_not_a_number_is_left_out() -> None:
+    found = figures(record(1, loss=None, ppo_kl=math.nan), devices=1)
+    assert found["critic/rewards/mean"] == 0.5
+    assert not {"actor/pg_loss", "actor/ppo_kl", "perf/throughput"} & set(found)
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_devices_are_those_of_trainer_and_engines() -> None:
+    changed = msgspec.structs.replace
+    plain = config()
+    engine = changed(plain.engine, num_engines=3, tp_size=2)  # type: ignore[arg-type]
+    assert count_devices(changed(plain, engine=engine)) == 7
+    assert count_devices(changed(plain, engine=changed(engine, urls=["http://a", "http://b"]))) == 5
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+def test_jsonl_holds_each_step_once_when_a_run_repeats_some(tmp_path: Path) -> None:
+    path = tmp_path / "tracker.jsonl"
+    first = JsonlTracker(path)
+    for step in (1, 2, 3):
+        first.log(step, {"actor/ppo_kl": step / 10})
+    with path.open("a") as file:
+        file.write('{"step": 4, "actor')  # a crash
+    again = JsonlTracker(path)
+    for step in (3, 4):
+        again.log(step, {"actor/ppo_kl": float(step)})
+    again.log(4, {"actor/ppo_kl": 44.0})  # the trainer went back within this life
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["actor/ppo_kl"]) for line in lines] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 3.0),
+        (4, 44.0),
+    ]
+
+
+def test_console_prints_a_step_as_one_line_of_names_and_values() -> None:
+    stream = io.StringIO()
+    ConsoleTracker(stream).log(7, {"actor/ppo_kl": 0.00012345678, "actor/lr": 1e-6})
+    assert stream.getvalue() == "step:7 - actor/ppo_kl:0.000123457 - actor/lr:1e-06\n"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_reads_each_step_once_when_a_run_repeats_some(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoardTracker(tmp_path)
+    for step in (1, 2, 3):
+        first.log(step, {"actor/ppo_kl": step / 10, "timing_s/step": 300.0 + step})
+    first.close()
+    second = TensorBoardTracker(tmp_path)  # in the same second
+    for step in (3, 4, 5):
+        second.log(step, {"actor/ppo_kl": float(step)})
+    second.log(5, {"actor/ppo_kl": 55.0})  # the trainer went back within this life
+    second.close()
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert read.Tags()["scalars"] == ["actor/ppo_kl", "timing_s/step"]
+    points = [(event.step, event.value) for event in read.Scalars("actor/ppo_kl")]
+    assert [step for step, _ in points] == [1, 2, 3, 4, 5]
+    assert [value for _, value in points] == pytest.approx([0.1, 0.2, 3.0, 4.0, 55.0])
+    assert [event.step for event in read.Scalars("timing_s/step")] == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wandb_goes_on_with_its_run_when_a_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    from async_rl.trackers.wandb import WandbTracker
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    asked = config("wandb", wandb={"mode": "offline", "project": "maths"})
+    lives = []
+    for steps in ((1, 2, 3), (2, 3, 4)):
+        tracker = WandbTracker(asked, tmp_path)
+        for step in steps:
+            tracker.log(step, {"actor/ppo_kl": step / 10})
+        tracker.close()
+        wandb.teardown()  # its own process has written all when it has ended
+        lives.append(offline_run(tmp_path))
+        # It names folders by the second, which is longer than a life here.
+        (tmp_path / "wandb").rename(tmp_path / f"life {len(lives)}")
+    first, second = lives
+    assert history(first) == {step: {"actor/ppo_kl": step / 10} for step in (1, 2, 3)}
+    assert history(second) == {4: {"actor/ppo_kl": 0.4}}
+    assert run_of(first).run_id == run_of(second).run_id
+    assert (run_of(first).project, run_of(first).display_name) == ("maths", "run")
+    assert "max_staleness" in {item.key: item.value_json for item in run_of(first).config.update}["rollout"]
+
+
+# -- never in the way ----------------------------------------------------------------------------------
+
+
+def test_a_tracker_that_fails_is_said_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Listing):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            if step != 2:
+                raise ConnectionError("no route")
+            super().log(step, metrics)
+
+    metrics, failing, sound = Metrics(), Failing(), Listing()
+    trackers = Trackers({"remote": lambda: failing, "file": lambda: sound}, metrics, devices=1)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            trackers.log(record(step))
+        trackers.close()
+    assert [step for step, _ in failing.logged] == [2]
+    assert [step for step, _ in sound.logged] == [1, 2, 3]
+    assert (lost(metrics, "remote", "failed"), lost(metrics, "file", "failed")) == (2, 0)
+    said = [message for message in caplog.messages if "tracker remote" in message]
+    assert len(said) == 1
+    assert "ConnectionError: no route" in said[0]
+    assert failing.closed
+    assert sound.closed
+
+
+def test_a_tracker_that_cannot_be_made_is_tried_again_with_the_next_step() -> None:
+    made = Listing()
+    answers = [OSError("log in first"), made]
+
+    def make() -> Listing:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    metrics = Metrics()
+    trackers = Trackers({"remote": make}, metrics, devices=1)
+    trackers.log(record(1))
+    trackers.log(record(2))
+    trackers.close()
+    assert [step for step, _ in made.logged] == [2]
+    assert lost(metrics, "remote", "failed") == 1
+
+
+def test_steps_do_not_wait_for_a_tracker_that_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    held, go_on = threading.Event(), threading.Event()
+
+    class Blocking(Listing):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            held.set()
+            assert go_on.wait(60)
+            super().log(step, metrics)
+
+    metrics, blocking = Metrics(), Blocking()
+    trackers = Trackers({"slow": lambda: blocking}, metrics, devices=1)
+    with caplog.at_level(logging.WARNING):
+        trackers.log(record(0))
+        assert held.wait(60)
+        for step in range(1, MAX_WAITING + 4):
+            trackers.log(record(step))
+        assert lost(metrics, "slow", "full") == 3
+        assert sum("tracker slow lost a step (full)" in message for message in caplog.messages) == 1
+        trackers.close(limit_s=0)
+        assert "left to itself" in caplog.messages[-1]
+    go_on.set()
+    trackers._couriers[0]._thread.join(60)
+    assert [step for step, _ in blocking.logged] == list(range(MAX_WAITING + 1))
+    assert blocking.closed
+
+
+# -- the choice ----------------------------------------------------------------------------------------
+
+
+def test_a_tracker_of_ones_own_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_tracker.py").write_text(
+        "def to_file(config, run_dir):\n"
+        "    from async_rl.trackers.files import JsonlTracker\n"
+        "    return JsonlTracker(run_dir / f'{config.run.name}.txt')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    made = choice.choose(config("my_tracker:to_file"))["my_tracker:to_file"](config(), tmp_path)
+    made.log(1, {"a": 1.0})
+    assert json.loads((tmp_path / "run.txt").read_text()) == {"step": 1, "a": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (("tensorbord",), r"no tracker 'tensorbord'; did you mean 'tensorboard'\?"),
+        (("mlflow",), "known: console, jsonl, tensorboard, wandb"),
+        (("jsonl", "jsonl"), "names 'jsonl' more than once"),
+        (("nowhere:Tracker",), "there is no module 'nowhere'"),
+    ],
+)
+def test_the_remedy_is_named_when_there_is_no_such_tracker(names: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        choice.choose(config(*names))
+
+
+def test_the_package_is_named_when_wandb_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentNotReady, match=r"pip install 'async-rl\[wandb\]'"):
+        choice.choose(config("wandb"))
+
+
+async def test_trackers_are_closed_with_the_run(tmp_path: Path) -> None:
+    async with choice.tracking(config("jsonl", "tensorboard"), tmp_path, Metrics()) as trackers:
+        trackers.log(record(1))
+    assert json.loads((tmp_path / "tracker.jsonl").read_text())["critic/rewards/mean"] == 0.5
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
