@@ -25,7 +25,7 @@ import msgspec
 
 from agent_loops.base import AgentLoop
 from agent_loops.parsing import MalformedCall, ToolParser, load_parser
-from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady
+from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, PromptTooLong
 from async_rl.loading import load_object
 from async_rl.openai_api.server import Access, Endpoint
 from async_rl.rollout.api import Session
@@ -155,12 +155,12 @@ class OpenAIAgentLoop(AgentLoop):
                 else:
                     await self._call(self._function, task, access)
             except Exception:
-                if access.desk.too_long is None:
+                if (over := access.desk.over) is None:
                     raise
                 # Agents have no better answer than to give up; what was sampled counts.
                 if not access.desk.has_answered:
-                    raise access.desk.too_long from None
-                return "length"
+                    raise over from None
+                return "length" if isinstance(over, PromptTooLong) else "max_turns"
         return None
 
     async def _call(self, function: AgentFunction, task: Task, access: Access) -> None:

@@ -7,7 +7,8 @@
 ```
 
 The turns run in the trajectory's own task: in its name, ended with it, and whatever becomes of connections.
-A client that tries again finds the exchange that it left.
+A client that tries again finds the exchange that it left. A request that continues no conversation begins
+one, with a session of its own; all are rewarded for the answer that came last.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any, Final
 
-from async_rl.errors import ConfigError, PromptTooLong
+from async_rl.errors import ConfigError, OutOfTurns, PromptTooLong
 from async_rl.openai_api.answers import Form, Reader, Shown, show
 from async_rl.openai_api.history import (
     Conversation,
@@ -35,6 +37,9 @@ log = logging.getLogger(__name__)
 
 _MAX_WAITING: Final = 64
 """Requests of one trajectory that have not begun."""
+
+_Job = tuple[Conversation, Exchange, list[dict[str, Any]]]
+"""A request, where it belongs, and its messages that are new there."""
 
 
 class Desk:
@@ -59,15 +64,13 @@ class Desk:
         self._reader = reader
         self._opens_thought = opens_thought
         self._noticed = noticed
-        self._conversations = [Conversation()]
-        self._waiting: asyncio.Queue[tuple[Conversation, Exchange, list[dict[str, Any]]]] = asyncio.Queue(
-            _MAX_WAITING
-        )
+        self._conversations = [Conversation(session)]
+        self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()  # `ask` keeps it short
         self._num_exchanges = 0
         self._closed = False
         self._context_tokens = session.remaining_tokens
-        self.too_long: PromptTooLong | None = None
-        """Why the newest request was refused that did not fit."""
+        self.over: PromptTooLong | OutOfTurns | None = None
+        """The budget that the newest request was refused for."""
 
     @property
     def has_answered(self) -> bool:
@@ -93,35 +96,54 @@ class Desk:
             log.info("a request was repeated: its answer is given again, nothing is sampled")
             return repeated
         conversation = find_continued(self._conversations, request, keys)
-        if conversation is None:
-            raise ApiError(
-                400,
-                "the messages do not continue this trajectory's conversation: its history was edited, or "
-                "this is another conversation; append to the messages, answers included, as they were",
-                param="messages",
-                code="history_edited",
-            )
-        if self._waiting.full():
+        if self._waiting.qsize() >= _MAX_WAITING:
             raise ApiError(429, f"{_MAX_WAITING} requests of this trajectory wait already", retry=True)
+        if conversation is None:
+            conversation = self._another()
         self._num_exchanges += 1
         exchange = Exchange(request, keys, self._num_exchanges)
         self._waiting.put_nowait((conversation, exchange, conversation.begin(exchange)))
         return exchange
+
+    def _another(self) -> Conversation:
+        """One more conversation of this trajectory.
+
+        Raises:
+            ApiError: There may be no more.
+        """
+        if self._session.remaining_branches < 1:
+            raise ApiError(
+                400,
+                "the messages do not continue a conversation of this trajectory (its history was edited, or "
+                "this is another one), and it may have no more of them: append to the messages, answers "
+                "included, as they were, or raise rollout.max_branches",
+                param="messages",
+                code="too_many_conversations",
+            )
+        conversation = Conversation(self._session.conversation())
+        self._conversations.append(conversation)
+        return conversation
 
     def shown(self, exchange: Exchange) -> Shown:
         """What is certain of an answer that is being made."""
         return show(exchange.text, self._form(exchange.request), whole=False)
 
     async def serve(self) -> None:
-        """Answer requests until cancelled."""
-        async with Nursery() as turns:
-            while True:
-                conversation, exchange, new = await self._waiting.get()
-                turns.start(f"request {exchange.number}", self._turn(conversation, exchange, new))
+        """Answer requests until closed."""
+        alive = {self._session}
+        async with AsyncExitStack() as blocks, Nursery() as turns:
+            while (job := await self._waiting.get()) is not None:
+                session = job[0].session
+                if session not in alive:
+                    await blocks.enter_async_context(session)
+                    alive.add(session)
+                turns.start(f"request {job[1].number}", self._turn(*job))
+            turns.cancel()  # nobody waits for them any more
 
     def close(self) -> None:
         """The trajectory is over: whoever waits is told so."""
         self._closed = True
+        self._waiting.put_nowait(None)
         for conversation in self._conversations:
             for exchange in conversation.exchanges:
                 if not exchange.ended:
@@ -129,27 +151,39 @@ class Desk:
 
     async def _turn(self, conversation: Conversation, exchange: Exchange, new: list[dict[str, Any]]) -> None:
         """Let the policy answer a request, and put the answer where connections find it."""
-        session, request = self._session, exchange.request
+        session, request = conversation.session, exchange.request
+
+        def hear(text: str) -> None:
+            exchange.text += text
+            _changed(exchange)
+
         try:
             if conversation.known:
                 session.add_messages(new)
             else:
                 session.start(new, request.tools)
-        except PromptTooLong as error:
-            self.too_long = error
-            _fail(exchange, ApiError(400, str(error), param="messages", code="context_length_exceeded"))
-            return
+            prompt_tokens = self._context_tokens - session.remaining_tokens
+            turn = await session.generate(
+                max_new_tokens=request.max_new_tokens,
+                stop=request.stop,
+                on_text=hear if request.stream else None,
+            )
+        except (PromptTooLong, OutOfTurns) as error:
+            self.over = error
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "too_many_turns"
+            _fail(exchange, ApiError(400, str(error), param="messages", code=code))
         except ConfigError as error:  # the chat template refuses such messages
             _fail(exchange, ApiError(400, str(error), param="messages"))
-            return
-        prompt_tokens = self._context_tokens - session.remaining_tokens
-        try:
-            turn = await session.generate(max_new_tokens=request.max_new_tokens, stop=request.stop)
         except Exception:
             _fail(exchange, ApiError(500, "the policy cannot answer: this trajectory has failed"))
             raise
-        conversation.end(exchange, self._answer(exchange, turn, prompt_tokens))
-        _changed(exchange)
+        else:
+            for message in new:
+                if message["role"] == "tool":
+                    session.record_tool_call(error=False)  # how it went, its agent alone knows
+            session.speak_for_all()
+            conversation.end(exchange, self._answer(exchange, turn, prompt_tokens))
+            _changed(exchange)
 
     def _answer(self, exchange: Exchange, turn: Turn, prompt_tokens: int) -> Answer:
         exchange.text = turn.text

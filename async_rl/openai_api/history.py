@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from async_rl.openai_api.wire import Answer, ApiError, ChatRequest
+from async_rl.rollout.api import Session
 
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
@@ -63,7 +64,8 @@ class Exchange:
 class Conversation:
     """What one session knows, in messages: those of the agent as they came, answers as they went out."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        self.session = session
         self.tools = ""
         self.known: tuple[Key, ...] = ()
         self.exchanges: list[Exchange] = []

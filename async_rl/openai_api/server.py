@@ -114,7 +114,7 @@ class Endpoint:
             self._desks[key] = desk
             try:
                 async with Nursery() as nursery:
-                    serving = nursery.start("openai requests", desk.serve())
+                    nursery.start("openai requests", desk.serve())
                     try:
                         yield Access(
                             base_url=f"{url}/v1",
@@ -126,7 +126,6 @@ class Endpoint:
                     finally:
                         del self._desks[key]
                         desk.close()
-                        serving.cancel()
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
 

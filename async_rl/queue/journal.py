@@ -89,7 +89,7 @@ class Entry:
             attempt: Which try of it this is, from 1.
             replay: What an earlier process left of this attempt, beyond what is inherited. It stands in the
                 journal for this entry until `end_replay`.
-            inherited: Of the trajectory that it is a branch of, whose tokens they are; not empty then.
+            inherited: Of the trajectory that it is a branch of, whose tokens they are.
         """
         self.trajectory_id = trajectory_id
         self.attempt = attempt

@@ -6,7 +6,7 @@ die happen below this line and never show: `generate` returns when the turn is w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -51,6 +51,11 @@ class Session(Protocol):
     tool_timeout_s: float
 
     @property
+    def chat_template(self) -> str:
+        """The text of the model's chat template: it tells the format of tool calls."""
+        ...
+
+    @property
     def remaining_tokens(self) -> int:
         """Tokens left in `rollout.max_context_tokens`."""
         ...
@@ -87,13 +92,21 @@ class Session(Protocol):
         """
         ...
 
-    async def generate(self, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+    async def generate(
+        self,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        on_text: Callable[[str], None] | None = None,
+    ) -> Turn:
         """Let the policy write one turn. After a turn that was cut short, with nothing added, it goes on.
 
         Args:
             max_new_tokens: Most tokens of this turn, over all its resumes; None takes
                 `rollout.max_new_tokens`.
             stop: Strings that end the turn as well.
+            on_text: Told of the turn's text as it grows, across interruptions. An engine's answer that turns
+                out to be wrong is sampled anew, so that the turn's own text has the last word.
 
         Raises:
             OutOfTurns: There were `rollout.max_turns`. The trajectory ends as it is.
@@ -121,8 +134,17 @@ class Session(Protocol):
         """Append a tool's result (text, or what JSON can say) and count the call, and whether it failed."""
         ...
 
-    def record_tool_call(self, *, error: bool) -> None:
-        """Count one tool call in the outcome, and whether it failed."""
+    def record_tool_call(
+        self, *, error: bool, tool: str = "unnamed", seconds: float = 0.0, waited_s: float = 0.0
+    ) -> None:
+        """Count one tool call in the outcome and the metrics, and whether it failed.
+
+        Args:
+            error: It did.
+            tool: Its name; one of a few, never what the policy wrote: it becomes a label.
+            seconds: It took.
+            waited_s: Before it began, for others to end.
+        """
         ...
 
     def annotate(self, **values: Any) -> None:
@@ -146,6 +168,26 @@ class Session(Protocol):
             ...     async with session:
             ...         await session.generate()
             >>> await asyncio.gather(*(play(s) for s in (session, session.branch(), session.branch())))
+        """
+        ...
+
+    def conversation(self) -> Session:
+        """Another conversation of the same attempt, which begins with nothing: a sub-agent's, for example.
+
+        For the rest it is as a branch: one of `rollout.max_branches`, a member of the group, alive in its
+        block.
+
+        Example:
+            >>> async with session.conversation() as helper:
+            ...     helper.start([{"role": "user", "content": "Summarise this: ..."}])
+            ...     await helper.generate()
+        """
+        ...
+
+    def speak_for_all(self) -> None:
+        """From now on what is said in this session last is what all of this attempt are rewarded for.
+
+        The reward function then sees one completion, this one's, for each of them.
         """
         ...
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Self
 
 from async_rl.config import NamedLoop, RolloutConfig
 from async_rl.errors import ConfigError
 from async_rl.loading import load_object
+from async_rl.supervision import Nursery
+from async_rl.waits import waiting
 
 
 class AgentLoops:
     """Makes each agent loop once; `run` keeps its state in its own variables.
 
+    What all its trajectories share (connections, a pool of processes) a loop holds by being an async context
+    manager: it is entered before its first trajectory and left when the block of `AgentLoops` ends, by one
+    task of its own. An error when it is entered ends the run.
+
     Example:
-        >>> loops = AgentLoops(config.rollout)
-        >>> await loops.of(task.agent_loop).run(task, session)
+        >>> async with AgentLoops(config.rollout) as loops:
+        ...     loop = await loops.entered(task.agent_loop)
+        ...     await loop.run(task, session)
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -25,6 +35,8 @@ class AgentLoops:
         """
         self._config = config
         self._made: dict[str, Any] = {}
+        self._ready: dict[str, asyncio.Event] = {}
+        self._keepers = Nursery()
         self.of(config.agent_loop)
 
     def of(self, name: str | None) -> Any:
@@ -37,6 +49,40 @@ class AgentLoops:
         if name not in self._made:
             self._made[name] = self._make(name)
         return self._made[name]
+
+    async def entered(self, name: str | None) -> Any:
+        """The same, once it is ready to run."""
+        loop = self.of(name)
+        if not isinstance(loop, AbstractAsyncContextManager):
+            return loop
+        name = name or self._config.agent_loop
+        if name not in self._ready:
+            self._ready[name] = asyncio.Event()
+            self._keepers.start(f"agent loop {name}", self._keep(loop, self._ready[name]))
+        if not self._ready[name].is_set():
+            with waiting("agent loop", name):
+                await self._ready[name].wait()
+        return loop
+
+    async def __aenter__(self) -> Self:
+        await self._keepers.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._keepers.cancel()
+        await self._keepers.__aexit__(kind, error, traceback)
+
+    async def _keep(self, loop: Any, ready: asyncio.Event) -> None:
+        """Hold a loop open until the block ends."""
+        async with loop:
+            ready.set()
+            with waiting("idle"):
+                await asyncio.Event().wait()
 
     def _make(self, name: str) -> Any:
         config = self._config

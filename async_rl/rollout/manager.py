@@ -109,6 +109,8 @@ class RolloutManager:
             name, state = journalled.popitem()
             self._journalled.setdefault(root_of(name), {})[name] = state
         self._observer = observer or Observer()
+        self.running: dict[str, RolloutSession] = {}
+        """Sessions of the attempts under way, by trajectory."""
         self._attempts = {name: n for left in queue.left for name, n in left.attempts.items()}
         self._loops = AgentLoops(config.rollout)
         self._rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=clock)
@@ -131,7 +133,7 @@ class RolloutManager:
             await self._rewards.close()
 
     async def _run(self) -> None:
-        async with Nursery() as groups:
+        async with self._loops, Nursery() as groups:
             while self._queue.left:
                 await self._start_left(groups, self._queue.left[0])
             while True:
@@ -356,6 +358,7 @@ class RolloutManager:
             entry=entry,
             open_branch=open_branch,
         )
+        self.running[trajectory_id] = session
         try:
             await self._play(work.task, session)
             if not self._rewards.scores_groups(work.task):
@@ -370,12 +373,14 @@ class RolloutManager:
         except _ATTEMPT_ENDS as error:
             self._observer.failed(session.unfinished(error), attempt, error)
             raise
+        finally:
+            del self.running[trajectory_id]
 
     async def _play(self, task: Task, session: RolloutSession) -> None:
         """Run the agent loop of a task in a session, to the end of it and of its branches."""
         rollout = self._config.rollout
         name = task.agent_loop or rollout.agent_loop
-        loop = self._loops.of(name)
+        loop = await self._loops.entered(name)
         ended: StopReason | None = None
         try:
             async with (
@@ -409,18 +414,22 @@ class RolloutManager:
         session.end(ended)
 
     async def _finish(self, task: Task, tree: Sequence[RolloutSession]) -> Sequence[Trajectory]:
-        """Score what came of a session and its branches, side by side."""
-
-        async def one(session: RolloutSession) -> Trajectory:
-            return await session.finish(
-                session.stop_reason, await self._rewards.score(task, session.completion)
-            )
-
-        if len(tree) == 1:
-            return [await one(tree[0])]
+        """Score what came of a session and its branches, side by side; those with one speaker once."""
+        speakers = {each.speaker.trajectory_id: each.speaker for each in tree}
         try:
             async with Nursery() as scoring:
-                ends = [scoring.start(f"reward of {each.trajectory_id}", one(each)) for each in tree]
+                parts = {
+                    name: scoring.start(f"reward of {name}", self._rewards.score(task, speaker.completion))
+                    for name, speaker in speakers.items()
+                }
+            async with Nursery() as ending:
+                ends = [
+                    ending.start(
+                        f"end of {each.trajectory_id}",
+                        each.finish(each.stop_reason, parts[each.speaker.trajectory_id].result()),
+                    )
+                    for each in tree
+                ]
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
         return [end.result() for end in ends]

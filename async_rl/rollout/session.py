@@ -29,6 +29,7 @@ from async_rl.errors import OutOfTurns, PromptTooLong
 from async_rl.metrics import Metrics
 from async_rl.queue.journal import Entry
 from async_rl.rollout.api import Turn
+from async_rl.rollout.growing_text import GrowingText
 from async_rl.rollout.transcript import Transcript
 from async_rl.types import (
     Completion,
@@ -41,6 +42,7 @@ from async_rl.types import (
     Task,
     Trajectory,
     TurnRecord,
+    root_of,
 )
 from async_rl.waits import waiting
 
@@ -68,6 +70,8 @@ class _Tree:
         """Who awaits a turn, in any of them."""
         self.ended: dict[str, RolloutSession] = {}
         """Branches that sampled something, in the order in which their blocks ended."""
+        self.speaker: RolloutSession | None = None
+        """Whose last words all are rewarded for; None where each is for its own."""
 
 
 class RolloutSession(Transcript):
@@ -113,8 +117,8 @@ class RolloutSession(Transcript):
         """Why it ended, once it has."""
         self._group_id = group_id
         self._interrupt: InterruptMode = interrupt
-        self._started_s = clock()
-        self._tree = _Tree(rollout.max_branches, open_branch, self._started_s + rollout.trajectory_timeout_s)
+        self.started_s = clock()
+        self._tree = _Tree(rollout.max_branches, open_branch, self.started_s + rollout.trajectory_timeout_s)
         self._tree.open[trajectory_id] = self
         self._pending: tuple[list[dict[str, Any]], Int32Array] | None = None
         """Messages that the next turn reads, and their tokens."""
@@ -133,6 +137,11 @@ class RolloutSession(Transcript):
         """Tokens left before the trajectory reaches `rollout.max_context_tokens`."""
         pending = 0 if self._pending is None else len(self._pending[1])
         return self._config.max_context_tokens - self._length - pending
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, inherited ones included; those of a running engine call are not."""
+        return self._length
 
     @property
     def num_turns(self) -> int:
@@ -178,12 +187,19 @@ class RolloutSession(Transcript):
         self._read(prompt)
         self.messages.extend(messages)
 
-    async def generate(self, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+    async def generate(
+        self,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        on_text: Callable[[str], None] | None = None,
+    ) -> Turn:
         """Let the policy write one turn, over as many engine calls as weight updates and failures make of it.
 
         Args:
             max_new_tokens: Most tokens of this turn; `rollout.max_new_tokens` by default and at most.
             stop: Strings that end the turn, beside the chat template's end of turn.
+            on_text: Told of the turn's text as it grows; see `api.Session.generate`.
 
         Returns:
             The turn; `finish_reason` is `length` when the budget or the context ran out.
@@ -209,6 +225,7 @@ class RolloutSession(Transcript):
         assert writer is not None
         self._tree.writers.add(writer)
         try:
+            self._growing = GrowingText(self._chat.decode, on_text) if on_text is not None else None
             reason = await self._write(budget, stop)
         finally:
             self._writer = None
@@ -269,11 +286,20 @@ class RolloutSession(Transcript):
         self.record_tool_call(error=error)
         self.add_messages([{"role": "tool", "content": text, **given}])
 
-    def record_tool_call(self, *, error: bool) -> None:
-        """Count a tool call for the outcome and the metrics."""
+    @property
+    def chat_template(self) -> str:
+        """The text of the model's chat template."""
+        return self._chat.template
+
+    def record_tool_call(
+        self, *, error: bool, tool: str = "unnamed", seconds: float = 0.0, waited_s: float = 0.0
+    ) -> None:
+        """Count a tool call for the outcome and the metrics; see `api.Session`."""
         self.num_tool_calls += 1
         self.num_tool_errors += error
-        self._metrics.tool_calls_total.labels("error" if error else "ok").inc()
+        self._metrics.tool_calls_total.labels(tool, "error" if error else "ok").inc()
+        self._metrics.tool_seconds.labels(tool).observe(seconds)
+        self._metrics.tool_wait_seconds.labels(tool).observe(waited_s)
 
     def annotate(self, **values: Any) -> None:
         """Note something of the newest turn, for people who look at the trajectory.
@@ -302,6 +328,33 @@ class RolloutSession(Transcript):
         self._check("branch")
         if not self._segments:
             raise RuntimeError("session.branch was called before session.start")
+        other = self._grow(tuple(self._segments))
+        other._inherit(self)
+        other.messages = list(self.messages)
+        other._pending = self._pending
+        other._turns = list(self._turns)
+        other._last_turn = self._last_turn
+        other._num_inherited, other._num_inherited_turns = len(self._segments), len(self._turns)
+        other.num_tool_calls, other.num_tool_errors = self.num_tool_calls, self.num_tool_errors
+        return other
+
+    def conversation(self) -> RolloutSession:
+        """Another conversation of the same attempt; see `api.Session.conversation`."""
+        self._check("conversation", alone=False)  # it takes nothing over from here
+        return self._grow(())
+
+    def speak_for_all(self) -> None:
+        """What is said here last is what all are rewarded for; see `api.Session.speak_for_all`."""
+        self._check("speak_for_all")
+        self._tree.speaker = self
+
+    @property
+    def speaker(self) -> RolloutSession:
+        """Whose last words this one is rewarded for."""
+        return self._tree.speaker or self
+
+    def _grow(self, inherited: tuple[Segment, ...]) -> RolloutSession:
+        """One more session of the tree, with nothing but its place in it."""
         tree = self._tree
         if self.remaining_branches < 1:
             raise RuntimeError(
@@ -325,16 +378,9 @@ class RolloutSession(Transcript):
             metrics=self._metrics,
             new_id=self._new_id,
             clock=self._clock,
-            entry=tree.open_branch(name, tuple(self._segments)),
+            entry=tree.open_branch(name, inherited),
         )
-        other._inherit(self)
         other._tree = tree
-        other.messages = list(self.messages)
-        other._pending = self._pending
-        other._turns = list(self._turns)
-        other._last_turn = self._last_turn
-        other._num_inherited, other._num_inherited_turns = len(self._segments), len(self._turns)
-        other.num_tool_calls, other.num_tool_errors = self.num_tool_calls, self.num_tool_errors
         return other
 
     async def __aenter__(self) -> Self:
@@ -359,7 +405,8 @@ class RolloutSession(Transcript):
         elif lived:
             self.end()
             own = self._segments[self._num_inherited :]
-            if self._num_inherited and any(isinstance(segment, Sampled) for segment in own):
+            is_root = root_of(self.trajectory_id) == self.trajectory_id
+            if not is_root and any(isinstance(segment, Sampled) for segment in own):
                 self._tree.ended[self.trajectory_id] = self
         return over
 
@@ -397,14 +444,14 @@ class RolloutSession(Transcript):
             self._read(self._pending[1])
             self._pending = None
 
-    def _check(self, call: str) -> None:
+    def _check(self, call: str, *, alone: bool = True) -> None:
         """Whoever awaits two turns at once, or goes on after the end, would mix up the tokens."""
         if self.trajectory_id not in self._tree.open:
             raise RuntimeError(
                 f"session.{call} was called outside of the session's life: a branch lives in its block, "
                 "`async with session.branch() as other:`"
             )
-        if self._writer is not None:
+        if alone and self._writer is not None:
             raise RuntimeError(f"session.{call} was called while a turn is being written: await it first")
 
     def _out(self, error: PromptTooLong | OutOfTurns) -> PromptTooLong | OutOfTurns:
@@ -458,15 +505,16 @@ class RolloutSession(Transcript):
     @property
     def completion(self) -> Completion:
         """What the reward sees."""
+        speaker = self.speaker
         return Completion(
-            messages=self.messages,
-            text="" if self._last_turn is None else self._last_turn.text,
-            stop_reason=self.stop_reason,
-            num_tool_calls=self.num_tool_calls,
-            num_tool_errors=self.num_tool_errors,
-            token_ids=self._buffer[: self._length].copy(),
+            messages=speaker.messages,
+            text="" if speaker._last_turn is None else speaker._last_turn.text,
+            stop_reason=speaker.stop_reason,
+            num_tool_calls=speaker.num_tool_calls,
+            num_tool_errors=speaker.num_tool_errors,
+            token_ids=speaker._buffer[: speaker._length].copy(),
             response_mask=np.concatenate(
-                [np.full(len(each.token_ids), isinstance(each, Sampled)) for each in self._segments]
+                [np.full(len(each.token_ids), isinstance(each, Sampled)) for each in speaker._segments]
             ),
         )
 
@@ -510,7 +558,7 @@ class RolloutSession(Transcript):
                 num_interruptions=self._num_interruptions,
                 num_resumes=self._num_resumes,
                 num_failovers=self._num_failovers,
-                started_s=self._started_s,
+                started_s=self.started_s,
                 finished_s=self._clock(),
             ),
             turns=tuple(self._turns),

@@ -41,6 +41,7 @@ from async_rl.engines.protocol import (
 from async_rl.errors import EngineError
 from async_rl.metrics import Metrics
 from async_rl.queue.journal import Entry
+from async_rl.rollout.growing_text import GrowingText
 from async_rl.rollout.replay import Replay
 from async_rl.rollout.rows import Rows
 from async_rl.types import (
@@ -154,6 +155,8 @@ class Transcript:
         self._num_resumes = 0
         self._num_failovers = 0
         self._engine_s = 0.0
+        self._growing: GrowingText | None = None
+        """Told of the turn that is being written."""
 
     def _inherit(self, parent: Transcript) -> None:
         """Begin with the tokens of another; its segments are in the entry already."""
@@ -174,6 +177,8 @@ class Transcript:
         reason = self._replay_turn(budget, stop)
         last = self._length
         resumed = last > begin
+        if self._growing is not None and resumed:
+            self._growing.take(self._buffer[begin:last].tolist())
         while reason is None:
             if self._has_stopped(begin, sampling):
                 reason = "stop"  # its call was cut short after its last token, before it said so
@@ -217,6 +222,8 @@ class Transcript:
                     async for event in stream:
                         if isinstance(event, Chunk):
                             call.take(event)
+                            if self._growing is not None:
+                                self._growing.take(event.token_ids)
                         else:
                             call.finish = event
                             reason = event.reason

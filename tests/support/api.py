@@ -39,6 +39,10 @@ class Asked:
         """What has become of it."""
         return await self.bench.session.finish("completed", {"reward": 1.0})
 
+    async def trajectories(self) -> list[Trajectory]:
+        """What has become of all its conversations, once it is closed."""
+        return [await session.finish("completed", {"reward": 1.0}) for session in self.bench.session.tree]
+
     def text(self, trajectory: Trajectory) -> str:
         """All tokens as text, special ones visible."""
         return str(self.bench.chat.tokenizer.decode(trajectory.token_ids, skip_special_tokens=False))

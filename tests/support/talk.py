@@ -13,7 +13,7 @@ import jinja2
 
 from async_rl.chat import ChatFormat
 from async_rl.config import SimulatedEngines
-from async_rl.engines.protocol import EngineFacts
+from async_rl.engines.protocol import EngineFacts, InterruptMode
 from async_rl.engines.simulated import SimulatedEngine
 from tests.support.sessions import Bench
 
@@ -98,13 +98,21 @@ class Talker:
         await self._heard.setdefault(num_tokens, asyncio.Event()).wait()
 
 
-def talking(script: Script, **engine: Any) -> tuple[Bench, Talker]:
+def talking(
+    script: Script, *, max_branches: int = 0, interrupt: InterruptMode = "abort", **engine: Any
+) -> tuple[Bench, Talker]:
     """A bench whose policy follows a script, with room for long conversations."""
     talker = Talker(script)
     config = SimulatedEngines(**{"decode_step_s": 0.0, "vocab_size": 300, **engine})
     simulated = SimulatedEngine("engine-0", config, seed=1, policy=talker, facts=FACTS)
     bench = Bench(
-        simulated, facts=FACTS, chat=ChatFormat(ByteTokenizer()), max_context_tokens=8192, max_new_tokens=1024
+        simulated,
+        facts=FACTS,
+        chat=ChatFormat(ByteTokenizer()),
+        max_context_tokens=8192,
+        max_new_tokens=1024,
+        max_branches=max_branches,
+        interrupt=interrupt,
     )
     return bench, talker
 

@@ -272,20 +272,80 @@ async def test_a_client_that_tries_again_gets_the_same_answer_and_nothing_is_sam
     assert trajectory.num_sampled_tokens == len("Hello.") + 1
 
 
-async def test_an_edited_history_is_refused():
+async def test_another_conversation_is_refused_with_the_remedy_when_there_may_be_no_more():
     async with asked(lines("Hello.", "never said")) as a:
         await a.say("Hi")
-        with pytest.raises(openai.BadRequestError, match="history was edited") as refused:
+        with pytest.raises(openai.BadRequestError, match=r"raise rollout\.max_branches") as refused:
             await a.say("Hi", {"role": "assistant", "content": "Something else."}, "Go on")
-        assert refused.value.code == "history_edited"
+        assert refused.value.code == "too_many_conversations"
 
 
-async def test_a_weight_update_is_invisible_when_it_comes_in_the_middle_of_an_answer():
-    async with asked(lines("All my little ducklings"), decode_step_s=0.001) as a, Nursery() as nursery:
-        answering = nursery.start("answer", a.say("Sing"))
-        await a.talker.has_said(5)
-        await a.bench.bump(1)
-        assert (await answering).choices[0].message.content == "All my little ducklings"
+@pytest.mark.parametrize(
+    "history",
+    [
+        pytest.param(["Hi", {"role": "assistant", "content": "Edited."}, "Go on"], id="edited answer"),
+        pytest.param([{"role": "system", "content": "Be brief."}, "Hi"], id="another system prompt"),
+        pytest.param(["In short: we greeted each other.", "Go on"], id="summarised"),
+    ],
+)
+async def test_another_history_is_another_conversation_with_its_own_tokens(history: list[Any]):
+    async with asked(lines("Hello.", "Second.", "Third."), max_branches=4) as a:
+        first = await a.say("Hi")
+        await a.say(*history)
+        await a.say("Hi", reply(first), "And now?")  # the first goes on where it was
+    main, other = await a.trajectories()
+    assert main.trajectory_id + ".1" == other.trajectory_id
+    written = [a.bench.chat.decode(t.token_ids[t.response_mask]) for t in (main, other)]
+    assert written == ["Hello.Third.", "Second."]
+    assert other.num_inherited == 0
+    assert a.bench.session.completion.text == "Third."
+    assert [session.completion.text for session in a.bench.session.tree] == ["Third.", "Third."]
+
+
+async def test_sub_agents_run_side_by_side_and_each_goes_on_in_its_own_conversation():
+    def script(prompt: str) -> str:
+        count = prompt.count("<|im_start|>assistant") - 1
+        return f"{prompt.split('name ')[1].split('.')[0]} says {count}"
+
+    async with asked(script, max_branches=3, decode_step_s=0.001) as a:
+
+        async def sub_agent(name: str) -> list[str]:
+            messages: list[Any] = [{"role": "system", "content": f"Your name {name}."}]
+            for _ in range(3):
+                messages.append({"role": "user", "content": "Next?"})
+                messages.append(reply(await a.say(*messages)))
+            return [m["content"] for m in messages if m["role"] == "assistant"]
+
+        async with Nursery() as nursery:
+            running = [nursery.start(name, sub_agent(name)) for name in ("ann", "bob", "cid")]
+        assert [task.result() for task in running] == [
+            [f"{name} says {n}" for n in range(3)] for name in ("ann", "bob", "cid")
+        ]
+    trajectories = await a.trajectories()
+    assert sorted(t.outcome.num_turns for t in trajectories) == [3, 3, 3]
+    assert all(t.trace is not None and t.trace.valid.all() for t in trajectories)
+
+
+async def test_the_same_question_is_sampled_again_when_it_is_asked_on_purpose():
+    async with asked(lambda prompt: "Six.", max_branches=2) as a:
+        for _ in range(3):
+            assert (await a.say("Dice?")).choices[0].message.content == "Six."
+    trajectories = await a.trajectories()
+    assert [t.num_sampled_tokens for t in trajectories] == [len("Six.") + 1] * 3
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "retract"])
+async def test_a_weight_update_is_invisible_when_it_comes_in_the_middle_of_a_stream(interrupt: Any):
+    text = "All my little ducklings, swimming on the lake"
+    async with asked(lines(text), decode_step_s=0.001, interrupt=interrupt) as a:
+        said, updated = "", False
+        async for chunk in await a.say("Sing", stream=True):
+            said += chunk.choices[0].delta.content or ""
+            if len(said) >= 5 and not updated:
+                updated = True
+                assert len(said) < len(text)  # it is told as it grows
+                await a.bench.bump(1)
         trajectory = await a.trajectory()
+    assert said == text
     assert [segment.weight_version for segment in trajectory.sampled] == [0, 1]
     assert trajectory.outcome.num_interruptions == 1
