@@ -28,7 +28,7 @@ SHARES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """None at all, then from one in a thousand to all."""
 VERSIONS = tuple(float(n) for n in range(17))
 
-_STEP = "orchestrator, after each step, from the trainer's sums over all ranks"
+_STEP = "orchestrator, after each step, from the trainer"
 _BATCH = "orchestrator, after each step, from its batch"
 _PROBE = "trainer.worker, in every step that routing.probe_every names"
 _PULSE = "orchestrator, once a second"
@@ -174,7 +174,10 @@ class AgreementMetrics(Instruments):
 
 
 class FlowMetrics(Instruments):
-    """Trajectories, from dispatch to settlement; dispatched = in flight + queued + trained + dropped."""
+    """Trajectories, from dispatch to settlement.
+
+    At every moment dispatched = in flight + queued + trained + dropped.
+    """
 
     trajectories_dispatched_total = counter(
         "Trajectories handed to an agent loop.",

@@ -1,4 +1,4 @@
-"""`async-rl schema`: every setting."""
+"""`async-rl schema`: every setting, or every metric."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from async_rl.commands.command import Command
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
         "--markdown", action="store_true", help="as the tables of docs/config.md instead of JSON"
     )
+    shown.add_argument("--metrics", action="store_true", help="every metric, as the page docs/metrics.md")
 
 
 def _schema(parsed: argparse.Namespace) -> int:
+    if parsed.metrics:
+        from async_rl import metrics_page
+
+        sys.stdout.write(metrics_page.markdown())
+        return 0
     from async_rl import reference
 
     sys.stdout.write(reference.markdown() if parsed.markdown else reference.json_schema())
@@ -23,8 +30,8 @@ def _schema(parsed: argparse.Namespace) -> int:
 
 SCHEMA = Command(
     "schema",
-    "print every setting",
-    "As a JSON schema, for editors, unless told otherwise.",
+    "print every setting, or every metric",
+    "Settings are printed as a JSON schema, for editors, unless told otherwise.",
     _add_options,
     _schema,
 )

@@ -30,7 +30,6 @@ FIELDS: Final[Mapping[str, str]] = {
     "response_length/max": "sampled_tokens_max",
     "response_length/min": "sampled_tokens_min",
     "rollout_corr/kl": "rollout_kl",
-    "rollout_corr/rollout_is_mean": "importance_ratio_mean",
     "rollout_corr/rollout_is_ratio_fraction_high": "importance_truncated_fraction",
     "rollout_corr/rollout_is_eff_sample_size": "effective_sample_share",
     "timing_s/gen": "wait_s",

@@ -12,10 +12,12 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
+from async_rl import metrics_page
 from async_rl.errors import EnvironmentNotReady
 from async_rl.instruments import declared
 from async_rl.metrics import Metrics, serve
 from async_rl.records import StepRecord
+from async_rl.trackers.names import DERIVED, FIELDS
 
 PACKAGE = Path(__file__).parents[2] / "async_rl"
 
@@ -146,3 +148,17 @@ def test_no_metric_is_declared_in_two_sections() -> None:
     names = [name for section in declared(Metrics) for name in section.declarations]
     assert len(names) == len(set(names))
     assert len(names) == len(list(Metrics().registry.collect()))
+
+
+def test_the_page_of_metrics_is_current() -> None:
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    assert page.read_text() == metrics_page.markdown(), "run `make docs`"
+
+
+def test_the_page_has_a_row_for_each_metric_and_each_name_of_a_tracker() -> None:
+    page = metrics_page.markdown()
+    for section in declared(Metrics):
+        for name in section.declarations:
+            assert re.search(rf"^\| `{name}[`{{]", page, re.MULTILINE), name
+    for name in (*FIELDS, *DERIVED):
+        assert f"\n| `{name}` | " in page
