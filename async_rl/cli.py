@@ -16,6 +16,7 @@ from async_rl import __version__
 from async_rl.commands.command import Command
 from async_rl.commands.doctor import DOCTOR
 from async_rl.commands.inspect import INSPECT
+from async_rl.commands.new_loop import NEW_LOOP
 from async_rl.commands.plan import PLAN
 from async_rl.commands.report import REPORT
 from async_rl.commands.rollout import ROLLOUT
@@ -23,7 +24,7 @@ from async_rl.commands.run import CHECK, TRAIN
 from async_rl.commands.schema import SCHEMA
 from async_rl.errors import AsyncRLError
 
-COMMANDS: tuple[Command, ...] = (TRAIN, CHECK, PLAN, ROLLOUT, INSPECT, REPORT, DOCTOR, SCHEMA)
+COMMANDS: tuple[Command, ...] = (NEW_LOOP, TRAIN, CHECK, PLAN, ROLLOUT, INSPECT, REPORT, DOCTOR, SCHEMA)
 """In the order of `async-rl --help`: a day's work, from first to last."""
 
 

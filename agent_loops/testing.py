@@ -1,0 +1,185 @@
+"""Tests of agent loops without a model: a session whose policy says what the test wrote down.
+
+```
+play(loop, task, *turns) ──► loop.run(task, ScriptedSession) ──► Completion ──► your asserts, your reward
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from agent_loops.base import AgentLoop
+from async_rl.rollout.api import Turn
+from async_rl.types import Completion, StopReason, Task
+
+
+def make_task(**fields: Any) -> Task:
+    """A row of a dataset; only what the test is about need be said."""
+    return Task(**{"task_id": "t", "messages": [{"role": "user", "content": "What is 2 + 2?"}], **fields})
+
+
+class ScriptedSession:
+    """A `Session` that says the given turns in order.
+
+    Example:
+        >>> session = ScriptedSession("Paris.", ("The capital of Fr", "length"))
+        >>> (await session.generate()).text
+        'Paris.'
+
+    Args:
+        turns: Texts; a pair `(text, "length")` is a turn that ran out of budget. Branches and conversations
+            of the session take theirs from the same list.
+        task: Of the trajectory.
+        tool_timeout_s: Longest tool call.
+    """
+
+    def __init__(
+        self, *turns: str | tuple[str, str], task: Task | None = None, tool_timeout_s: float = 5.0
+    ) -> None:
+        self.task = task or make_task()
+        self.trajectory_id = "scripted"
+        self.messages: list[dict[str, Any]] = []
+        self.tool_timeout_s = tool_timeout_s
+        self.remaining_tokens = 1000
+        self.remaining_turns = 100
+        self.remaining_s = 1000.0
+        self.remaining_branches = 100
+        self.num_turns = 0
+        self.tokens_per_message = 0
+        """What each message takes from `remaining_tokens`."""
+        self.tools: list[dict[str, Any]] = []
+        self.tool_calls: list[str] = []
+        """`ok` or `error`, of each call."""
+        self.stops: list[Sequence[str]] = []
+        self.notes: list[dict[str, Any]] = []
+        self.last_turn: Turn | None = None
+        self.branches: list[ScriptedSession] = []
+        """Other conversations of the attempt, in the order of their beginning."""
+        self._turns = list(turns)
+
+    def start(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None:
+        """See `Session.start`."""
+        self.messages = list(messages)
+        self.tools = list(tools)
+
+    async def generate(
+        self,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        on_text: Callable[[str], None] | None = None,
+    ) -> Turn:
+        """See `Session.generate`.
+
+        Raises:
+            AssertionError: When the loop asks for more turns than there are.
+        """
+        assert self._turns, f"the loop asked for turn {self.num_turns + 1}, but the test wrote no more"
+        turn = self._turns.pop(0)
+        text, reason = turn if isinstance(turn, tuple) else (turn, "stop")
+        self.stops.append(stop)
+        self.num_turns += 1
+        self.messages.append({"role": "assistant", "content": text})
+        if on_text is not None:
+            on_text(text)
+        self.last_turn = Turn(
+            text=text,
+            token_ids=np.arange(3, dtype=np.int32),
+            finish_reason="length" if reason == "length" else "stop",
+        )
+        return self.last_turn
+
+    def add_messages(self, messages: Sequence[dict[str, Any]]) -> None:
+        """See `Session.add_messages`."""
+        self.messages += messages
+        self.remaining_tokens -= self.tokens_per_message * len(messages)
+
+    def add_tool_result(
+        self, content: Any, *, name: str | None = None, tool_call_id: str | None = None, error: bool = False
+    ) -> None:
+        """See `Session.add_tool_result`."""
+        self.record_tool_call(error=error)
+        self.add_messages([{"role": "tool", "content": content, **({"name": name} if name else {})}])
+
+    def record_tool_call(
+        self, *, error: bool, tool: str = "unnamed", seconds: float = 0.0, waited_s: float = 0.0
+    ) -> None:
+        """See `Session.record_tool_call`."""
+        self.tool_calls.append("error" if error else "ok")
+
+    def annotate(self, **values: Any) -> None:
+        """See `Session.annotate`."""
+        self.notes.append(values)
+
+    def branch(self) -> ScriptedSession:
+        """See `Session.branch`."""
+        other = self.conversation()
+        other.messages, other.tools = list(self.messages), list(self.tools)
+        return other
+
+    def conversation(self) -> ScriptedSession:
+        """See `Session.conversation`."""
+        other = ScriptedSession(task=self.task, tool_timeout_s=self.tool_timeout_s)
+        other.trajectory_id = f"{self.trajectory_id}.{len(self.branches) + 1}"
+        other._turns = self._turns
+        self.branches.append(other)
+        return other
+
+    def speak_for_all(self) -> None:
+        """See `Session.speak_for_all`."""
+
+    async def __aenter__(self) -> ScriptedSession:
+        """See `Session.branch`."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        """See `Session.branch`."""
+        return False
+
+    @property
+    def tool_results(self) -> list[str]:
+        """What the tools said."""
+        return [message["content"] for message in self.messages if message["role"] == "tool"]
+
+    @property
+    def turns_left(self) -> int:
+        """Turns that the loop did not ask for."""
+        return len(self._turns)
+
+    def completion(self, ended: StopReason | None) -> Completion:
+        """What a reward function would see now."""
+        text = self.last_turn.text if self.last_turn is not None else ""
+        length = self.last_turn is not None and self.last_turn.finish_reason == "length"
+        return Completion(
+            messages=list(self.messages),
+            text=text,
+            stop_reason=ended or ("length" if length else "completed"),
+            num_tool_calls=len(self.tool_calls),
+            num_tool_errors=self.tool_calls.count("error"),
+        )
+
+
+async def play(loop: AgentLoop, task: Task, *turns: str | tuple[str, str]) -> Completion:
+    """Let a loop play a task with a policy that says these turns.
+
+    Example:
+        >>> completion = asyncio.run(play(MyLoop(), make_task(answer="4"), "4"))
+        >>> assert my_reward(make_task(answer="4"), completion) == 1.0
+
+    Raises:
+        AssertionError: The loop asked for more turns than there are, or for fewer.
+    """
+    session = ScriptedSession(*turns, task=task)
+    ended = await loop.run(task, session)
+    assert not session.turns_left, f"the loop did not ask for the last {session.turns_left} turns"
+    return session.completion(ended)
