@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, EnvironmentNotReady
 
 
 def load_object(path: str, *, what: str) -> Any:
@@ -24,6 +24,7 @@ def load_object(path: str, *, what: str) -> Any:
     Raises:
         ConfigError: The path is malformed, the module is missing or fails to import, or it has no such
             attribute.
+        EnvironmentNotReady: The module says so, of a package that is not installed.
     """
     module_name, colon, attribute = path.partition(":")
     if not (colon and module_name and attribute):
@@ -51,6 +52,8 @@ def _import_module(module_name: str, path: str, what: str) -> ModuleType:
                 f"file in {os.getcwd()}"
             ) from error
         raise ConfigError(f"{what} {path!r}: importing {module_name!r} failed: {error}") from error
+    except EnvironmentNotReady:  # it says itself what to install
+        raise
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ConfigError(
             f"{what} {path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}"

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from async_rl.config import Config, parse_config
+
 MOE = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 3,
@@ -34,3 +36,8 @@ def write_run(folder: Path, **model: Any) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+def config_of(**rollout: Any) -> Config:
+    """A config of which only the rollout section is looked at."""
+    return parse_config({"model": {"path": "m"}, "data": {"path": "x.jsonl"}, "rollout": rollout})

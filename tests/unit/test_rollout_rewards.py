@@ -16,7 +16,6 @@ import psutil
 import pytest
 from aiohttp import web
 
-from async_rl.config import Config, parse_config
 from async_rl.errors import ConfigError, RewardError
 from async_rl.metrics import Metrics
 from async_rl.rollout.reward_styles import parts_of, style_of
@@ -24,19 +23,17 @@ from async_rl.rollout.rewards import Rewards
 from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Completion, Task
 from tests.support import reward_functions
+from tests.support.run_config import config_of
 
 HERE = reward_functions.__name__
-
-
-def config_of(**rollout: Any) -> Config:
-    loss = {"data": {"path": "x.jsonl"}, "model": {"path": "m"}}
-    return parse_config({**loss, "rollout": {"group_size": 3, **rollout}})
 
 
 def rewards_of(metrics: Metrics | None = None, **rollout: Any) -> Rewards:
     clock = asyncio.get_running_loop().time
     decode = lambda ids: "".join(chr(token) for token in ids)  # noqa: E731
-    return Rewards(config_of(**rollout), decode=decode, metrics=metrics or Metrics(), clock=clock)
+    return Rewards(
+        config_of(group_size=3, **rollout), decode=decode, metrics=metrics or Metrics(), clock=clock
+    )
 
 
 def named(reward: dict[str, Any], **rollout: Any) -> Rewards:

@@ -1,0 +1,75 @@
+"""Programs of the policy against their tests, in the real sandbox."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agent_loops.rewards_code import cases_of, code_tests, program_of
+from async_rl.types import Completion
+from tests.support.scripted_session import make_task
+
+ADD = "def add(a, b):\n    return a + b\n"
+SUM = "```python\nprint(sum(map(int, input().split())))\n```"
+PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+
+
+def completion(text: str) -> Completion:
+    return Completion(messages=[], text=text, stop_reason="completed")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "reward", "passed"),
+    [
+        (PAIRS, f"I add them.\n{SUM}\nDone.", 1.0, 1.0),
+        (json.dumps(PAIRS), SUM, 1.0, 1.0),
+        (PAIRS, "print(3)", 0.0, 0.5),
+        ([{"input": "1 2", "output": "3"}], "import sys\nprint('3 ')\nsys.exit()", 1.0, 1.0),
+        ({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}, ADD, 1.0, 1.0),
+        (["assert add(1, 2) == 3", "assert add(1, 2) == 4", "assert add(0, 0) == 0"], ADD, 0.0, 1 / 3),
+        ("assert add(2, 2) == 4", f"```\n{ADD}```", 1.0, 1.0),
+        ("assert add(2, 2) == 4", "import os\nos._exit(0)", 0.0, 0.0),
+        ("assert True", "raise ValueError", 0.0, 0.0),
+    ],
+)
+async def test_a_program_is_rewarded_when_its_tests_pass(
+    answer: Any, text: str, reward: float, passed: float
+) -> None:
+    assert await code_tests(make_task(answer=answer), completion(text)) == {
+        "reward": reward,
+        "passed": passed,
+    }
+
+
+async def test_the_share_is_rewarded_when_the_config_says_so() -> None:
+    answer = ["assert add(1, 2) == 4", "assert add(1, 2) == 3"]
+    scores = await code_tests(make_task(answer=answer), completion(ADD), partial=True)
+    assert scores == {"reward": 0.5, "passed": 0.5}
+    scores = await code_tests(make_task(answer=answer[::-1]), completion(ADD), max_tests=1)
+    assert scores["reward"] == 1.0
+
+
+async def test_a_program_that_hangs_fails_its_tests_alone() -> None:
+    task = make_task(answer="assert True")
+    assert (await code_tests(task, completion("while True: pass"), wall_s=0.5))["reward"] == 0.0
+    assert (await code_tests(task, completion("pass"), wall_s=30))["reward"] == 1.0
+
+
+@pytest.mark.parametrize("answer", [None, "[]", {"inputs": []}, 4, [{"in": 1}]])
+def test_an_answer_without_tests_is_an_error(answer: Any) -> None:
+    with pytest.raises(ValueError, match="holds no tests"):
+        cases_of(answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\na\n```\nbetter:\n```py\nb\n```", "b\n"),
+        ("```\ncut short", "cut short"),
+        ("print(1)", "print(1)"),
+    ],
+)
+def test_the_last_block_is_the_program(text: str, program: str) -> None:
+    assert program_of(text) == program

@@ -1,0 +1,67 @@
+"""Mathematical answers, in the worker process that the reward asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from agent_loops import rewards_math
+from agent_loops.rewards_math import math_answer
+from async_rl.errors import RewardError
+from async_rl.metrics import Metrics
+from async_rl.rollout.rewards import Rewards
+from async_rl.types import Completion
+from async_rl.workers import processes_asked
+from tests.support.run_config import config_of
+from tests.support.scripted_session import make_task
+
+
+def completion(text: str) -> Completion:
+    return Completion(messages=[], text=text, stop_reason="completed")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "reward"),
+    [
+        ("1/2", r"so it is \boxed{\frac{1}{2}}", 1.0),
+        (r"\frac{\sqrt{2}}{2}", r"it is $\frac{1}{\sqrt 2}$", 1.0),
+        ("She has 10 + 62 = 72.\n#### 72", "First 71, then 72.", 1.0),
+        ("1,000", "It is 1000", 1.0),
+        ("4", r"4 plus one is \boxed{5}", 0.0),
+        ("4", "I do not know", 0.0),
+        (4, "4", 1.0),
+    ],
+)
+def test_answers_are_compared_as_mathematics(answer: object, text: str, reward: float) -> None:
+    assert math_answer(make_task(answer=answer), completion(text)) == reward
+
+
+def test_a_reference_that_is_no_mathematics_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the reference answer '' cannot be read as mathematics"):
+        math_answer(make_task(answer=""), completion("4"))
+
+
+async def test_an_answer_that_computes_for_ever_is_wrong_and_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert processes_asked(rewards_math.math_answer) == 2
+    name = "agent_loops.rewards_math:math_answer"
+    settings = {"function": name, "processes": 1, "timeout_s": 100, "args": {"limit_s": 1}}
+    config = config_of(reward="math", rewards={"math": settings})
+    rewards = Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
+    try:
+        score = asyncio.ensure_future(
+            rewards.score(make_task(answer="4"), completion(r"\boxed{9^{9^{9^{9}}}}"))
+        )
+        turns = 0
+        while not score.done():
+            await asyncio.wait([score], timeout=0.05)
+            turns += 1
+        assert turns > 10  # the loop ran on meanwhile
+        assert await score == {"reward": 0.0}
+        with pytest.raises(RewardError, match="raised ValueError: the reference answer ''"):
+            await rewards.score(make_task(answer=""), completion("4"))
+    finally:
+        await rewards.close()
