@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -655,7 +655,11 @@ class Metrics(
 
 @asynccontextmanager
 async def serve(
-    metrics: Metrics, host: str, port: int, health: Callable[[], dict[str, Any]]
+    metrics: Metrics,
+    host: str,
+    port: int,
+    health: Callable[[], dict[str, Any]],
+    more: Sequence[web.RouteDef] = (),
 ) -> AsyncIterator[str]:
     """Serve `/metrics` (Prometheus text) and `/health` (JSON) while the block runs.
 
@@ -664,6 +668,7 @@ async def serve(
         host: Address to bind to.
         port: 0 takes a free one.
         health: Says how the run is; its `"status"` must be `"ok"` for an answer of 200, else it is 503.
+        more: Routes of others beside these.
 
     Yields:
         The URL that was bound, without a path.
@@ -682,7 +687,7 @@ async def serve(
         return web.json_response(state, status=status, dumps=lambda value: json.dumps(value, default=str))
 
     app = web.Application()
-    app.add_routes([web.get("/metrics", show_metrics), web.get("/health", show_health)])
+    app.add_routes([web.get("/metrics", show_metrics), web.get("/health", show_health), *more])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

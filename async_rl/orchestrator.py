@@ -25,7 +25,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +53,9 @@ from async_rl.errors import (
     TrainerError,
 )
 from async_rl.metrics import Metrics, serve
+from async_rl.page.feed import Feed
+from async_rl.page.routes import page_routes
+from async_rl.page.view import Now, look
 from async_rl.queue.holdings import QueueStatistics
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -153,10 +156,13 @@ async def run(
     chat = load_chat_format(config.model.path)
     metrics = Metrics()
     orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock)
+    page = Feed(config, orchestrator.now, lambda: orchestrator.records)
+    host = config.metrics.host
     async with (
         watched(orchestrator.named_waits, metrics, config.doctor),
         tracking(config, run_dir, metrics) as trackers,
-        serve(metrics, config.metrics.host, config.metrics.port, orchestrator.health) as url,
+        serve(metrics, host, config.metrics.port, orchestrator.health, page_routes(page, host)) as url,
+        services(page=page.run),
     ):
         (run_dir / "url").write_text(url)
         targets = Path(config.metrics.targets_dir or run_dir.parent / ".prometheus")
@@ -209,8 +215,8 @@ class Orchestrator:
         self._stop = stop
         self._cluster = cluster
         self._metrics = metrics
-        self._clock = clock
         metrics.max_staleness_versions.set(config.rollout.max_staleness)
+        self._clock = clock
         self._phase = "starting"
         self._pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
         self._health = HealthWatch(self._pool, config.engine, metrics, clock)
@@ -237,6 +243,25 @@ class Orchestrator:
         self._trainer_failures = 0
         self._records: list[StepRecord] = []
         self._trackers: Trackers | None = None
+
+    @property
+    def records(self) -> Sequence[StepRecord]:
+        """All steps so far, those of earlier lives included."""
+        return self._records
+
+    def now(self) -> Now:
+        """For the live page: the run at this moment."""
+        return look(
+            phase=self._phase,
+            max_steps=self._config.run.max_steps,
+            elapsed_s=None if self._begin_s is None else self._clock() - self._begin_s,
+            records=self._records,
+            counts=None if self._queue is None else _counts(self._queue.statistics()),
+            pool=self._pool,
+            waits=self.named_waits,
+            diagnosis=self._doctor.diagnosis(),
+            running=[] if self._manager is None else self._manager.running.values(),
+        )
 
     def health(self) -> dict[str, Any]:
         """For `/health`: how the run is and what it waits for."""

@@ -44,7 +44,15 @@ def derived_bounds(config: Config) -> dict[str, int]:
 def print_header(console: Console, config: Config, run_dir: Path, metrics_url: str) -> None:
     """The first screen: version, where the run's files are, what differs from the defaults, what follows."""
     console.print(Text(f"async-rl {__version__}", style="bold"))
-    console.print(_figures([("run folder", _path(run_dir)), ("metrics", f"{metrics_url}/metrics")]))
+    console.print(
+        _figures(
+            [
+                ("run folder", _path(run_dir)),
+                ("live page", metrics_url),
+                ("metrics", f"{metrics_url}/metrics"),
+            ]
+        )
+    )
     console.print(Text("differs from the defaults", style="bold"))
     console.print(_figures([(key, str(value)) for key, value in changed_fields(config).items()]))
     console.print(Text("follows from it", style="bold"))

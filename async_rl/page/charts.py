@@ -71,7 +71,7 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
             name="reward",
             label="reward",
             value=compact(last.reward_mean),
-            note=f"{compact(start)} → {compact(now)}, means of {WINDOW}",
+            note=f"{compact(start)} → {compact(now)} so far",
         ),
         Tile(
             name="ppo-kl",
@@ -101,7 +101,7 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
             name="trainer-idle",
             label="trainer idle",
             value=_percent(_trainer_idle(last)),
-            note=f"waited {last.wait_s:.1f} s, stepped {last.step_s:.1f} s",
+            note=f"waited {last.wait_s:.1f} s for its batch",
         ),
     ]
 

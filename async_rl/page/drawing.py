@@ -225,7 +225,7 @@ _ROW_PX: Final = 30
 _TOP_PX: Final = 24
 """Above the stages, for the sum."""
 
-_LONGEST_REASON: Final = 22
+_LONGEST_REASON: Final = 18
 """Characters that a label of the flow has room for on a phone."""
 
 

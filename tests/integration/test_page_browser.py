@@ -1,0 +1,151 @@
+"""The live page and the report in headless Chromium: what a person sees, on a desk and on a phone."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.page import feed
+from async_rl.run_report import write_report
+from tests.support.browser import Tab, browser
+from tests.support.finished_run import HOSTILE, LOG, records, write_run_folder
+from tests.support.tools import program
+from tests.support.watched_run import now, watched
+
+DRAWN = "document.querySelectorAll('figure.chart').length > 20"
+
+# The least contrast of text with what is behind it, by WCAG 2.1, 1.4.3: 4.5 for AA.
+CONTRAST = """(() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const paint = (colours) => {
+    canvas.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (rgb) => {
+    const [r, g, b] = rgb.map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const bad = [];
+  for (const one of document.querySelectorAll('h1,h2,h3,p,th,td,li,code,button,a,.chip,svg text')) {
+    if (!one.textContent.trim() || one.closest('[hidden], .skip') || !one.getClientRects().length) continue;
+    const behind = [];
+    for (let up = one; up; up = up.parentElement) behind.unshift(getComputedStyle(up).backgroundColor);
+    const style = getComputedStyle(one);
+    const ink = one instanceof SVGElement ? style.fill : style.color;
+    const [a, b] = [light(paint([...behind, ink])), light(paint(behind))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) bad.push([one.tagName, one.className.toString(), one.textContent.slice(0, 30), ratio]);
+  }
+  return bad;
+})()"""
+
+
+def text_of(tab: Tab, selector: str) -> Any:
+    return tab.evaluate(f"document.querySelector({selector!r}).innerText")
+
+
+async def hover(tab: Tab, chart: str) -> None:
+    """Move the pointer into the middle of a chart."""
+    box = await tab.evaluate(
+        f"(() => {{ const svg = document.querySelector('#chart-{chart} svg.shapes');"
+        "svg.scrollIntoView({block: 'center'}); const box = svg.getBoundingClientRect();"
+        "return [box.left + box.width / 2, box.top + box.height / 2] })()"
+    )
+    await tab.send("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+    await tab.until(f"document.querySelector('#chart-{chart} .readout')")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, True), (390, False)])
+async def test_the_page_shows_the_run_at_any_width(tmp_path: Path, width: int, dark: bool) -> None:
+    chromium, steps = program("chromium", "chromium"), records(120)
+    async with watched(now, lambda: steps) as (url, _), browser(chromium, tmp_path) as tab:
+        await tab.open(url, width=width, dark=dark)
+        await tab.until(DRAWN)
+        assert await tab.evaluate("document.title") == "calculator-moe · async-rl"
+        assert await text_of(tab, "#tile-reward") == f"{steps[-1].reward_mean:.3g}"
+        assert await text_of(tab, "#steps") == "step 120 of 200"
+        assert "trained 6,514 · 97%" in await tab.evaluate("document.querySelector('#flow').textContent")
+        engines = await text_of(tab, "#engines")
+        assert "quarantined" in engines
+        assert "24 calls" in engines
+        assert "tool search" in await text_of(tab, "#slowest")
+        assert "7 min" in await text_of(tab, "#slowest")
+        assert "5 of 8 groups are ready" in await text_of(tab, "#report")
+        # What a data set says is text, here as everywhere.
+        assert HOSTILE in await tab.evaluate("document.body.textContent")
+        assert await tab.evaluate("document.querySelectorAll('img, main script').length") == 0
+
+        assert await tab.evaluate("document.documentElement.scrollWidth") == width
+        assert await tab.evaluate("innerWidth") == width
+        assert await tab.evaluate(
+            "[...document.querySelectorAll('figure.chart path.line')].every((line) => {"
+            "const box = line.getBoundingClientRect(); return box.width > 100 && box.left >= 0 })"
+        )
+        assert await tab.evaluate(CONTRAST) == []
+        assert await tab.evaluate(
+            "[...document.querySelectorAll('svg[role=img], button, progress')]"
+            ".filter((one) => !one.getAttribute('aria-label')).length"
+        ) == 0  # fmt: skip
+
+        image = await tab.screenshot(whole=False)
+        assert struct.unpack(">II", image[16:24]) == (width, 900)
+        ground = await tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert ground == ("rgb(13, 16, 23)" if dark else "rgb(244, 245, 247)")
+        assert tab.complaints == []
+        assert {address for address in tab.requests if not address.startswith(url)} == set()
+
+
+async def test_the_page_follows_the_run_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_EVERY_S", 0.02)
+    monkeypatch.setattr(feed, "_DRAW_SHARE", 1e9)
+    steps, moments = records(8), [now(7)]
+    async with watched(lambda: moments[-1], lambda: steps[:-1]) as (url, _):
+        async with browser(program("chromium", "chromium"), tmp_path) as tab:
+            await tab.open(url, width=1280)
+            await tab.until("document.querySelector('#connection').textContent === 'live'")
+            assert await text_of(tab, "#recent td") == "7"
+            steps.append(steps[-1])
+            await tab.until("document.querySelector('#recent td').textContent === '8'")
+            assert not await tab.evaluate("document.querySelector('#alarm').checkVisibility()")
+            moments.append(now(8, "stalled", report="nothing has moved for 300 s"))
+            await tab.until("document.querySelector('#alarm').checkVisibility()")
+            assert await text_of(tab, "#alarm pre") == "nothing has moved for 300 s"
+
+            await hover(tab, "reward")
+            assert "step 4" in await text_of(tab, "#chart-reward .readout")
+            # By the keyboard alone: past the link to the charts, on to the button.
+            for _ in range(2):
+                for kind in ("keyDown", "keyUp"):
+                    await tab.send("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab",
+                                   windowsVirtualKeyCode=9)  # fmt: skip
+            assert await tab.evaluate("document.activeElement.id") == "theme"
+            for kind in ("keyDown", "keyUp"):
+                await tab.send("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r",
+                               windowsVirtualKeyCode=13)  # fmt: skip
+            assert await tab.evaluate("document.documentElement.dataset.theme") == "light"
+
+            next(task for task in asyncio.all_tasks() if task.get_name() == "page").cancel()
+            await tab.until("document.querySelector('#connection').textContent === 'ended'")
+            assert tab.complaints == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+async def test_the_report_is_whole_without_a_server(tmp_path: Path, width: int) -> None:
+    folder = write_run_folder(tmp_path / "run", records(120), log=LOG)
+    path = write_report(folder)
+    async with browser(program("chromium", "chromium"), tmp_path / "profile") as tab:
+        await tab.open(path.as_uri(), width=width)
+        await tab.until(DRAWN)
+        assert await text_of(tab, "#tile-reward") == f"{records(120)[-1].reward_mean:.3g}"
+        assert await tab.evaluate("document.documentElement.scrollWidth") == width
+        assert await tab.evaluate("document.title") == "calculator-moe · async-rl report"
+        assert await tab.evaluate(CONTRAST) == []
+        await hover(tab, "ppo-kl")  # its one script is the one that its policy names
+        assert "step 60" in await text_of(tab, "#chart-ppo-kl .readout")
+        assert tab.complaints == []
+        assert tab.requests == [path.as_uri()]

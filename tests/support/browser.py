@@ -1,0 +1,148 @@
+"""A headless Chromium, driven by its DevTools protocol over a websocket: no driver and no package beside it.
+
+It keeps what a test must know of a page: what it asked for, what it wrote to its console, and how it looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+_LINE = re.compile(rb"DevTools listening on (ws://\S+)")
+
+
+class Tab:
+    """One page."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, session_id: str) -> None:
+        self._socket = socket
+        self._session_id = session_id
+        self._number = 0
+        self._loaded = False
+        self.requests: list[str] = []
+        """Addresses it asked for."""
+        self.complaints: list[str] = []
+        """Errors and warnings of its console, and exceptions of its scripts."""
+
+    async def send(self, method: str, **params: Any) -> dict[str, Any]:
+        """Call a method of the protocol; what happens meanwhile is kept."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params, "sessionId": self._session_id}
+        await self._socket.send_json(message)
+        while True:
+            answer = json.loads((await self._socket.receive()).data)
+            self._keep(answer)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    async def evaluate(self, script: str) -> Any:
+        """The value of an expression, awaited if it is a promise."""
+        answer = await self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    async def until(self, condition: str) -> Any:
+        """Wait, in the page, until an expression is true there."""
+        return await self.evaluate(
+            "new Promise((done) => { const look = () => { const value = (" + condition + ");"
+            "value ? done(value) : requestAnimationFrame(look) }; look() })"
+        )
+
+    async def open(self, url: str, *, width: int, height: int = 900, dark: bool = False) -> None:
+        """Open an address in a window of a size, as a phone where it is narrow; returns when it is loaded."""
+        await self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.send("Emulation.setEmulatedMedia", features=[scheme])
+        self._loaded = False
+        await self.send("Page.navigate", url=url)
+        while not self._loaded:
+            self._keep(json.loads((await self._socket.receive()).data))
+
+    async def screenshot(self, *, whole: bool = True) -> bytes:
+        """The page as PNG, down to its end or only what the window shows."""
+        answer = await self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        return base64.b64decode(answer["data"])
+
+    def _keep(self, event: dict[str, Any]) -> None:
+        params = event.get("params", {})
+        match event.get("method"):
+            case "Page.loadEventFired":
+                self._loaded = True
+            case "Network.requestWillBeSent":
+                self.requests.append(params["request"]["url"])
+            case "Runtime.exceptionThrown":
+                self.complaints.append(json.dumps(params["exceptionDetails"]))
+            case "Log.entryAdded" if params["entry"]["level"] in ("error", "warning"):
+                self.complaints.append(params["entry"]["text"])
+            case "Runtime.consoleAPICalled" if params["type"] in ("error", "warning", "assert"):
+                self.complaints.append(json.dumps(params["args"]))
+
+
+@asynccontextmanager
+async def browser(chromium: str, profile: Path) -> AsyncIterator[Tab]:
+    """Start a browser with one tab; it ends with the block.
+
+    Args:
+        chromium: Path of the program.
+        profile: A folder that it may write to.
+    """
+    process = await asyncio.create_subprocess_exec(
+        chromium,
+        "--headless",
+        "--no-sandbox",  # tests run as root in containers; the page is ours
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--remote-debugging-port=0",
+        f"--user-data-dir={profile}",
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    try:
+        url = ""
+        async for line in process.stderr:
+            if found := _LINE.search(line):
+                url = found[1].decode()
+                break
+        assert url, "chromium ended without an address"
+        async with aiohttp.ClientSession() as client, client.ws_connect(url, max_msg_size=0) as socket:
+            await socket.send_json(
+                {"id": 1, "method": "Target.createTarget", "params": {"url": "about:blank"}}
+            )
+            target = (await _answer(socket, 1))["targetId"]
+            attach = {"targetId": target, "flatten": True}
+            await socket.send_json({"id": 2, "method": "Target.attachToTarget", "params": attach})
+            tab = Tab(socket, (await _answer(socket, 2))["sessionId"])
+            for domain in ("Page", "Runtime", "Network", "Log"):
+                await tab.send(f"{domain}.enable")
+            yield tab
+            await socket.send_json({"id": 3, "method": "Browser.close"})
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def _answer(socket: aiohttp.ClientWebSocketResponse, number: int) -> dict[str, Any]:
+    while True:
+        answer = json.loads((await socket.receive()).data)
+        if answer.get("id") == number:
+            return answer["result"]

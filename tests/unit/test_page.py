@@ -1,0 +1,255 @@
+"""The live page over HTTP: who may read it, what it says, and that whoever reads slowly holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from async_rl.page import feed as feed_module
+from async_rl.page.feed import Client, Feed, TooManyClients
+from async_rl.page.routes import page_routes
+from async_rl.page.view import slowest
+from async_rl.records import StepRecord
+from async_rl.types import Task
+from async_rl.waits import Waits, acting, waiting
+from tests.support.finished_run import HOSTILE, records
+from tests.support.watched_run import config, now, watched
+
+STEPS = records(12)
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second is a moment, and drawing takes no share of it."""
+    monkeypatch.setattr(feed_module, "_EVERY_S", 0.01)
+    monkeypatch.setattr(feed_module, "_DRAW_SHARE", 1e9)
+
+
+async def fetch(url: str, **headers: str) -> tuple[int, aiohttp.typedefs.LooseHeaders, str]:
+    async with aiohttp.ClientSession() as client, client.get(url, headers=headers) as answer:
+        return answer.status, answer.headers, await answer.text()
+
+
+@asynccontextmanager
+async def stream(url: str, **headers: str) -> AsyncIterator[AsyncIterator[tuple[str, Any, str]]]:
+    """Server-sent events as (name, data, id)."""
+
+    async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any, str]]:
+        fields: dict[str, str] = {}
+        async for line in answer.content:
+            name, _, value = line.decode().rstrip("\n").partition(": ")
+            if name:
+                fields[name] = value
+            else:
+                yield fields["event"], json.loads(fields["data"]), fields.get("id", "")
+                fields = {}
+
+    async with aiohttp.ClientSession(read_bufsize=1 << 22) as client, client.get(url, headers=headers) as got:
+        assert got.status == 200
+        assert got.content_type == "text/event-stream"
+        yield events(got)
+
+
+async def test_a_snapshot_is_the_whole_run() -> None:
+    async with watched(now, lambda: STEPS) as (url, _):
+        status, _, body = await fetch(f"{url}/api/snapshot")
+    page = json.loads(body)
+    assert status == 200
+    assert page["run"] == "calculator-moe"
+    assert page["now"]["engines"][2]["state"] == "quarantined"
+    assert [row["step"] for row in page["steps"]["recent"]] == list(range(12, 0, -1))
+    charts = "".join(chart for section in page["steps"]["sections"] for chart in section["charts"])
+    assert 'id="chart-kl-parts"' in charts
+    assert 'data-xs="1 2 3 4 5 6 7 8 9 10 11 12"' in charts
+
+
+@pytest.mark.parametrize("path", ["/", "/page.css", "/page.js", "/charts.js", "/icon.svg", "/api/snapshot"])
+async def test_every_answer_forbids_other_hosts_and_other_scripts(path: str) -> None:
+    async with watched(now, lambda: STEPS) as (url, _):
+        status, headers, _ = await fetch(url + path)
+        async with aiohttp.ClientSession() as client, client.post(url + path) as answer:
+            assert answer.status == 405
+    assert status == 200
+    policy = headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self';")
+    assert "unsafe" not in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("named", "status"), [("localhost", 200), ("127.0.0.1:80", 200), ("[::1]", 200), ("evil.example", 403)]
+)
+async def test_a_name_that_somebody_points_at_loopback_is_refused(named: str, status: int) -> None:
+    async with watched(now, lambda: STEPS) as (url, _):
+        for path in ("/", "/api/snapshot", "/api/events"):
+            async with aiohttp.ClientSession() as client, client.get(
+                url + path, headers={"Host": named}
+            ) as answer:  # fmt: skip
+                assert answer.status == status
+
+
+def test_any_name_is_answered_when_the_server_is_not_bound_to_loopback() -> None:
+    feed = Feed(config(), now, lambda: STEPS)
+    open_routes = {route.handler.__name__ for route in page_routes(feed, "0.0.0.0")}
+    assert "check" not in open_routes
+    assert {route.handler.__name__ for route in page_routes(feed, "::1")} == {"check"}
+
+
+async def test_who_watches_is_told_of_each_step_once() -> None:
+    steps = list(STEPS[:3])
+    async with watched(now, lambda: steps) as (url, _), stream(f"{url}/api/events") as events:
+        told: list[int] = []
+        async for name, data, _ in events:
+            if name == "steps":
+                told.append(data["recent"][0]["step"])
+                if len(told) == 3:
+                    break
+                steps.append(STEPS[len(steps)])
+    assert told == [3, 4, 5]
+
+
+async def test_who_comes_back_is_told_only_what_is_new() -> None:
+    steps = list(STEPS[:3])
+    async with watched(now, lambda: steps) as (url, _):
+        known = json.loads((await fetch(f"{url}/api/snapshot"))[2])["steps"]["id"]
+        headers = {"Last-Event-ID": known}
+        async with stream(f"{url}/api/events?have=other", **headers) as events:
+            name, _, _ = await anext(events)
+            assert name == "now"
+        steps.append(STEPS[3])
+        async with stream(f"{url}/api/events", **headers) as events:
+            seen = [await anext(events), await anext(events)]
+    name, data, number = next(event for event in seen if event[0] == "steps")
+    assert data["recent"][0]["step"] == 4
+    assert number == data["id"] != known
+
+
+async def test_a_step_done_again_after_a_restart_of_the_trainer_is_told() -> None:
+    steps = list(STEPS[:3])
+    feed = Feed(config(), now, lambda: steps)
+    before = json.loads(await feed.snapshot())["steps"]["id"]
+    steps[2] = msgspec.structs.replace(STEPS[2], time_s=STEPS[2].time_s + 60)
+    assert json.loads(await feed.snapshot())["steps"]["id"] != before
+
+
+async def test_all_who_watch_are_told_that_the_run_ends() -> None:
+    async with watched(now, lambda: STEPS) as (url, feed):
+        async with stream(f"{url}/api/events") as events:
+            await anext(events)
+            loop = asyncio.get_running_loop()
+            watcher = next(task for task in asyncio.all_tasks(loop) if task.get_name() == "page")
+            watcher.cancel()
+            names = [name async for name, _, _ in events]
+    assert names[-1] == "end"
+    assert feed._clients == {}
+
+
+async def test_who_does_not_read_is_dropped_and_holds_up_nobody() -> None:
+    dropped: list[str] = []
+    slow, quick = (Client(lambda name=name: dropped.append(name)) for name in ("slow", "quick"))
+    reading = quick.messages()
+    for number in range(40):
+        message = str(number).encode()
+        for client in (slow, quick):
+            client.send(message)
+        assert await anext(reading) == message
+    assert dropped == ["slow"]
+
+
+async def test_a_connection_that_is_not_read_is_closed() -> None:
+    wordy = now(report="word " * 200_000)
+    async with watched(lambda: wordy, lambda: STEPS) as (url, feed):
+        port = int(url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with stream(f"{url}/api/events") as events:
+            watching: list[int] = []
+            async for _ in events:
+                watching.append(len(feed._clients))
+                if 2 in watching and watching[-1] == 1:
+                    break
+        with closing(writer):
+            body = await reader.read(-1)
+        assert b"text/event-stream" in body
+        assert not body.endswith(b"0\r\n\r\n")  # it did not end, it was cut
+
+
+async def test_so_many_may_watch_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "MAX_CLIENTS", 1)
+    feed = Feed(config(), now, lambda: STEPS)
+    with feed.client(lambda: None, "") as _:
+        with pytest.raises(TooManyClients), feed.client(lambda: None, ""):
+            pass
+    with feed.client(lambda: None, ""):
+        assert len(feed._clients) == 1
+
+
+async def test_nothing_is_looked_at_while_nobody_watches() -> None:
+    looks: list[int] = []
+
+    def look() -> Any:
+        looks.append(1)
+        return now()
+
+    async with watched(look, lambda: STEPS) as (url, _):
+        await fetch(f"{url}/page.css")
+        assert looks == []
+        async with stream(f"{url}/api/events") as events:
+            await anext(events)
+        assert len(looks) == 1
+
+
+async def test_the_run_goes_on_when_the_page_cannot_be_drawn(caplog: pytest.LogCaptureFixture) -> None:
+    broken = [True]
+
+    def look() -> Any:
+        if broken:
+            broken.clear()
+            raise ZeroDivisionError("a bug of the page")
+        return now()
+
+    async with watched(look, lambda: STEPS) as (url, _), stream(f"{url}/api/events") as events:
+        name, _, _ = await anext(events)
+    assert name in ("now", "steps")
+    assert "the live page cannot be drawn" in caplog.text
+
+
+class Sitting:
+    """A session as far as the page looks at it."""
+
+    def __init__(self, number: int, started_s: float) -> None:
+        self.task = Task(task_id=f"task-{number} {HOSTILE}", messages=(), answer="")
+        self.trajectory_id = f"trajectory-{number}"
+        self.started_s = started_s
+        self.num_turns = number
+        self.num_tokens = 100 * number
+
+
+def test_the_slowest_come_first_with_what_they_wait_for() -> None:
+    waits = Waits(lambda: 50.0)
+    running = [Sitting(number, started_s=40.0 - number) for number in range(20)]
+    with acting("run", waits=waits), acting("trajectory", "trajectory-19"), waiting("agent loop", "mine"):
+        with waiting("chunk", "engine-1"):
+            views = slowest(running, waits)
+    assert [view.trajectory_id for view in views] == [f"trajectory-{n}" for n in range(19, 7, -1)]
+    first, second, *_ = views
+    assert (first.age_s, first.turn, first.tokens, first.engine) == (29.0, 20, 1900, "engine-1")
+    assert first.waits_for == "a chunk of engine-1"
+    assert (second.engine, second.waits_for) == ("", "at work")
+
+
+def test_a_long_run_is_a_page_of_bounded_size() -> None:
+    long = [
+        msgspec.structs.replace(STEPS[i % 12], step=i + 1, time_s=float(i)) for i in range(5_000)
+    ]  # fmt: skip
+    drawn = feed_module._draw("x", long, 4)
+    size = sum(len(chart) for section in drawn.sections for chart in section.charts)
+    assert size < 600_000
+    assert isinstance(long[0], StepRecord)
