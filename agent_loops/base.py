@@ -15,6 +15,10 @@ class AgentLoop(ABC):
     trajectories at once: what belongs to one trajectory lives in local variables. An exception fails that
     trajectory alone; its outcome records it.
 
+    A loop that is an async context manager as well is entered before its first trajectory and left at the
+    end of the run: that is where connections and processes belong that all trajectories share. One with a
+    method `check(chat_template)` is asked by `async-rl check` for sentences about itself.
+
     Example:
         A loop that asks the policy to check its own answer. In `check_twice.py` beside the config, it is
         `rollout.agent_loop: check_twice:CheckTwice`, with `rollout.agent_loop_args: {max_checks: 3}`.

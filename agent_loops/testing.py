@@ -55,6 +55,10 @@ class ScriptedSession:
         self.tools: list[dict[str, Any]] = []
         self.tool_calls: list[str] = []
         """`ok` or `error`, of each call."""
+        self.tools_called: list[str] = []
+        """The tool's name, of each call."""
+        self.chat_template = "<tool_call>"
+        """Teaches the format of Hermes."""
         self.stops: list[Sequence[str]] = []
         self.notes: list[dict[str, Any]] = []
         self.last_turn: Turn | None = None
@@ -111,6 +115,7 @@ class ScriptedSession:
     ) -> None:
         """See `Session.record_tool_call`."""
         self.tool_calls.append("error" if error else "ok")
+        self.tools_called.append(tool)
 
     def annotate(self, **values: Any) -> None:
         """See `Session.annotate`."""

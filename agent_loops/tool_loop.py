@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from agent_loops.base import AgentLoop
-from agent_loops.parsing import Call, MalformedCall, load_parser
-from agent_loops.tools import load_tool
-from async_rl.errors import ConfigError, ToolError
+from agent_loops.parsing import ToolParser, load_parser, recognise
+from agent_loops.toolbox import Toolbox
+from async_rl.errors import ConfigError
 from async_rl.rollout.api import Session
+from async_rl.supervision import Nursery
 from async_rl.types import StopReason, Task
 
 
@@ -21,67 +22,79 @@ class ToolLoop(AgentLoop):
     text, so that the policy can do better.
 
     Args:
-        tools: Dotted paths of typed functions, `module:function`.
+        tools: Dotted paths of typed functions and of classes with `execute`, or mappings as of
+            `agent_loops.toolbox.ToolSpec` and `McpSpec`.
         max_turns: Most turns of the policy.
+        max_calls: Most calls of one turn; further ones are answered with an error.
         max_result_chars: A longer tool result is cut, and says so.
-        parser: The format of the calls: a name of `agent_loops.parsing.PARSERS`, or `module:Class`.
+        parser: The format of the calls: a name of `agent_loops.parsing.PARSERS`, or `module:Class`; by
+            default what the model's chat template teaches.
 
     Raises:
         ConfigError: A tool is missing or cannot be described, or two have one name.
     """
 
     def __init__(
-        self, tools: list[str], max_turns: int = 8, max_result_chars: int = 16_384, parser: str = "hermes"
+        self,
+        tools: Sequence[str | Mapping[str, Any]],
+        max_turns: int = 8,
+        max_calls: int = 16,
+        max_result_chars: int = 16_384,
+        parser: str | None = None,
     ) -> None:
-        if max_turns < 1:
-            raise ConfigError(f"rollout.agent_loop_args: max_turns is {max_turns}; expected at least 1")
-        if isinstance(tools, str) or not tools:
-            raise ConfigError(f"rollout.agent_loop_args: tools is {tools!r}; expected a list of dotted paths")
-        loaded = [load_tool(path) for path in tools]
-        self._tools = {tool.name: tool for tool in loaded}
-        if len(self._tools) < len(loaded):
-            raise ConfigError(f"rollout.agent_loop_args: two of the tools {tools} have the same name")
-        self._schemas = [tool.schema for tool in loaded]
-        self._parser = load_parser(parser)
+        for name, value in (("max_turns", max_turns), ("max_calls", max_calls)):
+            if value < 1:
+                raise ConfigError(f"rollout.agent_loop_args: {name} is {value}; expected at least 1")
+        self._toolbox = Toolbox(tools)
+        self._parser = None if parser is None else load_parser(parser)
+        self._parser_name = parser
         self._max_turns = max_turns
+        self._max_calls = max_calls
         self._max_result_chars = max_result_chars
+
+    async def __aenter__(self) -> Self:
+        """Connect to the MCP servers among the tools; a run does so before the first trajectory."""
+        await self._toolbox.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._toolbox.__aexit__(*error)
+
+    def check(self, chat_template: str) -> list[str]:
+        """What `async-rl check` says of it.
+
+        Raises:
+            ConfigError: The format of the calls is not known.
+        """
+        name = self._parser_name or f"{recognise(chat_template)}, recognised from the chat template"
+        return [f"tools: {self._toolbox.listing}", f"tool-call parser: {name}"]
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """See `AgentLoop.run`."""
-        session.start(task.messages, self._schemas)
-        for turns_left in reversed(range(self._max_turns)):
-            turn = await session.generate()
-            if turn.finish_reason == "length":
-                return "length"
-            calls = self._parser.parse(turn.text, self._schemas).calls
-            if not calls:
-                return "completed"
-            if not turns_left:
-                break  # nobody would read the results
-            results = await asyncio.gather(*(self._answer(call, session) for call in calls))
-            session.add_messages(results)
-            if session.remaining_tokens < 1:
-                return "length"
+        parser = self._parser or self._recognised(session.chat_template)
+        schemas = self._toolbox.schemas
+        session.start(task.messages, schemas)
+        async with self._toolbox.hands(task, session, self._max_result_chars) as hands:
+            for turns_left in reversed(range(self._max_turns)):
+                turn = await session.generate()
+                if turn.finish_reason == "length":
+                    return "length"
+                calls = parser.parse(turn.text, schemas).calls
+                if not calls:
+                    return "completed"
+                if not turns_left:
+                    break  # nobody would read the results
+                async with Nursery() as nursery:  # ends when all have ended, also when it is cancelled
+                    answers = [
+                        nursery.start(f"tool call {number}", hands.answer(call))
+                        for number, call in enumerate(calls[: self._max_calls])
+                    ]
+                excess = [hands.refuse(self._max_calls) for _ in calls[self._max_calls :]]
+                session.add_messages([*(answer.result() for answer in answers), *excess])
+                if session.remaining_tokens < 1:
+                    return "length"
         return "max_turns"
 
-    async def _answer(self, call: Call, session: Session) -> dict[str, Any]:
-        """The tool message that answers one call."""
-        name = None if isinstance(call, MalformedCall) else call.name
-        try:
-            content = await self._result(call, session.tool_timeout_s)
-            session.record_tool_call(error=False)
-        except ToolError as error:
-            content = f"Error: {error}"
-            session.record_tool_call(error=True)
-        if len(content) > self._max_result_chars:
-            cut = len(content) - self._max_result_chars
-            content = f"{content[: self._max_result_chars]}\n[{cut} more characters were cut]"
-        message = {"role": "tool", "content": content}
-        return {**message, "name": name} if name else message
-
-    async def _result(self, call: Call, timeout_s: float) -> str:
-        if isinstance(call, MalformedCall):
-            raise ToolError(call.error)
-        if call.name not in self._tools:
-            raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
-        return await self._tools[call.name].call(call.arguments, timeout_s=timeout_s)
+    def _recognised(self, chat_template: str) -> ToolParser:
+        self._parser = load_parser(recognise(chat_template))
+        return self._parser

@@ -1,4 +1,4 @@
-"""Tools from plain typed Python functions."""
+"""Tools from typed Python: plain functions, and classes that keep something for each trajectory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import msgspec
 from async_rl.errors import ConfigError, ToolError
 from async_rl.loading import load_object
 from async_rl.threads import call_in_thread
+from async_rl.types import Task
 from async_rl.waits import waiting
 
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Example|Examples|Note|Notes|Source):\s*$", re.MULTILINE)
@@ -45,12 +46,14 @@ class Tool:
         ConfigError: The function cannot be described to a model.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.name: str = function.__name__
+    keeps_state = False
+    """Whether `create` and `release` stand around the calls of a trajectory."""
+
+    def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
+        self.name: str = name or function.__name__
         self._function = function
-        self._is_async = inspect.iscoroutinefunction(function)
-        self.description, parameter_docs = _read_docstring(function)
-        self._arguments_type = _arguments_type(function, parameter_docs)
+        self.description, parameter_docs = _read_docstring(function, self.name)
+        self._arguments_type = _arguments_type(function, self.name, parameter_docs, given=self.keeps_state)
         self.schema: dict[str, Any] = {
             "type": "function",
             "function": {
@@ -60,10 +63,21 @@ class Tool:
             },
         }
 
-    async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> str:
+    async def create(self, task: Task) -> Any:
+        """What the calls of one trajectory share; nothing."""
+
+    async def release(self, state: Any) -> None:
+        """Give back what `create` made."""
+
+    async def call(self, arguments: Mapping[str, Any], *, timeout_s: float, state: Any = None) -> str:
         """Check the arguments, run the function, and give its result as text (JSON unless it is a string).
 
         A sync function that runs past its time keeps its thread until it returns; nobody waits for it.
+
+        Args:
+            arguments: As the policy wrote them.
+            timeout_s: Longest run.
+            state: What `create` made, where it `keeps_state`.
 
         Raises:
             ToolError: The arguments do not fit, the function raised, or it ran past its time.
@@ -78,10 +92,10 @@ class Tool:
                 asyncio.timeout(timeout_s) as deadline,
                 waiting("tool", self.name, scope=deadline),
             ):
-                if self._is_async:
-                    result = await self._function(**values)
-                else:
-                    result = await call_in_thread(partial(self._function, **values), name=f"tool-{self.name}")
+                given = (state,) if self.keeps_state else ()
+                result = await _run(partial(self._function, *given, **values), f"tool-{self.name}")
+        except ToolError as error:
+            raise ToolError(f"{self.name}: {error}") from error
         except TimeoutError as error:
             if deadline.expired():
                 raise ToolError(f"{self.name}: no result within {timeout_s:g} s") from error
@@ -91,40 +105,126 @@ class Tool:
         return _as_text(self.name, result)
 
 
-def load_tool(path: str) -> Tool:
-    """The tool at a dotted path: a function, or a `Tool`.
+class StatefulTool(Tool):
+    """A tool made of a class: one object a run, and one state a trajectory.
+
+    The class has `execute(self, state, …)`, whose signature and docstring the policy is told, and may have
+    `create(self, task)` and `release(self, state)`, each sync (run in a thread of its own) or async. The
+    state is made before the trajectory's first call and released at its end, also when the trajectory is
+    cancelled or runs past its time; calls of one trajectory run one after the other. Without `create` there
+    is no state, and `execute` is not given one.
+
+    Example:
+        ```python
+        class Notebook:
+            name = "note"  # else the class's: `notebook`
+
+            def __init__(self, max_notes: int = 10):  # from `args` in the config, once a run
+                self.max_notes = max_notes
+
+            def create(self, task):
+                return []
+
+            def execute(self, state, text: str) -> str:
+                '''Write a note down.'''
+                state.append(text)
+                return f"{len(state)} notes"
+        ```
+
+    Raises:
+        ConfigError: The class cannot be described to a model.
+    """
+
+    def __init__(self, thing: Any, *, name: str | None = None) -> None:
+        self._thing = thing
+        self.keeps_state = hasattr(thing, "create")
+        if hasattr(thing, "release") and not self.keeps_state:
+            raise ConfigError(
+                f"tool {type(thing).__name__!r} has `release` but no `create`: what is to be released?"
+            )
+        own = getattr(thing, "name", None) or re.sub(r"(?<!^)(?=[A-Z])", "_", type(thing).__name__).lower()
+        super().__init__(thing.execute, name=name or own)
+
+    async def create(self, task: Task) -> Any:
+        """See `Tool.create`."""
+        return await _run(partial(self._thing.create, task), f"create-{self.name}")
+
+    async def release(self, state: Any) -> None:
+        """See `Tool.release`."""
+        if hasattr(self._thing, "release"):
+            await _run(partial(self._thing.release, state), f"release-{self.name}")
+
+
+def load_tool(path: str, args: Mapping[str, Any] | None = None, *, name: str | None = None) -> Tool:
+    """The tool at a dotted path: a function, a class with `execute`, or a `Tool`.
+
+    Args:
+        path: `module:attribute`.
+        args: Keyword arguments that the class is made with.
+        name: What the policy is to call it; its own name by default.
 
     Raises:
         ConfigError: There is none, or it cannot be described to a model.
     """
     value = load_object(path, what="tool")
+    if inspect.isclass(value) and hasattr(value, "execute"):
+        try:
+            return StatefulTool(value(**(args or {})), name=name)
+        except TypeError as error:
+            raise ConfigError(
+                f"tool {path!r} cannot be made with args = {dict(args or {})}: {error}"
+            ) from error
+    if args:
+        raise ConfigError(
+            f"tool {path!r} is no class with `execute`, so it takes no args; there are {list(args)}"
+        )
     if isinstance(value, Tool):
         return value
     if not inspect.isroutine(value):
-        raise ConfigError(f"tool {path!r} is {type(value).__name__}; expected a function or a Tool")
-    return Tool(value)
+        raise ConfigError(
+            f"tool {path!r} is {type(value).__name__}; expected a function, a class with `execute`, or a Tool"
+        )
+    return Tool(value, name=name)
 
 
-def _arguments_type(function: Callable[..., Any], docs: Mapping[str, str]) -> type[msgspec.Struct]:
-    """A strict Struct with the function's parameters as fields."""
+async def _run(function: Callable[[], Any], name: str) -> Any:
+    """Call what may be sync or async."""
+    inner = function.func if isinstance(function, partial) else function
+    if inspect.iscoroutinefunction(inner):
+        return await function()
+    return await call_in_thread(function, name=name)
+
+
+def _arguments_type(
+    function: Callable[..., Any], name: str, docs: Mapping[str, str], *, given: bool
+) -> type[msgspec.Struct]:
+    """A strict Struct with the function's parameters as fields; `given`: the first is not the policy's."""
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError as error:
-        raise ConfigError(f"tool {function.__name__!r}: an annotation cannot be resolved: {error}") from error
+        raise ConfigError(f"tool {name!r}: an annotation cannot be resolved: {error}") from error
     fields: list[Any] = []
-    for parameter in inspect.signature(function).parameters.values():
+    parameters = list(inspect.signature(function).parameters.values())
+    if given and not parameters:
+        raise ConfigError(f"tool {name!r} has `create`, so its `execute` needs a parameter for the state")
+    for parameter in parameters[1:] if given else parameters:
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if not named or parameter.name not in hints:
             raise ConfigError(
-                f"tool {function.__name__!r}: parameter {str(parameter)!r} must be a named one with a type "
+                f"tool {name!r}: parameter {str(parameter)!r} must be a named one with a type "
                 "annotation, because the model is told its type"
             )
         hint = hints[parameter.name]
-        if parameter.name in docs:
-            hint = Annotated[hint, msgspec.Meta(description=docs[parameter.name])]
+        if (text := docs.get(parameter.name) or _said_beside(hint)) is not None:
+            hint = Annotated[hint, msgspec.Meta(description=text)]
         fields.append((parameter.name, hint, *_default(parameter)))
-    arguments_type = msgspec.defstruct(function.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+    arguments_type = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
     return arguments_type
+
+
+def _said_beside(hint: Any) -> str | None:
+    """The description in `Annotated[int, "how many"]`, as other libraries have it."""
+    return next((text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)), None)
 
 
 def _default(parameter: inspect.Parameter) -> tuple[Any, ...]:
@@ -145,15 +245,14 @@ def _object_schema(arguments_type: type[msgspec.Struct]) -> dict[str, Any]:
     return {**schema, "$defs": components} if components else schema
 
 
-def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def _read_docstring(function: Callable[..., Any], name: str) -> tuple[str, dict[str, str]]:
     """What the function does, and what each parameter is."""
     docstring = inspect.getdoc(function) or ""
     parts = _SECTION.split(docstring)
     description = " ".join(parts[0].split())
     if not description:
         raise ConfigError(
-            f"tool {function.__name__!r} has no docstring; expected one, because the model is told what it "
-            "does"
+            f"tool {name!r} has no docstring; expected one, because the model is told what it does"
         )
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     docs: dict[str, str] = {}
@@ -171,7 +270,7 @@ def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 def _as_text(name: str, result: Any) -> str:
     if isinstance(result, str):
-        return result
+        return result.encode(errors="replace").decode()  # half of a surrogate pair is nothing to a tokenizer
     try:
         return msgspec.json.encode(result).decode()
     except (TypeError, ValueError) as error:

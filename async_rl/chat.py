@@ -78,6 +78,12 @@ class ChatFormat:
         stops = {self.end_of_turn_id, tokenizer.eos_token_id, *stop_token_ids}
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(stop for stop in stops if stop is not None))
 
+    @property
+    def template(self) -> str:
+        """The text of the chat template, of all where the tokenizer has several."""
+        template = self.tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
+
     def prompt_ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Int32Array:

@@ -285,10 +285,27 @@ class FlowMetrics(Instruments):
         bad="Rises: the server behind it is overloaded or gone.",
     )
     tool_calls_total = counter(
-        "Tool calls by status (ok, error).",
+        "Tool calls by tool and status (ok, error); `unknown` is what the policy makes up.",
+        "tool",
         "status",
         source="rollout, after each tool call",
         bad="`error` rises: tools that raise or time out; the model reads the error as text.",
+    )
+    tool_seconds = histogram(
+        "Duration of a tool call, by tool.",
+        "tool",
+        buckets=SECONDS,
+        unit="seconds",
+        source="rollout, after each tool call",
+        bad="Near `rollout.tool_timeout_s`: calls are cut; make the tool faster or raise the limit.",
+    )
+    tool_wait_seconds = histogram(
+        "Wait of a tool call for others of the same tool to end, by tool.",
+        "tool",
+        buckets=SECONDS,
+        unit="seconds",
+        source="rollout, after each tool call",
+        bad="As long as the calls themselves: raise the tool's `max_concurrent`, if it bears more.",
     )
     sampled_tokens_total = counter(
         "Tokens sampled by engines.",

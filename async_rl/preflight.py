@@ -11,17 +11,20 @@ import os
 import sys
 import time
 from collections import Counter
+from typing import Any
 
+from async_rl.chat import ChatFormat, load_chat_format
 from async_rl.config import Config
 from async_rl.engines.facts import load_facts
 from async_rl.errors import ConfigError
 from async_rl.metrics import Metrics
 from async_rl.orchestrator import check_model
 from async_rl.report import derived_bounds
+from async_rl.rewrites import findings
 from async_rl.rollout.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.rollout.loops import AgentLoops
-from async_rl.trackers.choice import choose as choose_trackers
 from async_rl.rollout.rewards import Rewards
+from async_rl.trackers.choice import choose as choose_trackers
 
 
 def check(config: Config) -> list[str]:
@@ -44,6 +47,8 @@ def check(config: Config) -> list[str]:
     used = Counter(task.agent_loop or config.rollout.agent_loop for task in tasks)
     for name in {*used, *(task.agent_loop for dataset in validation for task in dataset.tasks)}:
         loops.of(name)
+    chat = load_chat_format(config.model.path)
+    of_loops = [text for name in used for text in _findings(loops.of(name), chat.template)]
     scored = Counter(rewards.name_for(task) for task in tasks)
     for dataset in validation:
         for task in dataset.tasks:
@@ -56,12 +61,30 @@ def check(config: Config) -> list[str]:
     )
     return [
         f"model: {model}, context {facts.context_length} tokens",
+        *_of_template(chat),
         f"data: {len(tasks)} tasks",
         *(f"data: {_described(dataset)}" for dataset in tasks.datasets),
         *(f"validation: {_described(dataset)}" for dataset in validation),
         *(f"agent loop: {name}, of {count} tasks" for name, count in used.items()),
+        *of_loops,
         *(f"reward: {name}, of {count} tasks" for name, count in scored.items()),
         *(f"{name}: {bound}" for name, bound in derived_bounds(config).items()),
+    ]
+
+
+def _findings(loop: Any, chat_template: str) -> list[str]:
+    """What an agent loop says of itself, if it has a `check`: see `agent_loops.base.AgentLoop.check`."""
+    return list(loop.check(chat_template)) if hasattr(loop, "check") else []
+
+
+def _of_template(chat: ChatFormat) -> list[str]:
+    """Where a server that renders messages anew would read other turns than the policy wrote."""
+    rewritten = findings(chat)
+    if not rewritten:
+        return ["chat template: append-only, earlier turns stay as they were written"]
+    return [
+        *(f"chat template: {finding}" for finding in rewritten),
+        "chat template: sessions keep every turn as the policy wrote it, whatever the template makes of it",
     ]
 
 

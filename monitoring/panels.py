@@ -232,10 +232,9 @@ FLOW: Final = (
     ),
     Panel(
         "Tool calls",
-        "Per second, by status; errors go to the model as text.",
-        (Query(rate("tool_calls_total", "status"), "{{status}}"),),
+        "Per second, by tool and status; errors go to the model as text.",
+        (Query(rate("tool_calls_total", "tool", "status"), "{{tool}} {{status}}"),),
         unit="si:/s",
-        colors={"ok": GREEN, "error": RED},
     ),
     Panel(
         "On disk",

@@ -6,7 +6,8 @@ import pytest
 from agent_loops.single_turn import SingleTurnLoop
 from agent_loops.tool_loop import ToolLoop
 from async_rl.errors import ConfigError
-from async_rl.types import StopReason
+from async_rl.types import StopReason, Task
+from async_rl.waits import Waits, acting
 from tests.support.scripted_session import ScriptedSession
 
 HERE = __name__
@@ -122,8 +123,11 @@ async def test_loop_ends_when_tool_results_fill_the_context():
     ("arguments", "error"),
     [
         ({"tools": []}, "expected a list of dotted paths"),
+        ({"tools": [{"tol": "a:b"}]}, r"tools\[0\]: Object contains unknown field `tol`"),
+        ({"tools": [{"mcp": {}}]}, "either a `command` or a `url`"),
+        ({"tools": [f"{HERE}:echo"], "max_calls": 0}, "max_calls is 0"),
         ({"tools": f"{HERE}:echo"}, "expected a list of dotted paths"),
-        ({"tools": [f"{HERE}:echo"] * 2}, "the same name"),
+        ({"tools": [f"{HERE}:echo"] * 2}, "two tools are called 'echo'"),
         ({"tools": [f"{HERE}:ecco"]}, "did you mean 'echo'"),
         ({"tools": [f"{HERE}:echo"], "max_turns": 0}, "max_turns is 0"),
     ],
@@ -138,3 +142,160 @@ async def test_single_turn_asks_once_and_passes_its_stop_strings():
     assert await SingleTurnLoop(stop=["\n\n"]).run(session.task, session) is None
     assert session.messages == [*session.task.messages, {"role": "assistant", "content": "4"}]
     assert session.stops == [("\n\n",)]
+
+
+async def test_calls_beyond_the_limit_are_refused_when_a_turn_has_too_many():
+    session = ScriptedSession(call("echo", '{"text": "a"}') * 3, "done")
+    await run(make_loop(max_calls=2), session)
+    assert session.tool_results == ["a", "a", "Error: not called: at most 2 calls a turn are allowed"]
+    assert session.tool_calls == ["ok", "ok", "error"]
+    assert session.tools_called == ["echo", "echo", "unknown"]
+
+
+async def test_metrics_never_take_the_policys_words_for_a_tools_name():
+    session = ScriptedSession(call("made up") + "<tool_call>?</tool_call>" + call("echo"), "done")
+    await run(make_loop(), session)
+    assert sorted(session.tools_called) == ["echo", "unknown", "unknown"]
+
+
+async def test_format_is_that_of_the_chat_template_when_the_config_names_none():
+    session = ScriptedSession("<function=echo>\n<parameter=text>\n4\n</parameter>\n</function>", "done")
+    session.chat_template = "<tool_call>\n<function=example>\n<parameter=a>"
+    await run(make_loop(), session)
+    assert session.tool_results == ["4"]
+
+
+def test_check_says_tools_and_format():
+    assert make_loop("echo", "hang").check("<tool_call>") == [
+        "tools: echo, hang",
+        "tool-call parser: hermes, recognised from the chat template",
+    ]
+    assert make_loop(parser="glm45").check("")[1] == "tool-call parser: glm45"
+    with pytest.raises(ConfigError, match="leaves tools out"):
+        make_loop().check("{{ messages }}")
+
+
+class Counter:
+    """Counts per trajectory; what happens is noted by the test."""
+
+    def create(self, task: Task) -> dict[str, int]:
+        _noted.append("create")
+        return {"count": 0}
+
+    async def execute(self, state: dict[str, int], by: int = 1, hang: bool = False) -> int:
+        """Add to the count."""
+        before = state["count"]
+        await asyncio.sleep(0)
+        if hang:
+            _hanging.set()
+            await asyncio.Event().wait()
+        state["count"] = before + by
+        return state["count"]
+
+    async def release(self, state: dict[str, int]) -> None:
+        await asyncio.sleep(0)
+        _noted.append(f"release {state['count']}")
+
+
+_noted: list[str] = []
+_hanging = asyncio.Event()
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    fresh: list[str] = []
+    monkeypatch.setattr(f"{HERE}._noted", fresh)
+    monkeypatch.setattr(f"{HERE}._hanging", asyncio.Event())
+    return fresh
+
+
+async def test_state_lasts_for_the_trajectory_and_no_longer(noted: list[str]):
+    loop = make_loop("Counter")
+    for _ in range(2):
+        session = ScriptedSession(call("counter") * 3, call("counter", '{"by": 10}'), "done")
+        await run(loop, session)
+        assert session.tool_results == ["1", "2", "3", "13"]
+    assert noted == ["create", "release 13"] * 2
+
+
+async def test_no_state_is_made_when_the_tool_is_not_called(noted: list[str]):
+    await run(make_loop("Counter", "echo"), ScriptedSession(call("echo", '{"text": "a"}'), "done"))
+    assert noted == []
+
+
+async def test_state_is_released_when_the_trajectory_is_cancelled_again_and_again(noted: list[str]):
+    session = ScriptedSession(call("counter") + call("counter", '{"hang": true}'), tool_timeout_s=600)
+    trajectory = asyncio.ensure_future(run(make_loop("Counter"), session))
+    await _hanging.wait()
+    for _ in range(6):
+        trajectory.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await trajectory
+    assert noted == ["create", "release 1"]
+
+
+async def test_state_is_released_when_a_call_ran_past_its_time(noted: list[str]):
+    session = ScriptedSession(call("counter", '{"hang": true}'), call("counter"), "done", tool_timeout_s=0.05)
+    await run(make_loop("Counter"), session)
+    assert session.tool_results == ["Error: counter: no result within 0.05 s", "1"]
+    assert noted == ["create", "release 1"]
+
+
+class Broken(Counter):
+    name = "broken"
+
+    def create(self, task: Task) -> dict[str, int]:
+        raise OSError("no disk")
+
+
+class Stuck(Counter):
+    name = "stuck"
+
+    async def release(self, state: dict[str, int]) -> None:
+        raise OSError("cannot let go")
+
+
+async def test_policy_reads_the_error_when_a_state_cannot_be_made(noted: list[str]):
+    session = ScriptedSession(call("broken"), "done")
+    await run(make_loop("Broken"), session)
+    assert session.tool_results == ["Error: broken: cannot be set up: no disk"]
+
+
+async def test_other_states_are_released_when_one_cannot_be(
+    noted: list[str], caplog: pytest.LogCaptureFixture
+):
+    session = ScriptedSession(call("counter") + call("stuck"), "done")
+    await run(make_loop("Counter", "Stuck"), session)
+    assert noted == ["create", "create", "release 1"]
+    assert "tool stuck: release failed: OSError: cannot let go" in caplog.text
+
+
+async def busy() -> str:
+    """Be busy until the test lets go."""
+    _noted.append("begin")
+    await _hanging.wait()
+    return "free"
+
+
+async def test_calls_wait_by_name_when_a_tool_has_all_it_may_have(noted: list[str]):
+    loop = ToolLoop([{"tool": f"{HERE}:busy", "max_concurrent": 2}])
+    sessions = [ScriptedSession(call("busy"), "done", tool_timeout_s=600) for _ in range(5)]
+    waits = Waits()
+    with acting("run", waits=waits):
+        trajectories = [asyncio.ensure_future(run(loop, session)) for session in sessions]
+        for _ in range(20):
+            await asyncio.sleep(0)
+    assert noted == ["begin"] * 2
+    why = sorted(str(wait.why) for wait in waits.open_waits())
+    assert why == ["None"] * 2 + ["its 2 calls at a time are all running"] * 3
+    assert {(wait.on, wait.target) for wait in waits.open_waits()} == {("tool", "busy")}
+    _hanging.set()
+    await asyncio.gather(*trajectories)
+    assert [session.tool_results for session in sessions] == [["free"]] * 5
+
+
+async def test_time_of_a_call_is_the_tools_own_when_the_config_says_so():
+    session = ScriptedSession(call("hang"), "done", tool_timeout_s=600)
+    await run(ToolLoop([{"tool": f"{HERE}:hang", "timeout_s": 0.02, "name": "hang"}]), session)
+    assert session.tool_results == ["Error: hang: no result within 0.02 s"]

@@ -1,6 +1,8 @@
 import asyncio
+import dataclasses
+import enum
 import threading
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from agent_loops.calculator import calculator
 from agent_loops.tools import Tool, load_tool
 from async_rl.errors import ConfigError, ToolError
+from tests.support.scripted_session import make_task
 
 HOURS = [6, 18]
 
@@ -180,5 +183,129 @@ def test_config_error_says_so_when_a_type_cannot_be_described():
 
 def test_load_tool_refuses_when_the_path_names_no_function():
     assert load_tool("agent_loops.calculator:calculator").name == "calculator"
-    with pytest.raises(ConfigError, match="expected a function or a Tool"):
+    with pytest.raises(ConfigError, match="expected a function, a class with `execute`, or a Tool"):
         load_tool("agent_loops.calculator:_MAX_BITS")
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Options(TypedDict, total=False):
+    deep: bool
+
+
+def paint(
+    colour: Colour,
+    points: list[Point],
+    options: Options | None = None,
+    times: Annotated[int, "How often."] = 1,
+    width: Annotated[float, msgspec.Meta(gt=0, description="In metres.")] = 1.5,
+    *,
+    ratio: float | None = None,
+) -> str:
+    """Paint."""
+    return f"{colour!r} {points} {options} {times} {ratio}"
+
+
+async def test_types_of_all_kinds_are_described_and_converted_when_a_tool_has_them():
+    tool = Tool(paint)
+    parameters = tool.schema["function"]["parameters"]
+    shown, definitions = parameters["properties"], parameters["$defs"]
+    assert parameters["required"] == ["colour", "points"]
+    assert definitions["Colour"]["enum"] == ["blue", "red"]
+    assert definitions["Point"]["properties"] == {
+        "x": {"type": "integer"},
+        "y": {"type": "integer", "default": 0},
+    }
+    assert definitions["Options"]["properties"] == {"deep": {"type": "boolean"}}
+    assert shown["options"]["anyOf"] == [{"$ref": "#/$defs/Options"}, {"type": "null"}]
+    assert shown["times"] == {"type": "integer", "description": "How often.", "default": 1}
+    assert shown["width"]["description"] == "In metres."
+    assert {"type": "null"} in shown["ratio"]["anyOf"]
+    arguments = {"colour": "red", "points": [{"x": 1}], "options": {"deep": True}}
+    assert await tool.call(arguments, timeout_s=5) == (
+        "<Colour.RED: 'red'> [Point(x=1, y=0)] {'deep': True} 1 None"
+    )
+    with pytest.raises(ToolError, match=r"Expected `int`, got `str` - at `\$.points\[...\].x`"):
+        await tool.call({"colour": "red", "points": [{"x": "1"}]}, timeout_s=5)
+
+
+async def test_result_is_text_when_a_tool_returns_half_of_a_surrogate_pair():
+    def odd() -> str:
+        """Return what is no text."""
+        return "a\ud800"
+
+    assert await Tool(odd).call({}, timeout_s=5) == "a?"
+
+
+class Notebook:
+    """One a run; its states are lists."""
+
+    def __init__(self, first: str = "start") -> None:
+        self.first = first
+
+    def create(self, task: Any) -> list[str]:
+        return [f"{self.first} {task.task_id}"]
+
+    async def execute(self, state: list[str], text: str) -> str:
+        """Write a note down.
+
+        Args:
+            text: What.
+        """
+        state.append(text)
+        return ", ".join(state)
+
+    def release(self, state: list[str]) -> None:
+        state.append("released")
+
+
+async def test_class_is_a_tool_with_a_state_when_it_has_create_and_execute():
+    tool = load_tool(f"{__name__}:Notebook", {"first": "page"})
+    assert (tool.name, tool.keeps_state) == ("notebook", True)
+    assert tool.schema["function"]["parameters"]["required"] == ["text"]
+    assert tool.schema["function"]["description"] == "Write a note down."
+    state = await tool.create(make_task())
+    assert await tool.call({"text": "x"}, timeout_s=5, state=state) == "page t, x"
+    await tool.release(state)
+    assert state[-1] == "released"
+    assert load_tool(f"{__name__}:Notebook", name="note").schema["function"]["name"] == "note"
+
+
+class Stateless:
+    name = "twice"
+
+    def execute(self, number: int) -> int:
+        """Double a number."""
+        return 2 * number
+
+
+async def test_class_is_a_tool_without_a_state_when_it_has_no_create():
+    tool = load_tool(f"{__name__}:Stateless")
+    assert (tool.name, tool.keeps_state) == ("twice", False)
+    assert await tool.call({"number": 2}, timeout_s=5) == "4"
+
+
+class Forgetful(Stateless):
+    def release(self, state: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "error"),
+    [
+        ("Notebook", {"frist": 1}, r"cannot be made with args = \{'frist': 1\}"),
+        ("paint", {"a": 1}, "no class with `execute`, so it takes no args"),
+        ("Forgetful", {}, "has `release` but no `create`"),
+    ],
+)
+def test_config_error_says_why_when_a_class_cannot_be_a_tool(path: str, args: dict[str, Any], error: str):
+    with pytest.raises(ConfigError, match=error):
+        load_tool(f"{__name__}:{path}", args)

@@ -1,0 +1,347 @@
+"""Tools of MCP servers, by the official client (`pip install 'async-rl[mcp]'`).
+
+```
+ trajectories ── call ──► McpServer ── one connection, held by a task of its own ─► server
+                              └ lost: a call says so; connected anew before the next one, with back-off
+```
+
+A call that the server's end cuts short is answered with an error, not made again: who knows how far it came?
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+
+import msgspec
+from msgspec import Meta
+
+from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
+from async_rl.supervision import Nursery, first_error
+from async_rl.types import Task
+from async_rl.waits import waiting
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+log = logging.getLogger(__name__)
+
+_MAX_PAGES: Final = 100
+"""Of a server's list of tools; one that never ends must not hang the start."""
+_MAX_BACKOFF_S: Final = 30.0
+_MAX_TIMEOUTS: Final = 3
+"""So many calls in a row may run past their time before the connection is given up."""
+
+
+class McpServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to reach a server: `command` starts one, `url` is one that runs."""
+
+    command: list[str] = []
+    url: str = ""
+    env: dict[str, str] = {}
+    """For the command: what it is called there, by the name of our environment variable that holds it."""
+    headers: dict[str, str] = {}
+    """For the URL: header, by the name of our environment variable that holds its whole value."""
+    prefix: str = ""
+    """Put before the names of its tools."""
+    connect_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if bool(self.command) == bool(self.url):
+            raise ValueError("an MCP server has either a `command` or a `url`")
+        if (self.url and self.env) or (self.command and self.headers):
+            raise ValueError("`env` is for a `command`, `headers` are for a `url`")
+
+    @property
+    def label(self) -> str:
+        """Short, for messages; a URL may hold a key behind its `?` or before its `@`."""
+        if self.command:
+            return os.path.basename(self.command[-1] if len(self.command) > 1 else self.command[0])
+        return self.url.split("?")[0].rpartition("@")[2].removeprefix("http://").removeprefix("https://")
+
+
+class McpTool:
+    """One tool of a server; see `agent_loops.tools.Tool` for what a tool is."""
+
+    keeps_state = False
+
+    def __init__(self, server: McpServer, name: str, described: Any) -> None:
+        self.name = name
+        self._server = server
+        self._own_name: str = described.name
+        self.schema: dict[str, Any] = {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": described.description or described.title or described.name,
+                "parameters": described.input_schema,
+            },
+        }
+
+    async def create(self, task: Task) -> None:
+        """See `Tool.create`."""
+
+    async def release(self, state: Any) -> None:
+        """See `Tool.release`."""
+
+    async def call(self, arguments: Mapping[str, Any], *, timeout_s: float, state: Any = None) -> str:
+        """Have the server run it. It checks the arguments itself.
+
+        Raises:
+            ToolError: The tool or its server failed, or took too long.
+        """
+        try:
+            async with (
+                asyncio.timeout(timeout_s) as limit,
+                waiting("tool", self.name, scope=limit, why=self._server.state),
+            ):
+                return await self._server.call(self._own_name, dict(arguments))
+        except TimeoutError as error:
+            self._server.timed_out()
+            raise ToolError(f"{self.name}: no result within {timeout_s:g} s{self._server.trouble}") from error
+        except ToolError as error:
+            raise ToolError(f"{self.name}: {error}") from error
+
+
+class McpServer:
+    """One server and the connection to it. Entered for as long as the run.
+
+    Raises:
+        ConfigError: An environment variable that is named is not set.
+        EnvironmentNotReady: The client is not installed.
+    """
+
+    def __init__(self, spec: McpServerSpec) -> None:
+        if importlib.util.find_spec("mcp") is None:
+            raise EnvironmentNotReady(
+                "tools of MCP servers need the package `mcp`, which is not installed: pip install "
+                "'async-rl[mcp]'"
+            )
+        self._spec = spec
+        _secrets({**spec.env, **spec.headers}, spec.label)  # known now, not an hour from now
+        self._tools: list[Any] | None = None
+        self._client: Client | None = None
+        self._changed = asyncio.Condition()
+        self._wanted, self._lost = asyncio.Event(), asyncio.Event()
+        self._failure: Exception | None = None
+        self._num_timeouts = 0
+        self._open = AsyncExitStack()
+        self._is_open = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is entered."""
+        return self._is_open
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection, as the end of a sentence; empty where there is one."""
+        if self._client is not None or self._failure is None:
+            return ""
+        return f": the MCP server {self._spec.label} cannot be reached ({_said(self._failure)})"
+
+    def state(self) -> str:
+        """In words, for a stall report."""
+        return (
+            f"MCP server {self._spec.label}: {'connected' if self._client is not None else 'not connected'}"
+        )
+
+    async def __aenter__(self) -> Self:
+        """Connect, and learn of its tools.
+
+        Raises:
+            EnvironmentNotReady: It does not answer.
+        """
+        async with AsyncExitStack() as stack:
+            nursery = await stack.enter_async_context(Nursery())
+            stack.callback(nursery.cancel)
+            nursery.start(f"MCP server {self._spec.label}", self._keep())
+            self._wanted.set()
+            async with self._changed:
+                with waiting("tool", self._spec.label):
+                    await self._changed.wait_for(
+                        lambda: self._client is not None or self._failure is not None
+                    )
+            if self._client is None:
+                raise EnvironmentNotReady(
+                    f"the MCP server {self._spec.label} does not come up within "
+                    f"{self._spec.connect_timeout_s:g} s: {_said(self._failure)}"
+                )
+            self._open, self._is_open = stack.pop_all(), True
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._client, self._failure, self._is_open = None, None, False
+        await self._open.aclose()
+
+    def tools(self, only: Sequence[str] | None = None) -> list[McpTool]:
+        """Its tools, as they were when it was first connected to.
+
+        Raises:
+            EnvironmentNotReady: It has none of a name that is asked for.
+        """
+        known = {tool.name: tool for tool in self._tools or []}
+        missing = [name for name in only or [] if name not in known]
+        if missing:
+            raise EnvironmentNotReady(
+                f"the MCP server {self._spec.label} has no tool {missing[0]!r}; there are {', '.join(known)}"
+            )
+        names = known if only is None else only
+        return [McpTool(self, self._spec.prefix + name, known[name]) for name in names]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Call one of its tools and give the result as text; whoever calls bounds the time.
+
+        Raises:
+            ToolError: The tool says so, or the connection broke.
+        """
+        from mcp import MCPError
+
+        client = await self._connected()
+        try:
+            result = await client.call_tool(name, arguments)
+        except MCPError as error:
+            if client is self._client and _is_broken(error):
+                self._lose(error)
+                raise ToolError(f"the MCP server {self._spec.label} went away during the call") from error
+            raise ToolError(str(error)) from error
+        except Exception as error:  # transports raise what they like
+            self._lose(error)
+            raise ToolError(f"the MCP server {self._spec.label} went away during the call") from error
+        self._num_timeouts = 0
+        text = "\n".join(_as_text(block) for block in result.content)
+        if not text and result.structured_content is not None:
+            text = msgspec.json.encode(result.structured_content).decode()
+        if result.is_error:
+            raise ToolError(text or "it failed and does not say why")
+        return text
+
+    def timed_out(self) -> None:
+        """A call ran past its time: after a few in a row the connection is made anew."""
+        self._num_timeouts += 1
+        if self._num_timeouts >= _MAX_TIMEOUTS and self._client is not None:
+            self._lose(TimeoutError(f"{self._num_timeouts} calls in a row ran past their time"))
+
+    async def _connected(self) -> Client:
+        async with self._changed:
+            if self._client is None:
+                self._wanted.set()
+            await self._changed.wait_for(lambda: self._client is not None)
+            assert self._client is not None
+            return self._client
+
+    def _lose(self, error: Exception) -> None:
+        log.warning("MCP server %s: connection lost: %s", self._spec.label, _said(error))
+        self._client, self._failure, self._num_timeouts = None, error, 0
+        self._wanted.clear()
+        self._lost.set()
+
+    async def _keep(self) -> None:
+        """Hold a connection from when one is wanted until it is lost.
+
+        Consumes: `_wanted`. Waits for: `_lost`. Produces: `_client`. Client and transport have task groups
+        that must be left by the task that entered them, which is this one.
+        """
+        failures = 0
+        while True:
+            with waiting("idle"):
+                await self._wanted.wait()
+            self._lost.clear()
+            try:
+                async with self._connection() as client:
+                    failures = 0
+                    await self._tell(client, None)
+                    with waiting("idle"):
+                        await self._lost.wait()
+            except Exception as error:  # what SDK, server and transport raise, often in groups
+                self._client = None
+                failures += 1
+                await self._tell(None, _cause(error))
+                log.warning("MCP server %s: %s", self._spec.label, _said(_cause(error)))
+                with waiting("idle"):
+                    await asyncio.sleep(min(_MAX_BACKOFF_S, 0.1 * 2**failures))  # back-off, not a poll
+
+    async def _tell(self, client: Client | None, failure: Exception | None) -> None:
+        async with self._changed:
+            self._client, self._failure = client, failure
+            self._changed.notify_all()
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Client]:
+        """One connection; its server has said what tools it has."""
+        import httpx2
+        from mcp import Client, StdioServerParameters
+        from mcp.client.streamable_http import streamable_http_client
+
+        spec = self._spec
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout(spec.connect_timeout_s):
+                if spec.command:
+                    env = _secrets(spec.env, spec.label)
+                    server: Any = StdioServerParameters(
+                        command=spec.command[0], args=spec.command[1:], env=env
+                    )
+                else:
+                    limits = httpx2.Timeout(
+                        spec.connect_timeout_s, read=None
+                    )  # calls have limits of their own
+                    headers = _secrets(spec.headers, spec.label)
+                    http = await stack.enter_async_context(
+                        httpx2.AsyncClient(headers=headers, timeout=limits)
+                    )
+                    server = streamable_http_client(spec.url, http_client=http)
+                client = await stack.enter_async_context(Client(server))
+                tools, cursor = [], None
+                for _ in range(_MAX_PAGES):
+                    page = await client.list_tools(cursor=cursor)
+                    tools += page.tools
+                    if (cursor := page.next_cursor) is None:
+                        break
+            if self._tools is None:
+                self._tools = tools
+            yield client
+
+
+def _secrets(names: Mapping[str, str], label: str) -> dict[str, str]:
+    """Their values, from the environment."""
+    missing = sorted(name for name in names.values() if name not in os.environ)
+    if missing:
+        raise ConfigError(
+            f"the MCP server {label} needs the environment variable {missing[0]}, which is not set (`env` "
+            "and `headers` name variables; secrets do not belong into a config)"
+        )
+    return {key: os.environ[name] for key, name in names.items()}
+
+
+def _is_broken(error: Any) -> bool:
+    """Whether the SDK says that the connection is at its end, rather than that the server refuses."""
+    from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+    return error.error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT)
+
+
+def _as_text(block: Any) -> str:
+    """A piece of a result as the policy reads it."""
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource":
+        resource = block.resource
+        return str(getattr(resource, "text", None) or f"[{resource.uri}]")
+    if block.type == "resource_link":
+        return f"[{block.uri}]"
+    return f"[{block.mime_type}, {len(block.data)} characters of base64]"
+
+
+def _cause(error: Exception) -> Exception:
+    cause = first_error(error)
+    return cause if isinstance(cause, Exception) else error
+
+
+def _said(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
