@@ -196,6 +196,15 @@ FLOW: Final = (
         unit="s",
     ),
     Panel(
+        "Tools, p95",
+        "How long calls take, and how long they wait for others of the same tool.",
+        (
+            Query(quantile(0.95, "tool_seconds", "tool"), "{{tool}}"),
+            Query(quantile(0.95, "tool_wait_seconds", "tool"), "{{tool}} waits"),
+        ),
+        unit="s",
+    ),
+    Panel(
         "Length of trajectories",
         "Tokens of the finished, prompt and all turns.",
         (
