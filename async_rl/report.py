@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,17 @@ def print_header(console: Console, config: Config, run_dir: Path, metrics_url: s
     console.print(_figures([(key, str(value)) for key, value in derived_bounds(config).items()]))
 
 
+_NAMES_WIDTH = 30
+"""Columns of the panel that its frame and the names in it take."""
+
+_PACE_STEPS = 10
+"""Steps whose times say how long the others will take."""
+
+
 class Progress:
     """Shows how far a run is: a live panel on a terminal, otherwise one line a step.
+
+    The panel moves the cursor, so it is only for a console that says that it is interactive.
 
     Example:
         >>> progress = Progress(Console())
@@ -78,12 +88,13 @@ class Progress:
         self._max_steps = 0
         self._record: StepRecord | None = None
         self._rewards: list[Figure] = []
+        self._ends_s: deque[float] = deque(maxlen=_PACE_STEPS + 1)
         self._in_flight = 0
         self._queued = 0
         self._waiting_for = ""
         self._live = (
             Live(get_renderable=self.render, console=console, refresh_per_second=4, transient=True)
-            if console.is_terminal
+            if console.is_interactive
             else None
         )
 
@@ -113,6 +124,7 @@ class Progress:
         """Show a finished step."""
         self._record = record
         self._rewards.append(record.reward_mean)
+        self._ends_s.append(record.time_s)
         self._in_flight, self._queued = record.in_flight, record.queued
         if not self._live:
             self._print(step_line(record, self._max_steps))
@@ -121,6 +133,7 @@ class Progress:
         """The live panel as it is now."""
         record = self._record
         done = record.step if record else 0
+        room = max(8, self._console.width - _NAMES_WIDTH)
         rows: list[tuple[str, str]] = [
             ("step", f"{done} of {self._max_steps}"),
             ("in flight / queued", f"{self._in_flight} / {self._queued} trajectories"),
@@ -128,19 +141,37 @@ class Progress:
         ]
         if record:
             rows += [
-                ("reward", f"{_number(record.reward_mean)}  {sparkline(self._rewards)}"),
+                ("reward", f"{_number(record.reward_mean)}  {sparkline(self._rewards, min(40, room - 8))}"),
                 (_kl_name(record.ppo_kl_bypass), f"{_number(_kl(record), 5)} nats"),
+                *_kl_parts(record),
                 ("staleness p50 / p95", f"{record.staleness_p50:.0f} / {record.staleness_p95:.0f} versions"),
                 ("interrupted", f"{record.interrupted} of {record.trajectories} trajectories"),
                 ("throughput", f"{record.tokens_per_s:,.0f} tokens/s"),
                 ("wait / step / sync", f"{record.wait_s:.2f} / {record.step_s:.2f} / {record.sync_s:.2f} s"),
             ]
-        bar = ProgressBar(total=self._max_steps, completed=done, width=40)
-        elapsed = f"async-rl  {self._clock() - self._started_s:.0f} s"
-        return Panel(Group(bar, _figures(rows)), title=elapsed, title_align="left", expand=False)
+        bar = Table.grid()  # a bar by itself does not end its line
+        bar.add_row(
+            ProgressBar(total=self._max_steps, completed=done, width=min(40, self._console.width - 4))
+        )
+        title = f"async-rl  {_duration(self._clock() - self._started_s)}{self._remaining(done)}"
+        return Panel(Group(bar, _figures(rows)), title=title, title_align="left", expand=False)
+
+    def _remaining(self, done: int) -> str:
+        """How long the steps that are left will take, by the pace of the last ones."""
+        if len(self._ends_s) < 2:
+            return ""
+        pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        return f" · {_duration(pace_s * (self._max_steps - done))} left"
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _kl_parts(record: StepRecord) -> list[tuple[str, str]]:
+    """What the rollout KL is made of, where it has been measured."""
+    parts = {"mismatch": record.kl_mismatch, "staleness": record.kl_staleness, "routing": record.kl_routing}
+    shown = [f"{name} {_number(part, 5)}" for name, part in parts.items() if is_finite(part)]
+    return [("parts of rollout KL", ", ".join(shown))] if shown else []
 
 
 def _kl_name(bypass: Figure) -> str:
@@ -228,6 +259,7 @@ def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord]
     ]
     if records:
         rows.append(("curves", _path(run_dir / PLOT_FILE)))
+        rows.append(("as one page", f"async-rl report {_path(run_dir)}"))
     console.print(Panel(_figures(rows), title="summary", title_align="left", expand=False))
 
 
@@ -336,6 +368,14 @@ def _number(value: Any, digits: int = 3) -> str:
     # A difference of 1e-7 is not 0: it is what tells a right replay from a lucky one.
     tiny = 0 < abs(value) < 10**-digits
     return f"{value:.1e}" if tiny else f"{value:,.{digits}f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    )
 
 
 def _percent(share: Figure) -> str:

@@ -58,13 +58,13 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
 
     config = load_config(path, overrides)
     check(config)
-    console = Console()
+    shown = console()
     with private_files(), run_folder(config) as run_dir:
         finished = read_records(run_dir / "metrics.jsonl")
         if finished and finished[-1].step >= config.run.max_steps and (run_dir / "summary.json").exists():
             summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
-            print_summary(console, run_dir, finished, summary)
-            console.print(
+            print_summary(shown, run_dir, finished, summary)
+            shown.print(
                 f"{run_dir} is complete: raise run.max_steps to go on, or set run.name for another run"
             )
             return 0
@@ -72,7 +72,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
         with logging_to(log_file, config.run.log_level):
             signals: list[signal.Signals] = []
             try:
-                summary = asyncio.run(_run(config, run_dir, launch or _on_ray, Progress(console), signals))
+                summary = asyncio.run(_run(config, run_dir, launch or _on_ray, Progress(shown), signals))
             except asyncio.CancelledError:
                 print(f"async-rl: aborted by {signals[0].name}; log: {log_file}", file=sys.stderr)
                 return 128 + signals[0]
@@ -83,8 +83,16 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
                 return cause.exit_code if isinstance(cause, AsyncRLError) else 1
         records = read_records(run_dir / "metrics.jsonl")
         write_run_files(run_dir, records, summary)
-        print_summary(console, run_dir, records, summary)
+        print_summary(shown, run_dir, records, summary)
     return 128 + signals[0] if signals else 0
+
+
+def console() -> Console:
+    """Where a run is shown.
+
+    FORCE_COLOR, which CI sets, asks for colours, and not for a panel that moves the cursor about in a log.
+    """
+    return Console(force_interactive=None if sys.stdout.isatty() else False)
 
 
 def describe(cause: BaseException) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from async_rl import train
 from async_rl.config import Config, changed_fields, parse_config
 from async_rl.records import StepRecord, Totals, TrajectoryCounts, summarise
 from async_rl.report import (
@@ -98,6 +100,60 @@ def test_the_panel_shows_step_flow_and_what_is_waited_for_when_on_a_terminal(tmp
     text = file.getvalue()
     for shown in ("3 of 10", "11 / 12 trajectories", "a batch", "▁▄█", "2 of 8 trajectories"):
         assert shown in text
+
+
+def test_the_panel_fits_a_narrow_terminal(tmp_path: Path) -> None:
+    out, file = console(terminal=True, width=44)
+    progress = Progress(out)
+    for record in steps(60):
+        progress.step(record)
+    out.print(progress.render())
+    lines = file.getvalue().splitlines()
+    assert all(len(line) <= 44 for line in lines)
+    assert lines[0].startswith("╭─ async-rl  0 s")
+    assert lines[1].strip("│ ").strip("━╸╺") == ""  # the bar has its line for itself
+    assert sum("▁" in line or "█" in line for line in lines) == 1
+
+
+def test_the_panel_says_what_the_kl_is_made_of_and_how_long_the_rest_takes(tmp_path: Path) -> None:
+    out, file = console(terminal=True)
+    progress = Progress(out)
+    progress._max_steps = 10
+    for record in steps(4, kl_mismatch=0.0002, kl_staleness=0.003, kl_routing=math.nan):
+        progress.step(record)
+    out.print(progress.render())
+    assert "mismatch 0.00020, staleness 0.00300 " in file.getvalue()
+    assert "· 6 s left" in file.getvalue()
+
+
+@pytest.mark.parametrize("environment", [{"FORCE_COLOR": "1"}, {"TERM": "dumb"}, {}])
+def test_a_file_gets_a_line_a_step_and_a_cursor_is_never_moved(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR", "TERM", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    progress = Progress(train.console())
+    progress.start(config(), Path("."), "http://127.0.0.1:9000")
+    progress.step(steps(2)[0])
+    progress.stop()
+    shown = capsys.readouterr().out
+    assert "step  1/10 | reward 0.500" in shown
+    for control in ("\x1b[2K", "\x1b[?25l", "\x1b[1A"):
+        assert control not in shown
+    assert ("\x1b" in shown) == ("FORCE_COLOR" in environment)
+
+
+def test_a_terminal_without_colours_gets_a_panel_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    file = io.StringIO()
+    progress = Progress(Console(file=file, force_terminal=True, width=80))
+    progress.step(steps(3)[-1])
+    Console(file=file, force_terminal=True, width=80).print(progress.render())
+    assert "3 of 0" in file.getvalue()
+    assert re.findall(r"\x1b\[(?:3|4|9|10)\d", file.getvalue()) == []
 
 
 def test_a_figure_is_left_out_of_the_line_when_it_is_not_a_number() -> None:
