@@ -17,14 +17,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
 from agent_loops.base import AgentLoop
-from agent_loops.parsing import MalformedCall, ToolParser, load_parser
+from agent_loops.parsing import MalformedCall, ToolParser, load_parser, recognise
 from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, PromptTooLong
 from async_rl.loading import load_object
 from async_rl.openai_api.server import Access, Endpoint
@@ -102,7 +102,8 @@ class OpenAIAgentLoop(AgentLoop):
         command: A program instead, with its arguments: it has OPENAI_BASE_URL, OPENAI_API_KEY and
             OPENAI_MODEL in its environment and the task as JSON on its standard input (`id`, `messages`,
             `metadata`; not the answer). It is killed with all it started when the trajectory ends.
-        parser: Format of tool calls: a name in `agent_loops.parsing.PARSERS`, or `module:Class`.
+        parser: Format of tool calls: a name in `agent_loops.parsing.PARSERS`, or `module:Class`; by default
+            what the model's chat template teaches.
         opens_thought: Whether the chat template itself opens `<think>` for each turn.
         model: The name under which the policy is served.
         host: Address to bind to.
@@ -117,7 +118,7 @@ class OpenAIAgentLoop(AgentLoop):
         self,
         agent: str | None = None,
         command: Sequence[str] | None = None,
-        parser: str = "hermes",
+        parser: str | None = None,
         opens_thought: bool = False,
         model: str = "policy",
         host: str = "127.0.0.1",
@@ -141,12 +142,33 @@ class OpenAIAgentLoop(AgentLoop):
                 raise ConfigError(f"rollout.agent_loop_args: agent {agent!r} is no function")
         self._command = tuple(command or ())
         self._name = agent or self._command[0]
-        self._reader = CallReader(load_parser(parser))
+        self._reader = None if parser is None else CallReader(load_parser(parser))
+        self._parser_name = parser
         self._opens_thought = opens_thought
         self._endpoint = Endpoint(host, port, model=model, max_body_bytes=max_body_bytes)
+        self._serving = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Serve for the length of a run, so that whoever calls after its trajectory's end is told so."""
+        await self._serving.enter_async_context(self._endpoint.serving())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._serving.aclose()
+
+    def check(self, chat_template: str) -> list[str]:
+        """What `async-rl check` says of it."""
+        try:
+            known = self._parser_name or f"{recognise(chat_template)}, recognised from the chat template"
+        except ConfigError as error:
+            known = f"none, agents cannot call tools: {error}"
+        return [f"agent: {self._name}", f"tool-call parser: {known}"]
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """See `AgentLoop.run`."""
+        if self._reader is None:
+            with suppress(ConfigError):  # an agent without tools needs none
+                self._reader = CallReader(load_parser(recognise(session.chat_template)))
         opened = self._endpoint.open(session, reader=self._reader, opens_thought=self._opens_thought)
         async with opened as access:
             try:

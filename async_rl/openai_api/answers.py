@@ -70,14 +70,11 @@ def show(text: str, form: Form, *, whole: bool) -> Shown:
     elif not whole:
         text = text[: len(text) - _begun(text, form.stop)]
     body = text.lstrip()
-    if form.opens_thought:
-        body = body.removeprefix(_OPEN)
-    elif body.startswith(_OPEN):
-        body = body[len(_OPEN) :]
-    elif not whole and _OPEN.startswith(body):
+    if not whole and _OPEN.startswith(body):
         return Shown()  # it may become one
-    else:
+    if not (form.opens_thought or body.startswith(_OPEN)):
         return _show_said(text, None, form, whole=whole)
+    body = body.removeprefix(_OPEN)
     thought, closed, said = body.partition(_CLOSE)
     if not closed and not whole:
         thought = thought[: len(thought) - _begun(thought, (_CLOSE,))]

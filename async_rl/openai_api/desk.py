@@ -29,7 +29,7 @@ from async_rl.openai_api.history import (
     find_repeated,
     message_keys,
 )
-from async_rl.openai_api.wire import Answer, ApiError, Call, ChatRequest
+from async_rl.openai_api.wire import Answer, ApiError, Call, ChatRequest, TokenLogProb
 from async_rl.rollout.api import Session, Turn
 from async_rl.supervision import Nursery
 
@@ -47,7 +47,7 @@ class Desk:
 
     Args:
         session: The trajectory.
-        reader: Of the policy's format of tool calls.
+        reader: Of the policy's format of tool calls; None where it is not known.
         opens_thought: See `answers.Form`.
         noticed: Told of parameters that are asked for in vain.
     """
@@ -56,7 +56,7 @@ class Desk:
         self,
         session: Session,
         *,
-        reader: Reader,
+        reader: Reader | None,
         opens_thought: bool,
         noticed: Callable[[dict[str, Any]], None],
     ) -> None:
@@ -89,7 +89,15 @@ class Desk:
         """
         if self._closed:
             raise closed()
-        self._noticed(request.asked)
+        if request.tools and self._reader is None:
+            raise ApiError(
+                400,
+                "tools are not served: the chat template teaches no format of calls that is known; set "
+                "parser in rollout.agent_loop_args",
+                param="tools",
+            )
+        sampling = self._session.sampling
+        self._noticed({name: v for name, v in request.asked.items() if sampling.get(name) != v})
         keys = message_keys(request.messages)
         repeated = find_repeated(self._conversations, request, keys, retry_count=retry_count)
         if repeated is not None:
@@ -178,15 +186,17 @@ class Desk:
             _fail(exchange, ApiError(500, "the policy cannot answer: this trajectory has failed"))
             raise
         else:
-            for message in new:
-                if message["role"] == "tool":
-                    session.record_tool_call(error=False)  # how it went, its agent alone knows
+            offered = {tool["function"]["name"] for tool in request.tools}
+            for name in (message.get("name") for message in new if message["role"] == "tool"):
+                # How it went and how long it took, its agent alone knows.
+                session.record_tool_call(error=False, tool=str(name) if name in offered else "unknown")
             session.speak_for_all()
-            conversation.end(exchange, self._answer(exchange, turn, prompt_tokens))
+            conversation.end(exchange, self._answer(session, exchange, turn, prompt_tokens))
             _changed(exchange)
 
-    def _answer(self, exchange: Exchange, turn: Turn, prompt_tokens: int) -> Answer:
+    def _answer(self, session: Session, exchange: Exchange, turn: Turn, prompt_tokens: int) -> Answer:
         exchange.text = turn.text
+        pieces = session.pieces(turn.token_ids.tolist()) if exchange.request.logprobs else []
         shown = show(turn.text, self._form(exchange.request), whole=True)
         calls = tuple(
             Call(id=f"call_{exchange.number}_{i}", name=name, arguments=json.dumps(arguments))
@@ -199,6 +209,10 @@ class Desk:
             finish_reason="tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason,
             prompt_tokens=prompt_tokens,
             completion_tokens=len(turn.token_ids),
+            logprobs=tuple(
+                TokenLogProb(token=piece, logprob=float(value))
+                for piece, value in zip(pieces, turn.rollout_log_probs, strict=False)
+            ),
         )
 
     def _form(self, request: ChatRequest) -> Form:

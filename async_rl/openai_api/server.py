@@ -99,9 +99,14 @@ class Endpoint:
 
     @asynccontextmanager
     async def open(
-        self, session: Session, *, reader: Reader, opens_thought: bool = False
+        self, session: Session, *, reader: Reader | None, opens_thought: bool = False
     ) -> AsyncIterator[Access]:
         """Serve one trajectory while the block runs.
+
+        Args:
+            session: The trajectory.
+            reader: Of the policy's tool calls; None where their format is not known.
+            opens_thought: Whether the prompt of each turn ends within a thought.
 
         Raises:
             EnvironmentNotReady: The address cannot be bound.
@@ -110,7 +115,7 @@ class Endpoint:
         desk = Desk(session, reader=reader, opens_thought=opens_thought, noticed=self._notice)
         self._num_keys += 1
         key = self._sign(str(self._num_keys))
-        async with self._serving() as url:
+        async with self.serving() as url:
             self._desks[key] = desk
             try:
                 async with Nursery() as nursery:
@@ -132,7 +137,7 @@ class Endpoint:
     # -- the server ------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _serving(self) -> AsyncIterator[str]:
+    async def serving(self) -> AsyncIterator[str]:
         """The server's URL; it is up while somebody is in here."""
         async with self._lock:
             if self._runner is None:

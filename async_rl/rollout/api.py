@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import msgspec
+import numpy as np
 
-from async_rl.types import Int32Array, Task
+from async_rl.types import Float32Array, Int32Array, Task
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -28,6 +29,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """How often a weight update or a failure cut it short."""
     engine_s: float = 0.0
     """Seconds in engine calls, since the last restart of the driver."""
+    rollout_log_probs: Float32Array = np.empty(0, np.float32)  # [n], nats; not in scripted turns
 
 
 class Session(Protocol):
@@ -49,6 +51,15 @@ class Session(Protocol):
     messages: list[dict[str, Any]]
     """The conversation so far, as text; `generate` appends the assistant's message itself."""
     tool_timeout_s: float
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """`temperature`, `top_p` and `top_k` by which the policy is sampled: the config's, always."""
+        ...
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token, for people: special ones included."""
+        ...
 
     @property
     def chat_template(self) -> str:

@@ -239,7 +239,7 @@ class RolloutSession(Transcript):
         )
         self._turns.append(record)
         token_ids = self._buffer[begin : self._length].copy()
-        sampled = (segment for segment in self._segments[first:] if isinstance(segment, Sampled))
+        sampled = [segment for segment in self._segments[first:] if isinstance(segment, Sampled)]
         turn = Turn(
             text=self._chat.decode(token_ids),
             token_ids=token_ids,
@@ -247,6 +247,9 @@ class RolloutSession(Transcript):
             weight_versions=tuple(sorted({segment.weight_version for segment in sampled})),
             num_interruptions=record.num_interruptions,
             engine_s=record.engine_s,
+            rollout_log_probs=np.concatenate(
+                [np.empty(0, np.float32), *(s.rollout_log_probs for s in sampled)]
+            ),
         )
         self.messages.append({"role": "assistant", "content": turn.text})
         self._last_turn = turn
@@ -285,6 +288,20 @@ class RolloutSession(Transcript):
         given = {key: value for key, value in named.items() if value is not None}
         self.record_tool_call(error=error)
         self.add_messages([{"role": "tool", "content": text, **given}])
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Temperature, top_p and top_k by which the policy is sampled."""
+        rollout = self._config
+        return {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token; special ones included, bytes of a part of a character replaced."""
+        decode = self._chat.tokenizer.decode
+        return [
+            str(decode([int(i)], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+            for i in token_ids
+        ]
 
     @property
     def chat_template(self) -> str:

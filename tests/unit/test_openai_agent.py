@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import threading
@@ -177,3 +178,64 @@ async def test_an_error_hides_the_key_when_a_program_prints_it():
 def test_config_error_when_the_loops_arguments_cannot_work(arguments: dict[str, Any], error: str):
     with pytest.raises(ConfigError, match=error):
         OpenAIAgentLoop(**arguments)
+
+
+async def with_a_framework(task: Task, api: AgentAPI) -> None:
+    """A weather agent as its users write it, with openai-agents."""
+    import agents
+
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def weather(city: str) -> str:
+        """Tell the weather.
+
+        Args:
+            city: Where.
+        """
+        return f"{city}: rain"
+
+    model = agents.OpenAIChatCompletionsModel(model=api.model, openai_client=api.client)
+    helper = agents.Agent(name="Translator", instructions="Translate into German.", model=model)
+    agent = agents.Agent(
+        name="Weather",
+        instructions="Use the tools.",
+        model=model,
+        tools=[weather, helper.as_tool("translate", "Translate a text.")],
+        model_settings=agents.ModelSettings(temperature=0.2),
+    )
+    answer = agents.Runner.run_streamed(agent, task.messages[0]["content"])
+    async for _ in answer.stream_events():
+        pass
+    assert answer.final_output == "In Oslo und Rom regnet es."
+
+
+def tool_call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def weather_policy(prompt: str) -> str:
+    """Calls two tools side by side, has a sub-agent translate, and answers."""
+    if "Translate into German." in prompt:
+        return "In Oslo und Rom regnet es."
+    if "regnet" in prompt:
+        return "In Oslo und Rom regnet es."
+    if "Rome: rain" in prompt:
+        return "Now in German.\n" + tool_call("translate", input="Rain.")
+    return tool_call("weather", city="Oslo") + "\n" + tool_call("weather", city="Rome")
+
+
+async def test_an_agent_of_a_framework_with_tools_and_a_sub_agent_trains_all_its_conversations():
+    bench, talker = talking(weather_policy, max_branches=1)
+    await OpenAIAgentLoop(agent=f"{HERE}:with_a_framework").run(make_task(), bench.session)
+    main, translator = bench.session.tree
+    assert [message["role"] for message in main.messages] == [
+        *("system", "user", "assistant", "tool", "tool", "assistant", "tool", "assistant")
+    ]
+    assert [message["role"] for message in translator.messages] == ["system", "user", "assistant"]
+    assert len(talker.prompts) == main.num_turns + translator.num_turns == 4
+    assert main.num_tool_calls == 3
+    assert translator.completion.text == "In Oslo und Rom regnet es."
+    for session in bench.session.tree:
+        trajectory = await session.finish("completed", {"reward": 1.0})
+        assert trajectory.trace.valid.all()

@@ -122,6 +122,20 @@ async def test_a_stream_adds_up_to_the_answer():
     assert usage.usage.completion_tokens == len(text.encode()) + 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probs_are_those_of_the_trajectory(stream: bool):
+    async with asked(lines("Hello.")) as a:
+        if stream:
+            choices = [chunk.choices[0] for chunk in await a.stream("Hi", logprobs=True)]
+            told = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+        else:
+            told = (await a.say("Hi", logprobs=True)).choices[0].logprobs.content
+        trajectory = await a.trajectory()
+    assert [token.token for token in told] == [*"Hello.", "<|im_end|>"]
+    recorded = trajectory.rollout_log_probs[trajectory.response_mask].tolist()
+    assert [token.logprob for token in told] == pytest.approx(recorded)
+
+
 async def test_limits_and_stops_of_a_request_are_kept():
     async with asked(lines("one two three", "four END five")) as a:
         short = await a.say("Count.", max_completion_tokens=3, max_tokens=5)
@@ -223,7 +237,7 @@ async def test_an_agent_is_told_when_its_context_is_full():
 async def test_sampling_parameters_are_not_heeded_and_that_is_said_once(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.WARNING)
     async with asked(lines("Hello.", "Again.")) as a:
-        first = await a.say("Hi", temperature=0.1, seed=4, presence_penalty=0)
+        first = await a.say("Hi", temperature=0.1, seed=4, presence_penalty=0, top_p=1)
         await a.say("Hi", reply(first), "More", temperature=0.1)
     said = [r.getMessage() for r in caplog.records if "not heeded" in r.getMessage()]
     assert len(said) == 2
