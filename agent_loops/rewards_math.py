@@ -7,6 +7,7 @@ main threads, as its own limits by signals want it.
 from __future__ import annotations
 
 import importlib.util
+
 from async_rl.errors import EnvironmentNotReady
 from async_rl.types import Completion, Task
 from async_rl.workers import in_processes

@@ -90,6 +90,12 @@ class ChatFormat:
         """Tokens of a conversation up to the point where the policy writes, `[P] int32`."""
         return self._encode(self._render(messages, tools, add_generation_prompt=True))
 
+    def prompt_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The text of `prompt_ids`: a tenth of its cost, for whoever looks at many prompts."""
+        return self._render(messages, tools, add_generation_prompt=True)
+
     def append_ids(self, messages: Sequence[Mapping[str, Any]], *, after_length: bool = False) -> Int32Array:
         """Tokens between the policy's last token and the next generation prompt, `[n] int32`.
 

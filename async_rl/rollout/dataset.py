@@ -11,6 +11,7 @@ Bad rows are named by file and line, up to ten of them at once.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -30,11 +31,18 @@ _MAX_NAMED: Final = 10
 """So many bad rows of a file are named; the others are counted."""
 
 
+_ADDED_TOKENS: Final = 64
+_NUM_COUNTED: Final = 64
+"""The longest prompt in tokens is looked for among so many of the longest texts."""
+
+
 class PromptRule(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of prompts that are too long."""
 
-    num_tokens: Callable[[Task], int]
-    """Of a task's prompt; raises ConfigError where it cannot be rendered."""
+    render: Callable[[Task], str]
+    """A task's prompt as text; raises ConfigError where there is no way."""
+    count: Callable[[Task], int]
+    """The tokens of it."""
     limit: int
     policy: Literal["refuse", "filter"]
 
@@ -49,7 +57,8 @@ def prompt_rule(config: Config) -> PromptRule | None:
         return None
     chat = load_chat_format(config.model.path)
     return PromptRule(
-        num_tokens=lambda task: len(chat.prompt_ids(task.messages, task.tools)),
+        render=lambda task: chat.prompt_text(task.messages, task.tools),
+        count=lambda task: len(chat.prompt_ids(task.messages, task.tools)),
         limit=config.data.max_prompt_tokens or config.rollout.max_context_tokens - 1,
         policy=config.data.long_prompts,
     )
@@ -68,7 +77,7 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
     num_filtered: int = 0
     """Rows that were left out because their prompts are too long."""
     longest_prompt: int | None = None
-    """Tokens, of those that were kept; None where nobody looked."""
+    """Tokens, of those that were kept: of the longest texts among them. None where nobody looked."""
 
 
 class TaskSet(Sequence[Task]):
@@ -189,7 +198,7 @@ def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptR
     tasks: list[Task] = []
     seen: dict[str, str] = {}
     bad, long = _Complaints(path, "bad rows"), _Complaints(path, "rows with prompts that are too long")
-    longest = 0
+    gauge = None if prompts is None else _PromptGauge(prompts)
     for number, (where, row) in enumerate(chain([first], rows)):
         try:
             if isinstance(row, ConfigError):
@@ -201,7 +210,7 @@ def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptR
                     "expected a different one in each row"
                 )
             seen[task.task_id] = where
-            num_tokens = prompts.num_tokens(task) if prompts is not None else 0
+            num_tokens = 0 if gauge is None else gauge.look(task)
         except ConfigError as error:
             text = str(error)
             bad.add(text if text.startswith(where) else f"{where}: {text}")
@@ -212,7 +221,6 @@ def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptR
                 "data.long_prompts=filter to leave such rows out, or raise rollout.max_context_tokens"
             )
             continue
-        longest = max(longest, num_tokens)
         tasks.append(task)
     bad.check()
     if prompts is not None and prompts.policy == "refuse":
@@ -231,8 +239,37 @@ def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptR
         tasks=tasks,
         weight=source.weight if isinstance(source, DatasetConfig) else None,
         num_filtered=long.count,
-        longest_prompt=None if prompts is None else longest,
+        longest_prompt=None if gauge is None else gauge.longest(),
     )
+
+
+class _PromptGauge:
+    """Measures prompts, and tokenises no more of them than it must: that costs ten times the rendering."""
+
+    def __init__(self, rule: PromptRule) -> None:
+        self._rule = rule
+        self._longest = 0
+        self._texts: list[tuple[int, int, Task]] = []  # a heap of the longest that were not tokenised
+        self._seen = 0
+
+    def look(self, task: Task) -> int:
+        """Tokens of a prompt where they may be over the limit; 0 where they cannot be.
+
+        A token is at least a character of ASCII, but for a few that some tokenizers put before words.
+        """
+        text, rule = self._rule.render(task), self._rule
+        self._seen += 1
+        if not (text.isascii() and len(text) + _ADDED_TOKENS <= rule.limit):
+            num_tokens = rule.count(task)
+            self._longest = max(self._longest, num_tokens if num_tokens <= rule.limit else 0)
+            return num_tokens
+        keep = heapq.heappush if len(self._texts) < _NUM_COUNTED else heapq.heappushpop
+        keep(self._texts, (len(text), self._seen, task))
+        return 0
+
+    def longest(self) -> int:
+        """Tokens of the longest prompt that is kept."""
+        return max([self._longest, *(self._rule.count(task) for _, _, task in self._texts)])
 
 
 class _Complaints:

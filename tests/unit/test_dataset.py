@@ -185,7 +185,10 @@ def rule(policy: str, limit: int = 3) -> PromptRule:
     def num_tokens(task: Task) -> int:
         return len(task.messages[0]["content"].split())
 
-    return PromptRule(num_tokens=num_tokens, limit=limit, policy=policy)  # type: ignore[arg-type]
+    def render(task: Task) -> str:
+        return task.messages[0]["content"]
+
+    return PromptRule(render=render, count=num_tokens, limit=limit, policy=policy)  # type: ignore[arg-type]
 
 
 def test_long_prompts_are_left_out_and_counted_when_the_config_says_filter(tmp_path: Path):
@@ -195,6 +198,23 @@ def test_long_prompts_are_left_out_and_counted_when_the_config_says_filter(tmp_p
     assert (dataset.num_filtered, dataset.longest_prompt) == (1, 3)
     with pytest.raises(ConfigError, match=r"all 3 rows .* have prompts of more than 0 tokens"):
         load_tasks(DataConfig(path=str(path)), rule("filter", limit=0))
+
+
+def test_only_prompts_that_may_be_too_long_are_tokenised(tmp_path: Path):
+    short, long = ["a b", "a b c d", *["a"] * 100], ["a " * 200, "ä b", "a " * 101]
+    path = write_jsonl(tmp_path, *({"messages": text} for text in (*short, *long)))
+    counted: list[str] = []
+    words = rule("filter", limit=100)
+
+    def count(task: Task) -> int:
+        counted.append(task.messages[0]["content"])
+        return words.count(task)
+
+    prompts = PromptRule(render=words.render, count=count, limit=100, policy="filter")
+    (dataset,) = load_tasks(DataConfig(path=str(path)), prompts).datasets
+    assert (dataset.num_filtered, dataset.longest_prompt) == (2, 4)
+    assert counted[:3] == long
+    assert len(counted) == 3 + 64
 
 
 def test_long_prompts_are_refused_by_line_when_the_config_says_so(tmp_path: Path):
