@@ -23,6 +23,7 @@ from async_rl.errors import ConfigError
 from async_rl.types import BoolArray, Int32Array
 
 _QUESTION = {"role": "user", "content": "?"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _MARKER = "ASSISTANTMARKER"
 """Stands for an assistant message. A plain word: templates trim or split whitespace and tags."""
 
@@ -88,7 +89,13 @@ class ChatFormat:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Int32Array:
         """Tokens of a conversation up to the point where the policy writes, `[P] int32`."""
-        return self._encode(self._render(messages, tools, add_generation_prompt=True))
+        return self.encode(self.prompt_text(messages, tools))
+
+    def prompt_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The template's rendering of a conversation up to the point where the policy writes."""
+        return self._render(messages, tools, add_generation_prompt=True)
 
     def prompt_text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -107,11 +114,13 @@ class ChatFormat:
             after_length: The turn ended without its end-of-turn token (a length limit, a stop string,
                 another stop token), so it is put in.
         """
-        rendered = self._render(
-            [_QUESTION, {"role": "assistant", "content": _MARKER}, *messages], add_generation_prompt=True
-        )
-        after = self._encode(self._after_marker(rendered))
+        after = self.encode(self.append_text(messages))
         return after if after_length else after[1:]
+
+    def append_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What `append_ids` encodes, the end of the policy's turn first."""
+        asked = [_QUESTION, {"role": "assistant", "content": _MARKER}, *messages]
+        return self._after_marker(self._render(asked, add_generation_prompt=True))
 
     def decode(self, token_ids: Sequence[int] | Int32Array) -> str:
         """Text of tokens; special tokens are left out, tool-call tags (not special) stay."""
@@ -142,7 +151,7 @@ class ChatFormat:
         for index in turns:
             between = messages[previous + 1 : index]
             pieces.append(self.prompt_ids(between, tools) if previous < 0 else self.append_ids(between))
-            pieces.append(self._encode(self._assistant_text(messages[index])))
+            pieces.append(self.encode(self._assistant_text(messages[index])))
             previous = index
         loss_mask = np.concatenate([np.full(len(piece), i % 2 == 1) for i, piece in enumerate(pieces)])
         return np.concatenate(pieces), loss_mask
@@ -164,7 +173,7 @@ class ChatFormat:
             [_QUESTION, {"role": "assistant", "content": _MARKER}], add_generation_prompt=False
         )
         after = self._after_marker(rendered)
-        ids = self._encode(after)
+        ids = self.encode(after)
         # The text of the first token, kept as it stands in the template.
         text = str(
             self.tokenizer.decode(
@@ -209,7 +218,8 @@ class ChatFormat:
                 f"the chat template cannot render a conversation of roles [{roles}]: {error}"
             ) from error
 
-    def _encode(self, text: str) -> Int32Array:
+    def encode(self, text: str) -> Int32Array:
+        """Text to tokens; special tokens are recognised, none is put in front."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
@@ -228,10 +238,14 @@ def load_chat_format(model_path: str | Path) -> ChatFormat:
         raise ConfigError(f"model.path {str(folder)!r}: {error}") from error
 
 
+def has_tokenizer(model_path: str | Path) -> bool:
+    """Whether a folder looks as if there were a tokenizer in it."""
+    return any((Path(model_path) / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def _load_tokenizer(folder: Path) -> Tokenizer:
-    known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any((folder / name).is_file() for name in known):
-        raise ConfigError(f"no tokenizer; expected one of {', '.join(known)}")
+    if not has_tokenizer(folder):
+        raise ConfigError(f"no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}")
     try:
         if (folder / "tokenizer.json").is_file():
             # Does without torch, whose import takes seconds; AutoTokenizer brings it in.

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from async_rl.chat import ChatFormat, load_chat_format
+from async_rl.chat import ChatFormat, has_tokenizer, load_chat_format
 from async_rl.config import Config
 from async_rl.engines.facts import load_facts
 from async_rl.errors import ConfigError
@@ -47,8 +47,9 @@ def check(config: Config) -> list[str]:
     used = Counter(task.agent_loop or config.rollout.agent_loop for task in tasks)
     for name in {*used, *(task.agent_loop for dataset in validation for task in dataset.tasks)}:
         loops.of(name)
-    chat = load_chat_format(config.model.path)
-    of_loops = [text for name in used for text in _findings(loops.of(name), chat.template)]
+    # Weights and tokenizer of an engine elsewhere need not be here.
+    chat = load_chat_format(config.model.path) if has_tokenizer(config.model.path) else None
+    of_loops = [text for name in used for text in _findings(loops.of(name), chat)]
     scored = Counter(rewards.name_for(task) for task in tasks)
     for dataset in validation:
         for task in dataset.tasks:
@@ -61,7 +62,7 @@ def check(config: Config) -> list[str]:
     )
     return [
         f"model: {model}, context {facts.context_length} tokens",
-        *_of_template(chat),
+        *(_of_template(chat) if chat is not None else ()),
         f"data: {len(tasks)} tasks",
         *(f"data: {_described(dataset)}" for dataset in tasks.datasets),
         *(f"validation: {_described(dataset)}" for dataset in validation),
@@ -72,9 +73,9 @@ def check(config: Config) -> list[str]:
     ]
 
 
-def _findings(loop: Any, chat_template: str) -> list[str]:
+def _findings(loop: Any, chat: ChatFormat | None) -> list[str]:
     """What an agent loop says of itself, if it has a `check`: see `agent_loops.base.AgentLoop.check`."""
-    return list(loop.check(chat_template)) if hasattr(loop, "check") else []
+    return list(loop.check(chat.template)) if chat is not None and hasattr(loop, "check") else []
 
 
 def _of_template(chat: ChatFormat) -> list[str]:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     "types errors yaml12",
     "config routing staleness codec instruments waits processes supervision threads workers loading chat "
-    "records engines.protocol training",
+    "rewrites records engines.protocol training",
     "metrics discovery trackers report diagnosis watchdog engines queue weights",
     "rollout openai_api",
     "recovery",
