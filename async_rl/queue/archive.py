@@ -37,6 +37,9 @@ FILE: Final = "trajectories.sqlite"
 
 _SCHEMA_VERSION = 1
 
+_MAX_LOG_BYTES: Final = 16 << 20
+"""Of the write-ahead log, once a large writing is over."""
+
 Status = Literal["ended", "queued", "trained", "dropped", "failed"]
 """`ended`: its group has not; `failed`: it raised, and may be tried again; `dropped` has a reason."""
 
@@ -231,6 +234,7 @@ class Archive(Observer):
     def _open(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
         database.execute("PRAGMA journal_mode = WAL")
+        database.execute(f"PRAGMA journal_size_limit = {_MAX_LOG_BYTES}")
         database.execute("PRAGMA synchronous = OFF")  # a power cut may cost it; nothing depends on it
         ((version,),) = database.execute("PRAGMA user_version").fetchall()
         if version != _SCHEMA_VERSION:
