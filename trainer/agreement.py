@@ -61,7 +61,7 @@ def measure(wanted: Targets, start: Float32Array, importance_cap: float | None) 
         **{f"tokens_{name}": float(chosen.sum()) for name, chosen in buckets.items()},
         "kl_mismatch": mismatch,
         "kl_staleness": _mean(squares[~buckets["lag0"]]) - mismatch,
-        **{f"importance_ratio_{name}": _percentile(ratios, q) for name, q in _PERCENTILES.items()},
+        **_percentiles(ratios),
         "effective_sample_share": mean_weight**2 / mean_square if mean_square else math.nan,
     }
 
@@ -100,9 +100,13 @@ def extremes(batch: TrainBatch, wanted: Targets, start: Float32Array) -> tuple[E
     """
     difference, lag = _differences(wanted, start)
     index = np.flatnonzero(wanted.mask)
-    largest = np.argsort(-np.abs(difference), kind="stable")[:NUM_EXTREMES]
+    negated = -np.abs(difference)
+    largest = np.arange(len(index))
+    if len(index) > NUM_EXTREMES:
+        largest = np.argpartition(negated, NUM_EXTREMES)[:NUM_EXTREMES]
     found = []
-    for place, i in ((int(place), int(index[place])) for place in largest):
+    for place in sorted(largest.tolist(), key=negated.item):
+        i = int(index[place])
         trajectory = int(wanted.trajectory[i])
         found.append(
             Extreme(
@@ -127,5 +131,7 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else math.nan
 
 
-def _percentile(values: np.ndarray, q: float) -> float:
-    return float(np.percentile(values, q, method="inverted_cdf")) if len(values) else math.nan
+def _percentiles(ratios: np.ndarray) -> dict[str, float]:
+    shares = list(_PERCENTILES.values())
+    found = np.percentile(ratios, shares, method="inverted_cdf") if len(ratios) else [math.nan] * len(shares)
+    return {f"importance_ratio_{name}": float(value) for name, value in zip(_PERCENTILES, found, strict=True)}

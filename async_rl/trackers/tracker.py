@@ -122,7 +122,7 @@ class _Courier:
                 tracker = tracker or self._make()
                 tracker.log(*entry)
             except Exception as error:  # whatever a tracker raises: it is none of training's business
-                self._lose("failed", f"{type(error).__name__}: {error}")
+                self._lose("failed", f"{type(error).__name__}: {' '.join(str(error).split())}")
         if tracker is not None:
             try:
                 tracker.close()

@@ -54,6 +54,7 @@ class WandbTracker:
             config=to_builtins(config),
             settings=wandb.Settings(
                 console="off",  # the terminal is ours
+                quiet=True,
                 disable_git=True,  # nor does it read the user's working tree
                 disable_code=True,
             ),
