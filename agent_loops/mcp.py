@@ -168,13 +168,13 @@ class McpServer:
                     await self._changed.wait_for(
                         lambda: self._client is not None or self._failure is not None
                     )
-            if self._client is None:
-                raise EnvironmentNotReady(
-                    f"the MCP server {self._spec.label} does not come up within "
-                    f"{self._spec.connect_timeout_s:g} s: {_said(self._failure)}"
-                )
-            self._open, self._is_open = stack.pop_all(), True
-        return self
+            if self._client is not None:
+                self._open, self._is_open = stack.pop_all(), True
+                return self
+        raise EnvironmentNotReady(
+            f"the MCP server {self._spec.label} does not come up within {self._spec.connect_timeout_s:g} s: "
+            f"{_said(self._failure)}"
+        )
 
     async def __aexit__(self, *error: object) -> None:
         self._client, self._failure, self._is_open = None, None, False
