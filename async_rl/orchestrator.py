@@ -35,6 +35,7 @@ from uuid6 import uuid7
 
 from async_rl.chat import load_chat_format
 from async_rl.config import Config, SGLangEngines
+from async_rl.diagnosis import Diagnosis
 from async_rl.discovery import announced
 from async_rl.doctor import Doctor, watched
 from async_rl.engines.facts import check_served_by_sglang, load_facts
@@ -80,6 +81,9 @@ from async_rl.waits import Waits, acting, progressed, waiting
 from async_rl.weights.sync import SyncReport, WeightSync
 
 log = logging.getLogger(__name__)
+
+_DIAGNOSIS_LASTS_S = 5.0
+"""On the live page; 40 ms go into one of 4096 trajectories."""
 
 _TRAINER_WAITS = frozenset(
     {"trainer start", "trainer step", "checkpoint", "publish", "send weights", "export"}
@@ -242,6 +246,8 @@ class Orchestrator:
         self._begin_s: float | None = None
         self._trainer_failures = 0
         self._records: list[StepRecord] = []
+        self._diagnosis: Diagnosis | None = None
+        self._diagnose_again_s = 0.0
         self._trackers: Trackers | None = None
 
     @property
@@ -259,9 +265,16 @@ class Orchestrator:
             counts=None if self._queue is None else _counts(self._queue.statistics()),
             pool=self._pool,
             waits=self.named_waits,
-            diagnosis=self._doctor.diagnosis(),
+            diagnosis=self._recent_diagnosis(),
             running=[] if self._manager is None else self._manager.running.values(),
         )
+
+    def _recent_diagnosis(self) -> Diagnosis:
+        """One for the live page: that of a run that moves may be some seconds old, for each costs."""
+        now = self._clock()
+        if self._diagnosis is None or self._diagnosis.state != "moving" or now >= self._diagnose_again_s:
+            self._diagnosis, self._diagnose_again_s = self._doctor.diagnosis(), now + _DIAGNOSIS_LASTS_S
+        return self._diagnosis
 
     def health(self) -> dict[str, Any]:
         """For `/health`: how the run is and what it waits for."""

@@ -28,7 +28,7 @@ from async_rl.errors import ConfigError
 from async_rl.page import STATIC
 from async_rl.page.charts import RECENT, sections, tiles
 from async_rl.page.drawing import compact, flow_chart
-from async_rl.records import StepRecord, Summary, mean, read_records
+from async_rl.records import StepRecord, TrajectoryCounts, mean, read_records
 
 T = TypeVar("T")
 
@@ -62,6 +62,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+class _Ended(msgspec.Struct, frozen=True):
+    """What the report takes from `summary.json`, whose other figures differ between versions."""
+
+    trajectories: TrajectoryCounts
+
+
 class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
     """What there is in a run folder."""
 
@@ -71,7 +77,7 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
     changed: Mapping[str, Any]
     """Settings that differ from the defaults."""
     records: Sequence[StepRecord]
-    summary: Summary | None
+    summary: _Ended | None
     """Of the newest life that came to its end."""
     events: Sequence[Event]
     versions: Mapping[str, str]
@@ -118,7 +124,7 @@ def read_run(run_dir: Path) -> RunFiles:
     try:
         tree = yaml12.load(config_file.read_text())
         records = read_records(run_dir / "metrics.jsonl")
-        summary = _decoded(run_dir / "summary.json", Summary)
+        summary = _decoded(run_dir / "summary.json", _Ended)
         versions = _decoded(run_dir / "versions.json", dict[str, str]) or {}
     except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{run_dir}: its files are not those of a run: {error}") from error
