@@ -43,8 +43,7 @@ _MAX_LOG_BYTES: Final = 8 << 20
 _LOG_LINE: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} (\w+) +([\w.]+): (.*)")
 
 _SECRET: Final = re.compile(
-    r"(^|[._-])(api_?key|secret|password|passwd|token|authorization|credentials?)$|[A-Z]_(KEY|PAT)$",
-    re.IGNORECASE,
+    r"(^|[._-])(?i:api_?key|secret|password|passwd|token|authorization|credentials?)$|[A-Z]_(KEY|PAT)$"
 )
 """Names of settings whose value is nobody else's business: a report is a file that is sent around."""
 

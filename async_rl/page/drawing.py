@@ -119,9 +119,9 @@ def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> li
 
 def line_chart(chart: Chart, xs: Sequence[float]) -> Markup:
     """Draw a chart over its x values (trainer steps); nothing when there is no finite figure in it."""
+    if not any(is_finite(value) for line in chart.lines for value in line.values):
+        return Markup("")  # a band alone is what records of older versions leave
     values = chart.values()
-    if not values:
-        return Markup("")
     low, high = _range(chart, values)
     x_low, x_high = xs[0], xs[-1]
 

@@ -71,6 +71,8 @@ def test_a_spike_stays_when_a_long_run_is_thinned() -> None:
 
 def test_nothing_is_drawn_when_there_is_no_figure() -> None:
     assert line_chart(chart(Line(label="a", values=[None, math.nan])), [1, 2]) == ""
+    band = Band(label="b", low=[0.0, 0.0], high=[1.0, 1.0])
+    assert line_chart(chart(Line(label="a", values=[None, None]), band=band), [1, 2]) == ""
     assert bar_chart("x", "X", "n", ["0", "1"], [0, 0], marked=None) == ""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import main
-from async_rl.run_report import read_run, write_report
+from async_rl.run_report import read_run, redacted, write_report
 from tests.support.finished_run import FAILURE, HOSTILE, LOG, records, write_run_folder
 
 
@@ -74,6 +74,12 @@ def test_secrets_of_the_config_are_hidden(tmp_path: Path) -> None:
     assert "do-not-show" not in html
     assert "search_api_key" in html
     assert "max_staleness" in html
+    assert redacted({"OPENAI_API_KEY": "x", "answer_key": "answer", "HF_TOKEN": "x", "max_tokens": 3}) == {
+        "OPENAI_API_KEY": "(hidden)",
+        "answer_key": "answer",
+        "HF_TOKEN": "(hidden)",
+        "max_tokens": 3,
+    }
 
 
 def test_a_failed_run_says_why(tmp_path: Path) -> None:
