@@ -36,8 +36,8 @@ once and `async_rl_tracker_steps_lost_total` counts; training does not wait for 
 on in the same wandb run, TensorBoard folder and file. Steps that it repeats after its checkpoint take the
 place of the old ones; only wandb, which takes nothing back, keeps the first ones.
 
-wandb is an extra, `pip install 'async-rl[wandb]'`; `metrics.wandb.mode: offline` writes files below the
-run's folder for `wandb sync`.
+wandb is an extra, `pip install 'async-rl[wandb]'`, and its key comes from `wandb login` or WANDB_API_KEY.
+`metrics.wandb.mode: offline` writes files below the run's folder; `wandb sync` in that folder uploads them.
 
 | name | field of the record |
 |---|---|
