@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
 from async_rl.errors import AgentLoopError, ConfigError, EngineError, PromptTooLong, RequestRefused
+from async_rl.inspection.try_out import rollout
 from async_rl.supervision import Nursery
 from async_rl.types import Task
 from tests.support.scripted import ScriptedEngine
 from tests.support.scripted_session import make_task
 from tests.support.talk import lines, talking
+from tests.support.writer import writing
 
 HERE = __name__
+EXAMPLE = Path(__file__).parents[2] / "examples" / "openai_agent"
 
 
 async def two_turns(task: Task, api: AgentAPI) -> str:
@@ -239,3 +244,28 @@ async def test_an_agent_of_a_framework_with_tools_and_a_sub_agent_trains_all_its
     for session in bench.session.tree:
         trajectory = await session.finish("completed", {"reward": 1.0})
         assert trajectory.trace.valid.all()
+
+
+def calculating_policy(conversation: str) -> str:
+    expression = re.findall(r"What is (.*)\?", conversation)[-1]
+    results = re.findall(r"<tool_response>\n(.*)\n</tool_response>", conversation)
+    return f"{expression} = {results[-1]}." if results else tool_call("calculator", expression=expression)
+
+
+@pytest.mark.parametrize("kind", ["function", "program"])
+def test_the_example_is_rewarded_when_the_policy_knows_its_calculator(
+    calculator: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(EXAMPLE.parents[1])
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    overrides = [f"model.path={calculator / 'model'}", f"data.path={calculator / 'data' / 'tasks.jsonl'}"]
+    if kind == "program":  # it has no tool
+        overrides.append(f"rollout.agent_loop_args={{command: [{sys.executable}, {EXAMPLE / 'agent.py'}]}}")
+    code = rollout(
+        EXAMPLE / "config.yaml", overrides, number=2, as_json=True, open_engines=writing(calculating_policy)
+    )
+    portraits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert code == 0
+    assert [p["reward"] for p in portraits] == ([1.0, 1.0] if kind == "function" else [0.0, 0.0])
+    turns = ["prompt", "policy"] if kind == "program" else ["prompt", "policy", "tool", "policy"]
+    assert [[passage["role"] for passage in p["passages"]] for p in portraits] == [turns, turns]
