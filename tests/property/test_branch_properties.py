@@ -1,0 +1,198 @@
+"""Random trees, interrupted and killed at random: each token is trained once, each leaf settled once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.queue.batching import assemble
+from async_rl.queue.journal import Entry, Journal
+from async_rl.queue.journal_file import Journalled
+from async_rl.queue.ledger import Ledger
+from async_rl.rollout.session import RolloutSession
+from async_rl.simulation.virtual_time import run_virtual
+from async_rl.supervision import Nursery
+from async_rl.types import Group, Segment, Trajectory
+from tests.support.sessions import Bench, simulated
+
+FIRST = 1000
+"""Of the tokens that the policy samples: every one of them is another."""
+
+
+class Branch(NamedTuple):
+    """What is played in a branch, beside the rest or before it."""
+
+    steps: list[Any]
+    beside: bool
+
+
+steps = st.lists(
+    st.recursive(
+        st.integers(1, 4) | st.just("tool"),  # a turn of so many tokens
+        lambda inner: st.builds(Branch, steps=st.lists(inner, max_size=3), beside=st.booleans()),
+        max_leaves=6,
+    ),
+    max_size=4,
+).map(lambda first: [2, *first])  # the trunk samples something
+
+
+class Blow(NamedTuple):
+    """What happens to the engine, so long after the one before."""
+
+    after_s: float
+    what: str
+
+
+blows = st.lists(
+    st.builds(
+        Blow,
+        after_s=st.sampled_from([0.01, 0.05, 0.12, 0.3]),
+        what=st.sampled_from(["update", "update", "abort"]),
+    ),
+    max_size=5,
+)
+
+
+async def play(session: RolloutSession, steps: Sequence[Any]) -> None:
+    async with Nursery() as beside, session:
+        for step in steps:
+            if isinstance(step, Branch):
+                line = play(session.branch(), step.steps)
+                if step.beside:
+                    beside.start("branch", line)
+                    await asyncio.sleep(0)  # it has begun
+                else:
+                    await line
+            elif step == "tool":
+                if session.last_turn is not None:
+                    session.add_messages([{"role": "tool", "content": "4"}])
+            else:
+                await session.generate(max_new_tokens=step)
+
+
+class Life:
+    """A driver's: a journal, and a session on it that goes on from what the one before left."""
+
+    def __init__(self, folder: Path, numbers: count[int], interrupt: str) -> None:
+        self.journal = Journal(folder)
+        self.left = self.journal.restore({"0" * 32}, newest_version=99)
+        self.number = numbers
+        entry = self.open("0" * 32, ())
+        engine = simulated(self.sample, decode_step_s=0.02)  # type: ignore[arg-type]
+        self.bench = Bench(
+            engine,
+            entry=entry,
+            interrupt=interrupt,  # type: ignore[arg-type]
+            merge="splice",
+            max_context_tokens=200,
+            max_branches=50,
+        )
+        self.session = self.bench.session
+        self.session._tree.open_branch = self.open
+
+    def sample(self, prefix: Sequence[int], rng: random.Random) -> int:
+        return next(self.number)
+
+    def open(self, name: str, inherited: Sequence[Segment]) -> Entry:
+        replay: Journalled | None = self.left.pop(name, None)
+        if replay is not None and inherited:
+            replay = replay.after(inherited)
+        return self.journal.open(name, 1, replay, inherited)
+
+    async def run(self, steps: Sequence[Any], blows: Sequence[Blow], until_s: float | None) -> bool:
+        """Play to the end, or until the driver is killed; whether it came to the end."""
+        self.session.start([{"role": "user", "content": "hi"}])
+        ended = False
+        async with Nursery() as nursery:
+
+            async def line() -> None:
+                nonlocal ended
+                await play(self.session, steps)
+                ended = True
+                nursery.cancel()
+
+            async def trouble() -> None:
+                for version, blow in enumerate(blows, start=1):
+                    await asyncio.sleep(blow.after_s)
+                    await (self.bench.abort() if blow.what == "abort" else self.bench.bump(version))
+
+            async def kill(after_s: float) -> None:
+                await asyncio.sleep(after_s)
+                self.journal.write()  # the last tick; what comes later is not known
+                nursery.cancel()
+
+            nursery.start("line", line())
+            nursery.start("trouble", trouble())
+            if until_s is not None:
+                nursery.start("kill", kill(until_s))
+        self.journal.close()
+        return ended
+
+
+async def live(
+    folder: Path, steps: Sequence[Any], blows: Sequence[Blow], kill_s: float | None, interrupt: str
+) -> tuple[list[Trajectory], set[int]]:
+    """The trajectories of a tree, and the tokens that were journalled when the driver was killed."""
+    numbers = count(FIRST)
+    life, journalled = Life(folder, numbers, interrupt), set[int]()
+    if not await life.run(steps, blows, kill_s):
+        life = Life(folder, numbers, interrupt)
+        tokens = (segment.token_ids for state in life.left.values() for segment in state.segments)
+        known = life.session._entry.replay
+        tokens = [*tokens, *(s.token_ids for s in (known.segments if known else ()))]
+        journalled = {token for ids in tokens for token in ids.tolist() if token >= FIRST}
+        assert await life.run(steps, (), None)
+    assert await life.session.close() == 0
+    tree = life.session.tree
+    return [await each.finish(each.stop_reason, {"reward": 0.5}) for each in tree], journalled
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps,
+    blows,
+    st.none() | st.sampled_from([0.03, 0.1, 0.2, 0.4]),
+    st.sampled_from(["abort", "in_place"]),
+)
+def test_every_token_is_trained_once_when_a_tree_is_interrupted_and_killed(
+    steps: list[Any], blows: list[Blow], kill_s: float | None, interrupt: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tree, journalled = run_virtual(live(Path(folder), steps, blows, kill_s, interrupt))
+        batch = assemble([Group(group_id="g", task_id="t", trajectories=tuple(tree))], 99, "b")
+        ids = [trajectory.trajectory_id for trajectory in tree]
+        ledger = Ledger(Path(folder) / "ledger.sqlite")
+        ledger.dispatch("g", "t", 0, ids[:1], 0)
+        ledger.branch(ids[0], ids[1:])
+        ledger.queue("g", ids, version=0, frame="slab", frame_bytes=1)
+        ledger.train(["g"], 1, "b")
+        counts = ledger.audit()
+        ledger.close()
+    assert (counts.dispatched, counts.trained) == (len(tree), len(tree))
+    assert batch.rewards.tolist() == [0.5] * len(tree)
+    trained = Counter(batch.token_ids[batch.loss_mask].tolist())
+    sampled = {int(token) for token in batch.token_ids if token >= FIRST}
+    assert set(trained) == sampled, "what was sampled is trained, and nothing else"
+    assert set(trained.values()) == {1}
+    assert journalled <= sampled, "a restart loses nothing"
+    # What a branch reads is the very text of those that it is a branch of, with their log-probs and versions.
+    by_id = dict(zip(ids, tree, strict=True))
+    for trajectory in tree:
+        assert np.isfinite(trajectory.rollout_log_probs).all()
+        assert (trajectory.weight_versions[trajectory.response_mask] >= 0).all()
+        inherited = trajectory.segments[: trajectory.num_inherited]
+        for parent in (by_id[name] for name in ids if trajectory.trajectory_id.startswith(f"{name}.")):
+            alike = min(len(inherited), len(parent.segments))
+            shared = [a is b for a, b in zip(inherited[:alike], parent.segments[:alike], strict=True)]
+            assert shared == sorted(shared, reverse=True)
+            assert shared[0]
