@@ -50,4 +50,4 @@ runs/.prometheus:
 docs: setup  ## Write what is made from code: docs/config.md, docs/metrics.md, the Grafana dashboard.
 	@$(BIN)/async-rl schema --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md
 	@$(BIN)/async-rl schema --metrics > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
-	@$(BIN)/python -m monitoring.dashboard
+	@$(BIN)/python -m monitoring.dashboard && $(BIN)/python -m monitoring.picture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,7 @@ from monitoring.panels import AT_A_GLANCE, ROWS, Panel
 
 PATH: Final = Path(__file__).parent / "grafana" / "dashboards" / "async_rl.json"
 
-_COLUMNS: Final = 24
+COLUMNS: Final = 24
 _SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -105,17 +105,32 @@ def _panels() -> Iterator[dict[str, Any]]:
     }
     for title, panels in {"": AT_A_GLANCE, **ROWS}.items():
         if title:
-            place = {"h": 1, "w": _COLUMNS, "x": 0, "y": y}
+            place = {"h": 1, "w": COLUMNS, "x": 0, "y": y}
             yield {"type": "row", "title": title, "id": next(numbers), "gridPos": place, "panels": []}
             y += 1
-        x = height = 0
-        for panel in panels:
-            if x + panel.width > _COLUMNS:
-                x, y, height = 0, y + height, 0
-            place = {"h": panel.height, "w": panel.width, "x": x, "y": y}
-            yield {**_panel(panel, helps), "id": next(numbers), "gridPos": place}
-            x, height = x + panel.width, max(height, panel.height)
-        y += height
+        for line in lines(panels):
+            for x, width, panel in line:
+                place = {"h": panel.height, "w": width, "x": x, "y": y}
+                yield {**_panel(panel, helps), "id": next(numbers), "gridPos": place}
+            y += max(panel.height for _, _, panel in line)
+
+
+def lines(panels: Sequence[Panel]) -> Iterator[list[tuple[int, int, Panel]]]:
+    """Panels side by side, with their place and width in columns; the last of a line takes what is left."""
+    line: list[tuple[int, int, Panel]] = []
+    x = 0
+    for panel in panels:
+        if x + panel.width > COLUMNS:
+            yield _filled(line)
+            line, x = [], 0
+        line.append((x, panel.width, panel))
+        x += panel.width
+    yield _filled(line)
+
+
+def _filled(line: list[tuple[int, int, Panel]]) -> list[tuple[int, int, Panel]]:
+    x, _, panel = line[-1]
+    return [*line[:-1], (x, COLUMNS - x, panel)]
 
 
 def _panel(panel: Panel, helps: dict[str, str]) -> dict[str, Any]:

@@ -227,7 +227,6 @@ FLOW: Final = (
         "How long each reward takes; trajectories hold their slots meanwhile.",
         (Query(quantile(0.95, "reward_seconds", "reward"), "{{reward}}"),),
         unit="s",
-        width=12,
     ),
     Panel(
         "Rewards that failed",
@@ -237,7 +236,6 @@ FLOW: Final = (
             Query(rate("reward_retries_total", "reward"), "{{reward}}: called again"),
         ),
         unit="si:/s",
-        width=12,
     ),
     Panel(
         "Tool calls",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from async_rl.metrics import Metrics
-from monitoring import dashboard
+from monitoring import dashboard, picture
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 DASHBOARDS = sorted((MONITORING / "grafana" / "dashboards").glob("*.json"))
@@ -84,8 +84,9 @@ def test_the_dashboard_has_a_row_for_each_part() -> None:
     assert rows == ["Flow", "Staleness", "Engines", "Weights", "Routing", "Trainer", "Health"]
 
 
-def test_the_dashboard_is_what_its_panels_say() -> None:
+def test_dashboard_and_picture_are_what_the_panels_say() -> None:
     assert dashboard.PATH.read_text() == dashboard.written(), "run `make docs`"
+    assert picture.PATH.read_text() == picture.picture(), "run `make docs`"
 
 
 def test_panels_fill_their_rows_and_do_not_overlap() -> None:

@@ -21,6 +21,7 @@ def load(path: str) -> Any:
 
 RULES = [rule for group in load("rules/async_rl.yml")["groups"] for rule in group["rules"]]
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+CASES = load("rules/tests/async_rl.yml")["tests"]
 COMPOSE = load("docker-compose.yml")
 
 
@@ -74,7 +75,7 @@ def test_every_alert_is_in_the_table_of_the_docs() -> None:
 
 @pytest.mark.parametrize("name", ALERTS)
 def test_an_alert_is_tested_to_fire_and_to_be_silent(name: str) -> None:
-    cases = [case for case in load("rules/tests/async_rl.yml")["tests"] if case["name"].split(":")[0] == name]
+    cases = [case for case in CASES if case["name"].split(":")[0] == name]
     seen = [bool(check["exp_samples"]) for case in cases for check in case["promql_expr_test"]]
     assert set(seen) == {True, False}
     fired = {s["labels"] for c in cases for check in c["promql_expr_test"] for s in check["exp_samples"]}

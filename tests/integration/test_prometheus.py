@@ -1,0 +1,197 @@
+"""The real Prometheus checks the rules, finds a run, scrapes it, and has data for all that we ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from async_rl import metrics, orchestrator
+from async_rl.config import Config
+from async_rl.records import Summary
+from async_rl.report import Progress
+from async_rl.train import train
+from monitoring.dashboard import dashboard
+from tests.support.tools import program
+from tests.support.troubled_run import TroubledCluster, settings
+from tests.unit.test_dashboards import expressions
+
+pytestmark = pytest.mark.timeout(300)  # the run ends by what happens in it, however slow the machine is
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "monitoring" / "rules"
+
+SCRAPES = 8
+"""After the last trouble: so that what happens in every step has happened between two of them."""
+
+
+def promtool(*words: str | Path) -> None:
+    done = subprocess.run(
+        [program("promtool", "prometheus"), *words], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_config_and_rules_are_accepted() -> None:
+    promtool("check", "config", ROOT / "monitoring" / "prometheus.yml")  # names the rules
+
+
+def test_each_alert_fires_when_it_must_and_not_before() -> None:
+    promtool("test", "rules", RULES / "tests" / "async_rl.yml")
+
+
+class Server:
+    """A Prometheus that runs."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        query = urllib.parse.urlencode(arguments)
+        try:
+            with urllib.request.urlopen(f"{self._url}/api/v1/{what}?{query}", timeout=30) as response:
+                return json.load(response)["data"]
+        except urllib.error.HTTPError as error:
+            with error:
+                pytest.fail(f"{arguments}: {error.read().decode()}")
+
+
+@contextmanager
+def prometheus(folder: Path) -> Iterator[Server]:
+    """Ours in all but its intervals, on the files that are shipped."""
+    shutil.copytree(ROOT / "monitoring", folder / "monitoring")
+    (folder / "runs" / ".prometheus").mkdir(parents=True)  # as `make prometheus` does
+    config = yaml.safe_load((folder / "monitoring" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
+    (folder / "monitoring" / "prometheus.yml").write_text(yaml.safe_dump(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    process = subprocess.Popen(
+        [
+            program("prometheus", "prometheus"),
+            f"--config.file={folder}/monitoring/prometheus.yml",
+            f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address={address}",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stderr is not None
+        log = []
+        try:
+            for line in process.stderr:
+                log.append(line)
+                if "Server is ready to receive web requests" in line:
+                    break
+            else:
+                pytest.fail("".join(log))
+            yield Server(f"http://{address}")
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+class Scraped:
+    """What Prometheus has of a run that is over, as of its last moment."""
+
+    def __init__(self, server: Server, begin_s: float) -> None:
+        self.server, self.begin_s = server, begin_s
+        # The last time that its rules were evaluated on a scrape that did not run out of time.
+        last = "max_over_time(timestamp(run:async_rl_unaccounted_trajectories:sum)[1h:500ms])"
+        (found,) = server.ask("query", query=last)["result"]
+        self.end_s = float(found["value"][1])
+
+    def values(self, expr: str) -> list[float]:
+        """The expression's numbers at that moment, without those that are none."""
+        found = self.server.ask("query", query=expr, time=self.end_s)["result"]
+        return [float(f["value"][1]) for f in found if f["value"][1] != "NaN"]
+
+
+@pytest.fixture(scope="module")
+def scraped(calculator: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
+    folder = tmp_path_factory.mktemp("scraped")
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(settings(calculator, folder)))
+    generate, scrapes, begin_s = metrics.generate_latest, 0, time.time()
+
+    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
+        cluster = TroubledCluster(config)
+
+        def counted(registry: Any) -> bytes:
+            nonlocal scrapes
+            text = generate(registry)
+            scrapes += cluster.scraped(text)
+            if scrapes > SCRAPES:
+                stop.set()
+            return text
+
+        patch.setattr(metrics, "generate_latest", counted)
+        return await orchestrator.run(config, run_dir, stop, cluster)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch, prometheus(folder) as server:
+        assert train(path, [], launch) == 0
+        yield Scraped(server, begin_s)
+
+
+def test_prometheus_finds_the_run_by_its_name(scraped: Scraped) -> None:
+    (series,) = scraped.server.ask("query", query="up", time=scraped.end_s)["result"]
+    assert series["metric"]["job"] == "async_rl"
+    assert series["metric"]["run"] == "troubled"
+    assert series["value"][1] == "1"
+
+
+def in_grafana(expr: str) -> str:
+    """What Grafana sends for a query, of the dashboard or of a variable."""
+    filled = expr.replace("$run", "troubled").replace("$window", "1h")
+    return re.sub(r"^label_values\((\S+), (\w+)\)$", r"count by (\2) (\1)", filled)
+
+
+def test_every_query_of_the_dashboard_has_data(scraped: Scraped) -> None:
+    queries = [
+        in_grafana(expr) for expr in expressions(dashboard()) if "async_rl" in expr or "ALERTS" in expr
+    ]
+    assert len(queries) > 80
+    assert [query for query in queries if not scraped.values(query)] == []
+
+
+def test_every_expression_of_the_rules_has_data(scraped: Scraped) -> None:
+    groups = yaml.safe_load((RULES / "async_rl.yml").read_text())["groups"]
+    exprs = [rule["expr"] for group in groups for rule in group["rules"]]
+    # An alert that does not fire has none: ask for the truth of its comparisons instead.
+    asked = [re.sub(r" (==|!=|>|<) ", r" \1 bool ", expr) for expr in exprs]
+    assert [expr for expr in asked if not scraped.values(expr)] == []
+
+
+def test_an_engine_that_died_raises_its_alert(scraped: Scraped) -> None:
+    firing = scraped.server.ask("query", query='ALERTS{alertstate="firing"}', time=scraped.end_s)["result"]
+    assert "EngineQuarantined" in {alert["metric"]["alertname"] for alert in firing}
+    rules = [rule for group in scraped.server.ask("rules")["groups"] for rule in group["rules"]]
+    assert {rule["name"]: rule["lastError"] for rule in rules if rule.get("lastError")} == {}
+
+
+def test_trajectories_are_all_accounted_for_at_every_scrape(scraped: Scraped) -> None:
+    (series,) = scraped.server.ask(
+        "query_range",
+        query="run:async_rl_unaccounted_trajectories:sum",
+        start=scraped.begin_s,
+        end=scraped.end_s,
+        step=0.5,
+    )["result"]
+    assert len(series["values"]) >= SCRAPES
+    assert {value for _, value in series["values"]} == {"0"}

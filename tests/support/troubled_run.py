@@ -1,0 +1,172 @@
+"""A run through the real entrypoint on simulated engines, in which all goes wrong that a counter counts.
+
+It is for what watches runs: which figures come out does not matter, only that all do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agent_loops.base import AgentLoop
+from async_rl.config import Config
+from async_rl.engines.simulated import CallFault, Fault
+from async_rl.errors import TrainerError
+from async_rl.records import Extreme
+from async_rl.rollout.api import Session
+from async_rl.training import StepResult, TrainerState
+from async_rl.types import Completion, Task
+from tests.support.local_cluster import CheckingTrainer, LocalCluster
+
+TROUBLE: dict[CallFault, bytes] = {
+    "die": b"async_rl_engine_quarantined_total{",
+    "wrong_rows": b"async_rl_replay_rejected_total{",
+    "hang": b"async_rl_engine_stalls_total{",
+}
+"""Faults of engines, and what counts them."""
+
+STILL = b"async_rl_stalls_total{"
+"""What counts that the run stood still."""
+
+
+def settings(calculator: Path, folder: Path) -> dict[str, Any]:
+    """The tree of a config; `calculator` is the fixture."""
+    return {
+        "run": {"name": "troubled", "dir": str(folder / "runs"), "max_steps": 10_000, "drain_s": 0.2},
+        "model": {"path": str(calculator / "model"), "dtype": "float32"},
+        "data": {"path": str(calculator / "data" / "tasks.jsonl")},
+        "engine": {
+            "kind": "simulated",
+            "num_engines": 3,
+            "decode_step_s": 0.005,
+            "mean_new_tokens": 12,
+            "restart_delay_s": 0.2,
+            "restart_delay_max_s": 0.2,
+            "max_restarts": 100,
+            "stall_s": 0.5,
+        },
+        "rollout": {
+            "agent_loop": f"{__name__}:TroubledLoop",
+            "rewards": {"luck": {"function": f"{__name__}:reward", "max_retries": 1, "retry_delay_s": 0.0}},
+            "reward": "luck",
+            "group_size": 4,
+            "max_concurrent_trajectories": 24,
+            "max_staleness": 2,
+            "max_context_tokens": 256,
+            "max_new_tokens": 48,
+            "max_failed_share": 1.0,
+            "trajectory_timeout_s": 1.0,
+            "dynamic_filtering": True,
+            "failed_siblings": "retry",
+        },
+        "trainer": {"groups_per_batch": 4, "checkpoint_every": 2, "max_restarts": 100},
+        "routing": {"flip_sample": 1.0},
+        "metrics": {"trackers": [f"{__name__}:BrokenTracker"]},
+        "doctor": {"look_s": 0.1, "stall_s": 0.3, "blocked_s": 0.2},
+    }
+
+
+class TroubledLoop(AgentLoop):
+    """Two turns and a tool. Some tools fail, some attempts raise or hang, and once the loop blocks."""
+
+    blocked = False
+
+    async def run(self, task: Task, session: Session) -> None:
+        """See `AgentLoop.run`."""
+        session.start(task.messages)
+        turn = await session.generate()
+        luck = zlib.crc32(f"{session.trajectory_id} {turn.text}".encode()) % 32
+        if luck == 0:
+            raise RuntimeError("an agent loop with a bug")
+        if luck == 1:
+            await asyncio.Future()
+        if not TroubledLoop.blocked:
+            TroubledLoop.blocked = True
+            time.sleep(0.5)  # noqa: ASYNC251 - blocks the event loop, on purpose
+        session.record_tool_call(error=luck < 16)
+        session.add_messages([{"role": "tool", "content": "17"}])
+        await session.generate()
+
+
+def reward(task: Task, completion: Completion) -> float:
+    """Fails some; equal for all of many a group."""
+    luck = zlib.crc32(completion.text.encode()) % 32
+    if luck == 0:
+        raise RuntimeError("a reward with a bug")
+    return float(luck % 2)
+
+
+class BrokenTracker:
+    """Takes no steps."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        raise ConnectionError("no such host")
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+
+
+class TroubledTrainer(CheckingTrainer):
+    """Begins when it is looked at, fails once, and stands still until that is seen; has all figures."""
+
+    def __init__(self, config: Config, cluster: TroubledCluster) -> None:
+        super().__init__(config, step_s=0.1)
+        self._cluster = cluster
+        self._failed = False
+
+    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        """See `TrainerRank.setup`."""
+        await self._cluster.watched.wait()
+        return await super().setup(checkpoint_dir)
+
+    async def train_step(self, batch_path: str, step: int) -> StepResult:
+        """See `TrainerRank.train_step`."""
+        self._cluster.make_trouble(step)
+        if step == 4 and not self._failed:
+            self._failed = True
+            raise TrainerError("the trainer broke")
+        if step == 6:
+            await self._cluster.found_still.wait()
+        elif "hang" in self._cluster.to_come:
+            await asyncio.sleep(1.0)  # an update would end the call
+        result = await super().train_step(batch_path, step)
+        odd = Extreme(trajectory_id="a", position=3, token_id=7, lag=0, rollout_log_prob=-1.0, log_prob=-3.0)
+        return StepResult(
+            step=step, metrics=result.metrics | {"routing_rows_invalid": step % 2}, extremes=(odd,)
+        )
+
+
+class TroubledCluster(LocalCluster):
+    """Engines that die, go silent and lie, until all of that has been counted."""
+
+    def __init__(self, config: Config) -> None:
+        # They are silent for longer than the run lets them.
+        patient = msgspec.structs.replace(config.engine, stall_s=60.0)
+        super().__init__(msgspec.structs.replace(config, engine=patient))
+        self.to_come = dict(TROUBLE)
+        self.watched, self.found_still = asyncio.Event(), asyncio.Event()
+        self.trainer: TroubledTrainer = TroubledTrainer(config, self)
+
+    def scraped(self, text: bytes) -> bool:
+        """Told of each answer to Prometheus; says whether everything that was to come is in it."""
+        self.watched.set()
+        self.to_come = {kind: name for kind, name in self.to_come.items() if name not in text}
+        if STILL in text:
+            self.found_still.set()
+        return self.found_still.is_set() and not self.to_come
+
+    def make_trouble(self, step: int) -> None:
+        """One fault of each kind that is to come, each on an engine of its own."""
+        for index, kind in enumerate(self.to_come, start=step):
+            engine = self.engines[index % len(self.engines)]
+            if not engine.faults:
+                engine.faults.append(Fault(kind))
