@@ -132,6 +132,8 @@ class Unscored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     completion: Completion
     attempt: int
+    speaker: str
+    """The trajectory whose completion it is."""
 
 
 class GroupInFlight:
@@ -206,17 +208,20 @@ class GroupInFlight:
             self.enough.set()
             self.ended.set()
 
-    def score(self, trajectory_id: str, result: dict[str, float] | str) -> Trajectory:
-        """A finished trajectory has its reward, or comes to nothing for a reason; what it is now."""
-        trajectory = self.finished[trajectory_id]
-        del self.unscored[trajectory_id]
-        if isinstance(result, str):
-            self.dropped[trajectory_id] = result
-            return self.finished.pop(trajectory_id)
-        replace = msgspec.structs.replace
-        outcome = replace(trajectory.outcome, reward=result["reward"], reward_parts=result)
+    def reward(self, trajectory_id: str, parts: dict[str, float]) -> Trajectory:
+        """A finished trajectory has its reward; what it is now."""
+        replace, trajectory = msgspec.structs.replace, self.finished[trajectory_id]
+        outcome = replace(trajectory.outcome, reward=parts["reward"], reward_parts=parts)
         self.finished[trajectory_id] = trajectory = replace(trajectory, outcome=outcome)
+        del self.unscored[trajectory_id]
         return trajectory
+
+    def fail(self, root_id: str, reason: str) -> None:
+        """A sibling that had finished comes to nothing after all, with its branches."""
+        self.dropped[root_id] = reason
+        for name in [name for name in self.finished if root_of(name) == root_id]:
+            del self.finished[name]
+            self.unscored.pop(name, None)
 
     def oldest(self) -> int | None:
         """See `queue.InFlight`."""

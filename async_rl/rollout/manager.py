@@ -366,7 +366,9 @@ class RolloutManager:
             # Its reward comes when its siblings are there; until then the journal has it.
             tree = [await each.finish(each.stop_reason, {}) for each in session.tree]
             work.unscored |= {
-                each.trajectory_id: Unscored(completion=each.completion, attempt=attempt)
+                each.trajectory_id: Unscored(
+                    completion=each.completion, attempt=attempt, speaker=each.speaker.trajectory_id
+                )
                 for each in session.tree
             }
             return tree
@@ -436,17 +438,26 @@ class RolloutManager:
 
     async def _score_group(self, work: GroupInFlight) -> None:
         """Score all trajectories of a group by one call; what it fails is dropped, it is not made again."""
-        names = [each.trajectory_id for each in work.trajectories if each.trajectory_id in work.unscored]
-        completions = [work.unscored[name].completion for name in names]
-        scores = await self._rewards.score_group(work.task, completions)
-        for name, score in zip(names, scores, strict=True):
-            if isinstance(score, RewardError):
-                log.warning("trajectory %s of task %s: %s", name, work.task.task_id, score)
-                self._count(failed=score)
-                work.score(name, _reason(score))
-            else:
-                attempt = work.unscored[name].attempt
-                self._observer.ended(work.score(name, score), attempt)
+        trees: dict[str, list[str]] = {}
+        for trajectory in work.trajectories:
+            if (name := trajectory.trajectory_id) in work.unscored:
+                trees.setdefault(root_of(name), []).append(name)
+        waiting_ones = [work.unscored[name] for tree in trees.values() for name in tree]
+        spoken = {each.speaker: each.completion for each in waiting_ones}
+        results = await self._rewards.score_group(work.task, list(spoken.values()))
+        scores = dict(zip(spoken, results, strict=True))
+        for root_id, tree in trees.items():
+            unscored = {name: work.unscored[name] for name in tree}
+            of_tree = {name: scores[each.speaker] for name, each in unscored.items()}
+            failed = [score for score in of_tree.values() if isinstance(score, RewardError)]
+            if failed:
+                log.warning("trajectory %s of task %s: %s", root_id, work.task.task_id, failed[0])
+                self._count(failed=failed[0])
+                work.fail(root_id, _reason(failed[0]))
+                continue
+            for name, score in of_tree.items():
+                assert not isinstance(score, RewardError), "the tree has none"
+                self._observer.ended(work.reward(name, score), unscored[name].attempt)
 
     def _forget(self, trajectory_ids: Sequence[str]) -> None:
         """These are kept elsewhere now, or settled: the journal can do without them."""

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from agent_loops.base import AgentLoop
 from async_rl import orchestrator
 from async_rl.errors import AsyncRLError
 from async_rl.records import Summary
+from async_rl.rollout.api import Session
 from async_rl.simulation.virtual_time import run_virtual
 from async_rl.supervision import first_error
 from async_rl.types import Completion, Task
@@ -76,6 +78,29 @@ def test_a_group_is_scored_once_and_together(play: Callable[..., Summary]) -> No
     for asked in Judge.asked:
         assert all(len(each.token_ids) == len(each.response_mask) for each in asked)
         assert all(each.response_mask.any() for each in asked)
+
+
+class TwoVoices(AgentLoop):
+    """Has another conversation beside its own; its own words count for both."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        async with session.conversation() as other:
+            other.start(task.messages)
+            await other.generate()
+        await session.generate()
+        session.speak_for_all()
+
+
+def test_who_speaks_for_several_trajectories_is_scored_once(play: Callable[..., Summary]) -> None:
+    Judge.answer = staticmethod(lambda completions: [1.0, 0.0, float("nan"), 0.5])
+    summary = play(f"rollout.agent_loop={__name__}:TwoVoices", "rollout.max_branches=1")
+    assert conserved(summary)
+    assert Counter(len(asked) for asked in Judge.asked).keys() == {4}
+    assert summary.reward_last == 0.5
+    dropped = summary.trajectories.dropped
+    assert set(dropped) == {"reward_error"}
+    assert dropped["reward_error"] == 2 * len(Judge.asked)
 
 
 def test_one_sibling_is_dropped_alone_when_its_reward_is_nonsense(play: Callable[..., Summary]) -> None:

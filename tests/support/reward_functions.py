@@ -91,3 +91,8 @@ def pid(task: Task, completion: Completion) -> float:
         while True:
             time.monotonic()
     return float(os.getpid())
+
+
+def make_completion(text: str) -> Completion:
+    """What a reward sees of a conversation that ended so."""
+    return Completion(messages=[{"role": "assistant", "content": text}], text=text, stop_reason="completed")

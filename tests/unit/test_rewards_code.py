@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 
 from agent_loops.rewards_code import cases_of, code_tests, program_of
-from async_rl.types import Completion
+from tests.support.reward_functions import make_completion
 from tests.support.scripted_session import make_task
 
 ADD = "def add(a, b):\n    return a + b\n"
 SUM = "```python\nprint(sum(map(int, input().split())))\n```"
 PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
-
-
-def completion(text: str) -> Completion:
-    return Completion(messages=[], text=text, stop_reason="completed")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +33,7 @@ def completion(text: str) -> Completion:
 async def test_a_program_is_rewarded_when_its_tests_pass(
     answer: Any, text: str, reward: float, passed: float
 ) -> None:
-    assert await code_tests(make_task(answer=answer), completion(text)) == {
+    assert await code_tests(make_task(answer=answer), make_completion(text)) == {
         "reward": reward,
         "passed": passed,
     }
@@ -45,16 +41,16 @@ async def test_a_program_is_rewarded_when_its_tests_pass(
 
 async def test_the_share_is_rewarded_when_the_config_says_so() -> None:
     answer = ["assert add(1, 2) == 4", "assert add(1, 2) == 3"]
-    scores = await code_tests(make_task(answer=answer), completion(ADD), partial=True)
+    scores = await code_tests(make_task(answer=answer), make_completion(ADD), partial=True)
     assert scores == {"reward": 0.5, "passed": 0.5}
-    scores = await code_tests(make_task(answer=answer[::-1]), completion(ADD), max_tests=1)
+    scores = await code_tests(make_task(answer=answer[::-1]), make_completion(ADD), max_tests=1)
     assert scores["reward"] == 1.0
 
 
 async def test_a_program_that_hangs_fails_its_tests_alone() -> None:
     task = make_task(answer="assert True")
-    assert (await code_tests(task, completion("while True: pass"), wall_s=0.5))["reward"] == 0.0
-    assert (await code_tests(task, completion("pass"), wall_s=30))["reward"] == 1.0
+    assert (await code_tests(task, make_completion("while True: pass"), wall_s=0.5))["reward"] == 0.0
+    assert (await code_tests(task, make_completion("pass"), wall_s=30))["reward"] == 1.0
 
 
 @pytest.mark.parametrize("answer", [None, "[]", {"inputs": []}, 4, [{"in": 1}]])

@@ -12,14 +12,10 @@ from agent_loops.rewards_math import math_answer
 from async_rl.errors import RewardError
 from async_rl.metrics import Metrics
 from async_rl.rollout.rewards import Rewards
-from async_rl.types import Completion
 from async_rl.workers import processes_asked
+from tests.support.reward_functions import make_completion
 from tests.support.run_config import config_of
 from tests.support.scripted_session import make_task
-
-
-def completion(text: str) -> Completion:
-    return Completion(messages=[], text=text, stop_reason="completed")
 
 
 @pytest.mark.parametrize(
@@ -35,12 +31,12 @@ def completion(text: str) -> Completion:
     ],
 )
 def test_answers_are_compared_as_mathematics(answer: object, text: str, reward: float) -> None:
-    assert math_answer(make_task(answer=answer), completion(text)) == reward
+    assert math_answer(make_task(answer=answer), make_completion(text)) == reward
 
 
 def test_a_reference_that_is_no_mathematics_is_an_error() -> None:
     with pytest.raises(ValueError, match="the reference answer '' cannot be read as mathematics"):
-        math_answer(make_task(answer=""), completion("4"))
+        math_answer(make_task(answer=""), make_completion("4"))
 
 
 async def test_an_answer_that_computes_for_ever_is_wrong_and_holds_nobody_up(
@@ -53,7 +49,7 @@ async def test_an_answer_that_computes_for_ever_is_wrong_and_holds_nobody_up(
     rewards = Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
     try:
         score = asyncio.ensure_future(
-            rewards.score(make_task(answer="4"), completion(r"\boxed{9^{9^{9^{9}}}}"))
+            rewards.score(make_task(answer="4"), make_completion(r"\boxed{9^{9^{9^{9}}}}"))
         )
         turns = 0
         while not score.done():
@@ -62,6 +58,6 @@ async def test_an_answer_that_computes_for_ever_is_wrong_and_holds_nobody_up(
         assert turns > 10  # the loop ran on meanwhile
         assert await score == {"reward": 0.0}
         with pytest.raises(RewardError, match="raised ValueError: the reference answer ''"):
-            await rewards.score(make_task(answer=""), completion("4"))
+            await rewards.score(make_task(answer=""), make_completion("4"))
     finally:
         await rewards.close()
