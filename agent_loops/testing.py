@@ -98,6 +98,15 @@ class ScriptedSession:
         )
         return self.last_turn
 
+    @property
+    def sampling(self) -> dict[str, float]:
+        """See `Session.sampling`."""
+        return {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """See `Session.pieces`: the numbers of the tokens, for there is no tokenizer."""
+        return [f"<{token_id}>" for token_id in token_ids]
+
     def add_messages(self, messages: Sequence[dict[str, Any]]) -> None:
         """See `Session.add_messages`."""
         self.messages += messages

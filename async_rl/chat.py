@@ -94,12 +94,6 @@ class ChatFormat:
     def prompt_text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The template's rendering of a conversation up to the point where the policy writes."""
-        return self._render(messages, tools, add_generation_prompt=True)
-
-    def prompt_text(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
         """The text of `prompt_ids`: a tenth of its cost, for whoever looks at many prompts."""
         return self._render(messages, tools, add_generation_prompt=True)
 

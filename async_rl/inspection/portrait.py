@@ -11,14 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
 
 from async_rl.chat import ChatFormat
 from async_rl.queue.archive import Event, Kept, RoutingCounts
-from async_rl.types import Context, FinishReason, Sampled, Segment
+from async_rl.types import FinishReason, Sampled, Segment, Trajectory
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
@@ -62,9 +62,14 @@ class Passage(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     tokens: int
     trained: bool
-    """Whether its tokens are what the policy learns from, should the trajectory be trained."""
+    """Whether its tokens are what the policy learns from, should the trajectory be trained. What a branch
+    inherits is trained where it was sampled."""
     calls: tuple[Call, ...] = ()
     log_probs: LogProbs | None = None
+    engine_s: float | None = None
+    """Seconds in engine calls."""
+    notes: dict[str, Any] = {}
+    """What the agent loop noted of the turn (`Session.annotate`)."""
 
 
 class Portrait(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +130,7 @@ def portray(
         oldest_trained: Tokens of older weight versions were left out of the loss; None left out none.
     """
     trajectory, outcome = kept.trajectory, kept.trajectory.outcome
-    passages = _passages(trajectory.segments, decode, oldest_trained)
+    passages = _passages(trajectory, decode, oldest_trained)
     sampled = list(trajectory.sampled)
     return Portrait(
         trajectory_id=trajectory.trajectory_id,
@@ -153,57 +158,54 @@ def portray(
     )
 
 
-def _passages(segments: Sequence[Segment], decode: Decode, oldest: int | None) -> tuple[Passage, ...]:
+def _passages(trajectory: Trajectory, decode: Decode, oldest: int | None) -> tuple[Passage, ...]:
     passages: list[Passage] = []
-    turn = 0
-    for is_sampled, run in groupby(segments, key=lambda segment: isinstance(segment, Sampled)):
-        members = list(run)
+    records = {record.start: record for record in trajectory.turns}
+    turn = position = 0
+    inherited = trajectory.num_inherited
+    marked = [(isinstance(s, Sampled), i < inherited, s) for i, s in enumerate(trajectory.segments)]
+    for (is_sampled, is_inherited), run in groupby(marked, key=lambda mark: mark[:2]):
+        members = [segment for *_, segment in run]
         texts = _texts(members, decode)
         tokens = sum(len(segment.token_ids) for segment in members)
         if not is_sampled:
             text = "".join(texts)
+            role: Role = _role(text) if passages else "prompt"
+            passages.append(Passage(role=role, turn=None, text=text, tokens=tokens, trained=False))
+        else:
+            turn += 1
+            sampled = [segment for segment in members if isinstance(segment, Sampled)]
+            record = records.get(position)
             passages.append(
                 Passage(
-                    role=_role(text, members, decode) if passages else "prompt",
-                    turn=None,
-                    text=text,
+                    role="policy",
+                    turn=turn,
+                    text="".join(texts),
                     tokens=tokens,
-                    trained=False,
+                    trained=not is_inherited,
+                    calls=tuple(_call(text, s, oldest) for text, s in zip(texts, sampled, strict=True)),
+                    log_probs=_log_probs(sampled, decode),
+                    engine_s=None if record is None else record.engine_s,
+                    notes={} if record is None else record.metadata,
                 )
             )
-            continue
-        turn += 1
-        sampled = [segment for segment in members if isinstance(segment, Sampled)]
-        calls = tuple(
-            Call(
-                text=text,
-                tokens=len(segment.token_ids),
-                weight_version=segment.weight_version,
-                engine_id=segment.engine_id,
-                finish_reason=segment.finish_reason,
-                masked=len(segment.token_ids)
-                if oldest is not None and segment.weight_version < oldest
-                else 0,
-            )
-            for text, segment in zip(texts, sampled, strict=True)
-        )
-        passages.append(
-            Passage(
-                role="policy",
-                turn=turn,
-                text="".join(texts),
-                tokens=tokens,
-                trained=True,
-                calls=calls,
-                log_probs=_log_probs(sampled, decode),
-            )
-        )
+        position += tokens
     return tuple(passages)
 
 
-def _role(text: str, members: Sequence[Segment], decode: Decode) -> Role:
+def _call(text: str, segment: Sampled, oldest: int | None) -> Call:
+    return Call(
+        text=text,
+        tokens=len(segment.token_ids),
+        weight_version=segment.weight_version,
+        engine_id=segment.engine_id,
+        finish_reason=segment.finish_reason,
+        masked=len(segment.token_ids) if oldest is not None and segment.weight_version < oldest else 0,
+    )
+
+
+def _role(text: str) -> Role:
     """Who said what stands between two turns of the policy, by how the chat template begins it."""
-    assert all(isinstance(segment, Context) for segment in members), "the policy's turns are its own"
     return "tool" if _TOOL.search(text[:_HEAD_CHARS]) else "user"
 
 

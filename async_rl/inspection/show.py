@@ -130,7 +130,7 @@ def _reward(p: Portrait) -> Text:
 
 def _heading(passage: Passage) -> Rule:
     name = f"turn {passage.turn}" if passage.turn else passage.role
-    trained = "trained" if passage.trained else "masked"
+    trained = "trained" if passage.trained else "inherited" if passage.turn else "masked"
     title = Text.assemble((name, "bold"), f" · {passage.tokens:,} tokens, {trained}")
     if masked := sum(call.masked for call in passage.calls):
         title.append(f" but for {masked:,} that grew too old")
@@ -138,6 +138,10 @@ def _heading(passage: Passage) -> Rule:
         title.append(f" · {_span([call.weight_version for call in passage.calls])}")
     if passage.log_probs is not None:
         title.append(f" · mean log-prob {passage.log_probs.mean:.3f}")
+    if passage.engine_s is not None:
+        title.append(f" · {passage.engine_s:.2f} s")
+    if passage.notes:
+        title.append(f" · {', '.join(f'{name}={value}' for name, value in passage.notes.items())}")
     return Rule(title, align="left", style="dim", characters="─")
 
 

@@ -21,7 +21,7 @@ from async_rl.inspection.show import show
 from async_rl.queue.archive import Archive, kept
 from async_rl.queue.ledger import Ledger
 from async_rl.reference import resolved_yaml
-from async_rl.types import Context, Outcome, Sampled, Segment, Trajectory
+from async_rl.types import Context, Outcome, Sampled, Segment, Trajectory, TurnRecord
 from tests.support.run_config import write_run
 from tests.support.trajectories import make_trajectory
 
@@ -124,6 +124,28 @@ def test_tokens_that_grew_too_old_are_masked(trajectory: Trajectory) -> None:
     assert [call.masked for call in first.calls] == [9, 0]
     assert portrait.trained_tokens == trajectory.num_sampled_tokens - 9
     assert portrait.weight_versions == (3, 4)
+
+
+def test_a_branch_shows_what_it_inherits_and_what_was_noted_of_its_turns(
+    trajectory: Trajectory, calculator: Path
+) -> None:
+    last = len(trajectory.segments) - 1
+    start = trajectory.num_tokens - len(trajectory.segments[last].token_ids)
+    record = TurnRecord(
+        start=start, end=trajectory.num_tokens, finish_reason="stop", engine_s=1.5, metadata={"depth": 2}
+    )
+    branch = replace(trajectory, num_inherited=last, turns=(record,))
+    portrait = portray(kept(branch), token_numbers)
+    assert [(p.role, p.trained) for p in portrait.passages] == [
+        ("prompt", False),
+        ("policy", False),
+        ("user", False),
+        ("policy", True),
+    ]
+    assert portrait.trained_tokens == len(trajectory.segments[last].token_ids)
+    text = printed(branch, calculator)
+    assert "tokens, inherited" in text
+    assert "1.50 s · depth=2" in text
 
 
 def test_log_probs_are_of_sampled_tokens_alone(trajectory: Trajectory) -> None:
