@@ -13,6 +13,7 @@ tokens, where tokenisers split anyway.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ import numpy as np
 from async_rl.errors import ConfigError
 from async_rl.types import BoolArray, Int32Array
 
+_TAG = re.compile(r"tool|think|python_tag|arg_(key|value)")
+"""In special tokens that are part of what the policy says (Llama 3, Kimi-K2, …); others only frame it."""
 _QUESTION = {"role": "user", "content": "?"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _MARKER = "ASSISTANTMARKER"
@@ -33,6 +36,11 @@ class Tokenizer(Protocol):
 
     chat_template: Any
     eos_token_id: int | None
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Tokens that were added to the vocabulary, by id: `content` and whether they are `special`."""
+        ...
 
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tools: Any, tokenize: bool, add_generation_prompt: bool
@@ -75,9 +83,15 @@ class ChatFormat:
                 "chat_template.jinja beside it (base models have none: take the instruct model's)"
             )
         self.tokenizer = tokenizer
+        self._tags: dict[int, str] = {}
         self.end_of_turn_id, self._end_of_turn = self._find_end_of_turn()
         stops = {self.end_of_turn_id, tokenizer.eos_token_id, *stop_token_ids}
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(stop for stop in stops if stop is not None))
+        self._tags |= {
+            token_id: token.content
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if token.special and token_id not in stops and _TAG.search(token.content)
+        }
 
     @property
     def template(self) -> str:
@@ -117,8 +131,18 @@ class ChatFormat:
         return self._after_marker(self._render(asked, add_generation_prompt=True))
 
     def decode(self, token_ids: Sequence[int] | Int32Array) -> str:
-        """Text of tokens; special tokens are left out, tool-call tags (not special) stay."""
-        ids = [int(token_id) for token_id in token_ids]
+        """Text of tokens; special tokens are left out, but for the tags of thoughts and tool calls."""
+        pieces: list[str] = []
+        run: list[int] = []
+        for token_id in map(int, token_ids):
+            if (tag := self._tags.get(token_id)) is None:
+                run.append(token_id)
+            else:
+                pieces += [self._decode(run), tag]
+                run = []
+        return "".join([*pieces, self._decode(run)])
+
+    def _decode(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
 

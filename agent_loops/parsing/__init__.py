@@ -54,7 +54,7 @@ _SIGNS: Final = {
     "kimi_k2": ("<|tool_call_argument_begin|>",),
     "deepseekv3": ("<｜tool▁call▁begin｜>",),
     "hermes": ("<tool_call>",),
-    "llama3": ("<|python_tag|>", '"parameters": dictionary'),
+    "llama3": ("<|python_tag|>", "Environment: ipython"),
 }
 """What a chat template has that teaches the format; in an order in which the first that fits is right."""
 

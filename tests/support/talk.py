@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 
@@ -35,6 +35,7 @@ class ByteTokenizer:
 
     chat_template = TEMPLATE.read_text()
     eos_token_id = _END
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)

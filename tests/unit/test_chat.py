@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agent_loops.parsing import ToolCall, load_parser, recognise
 from async_rl.chat import ChatFormat, load_chat_format
 from async_rl.errors import ConfigError
+from tests.support.templates_of_models import chat_of
 
 QUESTION = [{"role": "user", "content": "What is 123 * 45?"}]
 CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "123 * 45"}}}
@@ -176,3 +178,19 @@ def test_torch_is_not_imported_when_a_chat_format_is_loaded(calculator: Path):
         [sys.executable, "-c", program, calculator / "model"], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+def test_tags_of_calls_stay_when_they_are_special_tokens():
+    chat = chat_of("llama3_1")
+    call = '<|python_tag|>{"name": "now", "parameters": {}}'
+    ids = chat.tokenizer.encode(f"Well.{call}<|eom_id|><|eot_id|>", add_special_tokens=False)
+    assert chat.decode(ids) == f"Well.{call}"
+    assert load_parser("llama3").parse(chat.decode(ids)).calls == [ToolCall(name="now", arguments={})]
+
+
+@pytest.mark.parametrize(
+    ("name", "parser"),
+    [("qwen3", "hermes"), ("qwen2_5", "hermes"), ("ours", "hermes"), ("llama3_1", "llama3")],
+)
+def test_format_of_calls_is_recognised_in_the_templates_of_models(name: str, parser: str):
+    assert recognise(chat_of(name).template) == parser

@@ -228,7 +228,7 @@ def test_config_error_when_there_is_no_such_parser(name: str, error: str):
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm45"),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseekv3"),
         ("<|tool_calls_section_begin|> <|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2"),
-        ('Respond in the format {"name": function name, "parameters": dictionary of argument', "llama3"),
+        ("<|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n", "llama3"),
     ],
 )
 def test_format_is_recognised_when_a_chat_template_teaches_it(template: str, name: str):
