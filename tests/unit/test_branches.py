@@ -173,5 +173,17 @@ async def test_a_leaked_turn_is_taken_away_when_its_block_ends() -> None:
     assert list(await ends_of(bench)) == [""]
 
 
+async def test_sessions_that_a_loop_forgot_are_counted_and_their_writers_taken_away_at_its_end() -> None:
+    bench, policy = make(stop_at=())
+    forgotten = bench.session.branch()
+    async with Nursery() as nursery:
+        await forgotten.__aenter__()
+        writing = nursery.start("forgotten", forgotten.generate())
+        await policy.reaches(PROMPT + 2)
+        assert await bench.session.close() == 1
+        assert writing.cancelled()
+    assert bench.session.tree == (bench.session,)
+
+
 async def _call(function, *arguments):  # type: ignore[no-untyped-def]
     return function(*arguments)
