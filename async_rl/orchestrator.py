@@ -38,6 +38,7 @@ from async_rl.config import Config, SGLangEngines
 from async_rl.diagnosis import Diagnosis
 from async_rl.discovery import announced
 from async_rl.doctor import Doctor, watched
+from async_rl.endpoints import serve
 from async_rl.engines.facts import check_served_by_sglang, load_facts
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.membership import Membership
@@ -53,7 +54,7 @@ from async_rl.errors import (
     StallError,
     TrainerError,
 )
-from async_rl.metrics import Metrics, serve
+from async_rl.metrics import Metrics
 from async_rl.page.feed import Feed
 from async_rl.page.routes import page_routes
 from async_rl.page.view import Now, look

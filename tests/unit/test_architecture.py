@@ -14,7 +14,7 @@ LAYERS = (
     "types errors yaml12",
     "config routing staleness codec instruments waits processes supervision threads workers loading chat "
     "rewrites records engines.protocol training",
-    "metrics discovery trackers report diagnosis watchdog engines queue weights",
+    "metrics endpoints discovery trackers report diagnosis watchdog engines queue weights",
     "rollout openai_api",
     "recovery",
     "page doctor orchestrator",

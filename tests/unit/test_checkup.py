@@ -11,7 +11,8 @@ import pytest
 
 from async_rl import cli
 from async_rl.diagnosis import Cause, Diagnosis
-from async_rl.metrics import Metrics, serve
+from async_rl.endpoints import serve
+from async_rl.metrics import Metrics
 
 
 def health(state: str) -> dict[str, Any]:

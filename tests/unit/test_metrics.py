@@ -13,9 +13,10 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from async_rl import metrics_page
+from async_rl.endpoints import serve
 from async_rl.errors import EnvironmentNotReady
 from async_rl.instruments import declared
-from async_rl.metrics import Metrics, serve
+from async_rl.metrics import Metrics
 from async_rl.records import StepRecord
 from async_rl.trackers.names import DERIVED, FIELDS
 
