@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -300,3 +301,28 @@ async def test_trackers_are_closed_with_the_run(tmp_path: Path) -> None:
         trackers.log(record(1))
     assert json.loads((tmp_path / "tracker.jsonl").read_text())["critic/rewards/mean"] == 0.5
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+async def test_an_aborted_run_does_not_wait_for_a_tracker_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, go_on = threading.Event(), threading.Event()
+
+    class Hanging(Listing):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            held.set()
+            assert go_on.wait(60)
+
+    monkeypatch.setitem(choice.KNOWN, "jsonl", lambda *_: Hanging())  # type: ignore[arg-type]
+    monkeypatch.setattr(choice, "ABORTED_S", 0.0)
+    monkeypatch.setattr(choice, "CLOSE_S", 3600.0)  # a run that is not aborted would wait so long
+
+    async def run() -> None:
+        async with choice.tracking(config("jsonl"), tmp_path, Metrics()) as trackers:
+            trackers.log(record(1))
+            assert held.wait(60)
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await run()
+    go_on.set()
