@@ -246,7 +246,8 @@ class Orchestrator:
         """Whether the trainer may hold a step that the ledger does not: a checkpoint would claim it."""
         self._begin_s: float | None = None
         self._trainer_failures = 0
-        self._records: list[StepRecord] = []
+        self._records = read_records(run_dir / "metrics.jsonl")
+        """What the page shows while the trainer comes up; then those that its checkpoint knows."""
         self._diagnosis: Diagnosis | None = None
         self._diagnose_again_s = 0.0
         self._trackers: Trackers | None = None

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import aiohttp
 
+from async_rl.metrics import Metrics
+from async_rl.orchestrator import Orchestrator
+from async_rl.records import append_record
 from tests.simulation.test_loop import make_config, run
+from tests.support.finished_run import records
 from tests.support.local_cluster import LocalCluster
 
 
@@ -44,3 +48,19 @@ async def test_the_page_shows_a_run_while_it_goes_on(calculator: Path, tmp_path:
     assert all(oldest["age_s"] >= other["age_s"] for other in others)
     waits = {trajectory["waits_for"].split(" of ")[0] for trajectory in last["slowest"]}
     assert waits & {"a chunk", "the first chunk", "agent loop", "an engine that serves"}
+
+
+async def test_the_page_shows_earlier_lives_before_the_trainer_is_up(
+    calculator: Path, tmp_path: Path
+) -> None:
+    config = make_config(calculator, tmp_path)
+    folder = tmp_path / "sim"
+    folder.mkdir()
+    for record in records(4):
+        append_record(folder / "metrics.jsonl", record)
+    orchestrator = Orchestrator(
+        config, folder, asyncio.Event(), LocalCluster(config), Metrics(), asyncio.get_running_loop().time
+    )
+    now = orchestrator.now()
+    assert [record.step for record in orchestrator.records] == [1, 2, 3, 4]
+    assert (now.step, now.phase, now.engines, now.slowest) == (4, "starting", [], [])

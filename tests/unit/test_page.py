@@ -112,7 +112,9 @@ async def test_who_watches_is_told_of_each_step_once() -> None:
                 if len(told) == 3:
                     break
                 steps.append(STEPS[len(steps)])
+        names = [(await anext(events))[0] for _ in range(3)]
     assert told == [3, 4, 5]
+    assert names == ["now"] * 3
 
 
 async def test_who_comes_back_is_told_only_what_is_new() -> None:
@@ -187,8 +189,10 @@ async def test_so_many_may_watch_and_no_more(monkeypatch: pytest.MonkeyPatch) ->
     with feed.client(lambda: None, "") as _:
         with pytest.raises(TooManyClients), feed.client(lambda: None, ""):
             pass
+    assert not feed._watched.is_set()  # so that it rests
     with feed.client(lambda: None, ""):
         assert len(feed._clients) == 1
+        assert feed._watched.is_set()
 
 
 async def test_nothing_is_looked_at_while_nobody_watches() -> None:
