@@ -31,14 +31,14 @@ SUMMARY_FILE = "summary.json"
 
 def derived_bounds(config: Config) -> dict[str, int]:
     """Bounds that follow from the config, by what they bound."""
-    outstanding = config.max_outstanding_groups
+    outstanding, branches = config.max_outstanding_groups, config.rollout.max_branches
+    in_flight = min(config.rollout.max_concurrent_trajectories, outstanding * config.rollout.group_size)
     return {
         "trajectories in a batch": config.batch_trajectories,
         "groups dispatched and not yet trained, at most": outstanding,
         "trajectories dispatched and not yet trained, at most": outstanding * config.rollout.group_size,
-        "trajectories in flight, at most": min(
-            config.rollout.max_concurrent_trajectories, outstanding * config.rollout.group_size
-        ),
+        "trajectories in flight, at most": in_flight,
+        **({"their branches, at most": in_flight * branches} if branches else {}),
     }
 
 

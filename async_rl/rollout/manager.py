@@ -329,8 +329,8 @@ class RolloutManager:
 
         def open_entry(name: str, inherited: Sequence[Segment] = ()) -> Entry:
             replay = left.pop(name, None)
-            if replay is not None and inherited:
-                replay = replay.after(inherited)
+            if replay is not None and inherited and (replay := replay.after(inherited)) is None:
+                log.warning("branch %s begins otherwise than before the restart: it is made anew", name)
             if self._journal is None:
                 return Entry(name, attempt, replay, inherited)
             return self._journal.open(name, attempt, replay, inherited)

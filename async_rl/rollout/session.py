@@ -375,8 +375,8 @@ class RolloutSession(Transcript):
         tree = self._tree
         if self.remaining_branches < 1:
             raise RuntimeError(
-                f"session.branch: rollout.max_branches = {tree.limit} are there already; raise it, or look "
-                "at session.remaining_branches first"
+                f"rollout.max_branches = {tree.limit} allows no further branch or conversation: raise it, or "
+                "look at session.remaining_branches first"
             )
         tree.num_branches += 1
         self._num_branches += 1

@@ -138,7 +138,7 @@ async def test_misuse_is_refused_before_it_changes_anything() -> None:
     branch = session.branch()
     with pytest.raises(RuntimeError, match="a branch lives in its block"):
         await branch.generate()
-    with pytest.raises(RuntimeError, match=r"rollout\.max_branches = 1 are there already"):
+    with pytest.raises(RuntimeError, match=r"rollout\.max_branches = 1 allows no further"):
         session.branch()
     reached = policy.reaches(10)
     async with Nursery() as nursery:
