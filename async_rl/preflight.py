@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 from async_rl.chat import ChatFormat, has_tokenizer, load_chat_format
@@ -45,15 +46,16 @@ def check(config: Config) -> list[str]:
     tasks = load_run_tasks(config)  # last: of large data it takes a while
     validation = load_validation(config.data, prompt_rule(config)) if config.data.validation else []
     used = Counter(task.agent_loop or config.rollout.agent_loop for task in tasks)
-    for name in {*used, *(task.agent_loop for dataset in validation for task in dataset.tasks)}:
-        loops.of(name)
+    for task in chain(tasks, *(dataset.tasks for dataset in validation)):
+        try:
+            loops.of(task.agent_loop)
+            rewards.name_for(task)
+        except ConfigError as error:
+            raise ConfigError(f"task {task.task_id}: {error}") from error
     # Weights and tokenizer of an engine elsewhere need not be here.
     chat = load_chat_format(config.model.path) if has_tokenizer(config.model.path) else None
     of_loops = [text for name in used for text in _findings(loops.of(name), chat)]
     scored = Counter(rewards.name_for(task) for task in tasks)
-    for dataset in validation:
-        for task in dataset.tasks:
-            rewards.name_for(task)
     model = (
         f"{len(facts.moe_layers)} of {facts.num_layers} layers with {facts.num_experts} experts, "
         f"top {facts.top_k}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from async_rl.errors import EnvironmentNotReady
 from async_rl.loading import load_object
+from async_rl.processes import die_with_parent
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -77,9 +78,9 @@ class WorkerProcesses:
                 "installed: pip install 'async-rl[rewards]', or set processes to 0"
             ) from error
         self._path = path
-        # Not a fork: this process has threads. Each worker ends when this process does.
+        # Not a fork: this process has threads. A worker that hangs would outlive a driver that is killed.
         context = multiprocessing.get_context("spawn")
-        self._pool: ProcessPool = ProcessPool(max_workers=count, context=context)
+        self._pool: ProcessPool = ProcessPool(max_workers=count, context=context, initializer=die_with_parent)
 
     async def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function in a worker; cancelled, the worker is killed.

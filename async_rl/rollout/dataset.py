@@ -31,6 +31,10 @@ _MAX_NAMED: Final = 10
 """So many bad rows of a file are named; the others are counted."""
 
 
+_LONG_REMEDY: Final = (
+    "set data.long_prompts=filter to leave such rows out, or raise data.max_prompt_tokens or "
+    "rollout.max_context_tokens"
+)
 _ADDED_TOKENS: Final = 64
 _NUM_COUNTED: Final = 64
 """The longest prompt in tokens is looked for among so many of the longest texts."""
@@ -197,7 +201,8 @@ def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptR
     keys = keys_of(schema, source, config)
     tasks: list[Task] = []
     seen: dict[str, str] = {}
-    bad, long = _Complaints(path, "bad rows"), _Complaints(path, "rows with prompts that are too long")
+    bad = _Complaints(path, "bad rows")
+    long = _Complaints(path, "rows with prompts that are too long", _LONG_REMEDY)
     gauge = None if prompts is None else _PromptGauge(prompts)
     for number, (where, row) in enumerate(chain([first], rows)):
         try:
@@ -216,10 +221,7 @@ def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptR
             bad.add(text if text.startswith(where) else f"{where}: {text}")
             continue
         if prompts is not None and num_tokens > prompts.limit:
-            long.add(
-                f"{where}: the prompt has {num_tokens} tokens, and {prompts.limit} are allowed: set "
-                "data.long_prompts=filter to leave such rows out, or raise rollout.max_context_tokens"
-            )
+            long.add(f"{where}: the prompt has {num_tokens} tokens, and {prompts.limit} are allowed")
             continue
         tasks.append(task)
     bad.check()
@@ -229,7 +231,7 @@ def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptR
         assert prompts is not None, "only prompts that are too long are left out"
         raise ConfigError(
             f"{place}: all {long.count} rows of {str(path)!r} have prompts of more than {prompts.limit} "
-            "tokens; raise rollout.max_context_tokens"
+            "tokens; raise data.max_prompt_tokens or rollout.max_context_tokens"
         )
     return Dataset(
         name=source.name or path.stem,
@@ -275,8 +277,8 @@ class _PromptGauge:
 class _Complaints:
     """What is wrong with the rows of a file: the first ones, and how many there are."""
 
-    def __init__(self, path: Path, what: str) -> None:
-        self._path, self._what = path, what
+    def __init__(self, path: Path, what: str, remedy: str = "") -> None:
+        self._path, self._what, self._remedy = path, what, remedy
         self._named: list[str] = []
         self.count = 0
 
@@ -291,10 +293,11 @@ class _Complaints:
         if not self.count:
             return
         if self.count == 1:
-            raise ConfigError(self._named[0])
+            raise ConfigError(self._named[0] + (f"; {self._remedy}" if self._remedy else ""))
         more = self.count - len(self._named)
         rest = [f"and {more} more"] if more else []
-        listed = "\n  ".join([f"{self._path} has {self.count} {self._what}:", *self._named, *rest])
+        head = f"{self._path} has {self.count} {self._what}{f'; {self._remedy}' if self._remedy else ''}:"
+        listed = "\n  ".join([head, *self._named, *rest])
         raise ConfigError(listed)
 
 

@@ -101,6 +101,14 @@ def test_bad_rows_are_said_as_on_the_page(folder: Path) -> None:
     assert f"async-rl: {raised.value}\n" == shown
 
 
+@pytest.mark.parametrize("key", ["agent_loop", "reward_function"])
+def test_a_task_is_named_when_it_names_what_there_is_not(folder: Path, key: str) -> None:
+    row = {"id": "seven", "messages": "x", key: "nowhere"}
+    (folder / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match=r"^task seven: .* 'nowhere' is neither a dotted path nor a name"):
+        check(load_config(folder / "run.yaml"))
+
+
 # -- rewards.md ----------------------------------------------------------------------------------------------
 
 

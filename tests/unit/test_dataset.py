@@ -219,7 +219,7 @@ def test_only_prompts_that_may_be_too_long_are_tokenised(tmp_path: Path):
 
 def test_long_prompts_are_refused_by_line_when_the_config_says_so(tmp_path: Path):
     path = write_jsonl(tmp_path, {"messages": "a"}, {"messages": "a b c d"})
-    with pytest.raises(ConfigError, match=f"{path}:2: the prompt has 4 tokens, and 3 are allowed"):
+    with pytest.raises(ConfigError, match=f"{path}:2: the prompt has 4 tokens, and 3 are allowed; set data"):
         load_tasks(DataConfig(path=str(path)), rule("refuse"))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -231,6 +233,29 @@ async def test_a_process_that_hangs_or_dies_is_replaced_and_fails_its_call_alone
         assert (await rewards.score(task_of(), completion_of("x")))["reward"] not in (first, hung.pid)
     finally:
         await rewards.close()
+
+
+DRIVER = """
+import asyncio, sys
+from async_rl.types import Completion, Task
+from async_rl.workers import WorkerProcesses
+if __name__ == "__main__":
+    completion = Completion(messages=[], text="hang in " + sys.argv[2], stop_reason="completed")
+    workers = WorkerProcesses(sys.argv[1], 1)
+    asyncio.run(workers.call(Task(task_id="t", messages=[]), completion))
+"""
+
+
+def test_a_worker_that_hangs_goes_when_its_driver_is_killed(tmp_path: Path) -> None:
+    os.mkfifo(note := tmp_path / "pid")
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command = [sys.executable, tmp_path / "driver.py", f"{HERE}:pid", note]
+    root = Path(__file__).parents[2]
+    driver = subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
+    hung = psutil.Process(int(note.read_text()))
+    driver.kill()
+    driver.wait()
+    hung.wait(60)
 
 
 def test_an_async_function_cannot_be_had_in_processes() -> None:
