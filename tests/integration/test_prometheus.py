@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from async_rl import metrics, orchestrator
+from async_rl import endpoints, orchestrator
 from async_rl.config import Config
 from async_rl.records import Summary
 from async_rl.report import Progress
@@ -128,7 +128,7 @@ def scraped(calculator: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("scraped")
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(settings(calculator, folder)))
-    generate, scrapes, begin_s = metrics.generate_latest, 0, time.time()
+    generate, scrapes, begin_s = endpoints.generate_latest, 0, time.time()
 
     async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
         cluster = TroubledCluster(config)
@@ -141,7 +141,7 @@ def scraped(calculator: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
                 stop.set()
             return text
 
-        patch.setattr(metrics, "generate_latest", counted)
+        patch.setattr(endpoints, "generate_latest", counted)
         return await orchestrator.run(config, run_dir, stop, cluster)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch, prometheus(folder) as server:
