@@ -298,6 +298,20 @@ class FlowMetrics(Instruments):
         source="rollout, after each tool call",
         bad="As long as the calls themselves: raise the tool's `max_concurrent`, if it bears more.",
     )
+    openai_requests_total = counter(
+        "Requests of agents over OpenAI's API by result: answered, repeated (the earlier answer once more), "
+        "another (a conversation begins), refused.",
+        "result",
+        source="rollout.session, when a request comes",
+        bad="`repeated` rises: clients lose connections or are impatient. `another` rises with an agent that "
+        "should have one conversation: it edits its history. `refused`: the agent's log says why.",
+    )
+    openai_ignored_total = counter(
+        "Parameters of such requests that were not heeded, because they would change what is sampled.",
+        "parameter",
+        source="rollout.session, when a request comes",
+        bad="Not bad by itself: set `rollout.temperature` and the like if the agent's values are wanted.",
+    )
     sampled_tokens_total = counter(
         "Tokens sampled by engines.",
         unit="tokens",

@@ -244,6 +244,15 @@ FLOW: Final = (
         unit="si:/s",
     ),
     Panel(
+        "Requests over OpenAI's API",
+        "Per second, by result, and parameters that are not heeded.",
+        (
+            Query(rate("openai_requests_total", "result"), "{{result}}"),
+            Query(rate("openai_ignored_total", "parameter"), "{{parameter}} not heeded"),
+        ),
+        unit="si:/s",
+    ),
+    Panel(
         "On disk",
         "Finished trajectories in the spool and the journal of what is in flight; both are bounded.",
         (Query(value("queue_bytes"), "spool"), Query(value("journal_bytes"), "journal")),

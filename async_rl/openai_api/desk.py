@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any, Final
@@ -32,8 +31,6 @@ from async_rl.openai_api.history import (
 from async_rl.openai_api.wire import Answer, ApiError, Call, ChatRequest, TokenLogProb
 from async_rl.rollout.api import Session, Turn
 from async_rl.supervision import Nursery
-
-log = logging.getLogger(__name__)
 
 _MAX_WAITING: Final = 64
 """Requests of one trajectory that have not begun."""
@@ -97,21 +94,28 @@ class Desk:
                 param="tools",
             )
         sampling = self._session.sampling
-        self._noticed({name: v for name, v in request.asked.items() if sampling.get(name) != v})
+        ignored = {name: value for name, value in request.asked.items() if sampling.get(name) != value}
+        self._noticed(ignored)
         keys = message_keys(request.messages)
         repeated = find_repeated(self._conversations, request, keys, retry_count=retry_count)
         if repeated is not None:
-            log.info("a request was repeated: its answer is given again, nothing is sampled")
+            self._session.record_request("repeated", [*ignored])
             return repeated
         conversation = find_continued(self._conversations, request, keys)
         if self._waiting.qsize() >= _MAX_WAITING:
             raise ApiError(429, f"{_MAX_WAITING} requests of this trajectory wait already", retry=True)
+        result = "answered"
         if conversation is None:
-            conversation = self._another()
+            conversation, result = self._another(), "another"
+        self._session.record_request(result, [*ignored])
         self._num_exchanges += 1
         exchange = Exchange(request, keys, self._num_exchanges)
         self._waiting.put_nowait((conversation, exchange, conversation.begin(exchange)))
         return exchange
+
+    def refused(self) -> None:
+        """Count a request that was turned down."""
+        self._session.record_request("refused")
 
     def _another(self) -> Conversation:
         """One more conversation of this trajectory.

@@ -205,9 +205,13 @@ class Endpoint:
                 body = await request.read()
         except TimeoutError as error:
             raise ApiError(408, f"the request did not come within {_EDGE_S:g} s", retry=True) from error
-        chat = read_request(body, self._model)
         tries = request.headers.get("x-stainless-retry-count", "")
-        exchange = desk.ask(chat, retry_count=int(tries) if tries.isdecimal() else None)
+        try:
+            chat = read_request(body, self._model)
+            exchange = desk.ask(chat, retry_count=int(tries) if tries.isdecimal() else None)
+        except ApiError:
+            desk.refused()
+            raise
         head = Head(id=f"chatcmpl-{secrets.token_hex(12)}", created=int(time.time()), model=self._model)
         exchange.listeners += 1
         try:

@@ -158,6 +158,15 @@ class Session(Protocol):
         """
         ...
 
+    def record_request(self, result: str, ignored: Sequence[str] = ()) -> None:
+        """Count a request over OpenAI's API.
+
+        Args:
+            result: `answered`, `repeated`, `another` or `refused`.
+            ignored: Parameters that were not heeded; names of a few, they become labels.
+        """
+        ...
+
     def annotate(self, **values: Any) -> None:
         """Note something of the newest turn, for people: JSON, at most 4096 bytes a turn."""
         ...

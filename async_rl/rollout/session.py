@@ -318,6 +318,12 @@ class RolloutSession(Transcript):
         self._metrics.tool_seconds.labels(tool).observe(seconds)
         self._metrics.tool_wait_seconds.labels(tool).observe(waited_s)
 
+    def record_request(self, result: str, ignored: Sequence[str] = ()) -> None:
+        """Count a request over OpenAI's API; see `api.Session`."""
+        self._metrics.openai_requests_total.labels(result).inc()
+        for parameter in ignored:
+            self._metrics.openai_ignored_total.labels(parameter).inc()
+
     def annotate(self, **values: Any) -> None:
         """Note something of the newest turn, for people who look at the trajectory.
 

@@ -90,6 +90,7 @@ class TroubledLoop(AgentLoop):
             TroubledLoop.blocked = True
             time.sleep(0.5)  # noqa: ASYNC251 - blocks the event loop, on purpose
         session.record_tool_call(error=luck < 16)
+        session.record_request("answered", ["temperature"])
         session.add_messages([{"role": "tool", "content": "17"}])
         await session.generate()
 

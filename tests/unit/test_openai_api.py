@@ -165,6 +165,7 @@ async def test_a_request_is_refused_with_a_remedy_when_it_cannot_be_served(reque
             await a.say("Hi", **request_)
         assert refused.value.type == "invalid_request_error"
         assert a.talker.prompts == []
+        assert a.bench.counted("openai_requests_total", result="refused") == 1
 
 
 async def test_messages_are_refused_by_place_when_they_cannot_be_read():
@@ -239,6 +240,11 @@ async def test_sampling_parameters_are_not_heeded_and_that_is_said_once(caplog: 
     async with asked(lines("Hello.", "Again.")) as a:
         first = await a.say("Hi", temperature=0.1, seed=4, presence_penalty=0, top_p=1)
         await a.say("Hi", reply(first), "More", temperature=0.1)
+    ignored = {
+        name: a.bench.counted("openai_ignored_total", parameter=name)
+        for name in ("temperature", "seed", "top_p")
+    }
+    assert ignored == {"temperature": 2, "seed": 1, "top_p": 0}
     said = [r.getMessage() for r in caplog.records if "not heeded" in r.getMessage()]
     assert len(said) == 2
     assert any("temperature = 0.1" in line for line in said)
@@ -283,6 +289,8 @@ async def test_a_client_that_tries_again_gets_the_same_answer_and_nothing_is_sam
     assert transport.lost == 1
     assert answer.choices[0].message.content == "Hello."
     assert len(a.talker.prompts) == 1
+    counts = [a.bench.counted("openai_requests_total", result=r) for r in ("answered", "repeated", "another")]
+    assert counts == [1, 1, 0]
     assert trajectory.num_sampled_tokens == len("Hello.") + 1
 
 
