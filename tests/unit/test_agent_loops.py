@@ -1,0 +1,93 @@
+"""Agent loops that hold something for as long as the run."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from async_rl.config import RolloutConfig
+from async_rl.errors import EnvironmentNotReady
+from async_rl.rollout.loops import AgentLoops
+from async_rl.supervision import first_error
+
+_noted: list[str] = []
+
+
+class Holding:
+    def __init__(self, name: str = "a", fails: bool = False) -> None:
+        self.name, self.fails = name, fails
+
+    async def __aenter__(self) -> Holding:
+        self.task = asyncio.current_task()
+        await asyncio.sleep(0)
+        if self.fails:
+            raise EnvironmentNotReady("the server does not come up")
+        _noted.append(f"enter {self.name}")
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.sleep(0)
+        assert asyncio.current_task() is self.task
+        _noted.append(f"leave {self.name}")
+
+    async def run(self, task: Any, session: Any) -> None: ...
+
+
+class Plain:
+    async def run(self, task: Any, session: Any) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def noted() -> list[str]:
+    _noted.clear()
+    return _noted
+
+
+def loops(**args: Any) -> AgentLoops:
+    config = {
+        "agent_loop": f"{__name__}:Plain",
+        "agent_loops": {"holding": {"loop": f"{__name__}:Holding", "args": args}},
+    }
+    return AgentLoops(msgspec.convert(config, RolloutConfig))
+
+
+async def test_loop_is_entered_once_and_left_at_the_end_by_one_task(noted: list[str]) -> None:
+    async with loops(name="b") as made:
+        found = await asyncio.gather(*(made.entered("holding") for _ in range(5)))
+        assert len({id(loop) for loop in found}) == 1
+        assert noted == ["enter b"]
+        await made.entered("holding")
+    assert noted == ["enter b", "leave b"]
+
+
+async def test_nothing_is_entered_when_no_trajectory_needs_it(noted: list[str]) -> None:
+    async with loops() as made:
+        assert isinstance(await made.entered(None), Plain)
+    assert noted == []
+
+
+async def test_error_ends_the_block_when_a_loop_cannot_be_entered() -> None:
+    with pytest.raises(BaseExceptionGroup) as raised:
+        async with loops(fails=True) as made:
+            await made.entered("holding")
+    assert isinstance(first_error(raised.value), EnvironmentNotReady)
+
+
+async def test_loop_is_left_when_the_run_is_cancelled(noted: list[str]) -> None:
+    running = asyncio.Event()
+
+    async def run() -> None:
+        async with loops() as made:
+            await made.entered("holding")
+            running.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.ensure_future(run())
+    await running.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert noted == ["enter a", "leave a"]
