@@ -11,10 +11,11 @@ import msgspec
 import pytest
 import yaml
 
-from async_rl import reference, yaml12
+from async_rl import preflight, reference, yaml12
 from async_rl.cli import main
 from async_rl.config import load_config
 from tests.support.run_config import write_run
+from tests.support.templates_of_models import chat_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +48,19 @@ def test_check_prints_the_resolved_config_and_what_follows(
     assert "# data: 2 tasks" in out
     assert "# groups dispatched and not yet trained, at most: 4" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_check_says_where_the_chat_template_writes_turns_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "has_tokenizer", lambda path: True)
+    monkeypatch.setattr(preflight, "load_chat_format", lambda path: chat_of("qwen3"))
+    assert main(["check", str(write_run(tmp_path))]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "# chat template: a thought, when a user's message follows: the template makes 'It is 4.' of" in out
+    )
+    assert "# chat template: sessions keep every turn as the policy wrote it" in out
 
 
 @pytest.mark.parametrize(
