@@ -45,7 +45,7 @@ prometheus: runs/.prometheus  ## Start Prometheus without Docker, on loopback (P
 
 # Where runs tell Prometheus of themselves; Docker would make it as root.
 runs/.prometheus:
-	@mkdir -p $@
+	@mkdir -p -m 755 $@
 
 docs: setup  ## Write what is made from code: docs/config.md, docs/metrics.md, the Grafana dashboard.
 	@$(BIN)/async-rl schema --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md
