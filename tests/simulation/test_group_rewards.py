@@ -28,34 +28,37 @@ class Judge:
 
     asked: list[list[Completion]]
     answer: Callable[[Sequence[Completion]], Any]
+    takes_s = 0.1
 
     @classmethod
     async def score(cls, task: Task, completions: Sequence[Completion]) -> Any:
         cls.asked.append(list(completions))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(cls.takes_s)
         return cls.answer(completions)
 
 
 @pytest.fixture
 def play(calculator: Path, tmp_path: Path) -> Callable[..., Summary]:
-    def run(*overrides: str) -> Summary:
+    ids = itertools.count()
+
+    def run(*overrides: str, limit_s: float | None = None) -> Summary:
         Judge.asked = []
         config = make_config(
             calculator, tmp_path, f"rollout.reward={__name__}:Judge.score", "run.max_steps=3", *overrides
         )
-        ids = itertools.count()
         run_dir = tmp_path / "sim"
-        (run_dir / "checkpoints").mkdir(parents=True)
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
 
         async def main() -> Summary:
-            return await orchestrator.run(
-                config,
-                run_dir,
-                asyncio.Event(),
-                LocalCluster(config, step_s=0.5),
-                clock=asyncio.get_running_loop().time,
-                new_id=lambda: f"{next(ids):032x}",
-            )
+            async with asyncio.timeout(limit_s):
+                return await orchestrator.run(
+                    config,
+                    run_dir,
+                    asyncio.Event(),
+                    LocalCluster(config, step_s=0.5),
+                    clock=asyncio.get_running_loop().time,
+                    new_id=lambda: f"{next(ids):032x}",
+                )
 
         return run_virtual(main())
 
@@ -121,6 +124,23 @@ def test_the_group_goes_when_the_policy_says_so(play: Callable[..., Summary]) ->
     assert conserved(summary)
     dropped = summary.trajectories.dropped
     assert dropped["sibling_failed"] == 3 * dropped["reward_error"]
+
+
+def test_groups_that_wait_for_their_reward_are_asked_for_again_after_a_restart(
+    play: Callable[..., Summary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Judge.answer = staticmethod(lambda completions: [float(i) for i in range(len(completions))])
+    with monkeypatch.context() as patch:
+        patch.setattr(Judge, "takes_s", 50.0)
+        with pytest.raises(TimeoutError):
+            play(limit_s=30.0)
+        before = {tuple(each.token_ids.tolist()) for asked in Judge.asked for each in asked}
+    summary = play()
+    after = {tuple(each.token_ids.tolist()) for asked in Judge.asked for each in asked}
+    assert before
+    assert before <= after  # the same answers: nothing was sampled again
+    assert conserved(summary)
+    assert summary.trajectories.dropped == {}
 
 
 def test_the_run_ends_with_the_cause_when_no_group_is_scored(play: Callable[..., Summary]) -> None:
