@@ -17,7 +17,7 @@ from async_rl.chat import load_chat_format
 from async_rl.config import Config, load_config
 from async_rl.errors import ConfigError
 from async_rl.inspection.portrait import Decode, decoder, portray, token_numbers
-from async_rl.inspection.show import show, show_table
+from async_rl.inspection.show import show, show_table, terminal
 from async_rl.queue.archive import FILE, ArchiveReader, Event, Row
 
 Order = Literal["newest", "longest", "most-interrupted", "reward", "slowest"]
@@ -85,7 +85,7 @@ def inspect(
     Raises:
         ConfigError: There is no such run or trajectory, or the beginning fits several.
     """
-    console = console or Console()
+    console = console or terminal()
     run_dir = run if run.is_dir() else Path("runs") / run
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run folder {str(run)!r} (looked from {os.getcwd()}, and in runs/)")

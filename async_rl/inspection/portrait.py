@@ -25,10 +25,11 @@ Decode = Callable[[Sequence[int]], str]
 
 Role = Literal["prompt", "policy", "tool", "user"]
 
-_TOOL: Final = re.compile(r"tool|observation|ipython|function_response|<\|?output", re.IGNORECASE)
-"""How chat templates begin what a tool said, `user` around it or not."""
+_FRAME: Final = re.compile(r"<[|｜](?!tool|observation)[^<>|｜]*[|｜]>", re.IGNORECASE)
+"""Special tokens that frame a message and do not say that a tool wrote it."""
 
-_HEAD_CHARS: Final = 200
+_TOOL: Final = re.compile(r"\W*(?:user\W+)?(?:tool|observation|ipython|function_response)", re.IGNORECASE)
+"""How chat templates begin what a tool said: Qwen's `user` around `<tool_response>`, Llama's `ipython`, …"""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +207,7 @@ def _call(text: str, segment: Sampled, oldest: int | None) -> Call:
 
 def _role(text: str) -> Role:
     """Who said what stands between two turns of the policy, by how the chat template begins it."""
-    return "tool" if _TOOL.search(text[:_HEAD_CHARS]) else "user"
+    return "tool" if _TOOL.match(_FRAME.sub("", text)) else "user"
 
 
 def _texts(segments: Sequence[Segment], decode: Decode) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
@@ -21,9 +23,29 @@ _VERSION_STYLES: Final = ("green", "bright_blue", "magenta", "bright_yellow", "b
 _ROLE_STYLES: Final = {"prompt": "dim", "user": "bright_white", "tool": "yellow"}
 
 
+_WIDE: Final = 120
+"""Characters of a terminal that has room for all columns."""
+
+
+class _Column(NamedTuple):
+    name: str
+    cell: Callable[[Row], RenderableType]
+    justify: Literal["left", "right"] = "right"
+    wide: bool = False
+    """Whether a narrow terminal does without."""
+
+
 def version_style(weight_version: int) -> str:
     """The colour of what a weight version wrote."""
     return _VERSION_STYLES[weight_version % len(_VERSION_STYLES)]
+
+
+def terminal() -> Console:
+    """Where commands print: as wide as the terminal, or as lines need in a file."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_WIDE)
+    return console
 
 
 def show(console: Console, portrait: Portrait) -> None:
@@ -51,25 +73,15 @@ def show_table(console: Console, rows: Sequence[Row], ids: Sequence[str], title:
         ids: As each is to be named.
         title: Above it.
     """
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for name in ("trajectory", "task", "status"):
-        table.add_column(name, overflow="fold")
-    for name in ("reward", "ended by", "turns", "tokens", "sampled", "interrupted", "versions", "seconds"):
-        table.add_column(name, justify="left" if name == "ended by" else "right")
-    for row, name in zip(rows, ids, strict=True):
-        table.add_row(
-            name,
-            row.task_id,
-            _status(row),
-            "-" if row.reward is None else f"{row.reward:.3f}",
-            row.stop_reason,
-            f"{row.turns}",
-            f"{row.tokens:,}",
-            f"{row.sampled:,}",
-            f"{row.interruptions}",
-            _span([v for v in (row.oldest_version, row.newest_version) if v is not None]),
-            f"{row.duration_s:.2f}",
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
+    wide = console.width >= _WIDE
+    columns = [column for column in _COLUMNS if wide or not column.wide]
+    for column in columns:
+        table.add_column(
+            column.name, justify=column.justify, no_wrap=column.name != "status", overflow="fold"
         )
+    for row, name in zip(rows, ids, strict=True):
+        table.add_row(name, *(column.cell(row) for column in columns[1:]))
     console.print(table)
 
 
@@ -169,13 +181,28 @@ def _status(row: Row) -> Text:
             return Text(other)
 
 
+_COLUMNS: Final = (
+    _Column("trajectory", lambda row: row.trajectory_id, "left"),
+    _Column("task", lambda row: row.task_id, "left", wide=True),
+    _Column("status", _status, "left"),
+    _Column("reward", lambda row: "-" if row.reward is None else f"{row.reward:.3f}"),
+    _Column("ended by", lambda row: row.stop_reason, "left", wide=True),
+    _Column("turns", lambda row: f"{row.turns}", wide=True),
+    _Column("tokens", lambda row: f"{row.tokens:,}"),
+    _Column("sampled", lambda row: f"{row.sampled:,}", wide=True),
+    _Column("cut", lambda row: f"{row.interruptions}"),
+    _Column("versions", lambda row: _span([row.oldest_version, row.newest_version])),
+    _Column("seconds", lambda row: f"{row.duration_s:.2f}", wide=True),
+)
+
+
 def _log_probs(figures: LogProbs) -> str:
     token = f" ({figures.least_likely!r})" if figures.least_likely else ""  # a special one, left out
     return f"mean {figures.mean:.3f}, 5% below {figures.p05:.3f}, least {figures.min:.3f}{token} nats"
 
 
-def _span(versions: Iterable[int]) -> str:
-    known = sorted(set(versions))
+def _span(versions: Iterable[int | None]) -> str:
+    known = sorted({version for version in versions if version is not None})
     if not known:
         return "-"
     return f"v{known[0]}" if len(known) == 1 else f"v{known[0]} to v{known[-1]}"

@@ -36,7 +36,7 @@ from async_rl.engines.server import SGLangServer
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import AsyncRLError, ConfigError, EnvironmentNotReady
 from async_rl.inspection.portrait import Portrait, decoder, portray
-from async_rl.inspection.show import show, show_summary
+from async_rl.inspection.show import show, show_summary, terminal
 from async_rl.metrics import Metrics
 from async_rl.preflight import check
 from async_rl.queue.archive import Event, Observer, kept
@@ -101,7 +101,7 @@ def rollout(
     config = load_config(path, [*overrides, *_ONE_BY_ONE, f"rollout.group_size={group_size}"])
     check(config)
     tasks = choose(config, number, task_id)
-    console = console or Console()
+    console = console or terminal()
     decode = decoder(load_chat_format(config.model.path), special=special)
     portraits: list[Portrait] = []
 

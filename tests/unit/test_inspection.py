@@ -16,7 +16,7 @@ from async_rl.cli import main
 from async_rl.config import load_config
 from async_rl.errors import AgentLoopError
 from async_rl.inspection.browse import abbreviate
-from async_rl.inspection.portrait import decoder, portray, token_numbers
+from async_rl.inspection.portrait import _role, decoder, portray, token_numbers
 from async_rl.inspection.show import show
 from async_rl.queue.archive import Archive, kept
 from async_rl.queue.ledger import Ledger
@@ -148,6 +148,22 @@ def test_a_branch_shows_what_it_inherits_and_what_was_noted_of_its_turns(
     assert "1.50 s · depth=2" in text
 
 
+@pytest.mark.parametrize(
+    ("text", "role"),
+    [
+        ("\nuser\n<tool_response>\n4\n</tool_response>\nassistant\n", "tool"),
+        ("<|im_end|>\n<|im_start|>user\n<tool_response>\n4\n", "tool"),
+        ("ipython\n\n4assistant\n\n", "tool"),
+        ("<|observation|>\n4<|assistant|>", "tool"),
+        ("<｜tool▁outputs▁begin｜>4", "tool"),
+        ("\nuser\nYou wrote <tool_call>, why?\nassistant\n", "user"),
+        ("<|im_start|>user\nToo long.<|im_end|>", "user"),
+    ],
+)
+def test_who_spoke_is_told_by_how_templates_begin_it(text: str, role: str) -> None:
+    assert _role(text) == role
+
+
 def test_log_probs_are_of_sampled_tokens_alone(trajectory: Trajectory) -> None:
     figures = portray(kept(trajectory), token_numbers).log_probs
     assert figures is not None
@@ -207,10 +223,12 @@ def test_the_table_is_filtered_and_sorted(
 def test_the_table_names_each_so_that_it_can_be_asked_for(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["inspect", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert "trained in step 5" in out
+    assert "sum-1" not in out, "a narrow terminal does without tasks"
+    assert max(map(len, out.splitlines())) <= 160
     assert "dropped: overage" in out
     assert "in flight 1, queued 0" in out
     assert main(["inspect", str(run_dir), "0198bbbb1"]) == 0
