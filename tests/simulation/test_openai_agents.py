@@ -1,0 +1,80 @@
+"""The whole loop with an agent over OpenAI's API that has a sub-agent, on simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from agent_loops.openai_agent import AgentAPI
+from async_rl import orchestrator
+from async_rl.config import parse_config
+from async_rl.types import Completion, Task
+from tests.support.local_cluster import LocalCluster
+
+
+async def agent(task: Task, api: AgentAPI) -> None:
+    """Asks twice, and in between somebody else. Without OpenAI's client, whose start would cost the test."""
+    async with aiohttp.ClientSession() as http:
+
+        async def say(*messages: dict[str, Any]) -> dict[str, Any]:
+            body = {"model": api.model, "messages": messages, "max_tokens": 24}
+            async with http.post(f"{api.session_url}/chat/completions", json=body) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+            return dict(answer["choices"][0]["message"])
+
+        question = task.messages[0]
+        first = await say(question)
+        advice = await say({"role": "system", "content": "Advise."}, question)
+        await say(question, first, {"role": "user", "content": advice["content"]})
+
+
+def reward(task: Task, completion: Completion) -> float:
+    """Of the answer that came last, which the main conversation gave."""
+    assert [m["role"] for m in completion.messages] == ["user", "assistant"] * 2
+    return float(len(completion.text) % 2)
+
+
+async def test_each_conversation_of_each_attempt_is_trained_once_with_the_reward_of_the_last_answer(
+    calculator: Path, tmp_path: Path
+) -> None:
+    config = parse_config(
+        {
+            "run": {"name": "agents", "dir": str(tmp_path), "max_steps": 3, "drain_s": 5},
+            "model": {"path": str(calculator / "model"), "dtype": "float32"},
+            "data": {"path": str(calculator / "data" / "tasks.jsonl")},
+            "engine": {"kind": "simulated", "decode_step_s": 0.001, "mean_new_tokens": 12},
+            "rollout": {
+                "agent_loop": "agent_loops.openai_agent:OpenAIAgentLoop",
+                "agent_loop_args": {"agent": f"{__name__}:agent"},
+                "reward": f"{__name__}:reward",
+                "group_size": 2,
+                "max_branches": 1,
+                "max_concurrent_trajectories": 8,
+                "max_context_tokens": 512,
+                "max_new_tokens": 64,
+            },
+            "trainer": {"groups_per_batch": 2},
+        }
+    )
+    run_dir = tmp_path / "agents"
+    for name in ("checkpoints", "logs"):
+        (run_dir / name).mkdir(parents=True)
+    cluster = LocalCluster(config, step_s=0.02)
+    summary = await orchestrator.run(config, run_dir, asyncio.Event(), cluster)
+    assert summary.trajectories.unaccounted == 0
+    batches = cluster.trainer.batches
+    rewards = {
+        name: value
+        for batch in batches
+        for name, value in zip(batch.trajectory_ids, batch.rewards.tolist(), strict=True)
+    }
+    assert len(rewards) == sum(batch.num_trajectories for batch in batches)
+    roots = [name for name in rewards if "." not in name]
+    assert len(roots) == 3 * 4
+    assert sorted(rewards) == sorted([*roots, *(f"{root}.1" for root in roots)])
+    assert all(rewards[root] == rewards[f"{root}.1"] for root in roots)
+    assert len(set(rewards.values())) == 2
