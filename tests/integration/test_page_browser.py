@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from async_rl.page import feed
@@ -118,6 +119,9 @@ async def test_the_page_follows_the_run_to_its_end(tmp_path: Path, monkeypatch: 
 
             await hover(tab, "reward")
             assert "step 4" in await text_of(tab, "#chart-reward .readout")
+            steps += [msgspec.structs.replace(steps[-1], step=9, time_s=999.0), steps[-1]]
+            await tab.until("document.querySelector('#recent td').textContent === '9'")
+            assert "step 5" in await text_of(tab, "#chart-reward .readout")  # of the chart as it is now
             # By the keyboard alone: past the link to the charts, on to the button.
             for _ in range(2):
                 for kind in ("keyDown", "keyUp"):

@@ -61,10 +61,20 @@ function clear(chart) {
   chart.querySelector(".readout")?.remove();
 }
 
+/** Where the pointer is, if it is over a chart: [id of the chart, x in the window]. */
+let pointed = null;
+
+/** Reads out again what the pointer is over, after charts were drawn anew. */
+export function readAgain() {
+  const chart = pointed && document.getElementById(pointed[0]);
+  if (chart) read(chart, chart.querySelector("svg.shapes"), pointed[1]);
+}
+
 document.addEventListener("pointermove", (event) => {
   const svg = event.target instanceof Element ? event.target.closest("figure.chart svg.shapes") : null;
   for (const other of document.querySelectorAll("line.cross")) {
     if (other.ownerSVGElement !== svg) clear(other.closest("figure.chart"));
   }
-  if (svg && svg.querySelector("path.line")) read(svg.closest("figure.chart"), svg, event.clientX);
+  pointed = svg && svg.querySelector("path.line") ? [svg.closest("figure.chart").id, event.clientX] : null;
+  readAgain();
 });

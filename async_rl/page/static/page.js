@@ -1,7 +1,7 @@
 // The live page: a snapshot when it opens, then what is new as server-sent events.
 // Whatever a run says (names, errors, tasks) becomes text, never markup; only charts come as markup, from drawing.py.
 
-import "./charts.js";
+import { readAgain } from "./charts.js";
 
 const RETRY_MS = 3000;
 const STATES = { moving: "running", quiet: "quiet", overdue: "overdue", stalled: "stalled" };
@@ -126,19 +126,17 @@ function showSteps(steps) {
     value.id = `tile-${tile.name}`;
     return element("div", "tile", element("h2", "", tile.label), value, element("p", "note", tile.note));
   }));
-  const reading = document.querySelector(".readout") !== null;
-  if (!reading) {  // a chart is not swapped from under the pointer
-    $("charts").replaceChildren(...steps.sections.map((section) => {
-      const charts = element("div", "charts");
-      charts.innerHTML = section.charts.join("");
-      const title = element("h2", "", section.title);
-      title.id = `title-${section.name}`;
-      const card = element("section", "card", title, charts);
-      card.id = `section-${section.name}`;
-      card.setAttribute("aria-labelledby", title.id);
-      return card;
-    }));
-  }
+  $("charts").replaceChildren(...steps.sections.map((section) => {
+    const charts = element("div", "charts");
+    charts.innerHTML = section.charts.join("");
+    const title = element("h2", "", section.title);
+    title.id = `title-${section.name}`;
+    const card = element("section", "card", title, charts);
+    card.id = `section-${section.name}`;
+    card.setAttribute("aria-labelledby", title.id);
+    return card;
+  }));
+  readAgain();
   rows("recent", steps.recent.map((row) => [
     [String(row.step), "n"], ...[row.reward, row.ppo_kl, row.staleness_p95, row.tokens_per_s, row.wait_s, row.step_s, row.sync_s]
       .map((value) => [figure(value), "n"]),
