@@ -39,7 +39,7 @@ def test_a_mixture_of_one_dataset_is_its_order():
     assert [mixture.task_at(p) for p in range(30)] == [order.task_at(p) for p in range(30)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     data=st.data(),
