@@ -29,6 +29,7 @@ from async_rl.page import STATIC
 from async_rl.page.charts import RECENT, sections, tiles
 from async_rl.page.drawing import compact, flow_chart
 from async_rl.records import StepRecord, TrajectoryCounts, mean, read_records
+from async_rl.train import private_files
 
 T = TypeVar("T")
 
@@ -83,7 +84,7 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write a run's report.
+    """Write a run's report; like all that a run leaves it is for its user alone, until given away.
 
     Args:
         run_dir: The run's folder.
@@ -99,7 +100,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     path = run_dir / REPORT_FILE if out is None else out
     partial = path.with_name(f".{path.name}.part")
     try:
-        partial.write_text(page, encoding="utf-8")
+        with private_files():
+            partial.write_text(page, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import re
+import stat
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -133,6 +134,7 @@ def test_the_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.Capt
     assert main(["report", str(folder), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     assert out.read_text().startswith("<!doctype html>")
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
 
 
 def test_a_folder_that_is_no_run_is_named_and_exits_2(
