@@ -250,7 +250,7 @@ class Journal:
         left = {
             name: msgspec.structs.replace(state, segments=cap_versions(state.segments, newest_version))
             for name, state in found.items()
-            if (root := root_of(name)) in alive and root in found and found[root].attempt == state.attempt
+            if (root := root_of(name)) in alive and found.get(root, state).attempt == state.attempt
         }
         self._entries = {name: Entry(name, state.attempt, state) for name, state in left.items()}
         for name in left:

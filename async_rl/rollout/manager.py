@@ -186,13 +186,9 @@ class RolloutManager:
         )
         work.finished.update(left.ended)
         for trajectory_id in unfinished:
-            known = self._journalled.get(trajectory_id, {})
-            if root := known.get(trajectory_id):  # it is as old as that from now on
-                branches = (state for name, state in known.items() if name != trajectory_id)
-                work.begin(
-                    Entry(trajectory_id, root.attempt, root),
-                    [Entry(state.trajectory_id, state.attempt, state) for state in branches],
-                )
+            if known := self._journalled.get(trajectory_id):  # it is as old as that from now on
+                begun = [Entry(name, state.attempt, state) for name, state in known.items()]
+                work.begin(Entry(trajectory_id), begun)
         self._queue.resume(left.group_id, work)
         groups.start(f"group {left.group_id}", self._group(work))
         self._num_groups += 1

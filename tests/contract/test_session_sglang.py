@@ -152,3 +152,22 @@ async def test_missing_rows_are_recovered_without_a_token(engine: Engine, sglang
     assert len(trajectory.trace.rows) == trajectory.num_tokens - 1
     fresh = await expert_sets(engine, sglang_world, trajectory, 0)
     assert np.array_equal(np.sort(trajectory.trace.rows, axis=-1), fresh)
+
+
+@pytest.mark.parametrize("merge", ["replace", "splice"])
+async def test_a_branch_has_the_rows_of_its_whole_text(engine: Engine, sglang_world: Any, merge: str) -> None:
+    watched = Watched(engine)
+    bench = bench_of(watched, sglang_world, merge=merge, max_branches=1)
+    session = bench.session
+    await session.generate(max_new_tokens=8)
+    async with session.branch() as other:
+        other.add_messages([{"role": "tool", "content": "4"}])
+        await asyncio.gather(other.generate(max_new_tokens=6), session.generate(max_new_tokens=5))
+    assert watched.asked[1:] == [PROMPT + 7] * 2, "what is held of the prefix is not asked for again"
+    for each in session.tree:
+        trajectory = await each.finish("completed", {"reward": 1.0})
+        assert trajectory.trace is not None
+        verify(trajectory.trace, trajectory.token_ids, sglang_world.facts.moe_layers)
+        assert trajectory.trace.valid.all()
+        rows = np.sort(trajectory.trace.rows, axis=-1)
+        assert np.array_equal(rows, await expert_sets(engine, sglang_world, trajectory, 0))

@@ -124,10 +124,12 @@ def test_the_journal_has_branches_of_the_attempt_that_runs_and_forgets_them_with
     journal.write()
     journal.open("b", 2).segments.extend(prefix)  # tried again: its branch was of the other attempt
     journal.forget(["c"])
+    journal.open("d")  # nothing is said in it yet, but in another conversation of its
+    journal.open("d.1").segments.extend(prefix)
     journal.write()
     journal.close()
-    left = Journal(tmp_path).restore(["a", "b"], newest_version=0)
-    assert {name: state.num_tokens for name, state in left.items()} == {"a": 7, "a.1": 9, "b": 7}
+    left = Journal(tmp_path).restore(["a", "b", "d"], newest_version=0)
+    assert {name: state.num_tokens for name, state in left.items()} == {"a": 7, "a.1": 9, "b": 7, "d.1": 7}
     after = left["a.1"].after(prefix)
     assert after is not None
     assert after.num_tokens == 2
