@@ -112,8 +112,9 @@ class Scraped:
 
     def __init__(self, server: Server, begin_s: float) -> None:
         self.server, self.begin_s = server, begin_s
-        # The last time that its rules were evaluated on a scrape that did not run out of time.
-        last = "max_over_time(timestamp(run:async_rl_unaccounted_trajectories:sum)[1h:500ms])"
+        # The last time that both a scrape and the rules were there: on a slow machine scrapes may fail.
+        both = "run:async_rl_unaccounted_trajectories:sum and on (run) async_rl_trajectories_queued"
+        last = f"max_over_time(timestamp({both})[1h:500ms])"
         (found,) = server.ask("query", query=last)["result"]
         self.end_s = float(found["value"][1])
 
