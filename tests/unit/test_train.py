@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import platform
 import signal
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from async_rl.config import Config, load_config
 from async_rl.errors import ConfigError, EnvironmentNotReady, TrainerError
 from async_rl.records import StepRecord, Summary, Totals, TrajectoryCounts, append_record, summarise
 from async_rl.report import Progress
+from async_rl.run_report import read_run
 from async_rl.supervision import Nursery, services
 from async_rl.train import train
 from tests.support.run_config import write_run
@@ -51,6 +53,7 @@ def test_a_run_leaves_config_summary_and_curves_in_its_folder(
     assert load_config(folder / "config.yaml") == load_config(path, ["run.seed=7"])
     assert json.loads((folder / "summary.json").read_text())["reward_last"] == 0.5
     assert {"logs", "checkpoints", "hf", "reward.png"} <= {p.name for p in folder.iterdir()}
+    assert json.loads((folder / "versions.json").read_text())["python"] == platform.python_version()
     assert str(folder) in capsys.readouterr().out
 
 
@@ -129,6 +132,10 @@ def test_service_cause_and_log_are_named_when_a_service_fails(
     assert str(error) in last
     assert last.endswith(f"log: {log}")
     assert "Traceback" in log.read_text()
+    run = read_run(log.parents[1])
+    assert run.state == "failed"
+    assert run.events[-1].text.startswith("the run failed: trainer failed: ")
+    assert str(error) in run.events[-1].text
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
