@@ -60,9 +60,10 @@ class McpServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def label(self) -> str:
-        """Short, for messages; a URL may hold a key behind its `?` or before its `@`."""
+        """Short, for messages. A command may have keys among its later words, a URL behind its `?`."""
         if self.command:
-            return os.path.basename(self.command[-1] if len(self.command) > 1 else self.command[0])
+            words = self.command[: 3 if self.command[1:2] == ["-m"] else 2]
+            return " ".join([os.path.basename(words[0]), *words[1:]])
         return self.url.split("?")[0].rpartition("@")[2].removeprefix("http://").removeprefix("https://")
 
 

@@ -161,3 +161,5 @@ def test_config_error_when_a_server_cannot_be_meant(spec: dict[str, Any], error:
 def test_label_shows_no_key():
     spec = McpServerSpec(url="https://me:pass@example.org/mcp?key=hidden")
     assert spec.label == "example.org/mcp"
+    assert McpServerSpec(command=["/usr/bin/npx", "serve", "--key", "hidden"]).label == "npx serve"
+    assert McpServerSpec(command=["python", "-m", "serve", "hidden"]).label == "python -m serve"

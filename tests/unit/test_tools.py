@@ -234,7 +234,7 @@ async def test_types_of_all_kinds_are_described_and_converted_when_a_tool_has_th
     assert await tool.call(arguments, timeout_s=5) == (
         "<Colour.RED: 'red'> [Point(x=1, y=0)] {'deep': True} 1 None"
     )
-    with pytest.raises(ToolError, match=r"Expected `int`, got `str` - at `\$.points\[...\].x`"):
+    with pytest.raises(ToolError, match=r"Expected `int`, got `str` - at `\$.points\[.*\].x`"):
         await tool.call({"colour": "red", "points": [{"x": "1"}]}, timeout_s=5)
 
 
