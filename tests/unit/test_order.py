@@ -60,3 +60,11 @@ def test_each_dataset_has_its_share_and_its_epochs_when_weights_are_set(sizes, d
         assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
     late = data.draw(st.integers(0, 2999))
     assert Mixture(sizes, weights, seed, shuffle).task_at(late) == stream[late]
+
+
+def test_two_datasets_of_one_size_are_shuffled_apart():
+    mixture = Mixture([50, 50], [1.0, 1.0], seed=0, shuffle=True)
+    stream = [mixture.task_at(position) for position in range(100)]
+    first, second = ([task % 50 for task in stream if task // 50 == i] for i in range(2))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
