@@ -26,8 +26,10 @@ from async_rl import __version__, yaml12
 from async_rl.config import changed_fields, load_config
 from async_rl.errors import ConfigError
 from async_rl.page import STATIC
-from async_rl.page.charts import RECENT, sections, tiles
-from async_rl.page.drawing import compact, flow_chart
+from async_rl.page.charts import RECENT, sections
+from async_rl.page.drawing import compact
+from async_rl.page.flow import flow_chart
+from async_rl.page.tiles import tiles
 from async_rl.records import StepRecord, TrajectoryCounts, mean, read_records
 from async_rl.train import private_files
 

@@ -9,8 +9,9 @@ from typing import Final
 import msgspec
 from markupsafe import Markup
 
-from async_rl.page.drawing import Band, Chart, Line, bar_chart, compact, line_chart, smoothed
-from async_rl.records import WINDOW, Figure, StepRecord, is_finite
+from async_rl.page.drawing import Band, Chart, Line, bar_chart, line_chart, smoothed
+from async_rl.page.tiles import trainer_idle
+from async_rl.records import WINDOW, Figure, StepRecord
 
 RECENT: Final = 20
 """Steps of the second staleness histogram, and rows of the table of steps."""
@@ -46,73 +47,6 @@ def sections(records: Sequence[StepRecord], max_staleness: int | None) -> list[S
         for name, title, charts in _SECTIONS
     ]
     return [section for section in drawn if section.charts]
-
-
-class Tile(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure in large print."""
-
-    name: str
-    label: str
-    value: str
-    note: str
-
-
-def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile]:
-    """How the last step was, in six figures; none before the first step."""
-    if not records:
-        return []
-    last = records[-1]
-    bypass = is_finite(last.ppo_kl_bypass)
-    bound = "" if max_staleness is None else f" of {max_staleness} allowed"
-    start = smoothed([record.reward_mean for record in records[:WINDOW]], WINDOW)[-1]
-    now = smoothed([record.reward_mean for record in records[-WINDOW:]], WINDOW)[-1]
-    return [
-        Tile(
-            name="reward",
-            label="reward",
-            value=compact(last.reward_mean),
-            note=f"{compact(start)} → {compact(now)} so far",
-        ),
-        Tile(
-            name="ppo-kl",
-            label="ppo_kl_bypass" if bypass else "ppo_kl",
-            value=compact(last.ppo_kl_bypass if bypass else last.ppo_kl),
-            note=f"nats; clipped {_percent(last.clip_fraction)} of tokens",
-        ),
-        Tile(
-            name="mismatch",
-            label="mismatch",
-            value=compact(last.lag0_log_prob_abs_diff),
-            note="nats, mean |Δ log-prob| at equal versions",
-        ),
-        Tile(
-            name="staleness",
-            label="staleness p95",
-            value=f"{last.staleness_p95:.0f}",
-            note=f"versions; max {last.staleness_max}{bound}",
-        ),
-        Tile(
-            name="throughput",
-            label="throughput",
-            value=compact(last.tokens_per_s),
-            note="tokens sampled a second",
-        ),
-        Tile(
-            name="trainer-idle",
-            label="trainer idle",
-            value=_percent(_trainer_idle(last)),
-            note=f"waited {last.wait_s:.1f} s for its batch",
-        ),
-    ]
-
-
-def _percent(share: Figure) -> str:
-    return f"{share:.0%}" if is_finite(share) else "n/a"
-
-
-def _trainer_idle(record: StepRecord) -> Figure:
-    seconds = record.wait_s + record.step_s + record.sync_s
-    return record.wait_s / seconds if seconds > 0 else None
 
 
 # -- the charts --------------------------------------------------------------------------------------------
@@ -195,7 +129,7 @@ def _idle(records: Sequence[StepRecord], steps: Sequence[float], _: int | None) 
         floor=0.0,
         ceiling=1.0,
         lines=[
-            Line(label="trainer, of the step", values=[_trainer_idle(record) for record in records]),
+            Line(label="trainer, of the step", values=[trainer_idle(record) for record in records]),
             Line(label="engines, so far", values=_column(records, "engine_idle_share"), tone=2),
         ],
     )

@@ -26,7 +26,8 @@ from markupsafe import Markup
 
 from async_rl import __version__
 from async_rl.config import Config
-from async_rl.page.charts import RECENT, Section, Tile, sections, tiles
+from async_rl.page.charts import RECENT, Section, sections
+from async_rl.page.tiles import Tile, tiles
 from async_rl.page.view import Now
 from async_rl.records import Extreme, Figure, StepRecord, is_finite
 from async_rl.threads import call_in_thread

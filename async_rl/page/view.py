@@ -11,7 +11,7 @@ import msgspec
 
 from async_rl.diagnosis import Diagnosis, phrase
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.page.drawing import flow_chart
+from async_rl.page.flow import flow_chart
 from async_rl.records import Figure, StepRecord, TrajectoryCounts, mean
 from async_rl.types import Task
 from async_rl.waits import Waits

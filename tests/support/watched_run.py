@@ -10,8 +10,8 @@ import msgspec
 from async_rl.config import Config, parse_config
 from async_rl.endpoints import serve
 from async_rl.metrics import Metrics
-from async_rl.page.drawing import flow_chart
 from async_rl.page.feed import Feed
+from async_rl.page.flow import flow_chart
 from async_rl.page.routes import page_routes
 from async_rl.page.view import EngineRow, Now, TrajectoryView
 from async_rl.records import StepRecord

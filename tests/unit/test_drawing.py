@@ -13,12 +13,12 @@ from async_rl.page.drawing import (
     Line,
     bar_chart,
     compact,
-    flow_chart,
     line_chart,
     smoothed,
     thinned,
     ticks,
 )
+from async_rl.page.flow import flow_chart
 from tests.support.finished_run import HOSTILE
 
 
