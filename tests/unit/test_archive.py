@@ -10,10 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import AgentLoopError, ConfigError
+from async_rl.metrics import Metrics
 from async_rl.queue.archive import Archive, ArchiveReader
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.recovery import Estate
 from async_rl.simulation.simulate import simulate
 from tests.support.small_run import small_run
 from tests.support.trajectories import FACTS, make_group, make_trajectory
@@ -154,6 +156,20 @@ def test_one_sentence_says_so_when_there_is_no_archive(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("no database, though it has a name" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
         ArchiveReader(tmp_path / "x")
+
+
+def test_a_life_tells_the_archive_which_checkpoint_it_goes_on_from(path: Path, tmp_path: Path) -> None:
+    scenario = small_run(0)
+    config = replace(scenario.config, run=replace(scenario.config.run, keep_trajectories=9))
+    archive = Archive(path, keep=9)
+    for name, step in (("a", 1), ("b", 2)):
+        archive.ended(make_trajectory(name), attempt=1)
+        archive.trained([name], step)
+    archive.close()
+    estate = Estate(config, tmp_path, scenario.tasks, FACTS, 1, Metrics(), lambda: 0.0)
+    estate.leave()
+    estate.queue.close()
+    assert ids(ArchiveReader(path), "status = 'trained'") == ["a"]
 
 
 def test_archive_and_ledger_agree_when_a_run_was_killed_twice(tmp_path: Path) -> None:

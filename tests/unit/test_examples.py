@@ -85,7 +85,7 @@ def test_both_sides_of_a_debate_are_trained_on_the_solvers_last_answer(
     def answer(conversation: str) -> str:
         (row,) = [row for question, row in rows.items() if question in conversation]
         if "You check answers" in conversation:
-            return f"Wrong: it is {row['answer']}."
+            return f"Wrong: it is {row['answer']}, not 0."  # which by itself would not be rewarded
         told = re.findall(r"Wrong: it is (\d+)", conversation)
         return f"So it is {told[-1]}." if told else "It is 0."
 
