@@ -126,6 +126,9 @@ class ScriptedSession:
         self.tool_calls.append("error" if error else "ok")
         self.tools_called.append(tool)
 
+    def record_request(self, result: str, ignored: Sequence[str] = ()) -> None:
+        """See `Session.record_request`: nothing counts them here."""
+
     def annotate(self, **values: Any) -> None:
         """See `Session.annotate`."""
         self.notes.append(values)
