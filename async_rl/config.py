@@ -684,44 +684,139 @@ class LayoutConfig(_Strict, frozen=True, kw_only=True):
     etp: Annotated[int, Meta(ge=1, description="Expert tensor parallel.")] = 1
 
 
-class LossConfig(_Strict, frozen=True, kw_only=True):
-    """The policy loss: clipped PPO, decoupled when the proximal policy is not the behaviour policy."""
+class ImportanceConfig(_Strict, frozen=True, kw_only=True):
+    """Importance weights exp(old - rollout) of the proximal over the policy that sampled."""
 
+    level: Annotated[
+        Literal["off", "token", "sequence", "geometric"],
+        Meta(
+            description=(
+                "Whose ratio: each `token`'s, a whole answer's (`sequence`: the product of its tokens', "
+                "`geometric`: their geometric mean), or `off`."
+            )
+        ),
+    ] = "token"
+    beyond: Annotated[
+        Literal["truncate", "mask"],
+        Meta(
+            description=(
+                "What is done with a ratio outside the bounds: `truncate` sets it to the bound (TIS), `mask` "
+                "leaves its tokens out (IcePop by token, MIS by sequence)."
+            )
+        ),
+    ] = "truncate"
+    low: Annotated[float, Meta(ge=0, description="Lower bound of the ratio.")] = 0.0
+    high: Annotated[float, Meta(gt=0, description="Upper bound of the ratio.")] = 2.0
+
+
+class RejectConfig(_Strict, frozen=True, kw_only=True):
+    """Whole answers that are left out because they are too far from the policy that is trained."""
+
+    geometric_low: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Leave an answer out when the geometric mean of its ratios is below this."),
+    ] = None
+    geometric_high: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Leave an answer out when that mean is above this."),
+    ] = None
+    token_below: Annotated[
+        Annotated[float, Meta(gt=0, lt=1)] | None,
+        Meta(description="Leave an answer out when the ratio of any of its tokens is below this."),
+    ] = None
+
+
+class KLConfig(_Strict, frozen=True, kw_only=True):
+    """A penalty on the distance from a reference: the weights of `model.path`."""
+
+    coefficient: Annotated[
+        float,
+        Meta(
+            ge=0, description="Weight of the penalty; 0 has no reference, which costs a forward pass a batch."
+        ),
+    ] = 0.0
+    estimator: Annotated[
+        Literal["k1", "k2", "k3"],
+        Meta(description="Schulman's estimators: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, d = log(p/ref)."),
+    ] = "k3"
+    where: Annotated[
+        Literal["loss", "reward"],
+        Meta(description="Added to the loss of each token, or taken from the reward of the trajectory."),
+    ] = "loss"
+
+
+class LossConfig(_Strict, frozen=True, kw_only=True):
+    """Advantages, the policy objective, and what corrects for older weights."""
+
+    advantages: Annotated[
+        Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"],
+        Meta(
+            description=(
+                "Baseline and scale of rewards: `grpo` the group's mean and deviation, `dr_grpo` its mean "
+                "alone, `rloo` the siblings' mean, `reinforce++` the batch's mean and deviation, "
+                "`reinforce++_baseline` the group's mean and the batch's deviation."
+            )
+        ),
+    ] = "grpo"
+    overlong_buffer_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description=(
+                "The reward falls from 0 to -1 over the last so many tokens before "
+                "`rollout.max_new_tokens` (DAPO); null leaves it as it is."
+            ),
+        ),
+    ] = None
+    objective: Annotated[
+        Literal["ppo", "gspo", "cispo"],
+        Meta(
+            description=(
+                "`ppo` clips each token's ratio, `gspo` the whole answer's, `cispo` clips it as a weight and "
+                "leaves every token its gradient."
+            )
+        ),
+    ] = "ppo"
     clip_low: Annotated[
-        float, Meta(gt=0, lt=1, description="Lower clip: the ratio is kept above 1 - this.")
+        float, Meta(gt=0, le=1, description="Lower clip: the ratio is kept above 1 - this.")
     ] = 0.2
     clip_high: Annotated[float, Meta(gt=0, description="Upper clip: the ratio is kept below 1 + this.")] = 0.2
+    dual_clip: Annotated[
+        Annotated[float, Meta(gt=1)] | None,
+        Meta(description="`ppo`: largest ratio that a token with a negative advantage counts with."),
+    ] = None
+    aggregate: Annotated[
+        Literal["token_mean", "sequence_mean", "constant"],
+        Meta(
+            description=(
+                "All tokens of a batch count alike, all answers do, or each token counts one over the "
+                "number of answers times `rollout.max_new_tokens` (Dr. GRPO)."
+            )
+        ),
+    ] = "token_mean"
+    entropy_bonus: Annotated[
+        float, Meta(ge=0, description="Weight of the entropy of each token's distribution in the loss.")
+    ] = 0.0
     old_log_probs: Annotated[
         Literal["recompute", "rollout"],
         Meta(
             description=(
                 "The proximal policy: `recompute` takes the trainer's log-probs at the start of the "
-                "update (decoupled PPO), "
-                "`rollout` the engine's."
+                "update (decoupled PPO), `rollout` the engine's."
             )
         ),
     ] = "recompute"
-    importance_cap: Annotated[
-        float | None,
-        Meta(
-            description=(
-                "Truncated importance sampling: cap of exp(old - rollout) per token; null turns the "
-                "correction off."
-            )
-        ),
-    ] = 2.0
+    importance: ImportanceConfig = ImportanceConfig()
+    reject: RejectConfig = RejectConfig()
+    kl: KLConfig = KLConfig()
     uncorrected: Annotated[
         bool,
         Meta(
             description=(
                 "Train on data of older weights without any correction for it (`old_log_probs: recompute`, "
-                "`importance_cap: null`); refused unless this is set."
+                "`importance.level: off`); refused unless this is set."
             )
         ),
     ] = False
-    normalize_advantages: Annotated[
-        bool, Meta(description="Divide a group's advantages by its standard deviation (GRPO).")
-    ] = True
 
 
 class OptimizerConfig(_Strict, frozen=True, kw_only=True):
@@ -734,6 +829,10 @@ class OptimizerConfig(_Strict, frozen=True, kw_only=True):
     beta2: Annotated[float, Meta(ge=0, lt=1, description="Second moment's decay.")] = 0.99
     eps: Annotated[float, Meta(gt=0, description="Denominator's floor.")] = 1e-8
     clip_grad: Annotated[float, Meta(gt=0, description="Gradient norm is clipped to this.")] = 1.0
+    skip_grad_norm_above: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="An update whose gradient norm is above this is skipped; null: none is."),
+    ] = None
 
 
 class TrainerConfig(_Strict, frozen=True, kw_only=True):
@@ -752,6 +851,29 @@ class TrainerConfig(_Strict, frozen=True, kw_only=True):
         int,
         Meta(ge=1, description="Token budget of one packed micro-batch (a longer trajectory stands alone)."),
     ] = 16384
+    updates_per_batch: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description=(
+                "Optimizer steps of one batch: it is cut into so many parts by whole groups, and the "
+                "proximal policy stays that of its start."
+            ),
+        ),
+    ] = 1
+    epochs_per_batch: Annotated[
+        int, Meta(ge=1, description="How often a batch is gone through; `updates_per_batch` steps each time.")
+    ] = 1
+    max_skipped_updates: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "Updates in a row that may be skipped because the loss or the gradient norm is not finite or "
+                "a spike; one more is an error."
+            ),
+        ),
+    ] = 3
     recompute: Annotated[
         Literal["none", "full", "selective"], Meta(description="Activation recomputation.")
     ] = "none"
@@ -918,20 +1040,34 @@ class Config(_Strict, frozen=True, kw_only=True):
             )
         if self.rollout.top_k == 0:
             raise ValueError("rollout.top_k is 0, so that no token could be drawn: use -1 for no limit")
-        if alone and self.trainer.loss.normalize_advantages:
+        loss, bound = self.trainer.loss, self.rollout.max_staleness
+        if alone and loss.advantages != "reinforce++":
             raise ValueError(
                 "rollout.group_size is 1, so a group's advantages are all zero: use at least 2, or set "
-                "trainer.loss.normalize_advantages=false and a reward with a baseline of its own"
+                "trainer.loss.advantages=reinforce++, whose baseline is the batch"
             )
-        if self.trainer.loss.importance_cap is not None and self.trainer.loss.importance_cap <= 0:
-            raise ValueError("trainer.loss.importance_cap must be above 0, or null for no correction")
-        loss, bound = self.trainer.loss, self.rollout.max_staleness
-        corrected = loss.importance_cap is not None or loss.old_log_probs == "rollout"
+        if loss.importance.low > loss.importance.high:
+            raise ValueError(
+                f"trainer.loss.importance.low is {loss.importance.low}, above its high = "
+                f"{loss.importance.high}: no ratio is between them"
+            )
+        buffer = loss.overlong_buffer_tokens
+        if buffer is not None and buffer >= self.rollout.max_new_tokens:
+            raise ValueError(
+                f"trainer.loss.overlong_buffer_tokens is {buffer}, and rollout.max_new_tokens only "
+                f"{self.rollout.max_new_tokens}: every answer would be penalised"
+            )
+        if loss.kl.coefficient and loss.kl.where == "loss" and loss.kl.estimator == "k1":
+            raise ValueError(
+                "trainer.loss.kl: k1 as a term of the loss has a gradient of mean zero and holds nothing "
+                "back: use k2 or k3, or where=reward"
+            )
+        corrected = loss.importance.level != "off" or loss.old_log_probs == "rollout"
         if bound and not corrected and not loss.uncorrected:
             raise ValueError(
                 f"rollout.max_staleness is {bound}, and nothing corrects for data of older weights: set "
-                "trainer.loss.importance_cap or trainer.loss.old_log_probs=rollout, or say that you want "
-                "it so by trainer.loss.uncorrected=true"
+                "trainer.loss.importance.level=token or trainer.loss.old_log_probs=rollout, or say that you "
+                "want it so by trainer.loss.uncorrected=true"
             )
         if isinstance(self.engine, SGLangEngines):
             context = self.engine.context_length

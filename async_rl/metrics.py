@@ -154,7 +154,25 @@ class AgreementMetrics(Instruments):
         "(0.01, 0.5, 0.99, 0.999).",
         "quantile",
         source=_STEP,
-        bad="The 0.99 near `trainer.loss.importance_cap`: the cap bites on more than single tokens.",
+        bad="The 0.99 near `trainer.loss.importance.high`: the bound bites on more than single tokens.",
+    )
+    importance_rejected_fraction = gauge(
+        "Share of the trained tokens that is of answers left out by `trainer.loss.reject`.",
+        unit="share",
+        source=_STEP,
+        bad="Above 0.1: answers are too far from the policy; lower `rollout.max_staleness`, or look at "
+        "`kl_mismatch_nats`.",
+    )
+    reference_kl_nats = gauge(
+        "Estimated KL divergence from the reference policy; NaN where there is none.",
+        unit="nats",
+        source=_STEP,
+        bad="Grows without end: raise `trainer.loss.kl.coefficient`.",
+    )
+    updates_skipped_total = counter(
+        "Updates left out because the loss or the gradient norm was not finite, or a spike.",
+        source=_STEP,
+        bad="Rises: lower `trainer.optimizer.lr`, and look at the extremes in metrics.jsonl.",
     )
     effective_sample_share = gauge(
         "Effective sample size of the truncated importance weights, over the trained tokens.",
@@ -649,6 +667,8 @@ class Metrics(
             (self.importance_ratio.labels("0.5"), record.importance_ratio_p50),
             (self.importance_ratio.labels("0.99"), record.importance_ratio_p99),
             (self.importance_ratio.labels("0.999"), record.importance_ratio_p999),
+            (self.importance_rejected_fraction, record.importance_rejected_fraction),
+            (self.reference_kl_nats, record.reference_kl),
             (self.effective_sample_share, record.effective_sample_share),
             (self.log_prob_diff_nats, record.log_prob_diff),
             (self.log_prob_abs_diff_nats, record.log_prob_abs_diff),
@@ -657,6 +677,7 @@ class Metrics(
             (self.length_ks, record.length_ks),
         ):
             instrument.set(math.nan if figure is None else figure)
+        self.updates_skipped_total.inc(record.updates_skipped)
         if record.kl_routing is not None:  # between two probes the last one stands
             self.kl_routing_nats.set(record.kl_routing)
         for routing, figure in (

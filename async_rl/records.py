@@ -92,6 +92,15 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     extremes: tuple[Extreme, ...] = ()
     """Largest absolute log-prob differences first."""
     importance_truncated_fraction: Figure = None
+    """Share of the trained tokens whose importance weight `trainer.loss.importance` bounded."""
+    importance_rejected_fraction: Figure = None
+    """Share of them that is of answers left out by `trainer.loss.reject`."""
+    reference_kl: Figure = None
+    """Estimated KL divergence from the reference policy; None where there is none."""
+    updates: int = 0
+    """Optimizer steps taken in this step."""
+    updates_skipped: int = 0
+    """Those left out: a loss or gradient norm that is not finite, or a spike."""
     log_prob_diff: Figure = None
     """Trainer minus rollout, mean over all trained tokens."""
     log_prob_abs_diff: Figure = None

@@ -30,12 +30,14 @@ FIGURES = (
     *("rollout_kl", "rollout_kl_lag0", "rollout_kl_lag1", "rollout_kl_lag2_up"),
     *("kl_mismatch", "kl_staleness", "kl_routing", "routing_native_abs_diff", "routing_replayed_abs_diff"),
     *("importance_ratio_mean", "importance_ratio_p1", "importance_ratio_p50", "importance_ratio_p99"),
-    *("importance_ratio_p999", "importance_truncated_fraction", "effective_sample_share"),
+    *("importance_ratio_p999", "importance_truncated_fraction", "importance_rejected_fraction"),
+    *("effective_sample_share", "reference_kl"),
 )
 """What a trainer measures in a step, under the names of `StepRecord`, which says what each is."""
 
 COUNTS = (
     *("tokens", "trained_tokens", "tokens_lag0", "tokens_lag1", "tokens_lag2_up"),
+    *("updates", "updates_skipped"),
     *("routing_rows", "routing_rows_invalid", "routing_probe_tokens"),
 )
 """What it counts, likewise."""

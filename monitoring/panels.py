@@ -518,22 +518,30 @@ TRAINER: Final = (
         maximum=1,
     ),
     Panel(
-        "Clipped tokens",
-        "Above about 20% the policy moves too far in a step, or data is too old.",
-        (Query(value("clip_fraction"), "clipped"),),
+        "Clipped and rejected tokens",
+        "Clipped above about 20%: the policy moves too far in a step, or data is too old. Rejected above "
+        "10%: answers are too far from the policy.",
+        (
+            Query(value("clip_fraction"), "clipped"),
+            Query(value("importance_rejected_fraction"), "rejected"),
+        ),
         unit="percentunit",
         limits=((0.2, YELLOW),),
     ),
     Panel(
-        "Entropy",
-        "Falls slowly. A fall to zero is a collapse.",
-        (Query(value("entropy_nats"), "entropy"),),
+        "Entropy, distance from the reference",
+        "The entropy falls slowly; a fall to zero is a collapse. The KL divergence from model.path is there "
+        "where trainer.loss.kl asks for it.",
+        (
+            Query(value("entropy_nats"), "entropy"),
+            Query(value("reference_kl_nats"), "KL from the reference"),
+        ),
         unit="suffix: nats",
     ),
     Panel("Loss", "Of each step.", (Query(value("loss"), "loss"),), unit="none", below_zero=True),
     Panel(
         "Gradient norm",
-        "Before clipping. Not finite ends the run.",
+        "Before clipping. What is not finite is skipped, and ends the run after a few in a row.",
         (Query(value("grad_norm"), "norm"),),
         unit="none",
     ),
@@ -611,6 +619,7 @@ HEALTH: Final = (
             Query(increase("stalls_total", "awaited"), "stall: {{awaited}}"),
             Query(increase("event_loop_blocked_total"), "event loop blocked"),
             Query(increase("trainer_restarts_total"), "trainer restarted"),
+            Query(increase("updates_skipped_total"), "update skipped"),
             Query(increase("tracker_steps_lost_total", "tracker"), "not in {{tracker}}"),
         ),
         unit="none",

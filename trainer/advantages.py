@@ -1,25 +1,38 @@
-"""How much better than its siblings a trajectory was."""
+"""How much better than expected a trajectory was: one number each, for all of its tokens.
+
+| estimator | baseline | scale |
+|---|---|---|
+| `grpo` | the group's mean | the group's standard deviation |
+| `dr_grpo` | the group's mean | none |
+| `rloo` | the mean of the siblings | none |
+| `reinforce++` | the batch's mean | the batch's standard deviation |
+| `reinforce++_baseline` | the group's mean | the batch's standard deviation |
+"""
 
 from __future__ import annotations
+
+from typing import Literal, get_args
 
 import numpy as np
 
 from async_rl.errors import DataError
-from async_rl.types import Float32Array, Int32Array
+from async_rl.types import Float32Array, Int32Array, Int64Array
 
 EPSILON = 1e-6
-"""Keeps a group of equal rewards from dividing by zero; rewards of another scale than 1e-6 do not feel it."""
+"""Keeps equal rewards from dividing by zero; rewards of another scale than 1e-6 do not feel it."""
+
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"]
 
 
-def group_advantages(rewards: Float32Array, group_index: Int32Array, *, normalize: bool) -> Float32Array:
-    """Reward minus the group's mean, divided by the group's standard deviation if asked.
+def estimate_advantages(estimator: Estimator, rewards: Float32Array, group_index: Int32Array) -> Float32Array:
+    """The advantages of a batch's trajectories.
 
-    A group whose rewards are all equal gets zeros, and so does a group of one.
+    A group whose rewards are all equal gets zeros from all but `reinforce++`, and so does a group of one.
 
     Args:
+        estimator: See the module.
         rewards: `[N]`.
         group_index: `[N]`, equal for siblings.
-        normalize: Divide by the standard deviation (of the population) of the group.
 
     Returns:
         `[N] float32`.
@@ -27,7 +40,8 @@ def group_advantages(rewards: Float32Array, group_index: Int32Array, *, normaliz
     Raises:
         DataError: When a reward is not finite.
 
-    Source: arXiv 2402.03300 (GRPO), section 4.1.2; without the division arXiv 2503.20783 (Dr. GRPO).
+    Source: `grpo`: arXiv 2402.03300, section 4.1.2; `dr_grpo`: arXiv 2503.20783, section 3; `rloo`: arXiv
+    2402.14740, equation 8; `reinforce++` and its baseline: arXiv 2501.03262, section 3.
     """
     if not np.isfinite(rewards).all():
         where = int(np.flatnonzero(~np.isfinite(rewards))[0])
@@ -36,8 +50,45 @@ def group_advantages(rewards: Float32Array, group_index: Int32Array, *, normaliz
         )
     values = rewards.astype(np.float64)
     _, group, size = np.unique(group_index, return_inverse=True, return_counts=True)
-    advantages = values - (np.bincount(group, values) / size)[group]
-    if normalize:
-        deviation = np.sqrt(np.bincount(group, advantages**2) / size)
-        advantages /= deviation[group] + EPSILON
+    centred = values - (np.bincount(group, values) / size)[group]
+    match estimator:
+        case "grpo":
+            advantages = centred / (np.sqrt(np.bincount(group, centred**2) / size)[group] + EPSILON)
+        case "dr_grpo":
+            advantages = centred
+        case "rloo":
+            # reward - (sum of the others) / (G - 1) is the centred reward times G / (G - 1).
+            siblings = size[group]
+            advantages = centred * siblings / np.maximum(siblings - 1, 1)
+        case "reinforce++":
+            advantages = _whitened(values)
+        case "reinforce++_baseline":
+            advantages = _whitened(centred)
+        case _:
+            known = ", ".join(get_args(Estimator))
+            raise ValueError(f"the estimator is {estimator!r}; expected one of {known}")
     return advantages.astype(np.float32)
+
+
+def overlong_penalty(lengths: Int64Array, longest: int, buffer: int) -> Float32Array:
+    """What an answer loses that comes near the longest one allowed: from 0 at the buffer's begin to -1.
+
+    `0` up to `longest - buffer` tokens, `((longest - buffer) - length) / buffer` from there on, `-1` beyond
+    `longest`.
+
+    Args:
+        lengths: `[N]`, sampled tokens of each trajectory.
+        longest: Tokens of the longest answer.
+        buffer: Tokens before that in which the penalty grows; at least 1.
+
+    Returns:
+        `[N] float32`, to be added to rewards.
+
+    Source: arXiv 2503.14476 (DAPO), equation 13.
+    """
+    return np.clip((longest - buffer - lengths) / buffer, -1.0, 0.0).astype(np.float32)
+
+
+def _whitened(values: np.ndarray) -> np.ndarray:
+    """Centred and scaled over the batch."""
+    return (values - values.mean()) / (values.std() + EPSILON)

@@ -22,7 +22,7 @@ import torch
 
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.errors import AsyncRLError, ConfigError, NonFiniteLoss
-from trainer.losses import vocab_parallel_log_probs
+from trainer.log_probs import vocab_parallel_log_probs
 from trainer.megatron.model import MegatronModel, choose_device, start_process_groups, stop_process_groups
 from trainer.megatron.packing import pack, plan_micro_batches, shift_left
 from trainer.schedule import warmup_then_cosine

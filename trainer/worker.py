@@ -1,16 +1,21 @@
 """One rank of the trainer: `TrainerWorker` turns batches of trajectories into new weights.
 
 ```
-train_step(batch) ─ check routing rows ─ advantages ─ plan micro-batches ─► [old log-probs: forward only]
-    ─► forward and backward over micro-batches, rows replayed ─► metrics agreed ─► finite? ─► optimizer step
+train_step(batch) ─ check routing rows ─ plan updates and micro-batches
+    ─► [log-probs of the proximal and the reference policy: forward only] ─► advantages
+    ─► for each update: forward and backward over micro-batches, rows replayed
+                         ─► finite, and no spike? ─► optimizer step, or skipped and counted
+    ─► metrics agreed
 ```
 
-The loss is a mean over the trained tokens of the whole batch, so it does not depend on how the batch was cut.
+What a token counts depends on the update's trajectories alone (`objectives.token_weights`), so the loss does
+not depend on how they were cut into micro-batches and shared out over ranks.
 """
 
 from __future__ import annotations
 
 import collections
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -29,8 +34,8 @@ from async_rl.training import StepResult, TrainerState
 from async_rl.types import Float32Array, Int64Array, TrainBatch
 from async_rl.weights.transports import WeightGroup, fill_buckets, plan_buckets, send_buckets, spec_of
 from trainer import agreement, checkpoint
-from trainer.advantages import group_advantages
-from trainer.losses import vocab_parallel_log_probs
+from trainer.advantages import estimate_advantages, overlong_penalty
+from trainer.log_probs import vocab_parallel_log_probs
 from trainer.megatron.model import (
     Inputs,
     LossFunction,
@@ -39,11 +44,24 @@ from trainer.megatron.model import (
     start_process_groups,
     stop_process_groups,
 )
-from trainer.megatron.packing import Targets, level, pack, plan_micro_batches, targets
+from trainer.megatron.packing import (
+    MicroBatch,
+    Targets,
+    level,
+    pack,
+    plan_micro_batches,
+    split_updates,
+    targets,
+)
 from trainer.megatron.replay import check_rows
+from trainer.objectives import token_weights
+from trainer.penalties import kl_estimate
 from trainer.ranks import together
 from trainer.schedule import linear_warmup
-from trainer.sums import SUMS, means, policy_sums
+from trainer.sequences import Sequences
+from trainer.sums import SUMS, Tokens, means, policy_sums
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,17 @@ class _Placed:
     labels: torch.Tensor  # [n] int64
 
 
+@dataclass(frozen=True)
+class Goal:
+    """What the updates of a batch are to do, at the predicting positions; `[S]` each."""
+
+    wanted: Targets
+    advantages: Float32Array
+    old: Float32Array | None
+    """Log-probs of the proximal policy, this rank's tokens only; None takes the engine's."""
+    reference: Float32Array | None
+
+
 class TrainerWorker:
     """`async_rl.training.TrainerRank` on Megatron-Core."""
 
@@ -63,7 +92,7 @@ class TrainerWorker:
         """Take the whole run config as plain values; nothing is built yet."""
         self._config: Config = parse_config(config)
         self._rank, self._world_size, self._init_address = rank, world_size, init_address
-        self._steps = 0
+        self._steps = self._skipped = 0
         self._model: MegatronModel | None = None
         self._groups: dict[str, WeightGroup] = {}
         self._specs: list[TensorSpec] = []
@@ -104,6 +133,8 @@ class TrainerWorker:
             recompute=trainer.recompute,
             replay=config.routing.replay != "off",
         )
+        if trainer.loss.kl.coefficient:
+            self._model.keep_reference()
         found = checkpoint.find(checkpoint_dir) if checkpoint_dir is not None else None
         if found is None:
             return TrainerState(step=0)
@@ -125,7 +156,7 @@ class TrainerWorker:
         return self.train_on(batch, step)
 
     def train_on(self, batch: TrainBatch, step: int) -> StepResult:
-        """Take one optimizer step on a batch.
+        """Take the optimizer steps of one batch.
 
         Args:
             batch: The same on every rank.
@@ -136,58 +167,145 @@ class TrainerWorker:
 
         Raises:
             AlignmentError: When routing rows do not fit; nothing was changed.
-            NonFiniteLoss: When the loss or the gradient norm is not finite; nothing was changed.
+            NonFiniteLoss: When one update more than `trainer.max_skipped_updates` in a row had a loss or a
+                gradient norm that is not finite, or a spike; the last one changed nothing.
         """
         begin = time.perf_counter()
         trainer = self._config.trainer
-        advantages = group_advantages(
-            batch.rewards, batch.group_index, normalize=trainer.loss.normalize_advantages
-        )
-        wanted = targets(batch, advantages)
-        placed = self._place(batch, wanted)
-        old = None
+        wanted = targets(batch)
+        parts = split_updates(batch.group_index, trainer.updates_per_batch)
+        placed = [self._place(batch, wanted, part) for part in parts]
+        old = reference = None
         if trainer.loss.old_log_probs == "recompute":
-            old, placed = self._old_log_probs(placed, batch.num_tokens)
-        trained = int(wanted.mask.sum())
-        sums, start = self._forward_backward(placed, wanted, old)
-        sums = self.model.sum_over_ranks(sums)
-        metrics = means(sums.tolist(), max(trained, 1), bypass=old is None)
-        if not math.isfinite(metrics["loss"]):
-            raise NonFiniteLoss(_nonfinite("loss", metrics["loss"], step, batch))
-        start = self._from_all_ranks(start)
-        metrics |= agreement.measure(wanted, start, trainer.loss.importance_cap)
-        metrics |= self._probe_routing(placed, wanted, start, step)
-        optimizer = trainer.optimizer
-        learning_rate = linear_warmup(self._steps, optimizer.lr, optimizer.warmup_steps)
-        norm = self.model.step(learning_rate)
-        if not math.isfinite(norm):
-            raise NonFiniteLoss(_nonfinite("gradient norm", norm, step, batch))
+            old = np.zeros(batch.num_tokens, np.float32)
+            for i, part in enumerate(placed):
+                found, placed[i] = self._old_log_probs(part, batch.num_tokens)
+                old += found
+        if trainer.loss.kl.coefficient:
+            reference = sum(
+                (self._reference_log_probs(part, batch.num_tokens) for part in placed),
+                np.zeros(batch.num_tokens, np.float32),
+            )
+        goal = Goal(wanted, self._advantages(batch, wanted, old, reference), old, reference)
+
+        learning_rate = linear_warmup(self._steps, trainer.optimizer.lr, trainer.optimizer.warmup_steps)
+        sums, trained, norms, skipped = torch.zeros(len(SUMS), dtype=torch.float64), 0, list[float](), 0
+        start = old if old is not None else np.zeros(batch.num_tokens, np.float32)
+        probe: dict[str, float] = {}
+        for epoch in range(trainer.epochs_per_batch):
+            for trajectories, part in zip(parts, placed, strict=True):
+                sums_here, log_probs, tokens = self._forward_backward(part, trajectories, goal)
+                if old is None and not epoch:
+                    start = start + log_probs
+                found = self.model.sum_over_ranks(sums_here).cpu()
+                if not epoch and part is placed[0]:
+                    probe = self._probe_routing(part, wanted, self._from_all_ranks(start), step)
+                norm = self._update(float(found[0]), learning_rate, step, batch)
+                if norm is None:
+                    skipped += 1
+                else:
+                    sums, trained = sums + found, trained + tokens
+                    norms.append(norm)
         self._steps += 1
+        start = self._from_all_ranks(start)
+        metrics = means(sums.tolist(), max(trained, 1), bypass=old is None, reference=reference is not None)
+        importance = trainer.loss.importance
+        cap = None if importance.level == "off" else importance.high
         return StepResult(
             step=step,
             metrics=metrics
+            | agreement.measure(wanted, start, cap)
+            | probe
             | _routing_counts(batch)
             | {
-                "grad_norm": norm,
+                "grad_norm": float(np.mean(norms)) if norms else math.nan,
                 "learning_rate": learning_rate,
+                "updates": float(len(norms)),
+                "updates_skipped": float(skipped),
                 "tokens": float(batch.num_tokens),
-                "trained_tokens": float(trained),
+                "trained_tokens": float(wanted.mask.sum()),
                 "step_s": time.perf_counter() - begin,
             },
             extremes=agreement.extremes(batch, wanted, start),
         )
 
-    def _place(self, batch: TrainBatch, wanted: Targets) -> list[_Placed]:
-        """Cut the batch, check this rank's routing rows and bring its micro-batches to the device."""
+    def _update(self, loss: float, learning_rate: float, step: int, batch: TrainBatch) -> float | None:
+        """Take one optimizer step with the gradients of the last pass.
+
+        Returns:
+            Their norm, or None when the step was skipped because something is not finite or the norm a spike.
+
+        Raises:
+            NonFiniteLoss: When too many were skipped in a row.
+        """
+        trainer = self._config.trainer
+        norm, problem = math.nan, None
+        if not math.isfinite(loss):
+            problem = f"the loss of step {step} (batch {batch.batch_id}) is {loss}, expected a finite number"
+        else:
+            limit = trainer.optimizer.skip_grad_norm_above
+            norm = self.model.step(learning_rate, skip_above=limit)
+            if not math.isfinite(norm):
+                problem = (
+                    f"the gradient norm of step {step} (batch {batch.batch_id}) is {norm}, expected a finite "
+                    "number"
+                )
+            elif limit is not None and norm > limit:
+                problem = (
+                    f"the gradient norm of step {step} (batch {batch.batch_id}) is {norm:.4g}, above "
+                    f"trainer.optimizer.skip_grad_norm_above = {limit}"
+                )
+        if problem is None:
+            self._skipped = 0
+            return norm
+        self._skipped += 1
+        if self._skipped > trainer.max_skipped_updates:
+            raise NonFiniteLoss(
+                f"{problem}; the weights were left as they are, for the {self._skipped}. time in a row "
+                f"(trainer.max_skipped_updates is {trainer.max_skipped_updates}). Lower "
+                "trainer.optimizer.lr, or look for non-finite log-probs in it"
+            )
+        log.warning("%s; the update is skipped", problem)
+        return None
+
+    def _advantages(
+        self, batch: TrainBatch, wanted: Targets, old: Float32Array | None, reference: Float32Array | None
+    ) -> Float32Array:
+        """Of the rewards as the config shapes them, by token, `[S]`."""
+        config = self._config
+        loss = config.trainer.loss
+        lengths = np.bincount(wanted.trajectory[wanted.mask], minlength=batch.num_trajectories)
+        rewards = batch.rewards
+        if loss.overlong_buffer_tokens is not None:
+            longest = config.rollout.max_new_tokens
+            rewards = rewards + overlong_penalty(lengths, longest, loss.overlong_buffer_tokens)
+        if reference is not None and loss.kl.where == "reward":
+            policy = wanted.rollout_log_probs if old is None else self._from_all_ranks(old)
+            distances = kl_estimate(
+                loss.kl.estimator,
+                torch.from_numpy(policy),
+                torch.from_numpy(self._from_all_ranks(reference)),
+            ).numpy()
+            away = np.bincount(
+                wanted.trajectory[wanted.mask], distances[wanted.mask], minlength=batch.num_trajectories
+            )
+            rewards = (rewards - loss.kl.coefficient * away).astype(np.float32)
+        return estimate_advantages(loss.advantages, rewards, batch.group_index)[wanted.trajectory]
+
+    def _place(self, batch: TrainBatch, wanted: Targets, trajectories: Sequence[int]) -> list[_Placed]:
+        """Cut a part of the batch, check this rank's routing rows, bring its micro-batches to the device."""
         model = self.model
-        lengths = np.diff(batch.offsets).tolist()
-        plan = plan_micro_batches(
-            lengths,
-            self._config.trainer.micro_batch_tokens,
-            ranks=model.data_parallel_size,
-            align=model.alignment,
-            multiple=model.micro_batch_multiple,
-        )[model.data_parallel_rank]
+        lengths = np.diff(batch.offsets)[list(trajectories)].tolist()
+        plan = [
+            MicroBatch(tuple(trajectories[j] for j in micro_batch.trajectories))
+            for micro_batch in plan_micro_batches(
+                lengths,
+                self._config.trainer.micro_batch_tokens,
+                ranks=model.data_parallel_size,
+                align=model.alignment,
+                multiple=model.micro_batch_multiple,
+            )[model.data_parallel_rank]
+        ]
         rows, valid = None, None
         if self._config.routing.replay == "r3":
             rows, valid = batch.routed_experts, batch.routing_valid
@@ -220,7 +338,7 @@ class TrainerWorker:
         )
 
     def _old_log_probs(self, placed: list[_Placed], num_tokens: int) -> tuple[Float32Array, list[_Placed]]:
-        """The trainer's log-probs at the start of the update, `[S]`; this rank's tokens only.
+        """The trainer's log-probs at the start of the updates, `[S]`; this rank's tokens only.
 
         The micro-batches and the replayed rows are those of the update itself: with one optimizer step a
         batch, any difference to the update's own log-probs is an error somewhere, and `ppo_kl` shows it.
@@ -236,6 +354,13 @@ class TrainerWorker:
         old = _spread(placed, parts, num_tokens)
         return old, [replace(p, inputs=routed) for p, routed in zip(placed, recorded, strict=True)]
 
+    def _reference_log_probs(self, placed: list[_Placed], num_tokens: int) -> Float32Array:
+        """Those of the reference policy, routed by itself, `[S]`; this rank's tokens only."""
+        inputs = [p.inputs._replace(routing=None) for p in placed]
+        with self.model.as_reference():
+            parts = self.model.run(inputs, self._keep_log_probs(placed), forward_only=True)
+        return _spread(placed, parts, num_tokens)
+
     def _keep_log_probs(self, placed: list[_Placed]) -> LossFunction[torch.Tensor]:
         """What a pass without gradients is for."""
 
@@ -247,7 +372,8 @@ class TrainerWorker:
 
     def _from_all_ranks(self, values: Float32Array) -> Float32Array:
         """Per-token values `[S]` of which each rank has those of its own tokens, and 0 elsewhere."""
-        summed = self.model.sum_over_ranks(torch.from_numpy(values).to(self.model.device))
+        own = torch.from_numpy(values).to(self.model.device, copy=True)  # what is summed is overwritten
+        summed = self.model.sum_over_ranks(own)
         gathered: Float32Array = summed.cpu().numpy()
         return gathered
 
@@ -270,36 +396,53 @@ class TrainerWorker:
         return agreement.measure_routing(wanted, start, native, self._from_all_ranks(probed) > 0)
 
     def _forward_backward(
-        self, placed: list[_Placed], wanted: Targets, old: Float32Array | None
-    ) -> tuple[torch.Tensor, Float32Array]:
-        """Accumulate the gradients of the batch.
+        self, placed: list[_Placed], trajectories: Sequence[int], goal: Goal
+    ) -> tuple[torch.Tensor, Float32Array, int]:
+        """Accumulate the gradients of one update.
 
         Returns:
-            This rank's sums, in the order of `SUMS`, and its log-probs before the update, `[S]`.
+            This rank's sums, in the order of `SUMS`; its log-probs before the update, `[S]`; and the trained
+            tokens of the update, on all ranks.
         """
-        loss_config = self._config.trainer.loss
+        loss_config, wanted = self._config.trainer.loss, goal.wanted
+        part = wanted.mask & np.isin(wanted.trajectory, trajectories)
+        lengths = np.bincount(wanted.trajectory[part], minlength=int(wanted.trajectory.max(initial=0)) + 1)
+        trained = int(part.sum())
+        counts = np.zeros(len(wanted.mask), np.float32)
+        counts[part] = trained * token_weights(
+            loss_config.aggregate, wanted.trajectory[part], lengths, self._config.rollout.max_new_tokens
+        )
 
         def policy_loss(
             index: int, logits: torch.Tensor
         ) -> tuple[torch.Tensor, int, tuple[torch.Tensor, torch.Tensor]]:
             micro_batch = placed[index]
             log_probs, entropy = self._log_probs(micro_batch, logits)
-            rollout, advantages = (
-                torch.from_numpy(values[micro_batch.tokens]).to(log_probs.device)
-                for values in (wanted.rollout_log_probs, wanted.advantages)
+
+            def values(of: np.ndarray) -> torch.Tensor:
+                return torch.from_numpy(of[micro_batch.tokens]).to(log_probs.device)
+
+            rollout = values(wanted.rollout_log_probs)
+            tokens = Tokens(
+                proximal=rollout if goal.old is None else values(goal.old),
+                rollout=rollout,
+                advantages=values(goal.advantages),
+                counts=values(counts),
+                sequences=Sequences(
+                    values(wanted.trajectory),
+                    torch.from_numpy(lengths).to(log_probs.device),
+                    self.model.sum_over_context,
+                ),
+                reference=None if goal.reference is None else values(goal.reference),
             )
-            proximal = rollout
-            if old is not None:
-                proximal = torch.from_numpy(old[micro_batch.tokens]).to(log_probs.device)
-            summed, sums = policy_sums(loss_config, log_probs, entropy, proximal, rollout, advantages)
+            summed, sums = policy_sums(loss_config, log_probs, entropy, tokens)
             return summed, len(micro_batch.tokens), (sums, log_probs.detach())
 
         parts = self.model.run([p.inputs for p in placed], policy_loss)
         empty = torch.zeros(len(SUMS), dtype=torch.float64, device=self.model.device)
         total = sum((sums for sums, _ in parts), empty)
-        if old is not None:
-            return total, old
-        return total, _spread(placed, [log_probs for _, log_probs in parts], len(wanted.mask))
+        start = _spread(placed, [log_probs for _, log_probs in parts], len(wanted.mask))
+        return total, start, trained
 
     # -- weights
 
@@ -379,10 +522,3 @@ def _routing_counts(batch: TrainBatch) -> dict[str, float]:
         "routing_rows": float(rows),
         "routing_rows_invalid": float(rows - int(np.count_nonzero(batch.routing_valid))),
     }
-
-
-def _nonfinite(what: str, value: float, step: int, batch: TrainBatch) -> str:
-    return (
-        f"the {what} of step {step} (batch {batch.batch_id}) is {value}, expected a finite number; the "
-        "weights were left as they are. Lower trainer.optimizer.lr, or look for non-finite log-probs in it"
-    )

@@ -58,7 +58,7 @@ _ONE_BY_ONE: Final = (
     "rollout.dynamic_filtering=false",
     "rollout.straggler_wait_s=null",
     "rollout.max_failed_share=1.0",
-    "trainer.loss.normalize_advantages=false",
+    "trainer.loss.advantages=reinforce++",
 )
 """Settings for which every trajectory counts, whatever becomes of its siblings."""
 

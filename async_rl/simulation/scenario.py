@@ -208,7 +208,7 @@ def _config(rng: random.Random, seed: int) -> Config:
         "trainer": {
             "groups_per_batch": rng.choice((1, 2, 2, 3, 4)),
             "checkpoint_every": rng.choice((0, 1, 2, 3)),
-            "loss": {"normalize_advantages": group_size > 1},
+            "loss": {"advantages": "grpo" if group_size > 1 else "reinforce++"},
             "keep_checkpoints": rng.randint(1, 2),
             "max_restarts": rng.choice((0, 1, 1000)),
         },

@@ -39,7 +39,7 @@ def sampled_by(worker, batch):
 
 def parts(worker, batch):
     """As `train_on` measures them, without its step."""
-    wanted = targets(batch, np.zeros(batch.num_trajectories, np.float32))
+    wanted = targets(batch)
     start, placed = worker._old_log_probs(place(worker, batch), batch.num_tokens)
     found = agreement.measure(wanted, start, 2.0) | worker._probe_routing(placed, wanted, start, 1)
     return {name: found[name] for name in ("kl_mismatch", "kl_staleness", "kl_routing")}

@@ -46,6 +46,16 @@ QUADS = {
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
 """No setting of the trainer: it wants ranks with equally many tokens, and what is left is the slower way."""
 
+OVER_ANSWERS = {
+    "objective": "gspo",
+    "aggregate": "sequence_mean",
+    "importance": {"level": "geometric", "high": 0.42},
+    "reject": {"geometric_low": 0.3},
+    "kl": {"coefficient": 0.01, "where": "reward"},
+    "advantages": "dr_grpo",
+}
+"""A loss that needs sums over whole answers and log-probs of all ranks."""
+
 EXPERTS, TOP_K = 12, 4
 MOE_LAYERS = [2, 3, 4]
 """The first of four layers is dense: interleaved, one chunk has no router at all."""
@@ -67,10 +77,11 @@ def without_rows(batch):
     return msgspec.structs.replace(batch, **none)
 
 
-def config_of(model, layout, recompute, ranks, replay="r3"):
+def config_of(model, layout, recompute, ranks, replay="r3", **trainer):
     config = trainer_config(
         Path(model),
         replay=replay,
+        **trainer,
         num_ranks=ranks,
         layout=layout,
         micro_batch_tokens=56,
@@ -95,6 +106,8 @@ def run_rank(rank: int, model: str, hidden: dict[int, torch.Tensor], out: str) -
                     lambda *a: plain(*a) | ALL_GATHER,  # noqa: B023 - undone before the loop goes on
                 )
             seen = {"r3": look.replaying(patch), "r2": look.recording()}
+            if "context" in name or name == "data":
+                seen["over answers"] = look.over_answers()
             if ranks == 2:
                 seen["again"] = look.resuming()
         torch.save(seen, f"{out}/{name} {rank - first}")
@@ -108,10 +121,10 @@ class _Look:
         self.layout, self.recompute = (LAYOUTS | QUADS)[name]
         self.model = model
 
-    def start(self, purpose: str, replay: str = "r3", checkpoints: str | None = None):
+    def start(self, purpose: str, replay: str = "r3", checkpoints: str | None = None, **trainer):
         from trainer.worker import TrainerWorker
 
-        config = config_of(self.model, self.layout, self.recompute, self.ranks, replay)
+        config = config_of(self.model, self.layout, self.recompute, self.ranks, replay, **trainer)
         # Files, not ports: a port that was free when it was picked may be taken when it is its turn.
         worker = TrainerWorker(config, self.rank, self.ranks, f"file://{self.out}/{self.name} {purpose}")
         self.state = worker.setup(checkpoints)
@@ -150,6 +163,13 @@ class _Look:
             "left": left,
         }
 
+    def over_answers(self):
+        """A step with the loss that looks at whole answers."""
+        worker = self.start("over answers", loss=OVER_ANSWERS)
+        seen = {"metrics": worker.train_on(batches()[0], 1).metrics, "gradients": gathered_gradients(worker)}
+        worker.close()
+        return seen
+
     def recording(self):
         """R2 without rows: which choices are replayed after the routers were changed; then an honest step."""
         worker = self.start("r2", "r2")
@@ -162,10 +182,12 @@ class _Look:
         for router in routers:
             router.weight.data.copy_(router.weight.data.flip(0))
         from trainer.megatron.packing import targets
+        from trainer.worker import Goal
 
-        wanted = targets(batch, batch.rewards)
+        wanted = targets(batch)
+        goal = Goal(wanted, batch.rewards[wanted.trajectory], old, None)
         with RouterWitness().watching(worker) as replayed:
-            worker._forward_backward(placed, wanted, old)
+            worker._forward_backward(placed, range(batch.num_trajectories), goal)
         with RouterWitness().watching(worker) as changed:
             worker._old_log_probs(placed, batch.num_tokens)
         for router, weight in zip(routers, kept, strict=True):
@@ -213,6 +235,9 @@ def one(tmp_path_factory):
         result["gradients"] = gathered_gradients(worker)
         metrics.append(worker.train_on(batches()[1], 2).metrics)
         result |= {"metrics": metrics, "weights": weights(worker)}
+    with started(trainer_config(model, micro_batch_tokens=56, loss=OVER_ANSWERS)) as worker:
+        metrics = worker.train_on(batches()[0], 1).metrics
+        result["over answers"] = {"metrics": metrics, "gradients": gathered_gradients(worker)}
     with started(trainer_config(model, replay="off", micro_batch_tokens=56)) as worker:
         result["native"] = worker.train_on(without_rows(batches()[0]), 1).metrics
     return result
@@ -260,6 +285,16 @@ def test_ranks_equal_one_when_laid_out(one, several, layout):
         for name, expected in one["weights"].items():
             torch.testing.assert_close(seen["weights"][name], expected, atol=2e-4, rtol=0)
         assert not seen["left"]
+
+
+@pytest.mark.parametrize("layout", ["data", "context", "four: context, pipeline"])
+def test_ranks_equal_one_when_the_loss_is_over_whole_answers(one, several, layout):
+    expected = one["over answers"]
+    assert 0 < expected["metrics"]["importance_truncated_fraction"] < 1
+    assert 0 < expected["metrics"]["importance_rejected_fraction"] < 1
+    for rank in several[layout]:
+        close(rank["over answers"]["metrics"], expected["metrics"])
+        equal_gradients(rank["over answers"]["gradients"], expected["gradients"])
 
 
 @EVERY

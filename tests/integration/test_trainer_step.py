@@ -17,7 +17,8 @@ from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, weights
 from trainer import agreement, checkpoint
 from trainer.megatron.packing import Targets, plan_micro_batches
-from trainer.sums import means, policy_sums
+from trainer.sequences import Sequences
+from trainer.sums import Tokens, means, policy_sums
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -59,7 +60,7 @@ def test_log_probs_do_not_depend_on_neighbours_when_packed(moe):
 
 def test_metrics_match_numpy_when_computed_by_hand(moe):
     batch = random_batch(layers=2)
-    config = trainer_config(moe, loss={"importance_cap": 1.2})
+    config = trainer_config(moe, loss={"importance": {"high": 1.2}})
     with started(config) as worker:
         old = log_probs_of(worker, batch)
         metrics = worker.train_on(batch, 1).metrics
@@ -110,13 +111,14 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
     old = torch.tensor([-1.1, -2.1, -2.7])
     current = torch.tensor([-1.2, -2.0, -2.6])
     ones = torch.ones(3)
-    _, sums = policy_sums(LossConfig(), current, ones, rollout if bypass else old, rollout, ones)
-    metrics = means(sums.tolist(), 3, bypass=bypass)
+    one = Sequences(torch.zeros(3, dtype=torch.int64), torch.tensor([3]))
+    tokens = Tokens(rollout if bypass else old, rollout, ones, ones, one)
+    _, sums = policy_sums(LossConfig(), current, ones, tokens)
+    metrics = means(sums.tolist(), 3, bypass=bypass, reference=False)
     wanted = Targets(
         labels=np.zeros(3, np.int32),
         mask=np.ones(3, bool),
         rollout_log_probs=rollout.numpy(),
-        advantages=ones.numpy(),
         lag=np.array([0, 1, 3], np.int32),
         trajectory=np.zeros(3, np.int64),
     )
@@ -197,7 +199,7 @@ def test_weights_stay_when_the_loss_is_not_finite(moe):
     batch = random_batch(layers=2)
     broken = batch.rollout_log_probs.copy()
     broken[10] = np.nan
-    with started(trainer_config(moe)) as worker:
+    with started(trainer_config(moe, max_skipped_updates=0)) as worker:
         before = weights(worker)
         with pytest.raises(NonFiniteLoss, match=r"loss of step 5 .*batch-0.* is nan"):
             worker.train_on(replace(batch, rollout_log_probs=broken), 5)
@@ -206,7 +208,7 @@ def test_weights_stay_when_the_loss_is_not_finite(moe):
 
 
 def test_weights_stay_when_the_gradient_is_not_finite(moe):
-    with started(trainer_config(moe)) as worker:
+    with started(trainer_config(moe, max_skipped_updates=0)) as worker:
         before = weights(worker)
         worker.train_on(random_batch(layers=2), 1)
         stepped = weights(worker)

@@ -76,10 +76,9 @@ def test_values_move_to_the_predicting_position_when_shifted(lengths):
 
 def test_targets_belong_to_the_next_token_when_a_batch_is_shifted():
     batch = random_batch(lengths=(5, 4), prompt=2)
-    advantages = np.array([2.0, -3.0], np.float32)
-    wanted = targets(batch, advantages)
+    wanted = targets(batch)
     assert wanted.labels[:4].tolist() == batch.token_ids[1:5].tolist()
     assert wanted.mask.tolist() == [False, True, True, True, False, False, True, True, False]
-    assert wanted.advantages.tolist() == [2.0] * 5 + [-3.0] * 4
+    assert wanted.trajectory.tolist() == [0] * 5 + [1] * 4
     assert wanted.lag[1] == batch.trainer_version - batch.weight_versions[2]
     assert int(wanted.mask.sum()) == int(batch.loss_mask.sum())

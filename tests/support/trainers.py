@@ -72,7 +72,7 @@ def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
 
 def place(worker: TrainerWorker, batch: TrainBatch) -> list:
     """This rank's micro-batches of a batch."""
-    return worker._place(batch, targets(batch, np.zeros(batch.num_trajectories, np.float32)))
+    return worker._place(batch, targets(batch), range(batch.num_trajectories))
 
 
 def gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:

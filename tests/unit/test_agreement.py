@@ -25,7 +25,7 @@ def batch() -> TrainBatch:
 
 @pytest.fixture(scope="module")
 def wanted(batch: TrainBatch) -> Targets:
-    return targets(batch, np.zeros(batch.num_trajectories, np.float32))
+    return targets(batch)
 
 
 def trainer_of(wanted: Targets, seed: int = 0) -> np.ndarray:

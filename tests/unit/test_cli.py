@@ -104,10 +104,10 @@ def test_off_policy_data_is_refused_when_nothing_corrects_for_it(
 ) -> None:
     """Elsewhere it is trained in silence (miles#1829; SkyRL#1315)."""
     path = write_run(tmp_path)
-    plain = ["check", str(path), "trainer.loss.importance_cap=null"]
+    plain = ["check", str(path), "trainer.loss.importance.level=off"]
     assert main(plain) == 2
     assert "nothing corrects for data of older weights" in capsys.readouterr().err
-    for remedy in ("uncorrected=true", "old_log_probs=rollout", "importance_cap=2.0"):
+    for remedy in ("uncorrected=true", "old_log_probs=rollout", "importance.level=token"):
         assert main([*plain, f"trainer.loss.{remedy}"]) == 0
     assert main([*plain, "rollout.max_staleness=0"]) == 0
 

@@ -285,6 +285,35 @@ class MegatronModel:
         dist.all_reduce(values)
         return values / self.config.tensor_model_parallel_size
 
+    def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up over the ranks that share the tokens of each trajectory."""
+        if self.config.context_parallel_size > 1:
+            dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
+        return values
+
+    def keep_reference(self) -> None:
+        """Remember the weights as they are, on the host: those of the reference policy."""
+        self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """The model with the reference policy's weights; forward passes only."""
+        kept = [p.detach().clone() for p in self._parameters()]
+        try:
+            self._overwrite(self._reference)
+            yield
+        finally:
+            self._overwrite(kept)
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self.chunks for p in chunk.parameters()]
+
+    @torch.no_grad()
+    def _overwrite(self, values: Sequence[torch.Tensor]) -> None:
+        # In place: with the distributed optimizer parameters are views of one buffer.
+        for parameter, value in zip(self._parameters(), values, strict=True):
+            parameter.copy_(value)
+
     @property
     def _interleaved(self) -> int:
         """Chunks that this rank's stage holds."""
@@ -456,15 +485,16 @@ class MegatronModel:
                 forward_only=forward_only,
             )
 
-    def step(self, learning_rate: float) -> float:
-        """Clip the gradients and take one optimizer step, if they are finite.
+    def step(self, learning_rate: float, *, skip_above: float | None = None) -> float:
+        """Clip the gradients and take one optimizer step, if they are finite and no spike.
 
         Returns:
-            The norm of the gradients before clipping; when it is not finite, nothing was changed.
+            The norm of the gradients before clipping; when it is not finite or above `skip_above`, nothing
+            was changed.
         """
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) or (skip_above is not None and norm > skip_above):
             return norm
         for inner in self.inner_optimizers:
             parameters = [p for group in inner.param_groups for p in group["params"]]

@@ -29,9 +29,13 @@ class Targets:
     labels: Int32Array  # [S] the token to predict
     mask: BoolArray  # [S] whether predicting it is trained on
     rollout_log_probs: Float32Array  # [S]
-    advantages: Float32Array  # [S]
     lag: Int32Array  # [S] trainer version minus the version that sampled the token
     trajectory: Int64Array  # [S] index of the trajectory
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Trained tokens of each trajectory up to the last that has any, `[<= N]`."""
+        return np.bincount(self.trajectory[self.mask])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,21 @@ class Packing:
     def real(self) -> BoolArray:
         """`[t]` True where there is a token."""
         return self.source >= 0
+
+
+def split_updates(group_index: Int32Array, updates: int) -> list[list[int]]:
+    """Cut a batch into the parts of its updates: whole groups, as equal in number as they go.
+
+    Args:
+        group_index: `[N]`, equal for siblings.
+        updates: Parts at the most; fewer when there are fewer groups.
+
+    Returns:
+        Indices of trajectories, in their order; no part is empty.
+    """
+    groups = np.unique(group_index)
+    parts = np.array_split(groups, min(updates, len(groups)))
+    return [np.flatnonzero(np.isin(group_index, part)).tolist() for part in parts]
 
 
 def plan_micro_batches(
@@ -131,20 +150,14 @@ def level(packings: Sequence[Packing]) -> list[Packing]:
     return result
 
 
-def targets(batch: TrainBatch, advantages: Float32Array) -> Targets:
-    """Bring a batch's per-token arrays to the predicting positions.
-
-    Args:
-        batch: The batch.
-        advantages: `[N]`, one a trajectory.
-    """
+def targets(batch: TrainBatch) -> Targets:
+    """Bring a batch's per-token arrays to the predicting positions."""
     ends = batch.offsets[1:][np.diff(batch.offsets) > 0] - 1
     trajectory = np.repeat(np.arange(batch.num_trajectories), np.diff(batch.offsets))
     return Targets(
         labels=shift_left(batch.token_ids, ends),
         mask=shift_left(batch.loss_mask, ends),
         rollout_log_probs=shift_left(batch.rollout_log_probs, ends),
-        advantages=advantages.astype(np.float32)[trajectory],
         lag=shift_left(batch.trainer_version - batch.weight_versions, ends),
         trajectory=trajectory,
     )

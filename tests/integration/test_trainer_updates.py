@@ -1,0 +1,162 @@
+"""What an update is made of on real Megatron-Core: algorithms, reference policy, several updates, guards."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from async_rl.errors import NonFiniteLoss
+from tests.support.tiny_model import build_tiny_qwen3_moe
+from tests.support.train_batches import random_batch
+from tests.support.trainers import (
+    gradients,
+    log_probs_of,
+    native_rows,
+    started,
+    trainer_config,
+    weights,
+)
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+
+SPREAD = {"advantages": "reinforce++", "importance": {"level": "sequence", "high": 1.5}}
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_layers=2)
+
+
+def near(worker, batch):
+    """The batch as a policy near the trainer's would have sampled it, so that ratios are near 1."""
+    noise = np.random.default_rng(1).normal(0, 0.05, batch.num_tokens).astype(np.float32)
+    at = np.zeros(batch.num_tokens, np.float32)
+    at[1:] = log_probs_of(worker, batch)[:-1]
+    return msgspec.structs.replace(batch, rollout_log_probs=np.where(batch.loss_mask, at + noise, 0))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {},
+        {"objective": "gspo", "aggregate": "sequence_mean", "advantages": "dr_grpo"},
+        {"objective": "cispo", "advantages": "rloo", "importance": {"level": "geometric", "beyond": "mask"}},
+        {"aggregate": "constant", "entropy_bonus": 0.1, "reject": {"geometric_low": 0.5}, **SPREAD},
+        {"kl": {"coefficient": 0.5, "estimator": "k2"}, "overlong_buffer_tokens": 20},
+        {"kl": {"coefficient": 0.5, "where": "reward"}, "dual_clip": 2.0},
+    ],
+    ids=["ppo", "gspo", "cispo", "constant", "kl in loss", "kl in reward"],
+)
+def test_gradients_do_not_depend_on_the_cut_into_micro_batches(moe, loss):
+    results = []
+    for budget in (1, 10_000):  # each trajectory alone, all together
+        config = trainer_config(moe, micro_batch_tokens=budget, loss=loss)
+        config["rollout"] |= {"max_new_tokens": 40}
+        with started(config) as worker:
+            batch = near(worker, random_batch(layers=2))
+            results.append((worker.train_on(batch, 1).metrics, gradients(worker)))
+    (metrics, expected), (other, actual) = results
+    assert metrics["grad_norm"] > 0.01
+    for key in metrics.keys() - {"step_s"}:
+        assert other[key] == pytest.approx(metrics[key], abs=1e-5, rel=1e-4, nan_ok=True), key
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_the_reference_stays_the_models_own_weights_when_the_policy_moves(moe):
+    config = trainer_config(moe, loss={"kl": {"coefficient": 0.1, "estimator": "k3"}})
+    with started(config) as worker:
+        batch = random_batch(layers=2)
+        batch = near(worker, msgspec.structs.replace(batch, routed_experts=native_rows(worker, batch)))
+        before = weights(worker)
+        first = worker.train_on(batch, 1).metrics
+        assert first["reference_kl"] == pytest.approx(0, abs=1e-6)  # they are the same at first
+        policy = log_probs_of(worker, batch)
+        moved = weights(worker)
+        assert any(not torch.equal(moved[name], before[name]) for name in before)
+        with worker.model.as_reference():
+            assert all(torch.equal(tensor, before[name]) for name, tensor in weights(worker).items())
+            reference = log_probs_of(worker, batch)
+        assert all(torch.equal(tensor, moved[name]) for name, tensor in weights(worker).items())
+        second = worker.train_on(batch, 2).metrics
+    difference = (policy - reference)[:-1][batch.loss_mask[1:]].astype(np.float64)
+    expected = np.mean(np.expm1(-difference) + difference)
+    assert second["reference_kl"] == pytest.approx(expected, rel=1e-3)
+    assert second["reference_kl"] > 1e-5
+
+
+def test_a_penalty_holds_the_policy_near_its_reference(moe):
+    moved = {}
+    for coefficient in (0.0, 50.0):
+        loss = {"kl": {"coefficient": coefficient, "estimator": "k2"}}
+        with started(trainer_config(moe, loss=loss)) as worker:
+            batch = near(worker, random_batch(layers=2))
+            at_first = log_probs_of(worker, batch)
+            for step in range(1, 9):
+                worker.train_on(batch, step)
+            moved[coefficient] = np.abs(log_probs_of(worker, batch) - at_first).mean()
+    assert moved[50.0] < 0.5 * moved[0.0]
+
+
+def test_the_proximal_policy_stays_when_a_batch_has_several_updates(moe):
+    """Two updates of half the groups each, twice: the weights are those of four steps done one by one."""
+    batch = random_batch(layers=2, lengths=(13, 7, 30, 19, 5, 22, 11, 9))
+    with started(trainer_config(moe, updates_per_batch=2, epochs_per_batch=2)) as worker:
+        batch = near(worker, batch)
+        old = log_probs_of(worker, batch)
+        metrics = worker.train_on(batch, 1).metrics
+        actual = weights(worker)
+        assert (metrics["updates"], metrics["updates_skipped"]) == (4, 0)
+        assert abs(metrics["ppo_kl"]) > 1e-6  # later updates start from weights that have moved
+
+    # The same by single updates, each with the first one's log-probs in the place of its own.
+    with started(trainer_config(moe)) as worker:
+        worker._old_log_probs = lambda placed, num_tokens: (only(old, placed, num_tokens), placed)
+        for part in (range(4), range(4, 8), range(4), range(4, 8)):
+            worker._steps = 0  # one batch, one learning rate
+            worker.train_on(of(batch, part), 1)
+        expected = weights(worker)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, atol=1e-5, rtol=0)
+
+
+def of(batch, trajectories):
+    """A batch in which the other trajectories have no trained tokens and no say in the advantages."""
+    mask = np.zeros(batch.num_tokens, bool)
+    for j in trajectories:
+        mask[batch.offsets[j] : batch.offsets[j + 1]] = True
+    return msgspec.structs.replace(batch, loss_mask=batch.loss_mask & mask)
+
+
+def only(values, placed, num_tokens):
+    found = np.zeros(num_tokens, np.float32)
+    for micro_batch in placed:
+        found[micro_batch.tokens] = values[micro_batch.tokens]
+    return found
+
+
+def test_an_update_is_skipped_and_counted_when_its_loss_is_not_finite(moe):
+    batch = random_batch(layers=2)
+    broken = batch.rollout_log_probs.copy()
+    broken[10] = np.nan
+    broken = msgspec.structs.replace(batch, rollout_log_probs=broken)
+    with started(trainer_config(moe, max_skipped_updates=1)) as worker:
+        before = weights(worker)
+        metrics = worker.train_on(broken, 1).metrics
+        assert (metrics["updates"], metrics["updates_skipped"]) == (0, 1)
+        assert math.isnan(metrics["grad_norm"])
+        assert all(torch.equal(weights(worker)[name], tensor) for name, tensor in before.items())
+        assert worker.train_on(batch, 2).metrics["updates_skipped"] == 0  # which begins the count anew
+        assert worker.train_on(broken, 3).metrics["updates_skipped"] == 1
+        with pytest.raises(NonFiniteLoss, match=r"2\. time in a row"):
+            worker.train_on(broken, 4)
+
+
+def test_an_update_is_skipped_when_its_gradient_is_a_spike(moe):
+    with started(trainer_config(moe, optimizer={"lr": 1e-3, "skip_grad_norm_above": 1e-3})) as worker:
+        before = weights(worker)
+        metrics = worker.train_on(random_batch(layers=2), 1).metrics
+        assert metrics["updates_skipped"] == 1
+        assert all(torch.equal(weights(worker)[name], tensor) for name, tensor in before.items())

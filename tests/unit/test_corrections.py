@@ -1,0 +1,97 @@
+"""Importance weights, rejections and KL estimates against cases computed by hand."""
+
+import math
+
+import pytest
+import torch
+
+from async_rl.config import ImportanceConfig, RejectConfig
+from trainer.corrections import correct
+from trainer.penalties import kl_estimate
+from trainer.sequences import Sequences
+
+# Two answers, of three tokens and of two; ratios 1, e², 1/e and e, e.
+OLD = torch.tensor([-1.0, -1.0, -3.0, -1.0, -1.0], requires_grad=True)
+ROLLOUT = torch.tensor([-1.0, -3.0, -2.0, -2.0, -2.0])
+SEQUENCES = Sequences(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3, 2]))
+E, NO = math.e, RejectConfig()
+
+
+def weights(importance: ImportanceConfig, reject: RejectConfig = NO) -> list[float]:
+    correction = correct(importance, reject, OLD, ROLLOUT, SEQUENCES)
+    assert not correction.weights.requires_grad
+    torch.testing.assert_close(correction.ratios, torch.tensor([1, E**2, 1 / E, E, E]))
+    return correction.weights.tolist()
+
+
+@pytest.mark.parametrize(
+    ("importance", "expected"),
+    [
+        ({"level": "off"}, [1, 1, 1, 1, 1]),
+        ({"level": "token", "high": 2.0}, [1, 2, 1 / E, 2, 2]),  # TIS
+        ({"level": "token", "high": 5.0, "low": 0.5, "beyond": "mask"}, [1, 0, 0, E, E]),  # IcePop
+        ({"level": "sequence", "high": 3.0}, [E, E, E, 3, 3]),  # products e and e²
+        ({"level": "sequence", "high": 3.0, "beyond": "mask"}, [E, E, E, 0, 0]),  # MIS
+        ({"level": "geometric", "high": 2.0}, [*[E ** (1 / 3)] * 3, 2, 2]),
+        ({"level": "geometric", "high": 2.0, "beyond": "mask"}, [*[E ** (1 / 3)] * 3, 0, 0]),
+    ],
+)
+def test_weights_match_the_hand_computed_case(importance, expected):
+    assert weights(ImportanceConfig(**importance)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("reject", "kept"),
+    [
+        ({"geometric_high": 2.0}, [1, 1, 1, 0, 0]),
+        ({"geometric_low": 2.0}, [0, 0, 0, 1, 1]),
+        ({"geometric_low": 0.5, "geometric_high": 3.0}, [1, 1, 1, 1, 1]),
+        ({"token_below": 0.4}, [0, 0, 0, 1, 1]),  # one of its tokens has 1/e
+        ({"token_below": 0.3}, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_a_whole_answer_is_left_out_when_it_is_too_far_off(reject, kept):
+    assert weights(ImportanceConfig(level="off"), RejectConfig(**reject)) == kept
+
+
+def test_what_was_bounded_and_rejected_is_told():
+    correction = correct(
+        ImportanceConfig(high=2.0), RejectConfig(geometric_high=2.0), OLD, ROLLOUT, SEQUENCES
+    )
+    assert correction.bounded.tolist() == [0, 1, 0, 1, 1]
+    assert correction.rejected.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_product_over_thousands_of_tokens_stays_finite():
+    n = 4000
+    sequences = Sequences(torch.zeros(n, dtype=torch.int64), torch.tensor([n]))
+    importance = ImportanceConfig(level="sequence", high=2.0)
+    found = correct(importance, NO, torch.zeros(n), torch.full((n,), -1.0), sequences).weights
+    assert found.tolist() == [2.0] * n
+
+
+def test_sums_go_over_all_ranks_when_they_share_an_answer():
+    """Context parallelism: this rank has two of the four tokens, the other's sum is 5."""
+    sequences = Sequences(torch.zeros(2, dtype=torch.int64), torch.tensor([4]), lambda sums: sums + 5)
+    assert sequences.means(torch.tensor([1.0, 2.0])).tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "gradient"),
+    [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))],
+)
+def test_kl_estimates_match_schulmans_formulas(kind, expected, gradient):
+    log_probs = torch.tensor([-1.0], requires_grad=True)
+    estimate = kl_estimate(kind, log_probs, torch.tensor([-1.5]))
+    assert estimate.item() == pytest.approx(expected, rel=1e-5)
+    estimate.sum().backward()
+    assert log_probs.grad.item() == pytest.approx(gradient, rel=1e-5)
+
+
+def test_kl_estimates_come_to_the_kl_when_many_tokens_are_drawn():
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.3, 0.3, 0.4])
+    drawn = torch.multinomial(policy, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    exact = (policy * (policy / reference).log()).sum().item()
+    for kind in ("k1", "k3"):
+        estimate = kl_estimate(kind, policy.log()[drawn], reference.log()[drawn]).mean().item()
+        assert estimate == pytest.approx(exact, abs=0.01), kind

@@ -1,0 +1,32 @@
+"""Distance from a reference policy, by samples of the current one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Kind = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(kind: Kind, log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """An estimate of KL(policy, reference) at each token, `[n]` nats.
+
+    With `d = log_probs - reference`: `k1` is `d`, unbiased, of either sign; `k2` is `d² / 2`, biased, never
+    negative, and its gradient is that of the KL; `k3` is `exp(-d) - 1 + d`, unbiased and never negative.
+
+    Args:
+        kind: The estimator. As a term of the loss `k1` has a gradient of mean zero: use `k2` or `k3`.
+        log_probs: `[n]`, of the policy that is trained, with gradient where it is a term of the loss.
+        reference: `[n]`, of the policy to stay near to.
+
+    Source: John Schulman, "Approximating KL Divergence" (2020); the gradients: arXiv 2506.09477.
+    """
+    difference = log_probs - reference
+    match kind:
+        case "k1":
+            return difference
+        case "k2":
+            return difference.square() / 2
+        case "k3":
+            return torch.expm1(-difference) + difference
