@@ -15,6 +15,7 @@ from async_rl.chat import ChatFormat
 from async_rl.config import SimulatedEngines
 from async_rl.engines.protocol import EngineFacts, InterruptMode
 from async_rl.engines.simulated import SimulatedEngine
+from async_rl.queue.journal import Entry
 from tests.support.sessions import Bench
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "calculator" / "chat_template.jinja"
@@ -100,7 +101,12 @@ class Talker:
 
 
 def talking(
-    script: Script, *, max_branches: int = 0, interrupt: InterruptMode = "abort", **engine: Any
+    script: Script,
+    *,
+    max_branches: int = 0,
+    interrupt: InterruptMode = "abort",
+    entry: Entry | None = None,
+    **engine: Any,
 ) -> tuple[Bench, Talker]:
     """A bench whose policy follows a script, with room for long conversations."""
     talker = Talker(script)
@@ -114,6 +120,7 @@ def talking(
         max_new_tokens=1024,
         max_branches=max_branches,
         interrupt=interrupt,
+        entry=entry,
     )
     return bench, talker
 

@@ -16,6 +16,7 @@ import pytest
 from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
 from async_rl.errors import AgentLoopError, ConfigError, EngineError, PromptTooLong, RequestRefused
 from async_rl.inspection.try_out import rollout
+from async_rl.queue.journal import Journal
 from async_rl.supervision import Nursery
 from async_rl.types import Task
 from tests.support.scripted import ScriptedEngine
@@ -76,6 +77,21 @@ async def test_an_agents_turns_are_the_trajectory():
     trajectory = await bench.finish()
     assert trajectory.outcome.num_turns == 2
     assert trajectory.num_sampled_tokens == len("4Yes.") + 2
+
+
+async def test_answers_are_given_again_when_the_agent_runs_again_after_a_restart(tmp_path: Path):
+    loop = OpenAIAgentLoop(agent=f"{HERE}:two_turns")
+    journal = Journal(tmp_path)
+    journal.restore((), newest_version=0)
+    before, _ = await play(loop, "4", "Yes.", entry=journal.open("0" * 32))
+    journal.write()
+    journal.close()
+    journal = Journal(tmp_path)
+    left = journal.restore(["0" * 32], newest_version=0)["0" * 32]
+    after, (_, talker) = await play(loop, entry=journal.open("0" * 32, 1, left))
+    journal.close()
+    assert talker.prompts == []
+    assert after.session.messages == before.session.messages
 
 
 async def test_a_sync_agent_runs_in_a_thread():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from typing import Any
@@ -292,6 +293,16 @@ async def test_a_client_that_tries_again_gets_the_same_answer_and_nothing_is_sam
     counts = [a.bench.counted("openai_requests_total", result=r) for r in ("answered", "repeated", "another")]
     assert counts == [1, 1, 0]
     assert trajectory.num_sampled_tokens == len("Hello.") + 1
+
+
+async def test_an_agent_that_gave_up_waiting_and_asks_anew_gets_the_answer_that_nobody_took():
+    async with asked(lines("Hello."), decode_step_s=0.001) as a, Nursery() as nursery:
+        impatient = nursery.start("impatient", a.say("Hi"))
+        await a.talker.has_said(2)
+        impatient.cancel()
+        await asyncio.wait([impatient])
+        assert (await a.say("Hi")).choices[0].message.content == "Hello."
+    assert len(a.talker.prompts) == 1
 
 
 async def test_another_conversation_is_refused_with_the_remedy_when_there_may_be_no_more():
