@@ -55,6 +55,6 @@ def test_text_grows_to_what_all_tokens_decode_to_when_they_come_in_pieces(chunks
     for chunk in chunks:
         growing.take(list(chunk))
     whole = decode(list(b"".join(chunks)))
-    # What ends in a part of a character waits for the rest of it.
     assert whole.startswith("".join(told))
-    assert set(whole[len("".join(told)) :]) <= {"\N{REPLACEMENT CHARACTER}", *whole[-4:]}
+    if not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # else it waits for the rest of a character
+        assert "".join(told) == whole
