@@ -17,7 +17,7 @@ _PACKAGES = ("async-rl", "sglang", "torch", "megatron-core", "transformers", "ra
 _HEAD = """# Settings
 
 Every setting of a run, with its type, its default and what it does. This page is written by `make docs` from
-`async_rl/config.py`; change it there.
+`async_rl/config/`; change it there.
 
 A config is a YAML file of these sections; needed are `model.path`, and `data.path` or `data.datasets`. Keys
 of the entries of a list are written `data.datasets[].path`, those of named entries

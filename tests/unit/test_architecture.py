@@ -111,7 +111,7 @@ def test_every_module_has_a_layer() -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("async_rl/config.py", "from async_rl.engines.pool import EnginePool"),
+        ("async_rl/config/root.py", "from async_rl.engines.pool import EnginePool"),
         ("async_rl/engines/pool.py", "def f():\n    import async_rl.rollout.session"),
         ("async_rl/orchestrator.py", "from async_rl import placement"),
         ("async_rl/codec.py", "from trainer.losses import ppo"),

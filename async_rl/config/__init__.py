@@ -1,0 +1,76 @@
+"""Every setting of a run, typed, strict, with its bounds and a sentence each.
+
+A config is read in one way (`load_config`): YAML, then dotted overrides whose values are YAML too, then a
+strict conversion. A misspelt key, a value out of range or two settings that exclude each other end in one
+`ConfigError` that says where and what to do. Nothing outside the config is configurable; keys for servers are
+generated per run and handed over in a file that only we can read.
+"""
+
+from async_rl.config.data import DataConfig, DatasetConfig, RowsConfig, SourceConfig
+from async_rl.config.describing import changed_fields, describe_fields
+from async_rl.config.engines import (
+    EnginesConfig,
+    RoutingConfig,
+    SGLangEngines,
+    SimulatedEngines,
+    WeightsConfig,
+)
+from async_rl.config.reading import apply_override, load_config, parse_config, to_builtins
+from async_rl.config.rollout import FunctionReward, HttpReward, NamedLoop, RewardConfig, RolloutConfig
+from async_rl.config.root import Config
+from async_rl.config.service import (
+    DoctorConfig,
+    MetricsConfig,
+    ModelConfig,
+    PlacementConfig,
+    QueueConfig,
+    RunConfig,
+    WandbConfig,
+)
+from async_rl.config.trainer import (
+    ImportanceConfig,
+    KLConfig,
+    LayoutConfig,
+    LossConfig,
+    OptimizerConfig,
+    RejectConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "DatasetConfig",
+    "DoctorConfig",
+    "EnginesConfig",
+    "FunctionReward",
+    "HttpReward",
+    "ImportanceConfig",
+    "KLConfig",
+    "LayoutConfig",
+    "LossConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "NamedLoop",
+    "OptimizerConfig",
+    "PlacementConfig",
+    "QueueConfig",
+    "RejectConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RoutingConfig",
+    "RowsConfig",
+    "RunConfig",
+    "SGLangEngines",
+    "SimulatedEngines",
+    "SourceConfig",
+    "TrainerConfig",
+    "WandbConfig",
+    "WeightsConfig",
+    "apply_override",
+    "changed_fields",
+    "describe_fields",
+    "load_config",
+    "parse_config",
+    "to_builtins",
+]
