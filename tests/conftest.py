@@ -18,8 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        # Servers and trainers share a lane, for they would be in each other's way; other files go where there is
-        # room.
+        # Servers and trainers share a lane, for they would be in each other's way.
         real = any(item.get_closest_marker(mark) for mark in ("sglang", "megatron", "ray"))
         item.add_marker(pytest.mark.xdist_group("real" if real else item.path.name))
     if wanted := set(config.getoption("--case") or ()):
