@@ -19,7 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         # Servers and trainers share a lane, for they would be in each other's way.
-        real = any(item.get_closest_marker(mark) for mark in ("sglang", "megatron", "ray"))
+        real = item.path.parent.name in ("contract", "integration") or any(
+            item.get_closest_marker(mark) for mark in ("sglang", "megatron", "ray")
+        )
         item.add_marker(pytest.mark.xdist_group("real" if real else item.path.name))
     if wanted := set(config.getoption("--case") or ()):
         items[:] = [
