@@ -16,7 +16,7 @@ quickstart: setup  ## Set up and train a tiny MoE with a calculator tool, on thi
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/calculator/quickstart.sh
 
 test: setup tools  ## Set up and run all tests (under 15 minutes on 2 cores).
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+	@$(BIN)/python -m pytest -n 2 $(TESTS)
 
 chaos: setup  ## Kill and stop processes of the real loop for a while (SEED=0 MINUTES=5).
 	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),5)

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "calculator"
 
@@ -15,18 +17,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        # Servers and trainers share a lane, for they would be in each other's way.
-        real = item.path.parent.name in ("contract", "integration") or any(
-            item.get_closest_marker(mark) for mark in ("sglang", "megatron", "ray")
-        )
-        item.add_marker(pytest.mark.xdist_group("real" if real else item.path.name))
     if wanted := set(config.getoption("--case") or ()):
         items[:] = [
             item for item in items if wanted & {n for mark in item.iter_markers("case") for n in mark.args}
         ]
+
+
+class Lanes(LoadScopeScheduling):
+    """Tests with servers and trainers go one after the other, not to be in each other's way; other files go
+    where there is room.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "real" if file.startswith(("tests/contract/", "tests/integration/")) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
+    return Lanes(config, log)
 
 
 @pytest.fixture(scope="session")
