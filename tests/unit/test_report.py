@@ -204,7 +204,7 @@ def test_only_the_summary_is_written_when_no_step_was_made(tmp_path: Path) -> No
 
 def test_the_summary_shows_curve_figures_and_files(tmp_path: Path) -> None:
     records = steps(10)
-    out, file = console()
+    out, file = console(width=200)  # a path is longer than a line of the usual width
     print_summary(out, tmp_path, records, summarise(records, TOTALS))
     text = file.getvalue()
     for shown in ("mean reward by step", "0.300 → 0.800", "1 stale", "25% of the trained", str(tmp_path)):
