@@ -23,7 +23,7 @@ def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path:
     assert met >= {
         "EnginePool.lease",
         "Lease.generate",
-        "RolloutSession._call",
+        "Transcript._call",
         "RolloutManager._settle",
         "TrajectoryQueue._put",
         "TrajectoryQueue.take",
