@@ -25,13 +25,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Lanes(LoadScopeScheduling):
-    """Tests with servers and trainers go one after the other, not to be in each other's way; other files go
-    where there is room.
+    """Servers in one lane and trainers in another, one test after the other: several of a kind would be in each
+    other's way. Files of other tests go where there is room.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "real" if file.startswith(("tests/contract/", "tests/integration/")) else file
+        if file.startswith(("tests/integration/test_trainer_", "tests/integration/test_kl_")):
+            return "trainers"
+        return "servers" if file.startswith(("tests/contract/", "tests/integration/")) else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
