@@ -25,8 +25,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Lanes(LoadScopeScheduling):
-    """Servers in one lane and trainers in another, one test after the other: several of a kind would be in each
-    other's way. Files of other tests go where there is room.
+    """Servers in one lane and trainers in another, one test after the other: several of a kind would be in
+    each other's way. Files of other tests go where there is room.
     """
 
     def _split_scope(self, nodeid: str) -> str:
