@@ -130,6 +130,8 @@ class WeightSync:
         self._buckets: tuple[tuple[TensorSpec, ...], ...] = ()
         self._groups: dict[str, str] = {}
         self._num_groups = 0
+        self._held: dict[str, Standing | None] = {}
+        """How each engine stood when it was stopped for the last update."""
 
     async def start(self, version: int, initial_path: Path | None) -> None:
         """Bring every engine to the version that training starts from.
@@ -281,7 +283,7 @@ class WeightSync:
         listening = [
             (engine, done.result())
             for engine, done in interrupts
-            if done.result() is not None and engine.engine_id in self._groups
+            if done.result() is not None and engine.engine_id in self._groups and self._is_held(engine)
         ]
         if listening:
             async with Nursery() as nursery:
@@ -295,16 +297,26 @@ class WeightSync:
         """Stop an engine; seconds that took, or None when it failed."""
         if not self._pool.hold(engine.engine_id):
             return None
+        self._held[engine.engine_id] = self._pool.standing_of(engine.engine_id)
         begin = self._clock()
         async with self._quarantined_on_failure(engine):
             await engine.interrupt(self._config.interrupt)
             return self._clock() - begin
         return None
 
+    def _is_held(self, engine: Engine) -> bool:
+        """Whether nothing has happened to an engine since it was stopped.
+
+        One that was restarted since is brought up by whoever did that, beside whom nobody may load it.
+        """
+        return self._pool.standing_of(engine.engine_id) == self._held[engine.engine_id]
+
     async def _load(
         self, engine: Engine, version: int, interrupt_s: float, results: list[_EngineTimes]
     ) -> None:
         """Update an engine that stands still, and let it serve again."""
+        if not self._is_held(engine):
+            return
         begin = self._clock()
         async with self._quarantined_on_failure(engine):
             flush = self._config.interrupt != "in_place"
@@ -312,7 +324,10 @@ class WeightSync:
             transferred = self._clock()
             await self._attest(engine, version)
             await engine.resume_generation(self._config.interrupt)
-            if not self._pool.serve(engine.engine_id, version, keeps_cache=not flush):
+            served = self._is_held(engine) and self._pool.serve(
+                engine.engine_id, version, keeps_cache=not flush
+            )
+            if not served:
                 return
             times = _EngineTimes(
                 engine.engine_id, interrupt_s, transferred - begin, self._clock() - transferred

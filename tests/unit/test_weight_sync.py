@@ -311,6 +311,25 @@ async def test_an_engine_finds_its_files_when_it_joins_while_the_next_version_is
     assert bench.serving() == {"engine-0": 2, "engine-1": 2}
 
 
+@pytest.mark.parametrize("transport", ["disk", "distributed"])
+async def test_an_update_leaves_an_engine_alone_when_it_was_restarted_since_it_was_stopped(
+    tmp_path, transport
+):
+    bench = Bench(tmp_path, transport=transport)
+    await bench.start()
+    interrupt = bench.engines[0].interrupt
+
+    async def then_restarted(mode):
+        await interrupt(mode)
+        bench.pool.quarantine("engine-0", EngineError("killed"))
+        bench.pool.rejoin("engine-0")
+
+    bench.engines[0].interrupt = then_restarted  # type: ignore[method-assign]
+    await bench.sync.sync(1)
+    assert bench.serving() == {"engine-1": 1}
+    assert not any(call.startswith("update") for call in bench.engines[0].log)
+
+
 async def test_an_engine_serves_nothing_when_it_was_restarted_after_it_was_read_back(tmp_path):
     bench = Bench(tmp_path)
     await bench.start()
