@@ -245,7 +245,7 @@ def resume(folder: Path, counts: list[int], tokens: int, repetitions: int) -> li
             times["ours"][turn], times["read"][turn] = time.perf_counter() - middle, middle - begin
             again.close()
             assert len(left) == count
-            assert left[names[0]].num_tokens == tokens
+            assert left[names[0]].num_sampled_tokens == tokens
         rows.append(
             row(
                 f"take over {count} trajectories of {tokens} tokens, {size / 1e6:.1f} MB",
