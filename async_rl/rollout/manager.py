@@ -27,7 +27,6 @@ from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.protocol import EngineFacts
 from async_rl.errors import (
-    AgentLoopError,
     AlignmentError,
     AsyncRLError,
     EngineError,
@@ -53,11 +52,12 @@ from async_rl.rollout.groups import (
     may_leave_stragglers,
 )
 from async_rl.rollout.loops import AgentLoops
+from async_rl.rollout.playing import finish, play
 from async_rl.rollout.rewards import Rewards
 from async_rl.rollout.session import RolloutSession
 from async_rl.rollout.slots import Slots
-from async_rl.supervision import Nursery, first_error
-from async_rl.types import Group, Segment, StopReason, Task, Trajectory, root_of
+from async_rl.supervision import Nursery
+from async_rl.types import Group, Segment, Trajectory, root_of
 from async_rl.waits import acting, progressed, waiting
 
 log = logging.getLogger(__name__)
@@ -356,9 +356,9 @@ class RolloutManager:
         )
         self.running[trajectory_id] = session
         try:
-            await self._play(work.task, session)
+            await play(work.task, session, self._loops, self._config.rollout)
             if not self._rewards.scores_groups(work.task):
-                return await self._finish(work.task, session.tree)
+                return await finish(work.task, session.tree, self._rewards)
             # Its reward comes when its siblings are there; until then the journal has it.
             tree = [await each.finish(each.stop_reason, {}) for each in session.tree]
             work.unscored |= {
@@ -373,64 +373,6 @@ class RolloutManager:
             raise
         finally:
             del self.running[trajectory_id]
-
-    async def _play(self, task: Task, session: RolloutSession) -> None:
-        """Run the agent loop of a task in a session, to the end of it and of its branches."""
-        rollout = self._config.rollout
-        name = task.agent_loop or rollout.agent_loop
-        loop = await self._loops.entered(name)
-        ended: StopReason | None = None
-        try:
-            async with (
-                asyncio.timeout(rollout.trajectory_timeout_s) as scope,
-                waiting("agent loop", name, scope=scope) as wait,
-            ):
-                ended = await loop.run(task, session)
-        except TimeoutError as error:
-            limit = f"ran past rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}: raise it, or"
-            why = "was ended by the stall doctor:" if wait.cut else limit
-            raise AgentLoopError(f"agent loop {name} {why} bound the loop's own waits") from error
-        except Exception as error:
-            cause = first_error(error)  # a loop may have a task group of its own
-            if session.is_over(cause) and session.last_turn is not None:
-                pass  # what was sampled before a budget was used up is kept
-            elif isinstance(cause, AsyncRLError):
-                raise cause from cause.__cause__
-            else:
-                raise AgentLoopError(f"agent loop {name} raised {type(cause).__name__}: {cause}") from error
-        finally:
-            num_left = await session.close()
-        if num_left:
-            raise AgentLoopError(
-                f"agent loop {name} ended while {num_left} of its sessions had not: await what it starts, "
-                "and give each session a block, `async with session:`, where several are written at once"
-            )
-        if session.last_turn is None:
-            raise AgentLoopError(
-                f"agent loop {name} returned without a turn: await session.generate() at least once in run()"
-            )
-        session.end(ended)
-
-    async def _finish(self, task: Task, tree: Sequence[RolloutSession]) -> Sequence[Trajectory]:
-        """Score what came of a session and its branches, side by side; those with one speaker once."""
-        speakers = {each.speaker.trajectory_id: each.speaker for each in tree}
-        try:
-            async with Nursery() as scoring:
-                parts = {
-                    name: scoring.start(f"reward of {name}", self._rewards.score(task, speaker.completion))
-                    for name, speaker in speakers.items()
-                }
-            async with Nursery() as ending:
-                ends = [
-                    ending.start(
-                        f"end of {each.trajectory_id}",
-                        each.finish(each.stop_reason, parts[each.speaker.trajectory_id].result()),
-                    )
-                    for each in tree
-                ]
-        except ExceptionGroup as errors:
-            raise first_error(errors) from errors
-        return [end.result() for end in ends]
 
     async def _score_group(self, work: GroupInFlight) -> None:
         """Score all trajectories of a group by one call; what it fails is dropped, it is not made again."""
