@@ -97,9 +97,16 @@ def assert_sound(summary: Summary, batches: list[TrainBatch], config: Config) ->
 
 
 async def test_engines_and_trainer_learn_together_with_weights_from_disk(calculator, tmp_path, monkeypatch):
-    # Where the first step is slow (files that nobody has read yet) all that the bound lets in may be done before
-    # the first update: four steps. What comes after that meets the quick updates of steps two to four.
-    config = make_config(calculator, tmp_path, "run.max_steps=6")
+    # An update must find an answer half written, however slow a step is beside the engines: each of them has
+    # one slot, a step trains one group, and before a version is out the bound lets in sixteen groups.
+    config = make_config(
+        calculator,
+        tmp_path,
+        "run.max_steps=6",
+        "engine.max_running_requests=1",
+        "trainer.groups_per_batch=1",
+        "rollout.max_staleness=15",
+    )
     summary, run_dir, batches = await run(config, monkeypatch)
     assert_sound(summary, batches, config)
     # Equal weights, float32: the trainer's log-probs are the engine's, after a resume too.
