@@ -32,7 +32,8 @@ from async_rl.engines.protocol import GroupInvite, TensorSpec
 from async_rl.errors import NonFiniteLoss
 from async_rl.training import StepResult, TrainerState
 from async_rl.types import Float32Array, Int64Array, TrainBatch
-from async_rl.weights.transports import WeightGroup, fill_buckets, plan_buckets, send_buckets, spec_of
+from async_rl.weights.broadcast import WeightGroup, send_buckets
+from async_rl.weights.buckets import fill_buckets, plan_buckets, spec_of
 from trainer import agreement, checkpoint
 from trainer.advantages import estimate_advantages, overlong_penalty
 from trainer.log_probs import vocab_parallel_log_probs

@@ -18,7 +18,8 @@ from async_rl.engines.protocol import DiskUpdate, DistributedUpdate, GroupInvite
 from async_rl.engines.server import SGLangServer, free_port
 from async_rl.engines.sglang import SGLangEngine
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, WeightSyncError
-from async_rl.weights.transports import WeightGroup, fill_buckets, plan_buckets, send_buckets, spec_of
+from async_rl.weights.broadcast import WeightGroup, send_buckets
+from async_rl.weights.buckets import fill_buckets, plan_buckets, spec_of
 from tests.support.engine_calls import Call, call, request
 from tests.support.sglang_world import SGLangWorld
 

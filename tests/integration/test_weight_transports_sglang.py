@@ -11,7 +11,8 @@ import torch
 
 from async_rl.engines.protocol import GroupInvite
 from async_rl.errors import WeightSyncError
-from async_rl.weights.transports import WeightGroup, fill_buckets, plan_buckets, send_buckets, spec_of
+from async_rl.weights.broadcast import WeightGroup, send_buckets
+from async_rl.weights.buckets import fill_buckets, plan_buckets, spec_of
 
 RECEIVER = """
 import sys, json

@@ -26,7 +26,9 @@ LAYERS = (
 ONLY_IN = {
     "torch": (
         "trainer/",
-        "async_rl/weights/transports.py",
+        "async_rl/weights/broadcast.py",
+        "async_rl/weights/buckets.py",
+        "async_rl/weights/shared.py",
         "async_rl/engines/sglang_cpu.py",
         "async_rl/engines/sglang_narrow.py",
     ),

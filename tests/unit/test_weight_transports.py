@@ -9,14 +9,8 @@ import torch.distributed as dist
 
 from async_rl.engines.protocol import TensorSpec
 from async_rl.errors import WeightSyncError
-from async_rl.weights.transports import (
-    fill_buckets,
-    open_store,
-    plan_buckets,
-    send_buckets,
-    size_of,
-    spec_of,
-)
+from async_rl.weights.broadcast import open_store, send_buckets
+from async_rl.weights.buckets import fill_buckets, plan_buckets, size_of, spec_of
 
 
 def specs(*shapes: tuple[int, ...], dtype: str = "float32") -> list[TensorSpec]:

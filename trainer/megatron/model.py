@@ -31,7 +31,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
-from async_rl.weights.transports import open_store
+from async_rl.weights.broadcast import open_store
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cpu import has_transformer_engine

@@ -2,110 +2,25 @@
 
 The engine joins through its `/init_weights_update_group` and then receives one flattened uint8 broadcast
 for every `/update_weights_from_distributed` with `load_format=flattened_bucket`. Both ends must agree to the
-byte: the rendezvous follows `sglang.srt.utils.init_custom_process_group`, the layout of a bucket
-`sglang.srt.weight_sync.tensor_bucket` (tensors one after the other, each aligned to its own element size).
+byte: the rendezvous follows `sglang.srt.utils.init_custom_process_group`, a bucket is laid out as
+`async_rl.weights.buckets` says.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from async_rl.engines.protocol import GroupInvite, TensorSpec
+from async_rl.engines.protocol import GroupInvite
 from async_rl.errors import WeightSyncError
 
 log = logging.getLogger(__name__)
-
-
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Describe a tensor as an engine is told of it."""
-    return TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-
-
-def size_of(spec: TensorSpec) -> int:
-    """Bytes of the tensor."""
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return math.prod(spec.shape) * dtype.itemsize
-
-
-def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Cut tensors, in their order, into buckets of at most `bucket_bytes`; what is larger stands alone.
-
-    A bucket also ends where the next tensor would not be aligned to its element size: the engine refuses
-    that. It never ends between tensors that the engine must get at once, see `_FUSED`.
-    """
-    buckets: list[tuple[TensorSpec, ...]] = []
-    current: list[TensorSpec] = []
-    filled = 0
-    for unit in _inseparable(list(specs)):
-        itemsize, size = getattr(torch, unit[0].dtype).itemsize, sum(map(size_of, unit))
-        if current and (filled + size > bucket_bytes or filled % itemsize):
-            buckets.append(tuple(current))
-            current, filled = [], 0
-        current += unit
-        filled += size
-    if current:
-        buckets.append(tuple(current))
-    return tuple(buckets)
-
-
-_FUSED = (".self_attn.q_a_proj.weight", ".self_attn.kv_a_proj_with_mqa.weight")
-"""SGLang makes one parameter of these two when they come in one update, and drops a single one in silence.
-
-Source: sglang/srt/models/deepseek_common/deepseek_weight_loader.py, `cached_a_proj` of `load_weights`.
-"""
-
-
-def _inseparable(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """The tensors in their order, each alone but for those from one of a fused pair to the other."""
-    place = {spec.name: i for i, spec in enumerate(specs)}
-    begin = 0
-    while begin < len(specs):
-        end = begin
-        for mine, other in (_FUSED, _FUSED[::-1]):
-            if specs[begin].name.endswith(mine):
-                end = max(begin, place.get(specs[begin].name.removesuffix(mine) + other, begin))
-        yield specs[begin : end + 1]
-        begin = end + 1
-
-
-def fill_buckets(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    buckets: tuple[tuple[TensorSpec, ...], ...],
-    device: torch.device,
-) -> Iterator[torch.Tensor]:
-    """Yield each bucket's bytes, `[n] uint8` on the device; one buffer is reused for all of them.
-
-    Args:
-        tensors: In the order of the plan.
-        buckets: The plan that the engines were told.
-        device: Where the process group broadcasts from.
-
-    Raises:
-        WeightSyncError: When a tensor is not the one the plan names.
-    """
-    source = iter(tensors)
-    largest = max((sum(map(size_of, bucket)) for bucket in buckets), default=0)
-    buffer = torch.empty(largest, dtype=torch.uint8, device=device)
-    for bucket in buckets:
-        filled = 0
-        for spec in bucket:
-            name, tensor = next(source, ("nothing", torch.empty(0)))
-            if spec_of(name, tensor) != spec:
-                raise WeightSyncError(
-                    f"the trainer exported {spec_of(name, tensor)}, but the engines were told of {spec}"
-                )
-            flat = tensor.detach().reshape(-1).view(torch.uint8)
-            buffer[filled : filled + len(flat)].copy_(flat)
-            filled += len(flat)
-        yield buffer[:filled]
 
 
 def open_store(host: str, port: int, world_size: int, timeout_s: float) -> c10d.Store:
