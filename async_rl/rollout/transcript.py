@@ -22,7 +22,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 import numpy as np
 
@@ -41,16 +41,15 @@ from async_rl.engines.protocol import (
 from async_rl.errors import EngineError
 from async_rl.metrics import Metrics
 from async_rl.queue.journal import Entry
-from async_rl.rollout.growing_text import GrowingText
 from async_rl.rollout.replay import Replay
 from async_rl.rollout.rows import Rows
+from async_rl.rollout.tokens import Tokens
 from async_rl.types import (
     Context,
     FinishReason,
     Int32Array,
     RoutingTrace,
     Sampled,
-    Segment,
     VersionSpan,
 )
 from async_rl.waits import waiting
@@ -107,12 +106,8 @@ class _Call:
         self.versions = [VersionSpan(start=0, end=num, weight_version=self.since_version)] if num else []
 
 
-class Transcript:
-    """The tokens of one trajectory, for its session, which is built on it.
-
-    Invariant: `segments` and the token buffer always describe the same sequence, also after a cancellation at
-    any await.
-    """
+class Transcript(Tokens):
+    """The tokens of one trajectory as engines write them, for its session, which is built on it."""
 
     def __init__(
         self,
@@ -129,20 +124,21 @@ class Transcript:
         clock: Callable[[], float],
         entry: Entry | None,
     ) -> None:
-        self.trajectory_id = trajectory_id
-        self._pool = pool
-        self._chat = chat
-        self._facts = facts
-        self._config = rollout
-        self._routing = routing_config
-        self._metrics = metrics
-        self._new_id = new_id
-        self._clock = clock
         self._entry = entry or Entry(trajectory_id)  # one that no journal reads costs nothing
+        Tokens.__init__(
+            self,
+            trajectory_id,
+            chat=chat,
+            rollout=rollout,
+            metrics=metrics,
+            clock=clock,
+            segments=self._entry.segments,
+        )
+        self._pool = pool
+        self._facts = facts
+        self._routing = routing_config
+        self._new_id = new_id
         self._replay = None if self._entry.replay is None else Replay(self._entry.replay)
-        self._segments: list[Segment] = self._entry.segments
-        self._buffer = np.empty(min(1024, rollout.max_context_tokens), np.int32)
-        self._length = 0
         self._rows = Rows(
             trajectory_id,
             config=routing_config,
@@ -151,16 +147,9 @@ class Transcript:
             metrics=metrics,
             strike=pool.strike,
         )
-        self._num_interruptions = 0
-        self._num_resumes = 0
-        self._num_failovers = 0
-        self._engine_s = 0.0
-        self._growing: GrowingText | None = None
-        """Told of the turn that is being written."""
 
-    def _inherit(self, parent: Transcript) -> None:
-        """Begin with the tokens of another; its segments are in the entry already."""
-        self._buffer, self._length = parent._buffer[: parent._length].copy(), parent._length
+    def _inherit(self, parent: Self) -> None:
+        Tokens._inherit(self, parent)
         self._rows = parent._rows.branch()
         self._pool.share_home(parent.trajectory_id, self.trajectory_id)
 
@@ -349,16 +338,6 @@ class Transcript:
             return False
         text = self._chat.decode(self._buffer[begin : self._length])
         return any(stop in text for stop in sampling.stop)
-
-    def _append(self, segment: Segment) -> None:
-        end = self._length + len(segment.token_ids)
-        if end > len(self._buffer):
-            grown = np.empty(max(end, 2 * len(self._buffer)), np.int32)
-            grown[: self._length] = self._buffer[: self._length]
-            self._buffer = grown
-        self._buffer[self._length : end] = segment.token_ids
-        self._length = end
-        self._segments.append(segment)
 
     # -- routing ---------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class Life:
             max_branches=50,
         )
         self.session = self.bench.session
-        self.session._tree.open_branch = self.open
+        self.session._open_branch = self.open
 
     def sample(self, prefix: Sequence[int], rng: random.Random) -> int:
         return next(self.number)
