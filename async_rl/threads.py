@@ -1,4 +1,4 @@
-"""Blocking functions of users, called without handing them our threads."""
+"""Blocking functions, called from the event loop: users' in threads of their own, ours to their end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,36 @@ import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, TypeVar
+
+from async_rl.waits import waiting
+
+R = TypeVar("R")
+
+
+async def to_the_end(threads: Executor, work: Callable[[], R]) -> tuple[R, asyncio.CancelledError | None]:
+    """Run work on files in a thread to its end, whatever happens to whoever awaits it.
+
+    Returns:
+        Its result and a cancellation that came meanwhile, for the caller to raise once all is in order.
+
+    Raises:
+        Exception: What the work raised; the cancellation, if there was one, with that as its cause.
+    """
+    future = asyncio.get_running_loop().run_in_executor(threads, work)
+    cancelled = None
+    while not future.done():
+        try:
+            with waiting("disk"):
+                await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    try:
+        return future.result(), cancelled
+    except Exception as error:
+        if cancelled is None:
+            raise
+        raise cancelled from error
 
 
 async def call_in_thread(function: Callable[[], Any], *, name: str) -> Any:

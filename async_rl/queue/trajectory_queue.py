@@ -24,21 +24,19 @@ belong to the event loop's thread; copying and checking runs in two threads of t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
 
 from async_rl.diagnosis import QueueView
 from async_rl.engines.protocol import EngineFacts
-from async_rl.errors import CorruptFrame, InvariantError, SpoolFull
+from async_rl.errors import InvariantError, SpoolFull
 from async_rl.metrics import Metrics
 from async_rl.queue.admission import Admission
 from async_rl.queue.archive import Observer
+from async_rl.queue.ended import EndedTrajectories, oldest_by_root
 from async_rl.queue.holdings import InFlight, LeftGroup, QueueStatistics, ReadyGroup, TakenGroups
 from async_rl.queue.journal_file import Journalled
 from async_rl.queue.kept import KeptTrajectories
@@ -47,12 +45,11 @@ from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.packing import Packer, StoredGroup, TakenBatch, age_counts_from
 from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.staleness import Backlog, Overage
+from async_rl.threads import to_the_end
 from async_rl.types import Group, Trajectory, root_of
 from async_rl.waits import Awaited, waiting
 
 log = logging.getLogger(__name__)
-
-R = TypeVar("R")
 
 
 class TrajectoryQueue:
@@ -104,7 +101,8 @@ class TrajectoryQueue:
         for left in self._batches.recover().intact:
             self._batches.free(left)  # its groups are still queued
         most = spool.max_bytes
-        self._kept = KeptTrajectories(spool.directory / "ended", None if most is None else most // 4)
+        kept = KeptTrajectories(spool.directory / "ended", None if most is None else most // 4)
+        self._ended_early = EndedTrajectories(ledger, kept)
         self._backlog = Backlog(groups_per_batch, max_staleness, overage)
         self._admission = Admission(self._backlog, spool, version)
         self._packer = Packer(
@@ -123,7 +121,6 @@ class TrajectoryQueue:
         self._clock = clock
         self._in_flight: dict[str, InFlight] = {}
         self._putting: set[str] = set()
-        self._ended_early: dict[str, Trajectory] = {}
         self._ready: dict[str, ReadyGroup] = {}
         self._taken: dict[str, TakenGroups] = {}
         self._packing: frozenset[str] = frozenset()
@@ -157,12 +154,14 @@ class TrajectoryQueue:
         """
         found = {Path(ref.path).name: ref for ref in self._spool.recover().intact}
         outstanding = self._ledger.outstanding()
-        sampled = _oldest_by_root((journalled or {}).values())
-        self._kept.recover({name for group in outstanding for name in group.kept.values()})
+        sampled = oldest_by_root((journalled or {}).values())
+        self._ended_early.recover(outstanding)
         for group in outstanding:
             ref = found.pop(group.frame or "", None)
             if not group.queued:
-                self._take_up(group, sampled)
+                left = self._ended_early.take_up(group, self._admission.next, sampled)
+                self._backlog.dispatch(left.group_id, left.oldest)
+                self.left.append(left)
                 continue
             if ref is None or not self._holds(ref, group.group_id):
                 self._drop(sorted(group.queued), "corrupt")
@@ -180,45 +179,6 @@ class TrajectoryQueue:
         self._give_up_excess()
         self._ledger.flush()
         return self._ledger.data_position()
-
-    def _take_up(self, group: GroupRecord, journalled: Mapping[str, int]) -> None:
-        """Take up a group in flight, with the oldest versions in the journal by trajectory. What it has not
-        sampled yet will be by the weights served now.
-        """
-        kept: dict[str, Trajectory] = {}
-        for trajectory_id, name in sorted(group.kept.items()):
-            try:
-                kept[trajectory_id] = self._kept.read(name)
-            except CorruptFrame as error:
-                log.warning("trajectory %s is made again: %s", trajectory_id, error)
-        # A trajectory and its branches are made by one loop: all of them are there, or all are made again.
-        unfinished = {root_of(name) for name in group.in_flight - kept.keys()}
-        ended: dict[str, Trajectory] = {}
-        for trajectory_id, name in sorted(group.kept.items()):
-            if root_of(trajectory_id) in unfinished:
-                self._ledger.lose(trajectory_id)
-                self._kept.free([name])
-                continue
-            trajectory = kept[trajectory_id]
-            ended[trajectory_id] = capped = trajectory.capped(self._admission.next)
-            if capped is not trajectory:
-                with contextlib.suppress(SpoolFull):  # then the next restart lowers it again
-                    self._kept.put(capped)
-        sampled = [t.oldest_weight_version for t in ended.values()]
-        sampled += [journalled[name] for name in group.in_flight if name in journalled]
-        oldest = min((version for version in sampled if version is not None), default=self._admission.next)
-        self._backlog.dispatch(group.group_id, min(oldest, self._admission.next))
-        self.left.append(
-            LeftGroup(
-                group_id=group.group_id,
-                task_id=group.task_id,
-                position=group.position,
-                trajectory_ids=tuple(sorted({root_of(name) for name in group.in_flight})),
-                ended=ended,
-                attempts=dict(group.attempts),
-                oldest=min(oldest, self._admission.next),
-            )
-        )
 
     def _give_up_excess(self) -> None:
         """Let go of the youngest groups in flight that the spool has no room for, by what is known now.
@@ -330,9 +290,7 @@ class TrajectoryQueue:
         Raises:
             InvariantError: When one is not in flight.
         """
-        for trajectory in tree:
-            self._ledger.group_of(trajectory.trajectory_id)
-        self._ended_early |= {trajectory.trajectory_id: trajectory for trajectory in tree}
+        self._ended_early.add(tree)
 
     async def keep_ended(self) -> list[str]:
         """Store trajectories that have ended before their groups: a restart will not make them again.
@@ -342,40 +300,18 @@ class TrajectoryQueue:
         Returns:
             Those that were stored now. Without room they are not: the journal has their tokens.
         """
-        ended = list(self._ended_early.values())
+        ended = self._ended_early.pending
         if not ended:
             return []
-        stored, cancelled = await self._off_loop(lambda: self._store(ended))
-        kept = self._note_kept(stored)
+        stored, cancelled = await to_the_end(self._threads, lambda: self._ended_early.store(ended))
+        kept = self._ended_early.note(stored)
         if cancelled is not None:
             raise cancelled
         return kept
 
     def keep_ended_now(self) -> list[str]:
         """The same in this thread, when nobody else is at work any more."""
-        return self._note_kept(self._store(list(self._ended_early.values())))
-
-    def _store(self, trajectories: Sequence[Trajectory]) -> list[str]:
-        """Trajectories with their branches, all of them or none."""
-        stored: list[str] = []
-        for _, tree in groupby(trajectories, key=lambda trajectory: root_of(trajectory.trajectory_id)):
-            whole = len(stored)
-            try:
-                for trajectory in tree:
-                    stored.append(self._kept.put(trajectory))
-            except SpoolFull as error:
-                log.info("trajectory %s is not kept beside the journal: %s", trajectory.trajectory_id, error)
-                self._kept.free(stored[whole:])
-                del stored[whole:]
-                break
-        return stored
-
-    def _note_kept(self, stored: Sequence[str]) -> list[str]:
-        kept = [name for name in stored if name in self._ended_early]
-        self._kept.free([name for name in stored if name not in self._ended_early])  # settled meanwhile
-        for name in kept:
-            self._finish(self._ended_early.pop(name), name)
-        return kept
+        return self._ended_early.note(self._ended_early.store(self._ended_early.pending))
 
     async def put(self, group: Group) -> None:
         """Store a finished group. Trajectories that failed were dropped before.
@@ -402,7 +338,7 @@ class TrajectoryQueue:
                     f"{sorted(record.in_flight)}"
                 )
             try:
-                ref, cancelled = await self._off_loop(lambda: self._spool.put(group))
+                ref, cancelled = await to_the_end(self._threads, lambda: self._spool.put(group))
                 break
             except SpoolFull:
                 if not (self._packing or self._taken or self._backlog.select(self._admission.next)):
@@ -412,10 +348,7 @@ class TrajectoryQueue:
         oldest, counts_from = group.oldest_weight_version, age_counts_from(group, self._backlog.overage)
         kept = dict(record.kept)
         try:
-            for trajectory in group.trajectories:
-                self._ended_early.pop(trajectory.trajectory_id, None)
-                if trajectory.trajectory_id not in kept:
-                    self._finish(trajectory, None)
+            self._ended_early.finish(group.trajectories, kept)
             self._ledger.queue(
                 group.group_id,
                 trajectory_ids,
@@ -432,10 +365,10 @@ class TrajectoryQueue:
         self._make_ready(group.group_id, ref, known if counts_from is None else counts_from, counted=True)
         self._wake()
         if cancelled is None:
-            _, cancelled = await self._off_loop(self._ledger.flush)
+            _, cancelled = await to_the_end(self._threads, self._ledger.flush)
         if cancelled is not None:
             raise cancelled  # what was kept is nobody's once the ledger is written: `restore` removes it
-        self._kept.free(kept.values())
+        self._ended_early.forget((), kept.values())
 
     def drop_trajectories(self, trajectory_ids: Sequence[str], reason: str) -> None:
         """Settle trajectories in flight that came to nothing, with their branches. Without any left, the
@@ -642,7 +575,7 @@ class TrajectoryQueue:
         ]
         self._packing = frozenset(chosen)
         try:
-            packed, cancelled = await self._off_loop(lambda: self._packer.pack(version, stored))
+            packed, cancelled = await to_the_end(self._threads, lambda: self._packer.pack(version, stored))
         finally:
             self._packing = frozenset()
         for group_id, reason in packed.unusable.items():
@@ -675,23 +608,6 @@ class TrajectoryQueue:
             self._observe("queue", group.since)
         self._admission.next = batch.trainer_version + 1
         self._taken[batch.batch_id] = TakenGroups(ref=ref, groups=groups)
-
-    async def _off_loop(self, work: Callable[[], R]) -> tuple[R, asyncio.CancelledError | None]:
-        """Run work in a thread to its end, whatever happens; a cancellation meanwhile is returned."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        cancelled = None
-        while not future.done():
-            try:
-                with waiting("disk"):
-                    await asyncio.wait([future])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        try:
-            return future.result(), cancelled
-        except Exception as error:
-            if cancelled is None:
-                raise
-            raise cancelled from error
 
     # -- deadlines ----------------------------------------------------------------------------------------
 
@@ -745,23 +661,12 @@ class TrajectoryQueue:
             for trajectory_id in trajectory_ids:
                 self._drift.ended(lengths.get(trajectory_id, 0))
 
-    def _finish(self, trajectory: Trajectory, frame: str | None) -> None:
-        self._ledger.finish(
-            trajectory.trajectory_id,
-            segments=len(trajectory.segments),
-            tokens=trajectory.num_sampled_tokens,
-            reward=trajectory.outcome.reward,
-            frame=frame,
-        )
-
     def _drop(self, trajectory_ids: Sequence[str], reason: str, *, retry: bool = False) -> None:
         groups = {group.group_id: group for group in map(self._ledger.group_of, trajectory_ids)}
         kept = {name: frame for group in groups.values() for name, frame in group.kept.items()}
         self._ledger.drop(trajectory_ids, reason, retry=retry)
         self._observer.dropped(trajectory_ids, reason)
-        self._kept.free([kept[name] for name in trajectory_ids if name in kept])
-        for name in trajectory_ids:
-            self._ended_early.pop(name, None)
+        self._ended_early.forget(trajectory_ids, [kept[name] for name in trajectory_ids if name in kept])
         if self._metrics is not None:
             self._metrics.trajectories_dropped_total.labels(reason=reason).inc(len(trajectory_ids))
 
@@ -783,13 +688,3 @@ class TrajectoryQueue:
 def _with_branches(group: GroupRecord, trajectory_ids: Collection[str]) -> set[str]:
     """These trajectories in flight and their branches."""
     return {name for name in group.in_flight if root_of(name) in trajectory_ids}
-
-
-def _oldest_by_root(journalled: Iterable[Journalled]) -> dict[str, int]:
-    """The oldest version that sampled a trajectory or one of its branches."""
-    oldest: dict[str, int] = {}
-    for state in journalled:
-        if (version := state.oldest_weight_version) is not None:
-            root = root_of(state.trajectory_id)
-            oldest[root] = min(version, oldest.get(root, version))
-    return oldest

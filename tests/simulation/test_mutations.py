@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from async_rl import routing
+from async_rl.queue import trajectory_queue
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -176,10 +178,10 @@ def wake_nobody(patch: pytest.MonkeyPatch) -> None:
 def lose_on_cancel(patch: pytest.MonkeyPatch) -> None:
     """Work off the loop is given up when it is cancelled, with the slabs that it has taken."""
 
-    async def off_loop(self: TrajectoryQueue, work: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work), None
+    async def to_the_end(threads: Executor, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(threads, work), None
 
-    patch.setattr(TrajectoryQueue, "_off_loop", off_loop)
+    patch.setattr(trajectory_queue, "to_the_end", to_the_end)
 
 
 class Case(NamedTuple):

@@ -137,14 +137,14 @@ async def test_nothing_is_left_of_what_was_settled_while_it_was_written(
     dispatch(queue, "g")
     group = make_group("g")
     queue.ended(group.trajectories[0])
-    put, begun, go = queue._kept.put, threading.Event(), threading.Event()
+    put, begun, go = KeptTrajectories.put, threading.Event(), threading.Event()
 
-    def put_slowly(trajectory: Trajectory) -> str:
+    def put_slowly(self: KeptTrajectories, trajectory: Trajectory) -> str:
         begun.set()
         go.wait(10)
-        return put(trajectory)
+        return put(self, trajectory)
 
-    monkeypatch.setattr(queue._kept, "put", put_slowly)
+    monkeypatch.setattr(KeptTrajectories, "put", put_slowly)
     async with Nursery() as nursery:
         keeping = nursery.start("keep", queue.keep_ended())
         await asyncio.to_thread(begun.wait, 10)

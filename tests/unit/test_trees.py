@@ -12,6 +12,7 @@ from async_rl.errors import InvariantError, SpoolFull
 from async_rl.metrics import Metrics
 from async_rl.queue.batching import assemble
 from async_rl.queue.journal import Entry, Journal
+from async_rl.queue.kept import KeptTrajectories
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -81,14 +82,14 @@ async def test_a_tree_is_made_again_when_not_all_of_it_was_kept(
     for root in "ab":
         first.branched(root, [f"{root}.1"])
         first.ended(*tree(root, f"{root}.1"))
-    put = first._kept.put
+    put = KeptTrajectories.put
 
-    def full(trajectory: Trajectory) -> str:
+    def full(self: KeptTrajectories, trajectory: Trajectory) -> str:
         if trajectory.trajectory_id == "b.1":
             raise SpoolFull("no room")
-        return put(trajectory)
+        return put(self, trajectory)
 
-    monkeypatch.setattr(first._kept, "put", full)
+    monkeypatch.setattr(KeptTrajectories, "put", full)
     assert await first.keep_ended() == ["a", "a.1"]
     first.close()
     second = open_queue(tmp_path)
