@@ -305,6 +305,7 @@ class TrainerWorker:
                 ranks=model.data_parallel_size,
                 align=model.alignment,
                 multiple=model.micro_batch_multiple,
+                cost=model.cost,
             )[model.data_parallel_rank]
         ]
         rows, valid = None, None

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.train_batches import random_batch
+from trainer.megatron.cost import SequenceCost
 from trainer.megatron.packing import MicroBatch, level, pack, plan_micro_batches, shift_left, take, targets
 
 lengths_of_batches = st.lists(st.integers(1, 60), min_size=1, max_size=30)
@@ -45,11 +46,36 @@ def test_packings_keep_their_tokens_when_made_equally_long(lengths, budget, alig
         assert all(length % align == 0 and length > 0 for length in after.lengths)
 
 
-@given(lengths_of_batches, st.integers(2, 5))
-def test_shares_differ_by_at_most_the_longest_trajectory_when_balanced(lengths, ranks):
-    plan = plan_micro_batches(lengths, 1000, ranks)
-    loads = [sum(lengths[j] for m in rank for j in m.trajectories) for rank in plan]
-    assert max(loads) - min(loads) <= max(lengths)
+@given(lengths_of_batches, st.integers(1, 100), st.integers(1, 40), st.sampled_from([1, 2, 8]))
+def test_ranks_differ_by_at_most_one_trajectory_when_balanced_by_cost(lengths, even, ranks, align):
+    """Also with more ranks than trajectories; attention may cost more than all the rest."""
+    cost = SequenceCost(even)
+    costs = [cost(-(-n // align) * align) for n in lengths]
+    plan = plan_micro_batches(lengths, 70, ranks, align, cost=cost)
+    assert sorted(j for rank in plan for m in rank for j in m.trajectories) == list(range(len(lengths)))
+    loads = [sum(costs[j] for m in rank for j in m.trajectories) for rank in plan]
+    assert max(loads) - min(loads) <= max(costs) * (1 + 1e-9)
+
+
+@given(lengths_of_batches, st.integers(1, 100), st.integers(1, 4))
+def test_micro_batches_come_costliest_first_when_ranks_keep_step(lengths, budget, ranks):
+    cost = SequenceCost(20.0)
+    for rank in plan_micro_batches(lengths, budget, ranks, cost=cost):
+        loads = [sum(cost(lengths[j]) for j in m.trajectories) for m in rank]
+        assert loads == sorted(loads, reverse=True)
+
+
+def test_micro_batches_are_even_when_a_tight_packing_would_leave_crumbs():
+    (plan,) = plan_micro_batches([10] * 6, budget=50, ranks=1)
+    assert [len(m.trajectories) for m in plan] == [3, 3]  # not five and one
+
+
+def test_one_long_trajectory_counts_as_several_short_ones_when_attention_does():
+    lengths = [1000] + [100] * 20
+    by_tokens = plan_micro_batches(lengths, 10_000, 2)
+    by_cost = plan_micro_batches(lengths, 10_000, 2, cost=SequenceCost(500.0))
+    assert [sum(len(m.trajectories) for m in rank) for rank in by_tokens] == [6, 15]
+    assert [sum(len(m.trajectories) for m in rank) for rank in by_cost] == [1, 20]
 
 
 @given(lengths_of_batches, st.sampled_from([1, 2, 8]), st.data())

@@ -34,10 +34,11 @@ from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
 from async_rl.weights.broadcast import open_store
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
+from trainer.megatron.cost import sequence_cost
 from trainer.megatron.cpu import has_transformer_engine
 from trainer.megatron.packing import Packing
 from trainer.megatron.padding import count_real_tokens, mask_for
-from trainer.megatron.replay import RouterReplayAdapter, Rows, local_rows
+from trainer.megatron.replay import RouterReplayAdapter, Rows, local_rows, moe_layer_numbers
 
 Result = TypeVar("Result")
 
@@ -166,6 +167,9 @@ class MegatronModel:
         self.bridge = HFBridge(path, dtype, **_transformer_config(recompute, replay))
         self.config = self.bridge.config
         self._check_layout()
+        self.cost = sequence_cost(
+            self.config, self.bridge.hf_config.vocab_size, len(moe_layer_numbers(self.config))
+        )
         modules = self.bridge.build()
         for module in modules:
             for parameter in module.parameters():
@@ -294,6 +298,8 @@ class MegatronModel:
     def keep_reference(self) -> None:
         """Remember the weights as they are, on the host: those of the reference policy."""
         self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
+        if self.device.type == "cuda":  # from pinned memory the copies back need not wait for each other
+            self._reference = [p.pin_memory() for p in self._reference]
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:
@@ -312,7 +318,7 @@ class MegatronModel:
     def _overwrite(self, values: Sequence[torch.Tensor]) -> None:
         # In place: with the distributed optimizer parameters are views of one buffer.
         for parameter, value in zip(self._parameters(), values, strict=True):
-            parameter.copy_(value)
+            parameter.copy_(value, non_blocking=True)
 
     @property
     def _interleaved(self) -> int:

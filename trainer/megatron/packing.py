@@ -8,7 +8,7 @@ Routing rows stay: row i belongs to token i being fed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -67,13 +67,19 @@ def split_updates(group_index: Int32Array, updates: int) -> list[list[int]]:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], budget: int, ranks: int, align: int = 1, multiple: int = 1
+    lengths: Sequence[int],
+    budget: int,
+    ranks: int,
+    align: int = 1,
+    multiple: int = 1,
+    cost: Callable[[int], float] = float,
 ) -> list[list[MicroBatch]]:
     """Distribute trajectories over data-parallel ranks and cut each rank's share into micro-batches.
 
-    Shares are balanced in tokens (longest first, to the rank that has least). Within a rank a micro-batch
-    holds at most `budget` tokens, padding included; a longer trajectory stands alone. All ranks get the same
-    number of micro-batches, because experts and gradients are exchanged in step: some may be empty.
+    Shares are balanced by cost (the costliest first, to the rank that has least), and so are the
+    micro-batches of a share. A micro-batch holds at most `budget` tokens, padding included; a longer
+    trajectory stands alone. All ranks get the same number of micro-batches, the costliest first, because
+    experts and gradients are exchanged in step: a rank with few trajectories has empty ones.
 
     Args:
         lengths: Tokens of each trajectory.
@@ -81,31 +87,36 @@ def plan_micro_batches(
         ranks: Data-parallel ranks.
         align: Every trajectory is padded to a multiple of this.
         multiple: Their number is a multiple of this.
+        cost: Of a trajectory by its padded length; must not fall.
 
     Returns:
         `[rank][micro-batch]`; every trajectory occurs once.
     """
     padded = [-(-n // align) * align for n in lengths]
-    by_length = sorted(range(len(padded)), key=lambda j: (-padded[j], j))
+    costs = [cost(n) for n in padded]
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for j in by_length:
+    loads = [0.0] * ranks
+    for j in sorted(range(len(costs)), key=lambda j: (-costs[j], j)):
         rank = loads.index(min(loads))
         shares[rank].append(j)
-        loads[rank] += padded[j]
-    bins = [_first_fit(share, padded, budget) for share in shares]
-    count = -(-max((len(b) for b in bins), default=0) // multiple) * multiple
-    return [
-        [MicroBatch(tuple(sorted(members))) for members in rank_bins]
-        + [MicroBatch(())] * (count - len(rank_bins))
-        for rank_bins in bins
-    ]
+        loads[rank] += costs[j]
+    tight = [_first_fit(share, padded, budget) for share in shares]
+    count = -(-max((len(bins) for bins in tight), default=0) // multiple) * multiple
+    plan = []
+    for share, bins in zip(shares, tight, strict=True):
+        even = _even_fit(share, padded, costs, budget, count)
+        if even is None:
+            even = bins + [[] for _ in range(count - len(bins))]
+        even.sort(key=lambda members: -sum(costs[j] for j in members))
+        plan.append([MicroBatch(tuple(sorted(members))) for members in even])
+    return plan
 
 
 def _first_fit(share: list[int], padded: list[int], budget: int) -> list[list[int]]:
+    """The fewest bins, or nearly: each trajectory, longest first, into the first that has room."""
     bins: list[list[int]] = []
     free: list[int] = []
-    for j in share:  # longest first
+    for j in share:
         place = next((i for i, room in enumerate(free) if room >= padded[j]), None)
         if place is None:
             bins.append([j])
@@ -113,6 +124,23 @@ def _first_fit(share: list[int], padded: list[int], budget: int) -> list[list[in
         else:
             bins[place].append(j)
             free[place] -= padded[j]
+    return bins
+
+
+def _even_fit(
+    share: list[int], padded: list[int], costs: list[float], budget: int, count: int
+) -> list[list[int]] | None:
+    """So many bins of about the same cost: each trajectory into the cheapest that has room, if one has."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    tokens, loads = [0] * count, [0.0] * count
+    for j in share:
+        roomy = [i for i in range(count) if not bins[i] or tokens[i] + padded[j] <= budget]
+        if not roomy:
+            return None
+        place = min(roomy, key=loads.__getitem__)
+        bins[place].append(j)
+        tokens[place] += padded[j]
+        loads[place] += costs[j]
     return bins
 
 
