@@ -17,6 +17,9 @@ from async_rl.types import Int32Array, RoutingTrace, VersionSpan
 
 InterruptMode = Literal["abort", "retract", "in_place"]
 
+MemoryPart = Literal["weights", "kv_cache", "cuda_graph"]
+"""What an engine can give back of a device, by SGLang's tags."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn."""
@@ -182,6 +185,19 @@ class Engine(Protocol):
         Raises:
             EnvironmentNotReady: With the engine's last words, when it will not answer.
         """
+        ...
+
+    async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """Give device memory back; what was in it is lost. Called by `engines.memory` alone: an engine dies
+        when it is asked while anything runs, or for what it does not hold.
+
+        Raises:
+            EngineError: When it did not; what it holds is then unknown.
+        """
+        ...
+
+    async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """Take it again, with nothing of use in it. Likewise: an engine dies when it holds it already."""
         ...
 
     async def close(self) -> None:

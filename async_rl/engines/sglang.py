@@ -14,8 +14,8 @@ What SGLang is asked for and what it answers was checked against 0.5.23; servers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -35,6 +35,7 @@ from async_rl.engines.protocol import (
     GroupInvite,
     InterruptMode,
     RoutingPayload,
+    MemoryPart,
     WeightUpdate,
 )
 from async_rl.engines.sglang_routing import PIECE_BYTES, RoutingText, RoutingWire, receiving
@@ -399,7 +400,7 @@ class SGLangEngine:
             "update_weight_version", {"new_version": version, "abort_all_requests": False}
         )
 
-    async def _flush(self) -> None:
+    async def _flush(self, before: str = "has new weights but ") -> None:
         endpoint = (self._url / "flush_cache").with_query(timeout=_FLUSH_LIMIT_S)
         try:
             async with asyncio.timeout(_FLUSH_LIMIT_S + self._request_timeout_s):
@@ -411,8 +412,8 @@ class SGLangEngine:
             ) from e
         if status != 200:
             raise WeightSyncError(
-                f"{self._engine_id} has new weights but would not flush its prefix cache within "
-                f"{_FLUSH_LIMIT_S} s: {text.strip()}. Interrupt it by abort or retract before an update"
+                f"{self._engine_id} {before}would not flush its prefix cache within {_FLUSH_LIMIT_S} s: "
+                f"{text.strip()}. Interrupt it by abort or retract before an update"
             )
 
     # -- health -------------------------------------------------------------------------------------------
@@ -440,6 +441,21 @@ class SGLangEngine:
                     await asyncio.sleep(delay_s)
                     delay_s = min(delay_s * 1.5, 0.5)
         except TimeoutError as e:
+    # -- memory -------------------------------------------------------------------------------------------
+
+    async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.release_memory`. Bounded in time by its caller.
+
+        The scheduler asserts that it is idle, and a stream that has ended here may have its last batch there
+        yet. It flushes its cache only when it is idle, so a flush that goes through comes first.
+        """
+        await self._flush(before="")
+        await self._update_command("release_memory_occupation", {"tags": list(parts)})
+
+    async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.resume_memory`. Bounded in time by its caller."""
+        await self._update_command("resume_memory_occupation", {"tags": list(parts)})
+
             raise EnvironmentNotReady(
                 f"{self._engine_id} at {self._url} did not answer within engine.start_timeout_s = "
                 f"{self._start_timeout_s}"
@@ -567,7 +583,7 @@ class SGLangEngine:
             raise EngineError(f"{self._engine_id} at {self._url} cannot be reached: {e!r}") from e
         if response.status in (401, 403):
             raise EngineError(f"{self._engine_id} refuses our admin key for /{endpoint}")
-        if not text:
+        if text in (b"", b"null"):  # the endpoints of memory have nothing to say
             return response.status, _Answer()
         return response.status, self._parse(text, endpoint, _Answer)
 

@@ -29,6 +29,7 @@ from async_rl.engines.protocol import (
     GenerateRequest,
     GroupInvite,
     InterruptMode,
+    MemoryPart,
     RoutingPayload,
     WeightUpdate,
 )
@@ -58,8 +59,10 @@ _EOS = 2
 
 CallFault = Literal["die", "hang", "wrong_rows", "nan", "lose", "repeat"]
 UpdateFault = Literal["refuse_flush", "partial_update"]
+MemoryFault = Literal["refuse_memory", "hang_memory"]
 _CALL_FAULTS = frozenset(get_args(CallFault))
 _UPDATE_FAULTS = frozenset(get_args(UpdateFault))
+_MEMORY_FAULTS = frozenset(get_args(MemoryFault))
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -73,9 +76,11 @@ class Fault(msgspec.Struct, frozen=True):
     repeat: a chunk comes twice, and once too often for the engine's count.
     refuse_flush: an update loads the weights and is refused the flush at first.
     partial_update: an update fails halfway; the engine still reports the old version.
+    refuse_memory: device memory is given back or taken, and the answer is an error.
+    hang_memory: the same, and there is no answer.
     """
 
-    kind: CallFault | UpdateFault
+    kind: CallFault | UpdateFault | MemoryFault
     after_tokens: int = 1
     """Tokens of the call that are delivered before it happens."""
 
@@ -208,6 +213,8 @@ class SimulatedEngine:
         self._pages: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._queue: deque[_Call] = deque()
         self._running: list[_Call] = []
+        self.missing: set[MemoryPart] = set()
+        """Of the device memory: what it has given back."""
         self._calls: dict[_Call, None] = {}  # ordered, so that a run can be repeated
         self._idle = asyncio.Event()
         self._idle.set()
@@ -236,6 +243,9 @@ class SimulatedEngine:
                 f"{self._engine_id} refused the call {request.request_id}: routing from position "
                 f"{request.routing_start} of a prompt of {len(request.input_ids)} tokens"
             )
+        if self.missing:
+            self.die()
+            raise EngineError(f"{self._engine_id} died: it was called without {self.missing}")
         call = _Call(request, self._next_fault(_CALL_FAULTS))
         self._calls[call] = None
         self._idle.clear()
@@ -451,9 +461,46 @@ class SimulatedEngine:
         """See `Engine.leave_weight_group`."""
         self._check_alive()
 
+    async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.release_memory`. It dies of a wrong one, as a server does."""
+        self._check_alive()
+        if self._calls or self.missing.intersection(parts):
+            self.die()
+            raise EngineError(f"{self._engine_id} died: it runs {len(self._calls)} calls without {self.missing}")
+        fault = self._next_fault(_MEMORY_FAULTS)
+        self.missing.update(parts)
+        if "kv_cache" in parts:
+            self._pages.clear()
+        await self._fail_in_memory(fault)
+
+    async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.resume_memory`."""
+        self._check_alive()
+        if not self.missing.issuperset(parts):
+            self.die()
+            raise EngineError(f"{self._engine_id} died: it was to take {parts}, and lacks {self.missing}")
+        fault = self._next_fault(_MEMORY_FAULTS)
+        self.missing.difference_update(parts)
+        if "weights" in parts:
+            self._version = -1  # there is nothing of use in it yet
+        await self._fail_in_memory(fault)
+
+    async def _fail_in_memory(self, fault: Fault | None) -> None:
+        """What becomes of a change of memory: the time it takes, and the fault that it meets."""
+        deaths = self._deaths
+        await asyncio.sleep(self._update_s / 4)
+        self._check_alive(deaths)
+        if fault is not None and fault.kind == "hang_memory":
+            await asyncio.Future()
+        if fault is not None:
+            raise WeightSyncError(f"{self._engine_id} refused to change what it holds")
+
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
         """See `Engine.update_weights`. Waits for running calls unless they stand still, as SGLang does."""
         self._check_alive()
+        if "weights" in self.missing:
+            self.die()
+            raise EngineError(f"{self._engine_id} died: it was given weights and no memory for them")
         deaths = self._deaths
         if not self._standing_still:
             await self._idle.wait()
@@ -504,6 +551,7 @@ class SimulatedEngine:
         self._dead = self._standing_still = False
         self._version = 0
         self._pages.clear()
+        self.missing.clear()
 
     async def close(self) -> None:
         """See `Engine.close`."""

@@ -21,7 +21,7 @@ import asyncio
 import heapq
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from itertools import count
 from typing import Literal
 
@@ -35,6 +35,7 @@ from async_rl.engines.protocol import (
     GenerateRequest,
     GroupInvite,
     InterruptMode,
+    MemoryPart,
     RoutingPayload,
     WeightUpdate,
 )
@@ -347,6 +348,12 @@ class CoarseEngine:
         self._marks.append((self._progress, self._version))
         if flush:
             self._prefixes.clear()
+
+    async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.release_memory`: plans are of devices that nobody shares."""
+
+    async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.resume_memory`."""
 
     # -- health -----------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import SimulatedEngines
+from async_rl.engines.memory import stop
 from async_rl.engines.protocol import DiskUpdate, Engine, check_partition
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import PromptTooLong, RequestRefused, WeightSyncError
@@ -390,3 +391,34 @@ async def test_an_update_fails_when_running_calls_refuse_the_flush(
             await subject.load(1, flush=True)
         await subject.engine.resume_generation("in_place")
     assert len(running.token_ids) == 200
+
+
+# -- memory ---------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_answers_as_before_when_it_gave_its_memory_back_and_was_loaded_again(
+    subject: Subject,
+) -> None:
+    before = await call(subject.engine, PROMPT, 5)
+    empty = await (await stop(subject.engine)).release()
+    loadable = await empty.resume_weights()
+    await subject.load(0)
+    await loadable.resume_rest()
+    after = await call(subject.engine, PROMPT, 5)
+    assert after.token_ids == before.token_ids
+    assert after.finish.cached_tokens == 0
+
+
+async def test_a_call_ends_with_what_it_has_when_its_engine_is_to_give_its_memory_back(
+    subject: Subject,
+) -> None:
+    running = Call(subject.engine, request(PROMPT, LONG))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(running.run())
+        await running.has_tokens(2)
+        empty = await (await stop(subject.engine)).release()
+    assert running.finish.reason == "abort"
+    loadable = await empty.resume_weights()
+    await subject.load(0)
+    await loadable.resume_rest()
+    assert len((await call(subject.engine, running.sequence, 3)).token_ids) == 3

@@ -1,0 +1,157 @@
+"""What an engine survives of a hand-over, and that nothing else can be asked of it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import SimulatedEngines
+from async_rl.engines.memory import Empty, Loadable, Stopped, stop
+from async_rl.engines.protocol import DiskUpdate, MemoryPart
+from async_rl.engines.simulated import Fault, SimulatedEngine
+from async_rl.errors import EngineError, InvariantError
+from async_rl.simulation.virtual_time import in_virtual_time
+from tests.support.engine_calls import Call, call, request
+
+ROOT = Path(__file__).parents[2]
+ALL: tuple[MemoryPart, ...] = ("kv_cache", "cuda_graph", "weights")
+
+
+def engine(**settings: float) -> SimulatedEngine:
+    return SimulatedEngine("engine-0", SimulatedEngines(**settings), seed=1, update_s=1.0)
+
+
+def update(version: int) -> DiskUpdate:
+    return DiskUpdate(weight_version=version, path="")
+
+
+@in_virtual_time
+async def test_an_engine_answers_under_its_new_weights_when_it_has_been_through_a_hand_over() -> None:
+    subject = engine()
+    empty = await (await stop(subject)).release()
+    assert subject.missing == set(ALL)
+    loadable = await empty.resume_weights()
+    assert subject.missing == {"kv_cache", "cuda_graph"}
+    await subject.update_weights(update(3), flush=True)
+    await loadable.resume_rest()
+    assert subject.missing == set()
+    ended = await call(subject, [5, 6, 7], 4)
+    assert {span.weight_version for span in ended.finish.version_spans} == {3}
+
+
+@in_virtual_time
+async def test_running_calls_end_with_what_they_have_when_an_engine_is_stopped() -> None:
+    subject = engine(mean_new_tokens=1e6)
+    running = Call(subject, request([5, 6, 7], 1000))
+    async with asyncio.TaskGroup() as group:
+        ended = group.create_task(running.run())
+        await running.has_tokens(1)
+        await (await stop(subject)).release()
+    assert ended.result().finish.reason == "abort"
+    assert ended.result().token_ids
+
+
+@in_virtual_time
+async def test_weights_can_be_given_back_when_nothing_was_loaded_into_them() -> None:
+    subject = engine()
+    loadable = await (await (await stop(subject)).release()).resume_weights()
+    await loadable.release()
+    assert subject.missing == set(ALL)
+    assert (await subject.health()).weight_version is not None  # it lives
+
+
+@in_virtual_time
+async def test_nothing_is_sent_when_an_object_is_used_a_second_time() -> None:
+    subject = engine()
+    stopped = await stop(subject)
+    empty = await stopped.release()
+    loadable = await empty.resume_weights()
+    for again in (stopped.release, empty.resume_weights):
+        with pytest.raises(InvariantError, match="a second time"):
+            await again()
+    await loadable.resume_rest()
+    for again in (loadable.resume_rest, loadable.release):
+        with pytest.raises(InvariantError, match="a second time"):
+            await again()
+    assert (await call(subject, [5, 6, 7], 2)).token_ids
+
+
+@in_virtual_time
+@pytest.mark.parametrize("cut", ["refused", "cancelled"])
+async def test_nobody_can_try_again_when_an_attempt_has_failed(cut: str) -> None:
+    subject = engine()
+    stopped = await stop(subject)
+    if cut == "refused":
+        subject.faults.append(Fault("refuse_memory"))
+        with pytest.raises(EngineError, match="refused"):
+            await stopped.release()
+    else:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await stopped.release()
+    with pytest.raises(InvariantError, match="a second time"):
+        await stopped.release()
+
+
+@in_virtual_time
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "release while it runs",
+        "release twice",
+        "resume what it holds",
+        "load into nothing",
+        "call in between",
+    ],
+)
+async def test_the_simulated_engine_dies_when_it_is_asked_what_kills_a_server(wrong: str) -> None:
+    subject = engine(mean_new_tokens=1e6)
+    running = Call(subject, request([5, 6, 7], 1000))
+    with pytest.raises((EngineError, ExceptionGroup), match="died|unhandled"):
+        match wrong:
+            case "release while it runs":
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(running.run())
+                    await running.has_tokens(1)
+                    await subject.release_memory(ALL)
+            case "release twice":
+                await subject.release_memory(ALL)
+                await subject.release_memory(("weights",))
+            case "resume what it holds":
+                await subject.resume_memory(("weights",))
+            case "load into nothing":
+                await subject.release_memory(ALL)
+                await subject.update_weights(update(1), flush=True)
+            case "call in between":
+                await subject.release_memory(ALL)
+                await subject.resume_memory(("weights",))
+                await running.run()
+    with pytest.raises(EngineError, match="cannot be reached"):
+        await subject.health()
+
+
+def test_nobody_else_touches_the_memory_of_an_engine() -> None:
+    """The states prove something only while they are the one way."""
+    calls = {"release_memory", "resume_memory"}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "async_rl").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in calls
+    }
+    assert found <= {"async_rl/engines/memory.py", "async_rl/simulation/engines.py"}
+
+
+def test_there_is_no_way_to_a_state_but_through_the_one_before_it() -> None:
+    ways = {
+        kind.__name__: {name for name in vars(kind) if not name.startswith("_")}
+        for kind in (Stopped, Empty, Loadable)
+    }
+    assert ways == {
+        "Stopped": {"release"},
+        "Empty": {"resume_weights"},
+        "Loadable": {"resume_rest", "release"},
+    }
