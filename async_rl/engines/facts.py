@@ -128,6 +128,7 @@ _HAS_EXPERTS: dict[str, Callable[[dict[str, Any], int], bool]] = {
     "deepseek_v3": _after_dense_layers,
     "glm4_moe": _after_dense_layers,
     "kimi_k2": _after_dense_layers,
+    "mixtral": lambda config, layer: True,
     "qwen2_moe": _sparse_step,
     "qwen3_moe": _sparse_step,
 }

@@ -1,6 +1,7 @@
-"""DeepSeek-V3 and Qwen2-MoE in the trainer: against Hugging Face, with routing replayed, in every layout."""
+"""Each architecture in the trainer: against Hugging Face, with routing replayed, over several ranks."""
 
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from async_rl.engines.facts import load_facts
 from async_rl.errors import ConfigError
@@ -16,7 +17,9 @@ from tests.integration.test_trainer_parity import hf_log_probs
 from tests.support.tiny_model import (
     amend_config,
     build_tiny_deepseek_v3,
+    build_tiny_dense,
     build_tiny_glm4_moe,
+    build_tiny_mixtral,
     build_tiny_qwen2_moe,
     build_tiny_qwen3_moe,
 )
@@ -50,7 +53,26 @@ TWO_SCALES = {
 }
 NO_SCALES = {key: value for key, value in TWO_SCALES.items() if "mscale" not in key}
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+DENSE = {
+    "llama": lambda path: build_tiny_dense(path, "llama", std=0.3, rope_parameters=LLAMA3_ROPE),
+    "llama, plain rope, tied": lambda path: build_tiny_dense(
+        path, "llama", std=0.3, head_dim=24, tie_word_embeddings=True
+    ),
+    "qwen2": lambda path: build_tiny_dense(path, "qwen2", std=0.3),
+    "qwen3": lambda path: build_tiny_dense(path, "qwen3", std=0.3, head_dim=16),
+}
+
 MODELS = {
+    "mixtral": lambda path: build_tiny_mixtral(path, std=0.3),
     "deepseek_v3": lambda path: build_tiny_deepseek_v3(path, std=0.3),
     "deepseek_v3, whole queries, plain rope": lambda path: build_tiny_deepseek_v3(
         path, std=0.3, q_lora_rank=None, rope_parameters=PLAIN_ROPE, num_groups=1, top_groups=1
@@ -80,7 +102,7 @@ def folder(tmp_path_factory):
     def of(name: str) -> Path:
         path = parent / name
         if not path.exists():
-            MODELS[name](path)
+            (MODELS | DENSE)[name](path)
         return path
 
     return of
@@ -93,6 +115,8 @@ def deepseek(folder):
 
 def batch_for(path: Path, **fields):
     facts = load_facts(path)
+    if not facts.is_moe:
+        return random_batch(routing=False, **fields)
     return random_batch(layers=facts.moe_layers, experts=facts.num_experts, top_k=facts.top_k, **fields)
 
 
@@ -104,7 +128,7 @@ def routers(worker):
     return [m for chunk in worker.model.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *DENSE])
 def test_log_probs_and_weights_are_hugging_faces_when_the_model_is_float32(folder, name):
     path = folder(name)
     batch = batch_for(path)
@@ -118,6 +142,24 @@ def test_log_probs_and_weights_are_hugging_faces_when_the_model_is_float32(folde
         assert set(exported) == set(original)
         assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
     assert reference.std() > 0.5
+
+
+def test_llama_3_rotates_more_slowly_when_its_config_says_so(folder, tmp_path):
+    """Control: parity above would not hold if the trainer took the rotation for the plain one."""
+    scaled, batch = folder("llama"), random_batch(routing=False)
+    shutil.copytree(scaled, tmp_path / "plain")
+    amend_config(tmp_path / "plain", rope_parameters=PLAIN_ROPE)
+    difference = hf_log_probs(scaled, batch) - hf_log_probs(tmp_path / "plain", batch)
+    assert np.abs(difference).max() > 1e-3
+
+
+def test_a_tied_model_leaves_nothing_behind_for_one_that_is_not(folder):
+    """The bridge notes ties in tables that all models of a class would share."""
+    for name, lm_head in (("llama, plain rope, tied", False), ("llama", True)):
+        with started(trainer_config(folder(name), replay=False)) as worker:
+            names = [spec.name for bucket in worker.plan_buckets(1 << 20) for spec in bucket]
+        assert ("lm_head.weight" in names) == lm_head
+        assert len(set(names)) == len(names)
 
 
 def test_experts_are_hugging_faces_when_groups_and_a_bias_select(deepseek):
@@ -288,6 +330,51 @@ def test_a_deepseek_is_refused_when_megatron_would_compute_another_model(deepsee
     amend_config(tmp_path, **change)
     with pytest.raises(ConfigError, match=words), started(trainer_config(tmp_path)):
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("llama", {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 2.0}}, "low_freq_factor = 2.0"),
+        (
+            "llama",
+            {"rope_parameters": PLAIN_ROPE | {"rope_type": "linear", "factor": 2.0}},
+            "or 'llama3' for",
+        ),
+        ("llama", {"attention_bias": True}, "attention_bias = True"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok above 1 = False"),
+    ],
+)
+def test_a_model_is_refused_when_megatron_would_compute_another(folder, tmp_path, name, change, words):
+    (tmp_path / "config.json").write_text((folder(name) / "config.json").read_text())
+    amend_config(tmp_path, **change)
+    with pytest.raises(ConfigError, match=words), started(trainer_config(tmp_path, replay=False)):
+        pass
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_layers_of_multi_token_prediction_stay_as_they_are_when_published(folder, tmp_path, name):
+    path = tmp_path / "model"
+    shutil.copytree(folder(name), path)
+    drafting = {
+        "model.layers.3.eh_proj.weight": torch.randn(32, 64, dtype=torch.bfloat16),
+        "model.layers.3.mlp.experts.0.up_proj.weight": torch.randn(32, 32),
+    }
+    save_file(drafting, path / "model-drafting.safetensors")
+    amend_config(path, num_nextn_predict_layers=1)
+    with started(trainer_config(path)) as worker:
+        assert not any("mtp" in n for chunk in worker.model.chunks for n, _ in chunk.named_parameters())
+        worker.train_on(batch_for(path), 1)
+        worker.publish(str(tmp_path / "out"), 1)
+        sent = {spec.name for bucket in worker.plan_buckets(1 << 20) for spec in bucket}
+    published = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(published) == set(load_file(path / "model.safetensors")) | set(drafting)
+    assert all(torch.equal(published[name], tensor) for name, tensor in drafting.items())
+    assert not sent & set(drafting)  # engines that do not draft have nowhere to put them
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
 
 
 LAYOUTS = {

@@ -116,8 +116,8 @@ def test_bfloat16_model_says_so_when_published(moe, tmp_path):
     ("change", "words"),
     [
         (
-            {"model_type": "llama", "head_dim": 16},
-            "type 'llama'; the trainer knows deepseek_v3, glm4_moe, qwen2_moe, qwen3, qwen3_moe",
+            {"model_type": "gpt_oss", "head_dim": 16},
+            "type 'gpt_oss'; the trainer knows deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe, qwen3",
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias = True"),

@@ -78,6 +78,35 @@ def build_tiny_qwen3(
     return _save(Qwen3ForCausalLM, config, path, std, seed)
 
 
+def build_tiny_dense(path: Path, kind: str, *, std: float = 0.1, seed: int = 0, **config: Any) -> Path:
+    """Write a random dense model in float32; `kind` is a `model_type`, `config` overrides its fields."""
+    declare_torchvision_ops()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return _save(
+        AutoModelForCausalLM.from_config, AutoConfig.for_model(kind, **(fields | config)), path, std, seed
+    )
+
+
+def build_tiny_mixtral(path: Path, *, std: float = 0.1, seed: int = 0, **config: Any) -> Path:
+    """Write a random Mixtral in float32: experts in every layer, gates of the chosen ones normalised."""
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
+    return build_tiny_dense(path, "mixtral", std=std, seed=seed, **(experts | config))
+
+
 def build_tiny_qwen2_moe(
     path: Path,
     *,

@@ -40,6 +40,11 @@ DEEPSEEK = BASE | {
         (DEEPSEEK | {"moe_layer_freq": 2}, (4,), 256),
         (DEEPSEEK | {"moe_layer_freq": [0, 0, 0, 1, 0, 1]}, (3, 5), 256),
         (DEEPSEEK | {"first_k_dense_replace": 0, "num_nextn_predict_layers": 1}, (0, 1, 2, 3, 4, 5), 256),
+        (
+            BASE | {"model_type": "mixtral", "num_local_experts": 16, "num_experts_per_tok": 8},
+            (0, 1, 2, 3, 4, 5),
+            16,
+        ),
         ({"model_type": "qwen3_vl", "text_config": QWEN3}, (0, 1, 2, 3, 4, 5), 128),
     ],
 )

@@ -1,0 +1,386 @@
+"""What the trainer knows of each architecture: its Megatron config, and what of config.json it refuses.
+
+mbridge knows the names of the weights and how they are split. Configs are built here, from config.json as
+transformers 5 has it: mbridge takes some fields for granted, and reads others where they no longer are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mbridge.core.safetensor_io import SafeTensorIO
+from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+from mbridge.models.glm4moe import GLM4MoEBridge
+from mbridge.models.llama import LLaMABridge
+from mbridge.models.mixtral import MixtralBridge
+from mbridge.models.qwen2 import Qwen2Bridge
+from mbridge.models.qwen2moe import Qwen2MoEBridge
+from mbridge.models.qwen3 import Qwen3Bridge
+from mbridge.models.qwen3moe import Qwen3MoEBridge
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from async_rl.errors import ConfigError
+from trainer.megatron.attention import PackedAttention
+from trainer.megatron.cpu import has_transformer_engine
+
+
+class _Spec:
+    """What both bridges need beside mbridge's own: the local spec, config.json as transformers 5 has it."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+        local = {} if has_transformer_engine() else _LOCAL_SPEC
+        self._fields = {**local, **fields}
+        if getattr(hf_config, "head_dim", None) is None:  # said to be null by Mixtral
+            hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge writes tied embeddings into its class's
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron deprecates defaults of its own
+            super().__init__(hf_config, dtype=dtype)
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        return super()._build_base_config(text_config_key, **{**kwargs, **self._fields})
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        self.has_vp_stage = True
+        fused = has_transformer_engine()
+        spec = get_gpt_decoder_block_spec(
+            self.config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=vp_stage
+        )
+        if not fused:
+            for layer in spec.layer_specs:
+                attention = layer.submodules.self_attention.submodules
+                attention.core_attention = PackedAttention
+                if self.config.multi_latent_attention:
+                    # The spec shards the down-projections by columns and gathers what comes out. Heads share
+                    # the rotary part of the keys, and its gradient would be that of one rank's heads alone.
+                    # Replicated, as with TransformerEngine, gradients are summed over the tensor ranks.
+                    attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+        return spec
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self.hf_config.vocab_size,
+            "max_sequence_length": self.hf_config.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": self.hf_config.rope_parameters["rope_theta"],
+        }
+
+
+class _Llama(_Spec, LLaMABridge):
+    """Llama 2 and 3."""
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        rope = self.hf_config.rope_parameters
+        args = super()._get_gptmodel_args()
+        if rope.get("rope_type", "default") == "llama3":
+            args |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        return args
+
+
+class _Qwen2(_Spec, Qwen2Bridge):
+    """Dense Qwen2 and Qwen2.5."""
+
+
+class _Qwen3(_Spec, Qwen3Bridge):
+    """Dense Qwen3."""
+
+
+class _Mixtral(_Spec, MixtralBridge):
+    """Mixtral. mbridge lets the gates of the chosen experts sum to less than 1."""
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        kwargs["moe_router_pre_softmax"] = False
+        return super()._build_base_config(text_config_key, **kwargs)
+
+
+class _Qwen3MoE(_Spec, Qwen3MoEBridge):
+    """Qwen3-MoE, also with dense layers in between."""
+
+    _MLP_MAPPING = {**Qwen3MoEBridge._MLP_MAPPING, **Qwen3Bridge._MLP_MAPPING}  # noqa: RUF012 - mbridge's way
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
+        kwargs["moe_layer_freq"] = moe_layer_pattern(self.hf_config)
+        return super()._build_base_config(text_config_key, **kwargs)
+
+
+class _Qwen2MoE(_Spec, Qwen2MoEBridge):
+    """Qwen2-MoE: a gated shared expert, biases in attention; also with dense layers in between."""
+
+    _MLP_MAPPING = {**Qwen2MoEBridge._MLP_MAPPING, **Qwen3Bridge._MLP_MAPPING}  # noqa: RUF012 - mbridge's way
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
+        kwargs["moe_layer_freq"] = moe_layer_pattern(self.hf_config)
+        kwargs["moe_shared_expert_gate"] = True
+        return super()._build_base_config(text_config_key, **kwargs)
+
+
+class _DeepseekV3(_Spec, DeepseekV3Bridge):
+    """DeepSeek-V3 without its multi-token prediction, which the engines do not use either.
+
+    The config is built here and not by mbridge: that one leaves out the groups of experts, reads the rotary
+    settings where transformers 5 no longer keeps them, and takes layers for the prediction of further tokens.
+    """
+
+    def _build_config(self) -> Any:
+        hf = self.hf_config
+        grouped = hf.n_group != hf.topk_group  # otherwise every group is taken
+        # Megatron calls its fused kernel for latent attention experimental, and it exists for YaRN only.
+        self._fields = {**self._fields, "apply_rope_fusion": False}
+        return self._build_base_config(
+            qk_layernorm=True,
+            q_lora_rank=hf.q_lora_rank,
+            kv_lora_rank=hf.kv_lora_rank,
+            qk_head_dim=hf.qk_nope_head_dim,
+            qk_pos_emb_head_dim=hf.qk_rope_head_dim,
+            v_head_dim=hf.v_head_dim,
+            **_latent_rope(hf.rope_parameters),
+            num_moe_experts=hf.n_routed_experts,
+            moe_layer_freq=moe_layer_pattern(hf),
+            moe_ffn_hidden_size=hf.moe_intermediate_size,
+            moe_shared_expert_intermediate_size=hf.moe_intermediate_size * hf.n_shared_experts,
+            moe_router_topk=hf.num_experts_per_tok,
+            moe_router_num_groups=hf.n_group if grouped else None,
+            moe_router_group_topk=hf.topk_group if grouped else None,
+            moe_router_topk_scaling_factor=hf.routed_scaling_factor,
+            moe_router_score_function="sigmoid",
+            moe_router_dtype="fp32",
+            moe_router_enable_expert_bias=True,
+        )
+
+    def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
+        # mbridge dequantises blocks of fp8 here, on a GPU; such checkpoints are refused, see `_EXPECTED`.
+        return SafeTensorIO(weights_path)
+
+
+class _Glm4MoE(_Spec, GLM4MoEBridge):
+    """GLM-4.5 without its multi-token prediction, which the engines do not use either.
+
+    The config is built here and not by mbridge: that one takes one shared expert for granted, adds biases and
+    norms to attention whatever config.json says, and asks for fused kernels.
+    """
+
+    def _build_config(self) -> Any:
+        hf = self.hf_config
+        return self._build_base_config(
+            kv_channels=hf.head_dim,
+            qk_layernorm=hf.use_qk_norm,
+            add_qkv_bias=hf.attention_bias,
+            num_moe_experts=hf.n_routed_experts,
+            moe_layer_freq=moe_layer_pattern(hf),
+            moe_ffn_hidden_size=hf.moe_intermediate_size,
+            moe_shared_expert_intermediate_size=hf.moe_intermediate_size * hf.n_shared_experts,
+            moe_router_topk=hf.num_experts_per_tok,
+            moe_router_topk_scaling_factor=hf.routed_scaling_factor,
+            moe_router_score_function="sigmoid",
+            moe_router_dtype="fp32",
+            moe_router_enable_expert_bias=True,
+        )
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        part = self.hf_config.rope_parameters.get("partial_rotary_factor", 1.0)
+        return super()._get_gptmodel_args() | {"rotary_percent": part}
+
+
+def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary fields of Megatron's `MLATransformerConfig`.
+
+    Source: transformers, `_compute_yarn_parameters` and `yarn_apply_mscale`: the scale of the rotation is 1
+    over both mscales' quotient when both are given, the softmax is scaled by `mscale_all_dim`.
+    """
+    fields: dict[str, Any] = {"rotary_base": rope["rope_theta"]}
+    if rope.get("rope_type", "default") == "default":
+        # The factor scales the softmax for either type.
+        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    both = rope.get("mscale") and rope.get("mscale_all_dim")
+    return fields | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope["mscale"] if both else 1.0,
+        "mscale_all_dim": rope["mscale_all_dim"] if both else 0.0,
+    }
+
+
+_BRIDGES: dict[str, type[_Spec]] = {
+    "deepseek_v3": _DeepseekV3,
+    "glm4_moe": _Glm4MoE,
+    "llama": _Llama,
+    "mixtral": _Mixtral,
+    "qwen2": _Qwen2,
+    "qwen2_moe": _Qwen2MoE,
+    "qwen3": _Qwen3,
+    "qwen3_moe": _Qwen3MoE,
+}
+
+
+def moe_layer_pattern(hf_config: Any) -> list[int]:
+    """Which layers have experts, `[num_layers]` of 0 and 1; all 0 for a dense model.
+
+    Source: transformers, `Qwen3MoeDecoderLayer.__init__`, `DeepseekV3DecoderLayer.__init__` and
+    `Glm4MoeDecoderLayer.__init__`.
+    """
+    layers = range(hf_config.num_hidden_layers)
+    if hf_config.model_type == "mixtral":
+        return [1 for _ in layers]
+    if hf_config.model_type in ("deepseek_v3", "glm4_moe"):
+        return [int(layer >= hf_config.first_k_dense_replace) for layer in layers]
+    num_experts = getattr(hf_config, "num_experts", 0) or 0
+    return [
+        int(
+            num_experts > 0
+            and layer not in hf_config.mlp_only_layers
+            and (layer + 1) % hf_config.decoder_sparse_step == 0
+        )
+        for layer in layers
+    ]
+
+
+_LOCAL_SPEC: dict[str, Any] = {
+    # Fused kernels of Apex and TransformerEngine, which the local spec does without.
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_shared_expert_overlap": False,
+}
+
+
+def bridge_for(hf_config: Any, path: str, dtype: torch.dtype, fields: dict[str, Any]) -> Any:
+    """The bridge of a model, from mbridge, with a config for the current parallel state.
+
+    Args:
+        hf_config: The model's config.json.
+        path: Of its folder, for messages.
+        dtype: Type of the parameters.
+        fields: Of Megatron's `TransformerConfig`; they override the model's.
+
+    Raises:
+        ConfigError: For a model, or a field of it, that the trainer does not know.
+    """
+    kind = hf_config.model_type
+    if kind not in _BRIDGES:
+        raise ConfigError(
+            f"model.path is {path}, a model of type {kind!r}; the trainer knows {', '.join(sorted(_BRIDGES))}"
+        )
+    for field, actual, allowed in _EXPECTED[kind](hf_config):
+        if actual not in allowed:
+            raise ConfigError(
+                f"{path}/config.json has {field} = {actual!r}; the trainer knows only "
+                f"{' or '.join(map(repr, allowed))} for {kind}"
+            )
+    return _BRIDGES[kind](hf_config, dtype, fields)
+
+
+Expectation = tuple[str, Any, tuple[Any, ...]]
+"""A field of config.json, its value, and the values the trainer knows."""
+
+
+def _expected_of_any(hf_config: Any) -> list[Expectation]:
+    return [
+        ("use_sliding_window", getattr(hf_config, "use_sliding_window", False), (False,)),
+        ("hidden_act", hf_config.hidden_act, ("silu",)),
+        ("quantization_config", getattr(hf_config, "quantization_config", None), (None,)),
+    ]
+
+
+def _expected_of_qwen(hf_config: Any) -> list[Expectation]:
+    return [
+        ("rope_parameters.rope_type", hf_config.rope_parameters.get("rope_type", "default"), ("default",)),
+        ("qkv_bias", getattr(hf_config, "qkv_bias", True), (True,)),
+        ("attention_bias", getattr(hf_config, "attention_bias", False), (False,)),
+        *_expected_of_any(hf_config),
+    ]
+
+
+def _expected_of_llama(hf_config: Any) -> list[Expectation]:
+    rope = hf_config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    scaled = (
+        ("low_freq_factor", 1),
+        ("high_freq_factor", 4),
+        ("original_max_position_embeddings", 8192),
+    )  # Megatron has these, and no settings for them
+    return [
+        ("rope_parameters.rope_type", kind, ("default", "llama3")),
+        *((f"rope_parameters.{name}", rope.get(name), (v,)) for name, v in scaled if kind == "llama3"),
+        ("attention_bias", hf_config.attention_bias, (False,)),
+        ("mlp_bias", hf_config.mlp_bias, (False,)),
+        *_expected_of_any(hf_config),
+    ]
+
+
+def _expected_of_mixtral(hf_config: Any) -> list[Expectation]:
+    return [
+        ("rope_parameters.rope_type", hf_config.rope_parameters.get("rope_type", "default"), ("default",)),
+        ("sliding_window", hf_config.sliding_window, (None,)),
+        # Hugging Face normalises the gate of a single expert to 1, and so nothing would train its router.
+        ("num_experts_per_tok above 1", hf_config.num_experts_per_tok > 1, (True,)),
+        *_expected_of_any(hf_config),
+    ]
+
+
+def _expected_of_deepseek(hf_config: Any) -> list[Expectation]:
+    rope = hf_config.rope_parameters
+    groups, top_groups = hf_config.n_group, hf_config.topk_group
+    return [
+        ("rope_parameters.rope_type", rope.get("rope_type", "default"), ("default", "yarn")),
+        ("rope_parameters.attention_factor", rope.get("attention_factor"), (None,)),
+        ("rope_parameters.truncate", rope.get("truncate", True), (True,)),
+        (
+            "both or none of rope_parameters.mscale and mscale_all_dim",
+            bool(rope.get("mscale")) == bool(rope.get("mscale_all_dim")),
+            (True,),
+        ),
+        ("rope_interleave", hf_config.rope_interleave, (True,)),
+        ("num_key_value_heads", hf_config.num_key_value_heads, (hf_config.num_attention_heads,)),
+        ("moe_layer_freq", getattr(hf_config, "moe_layer_freq", 1), (1,)),
+        ("scoring_func", getattr(hf_config, "scoring_func", "sigmoid"), ("sigmoid",)),
+        ("topk_method", getattr(hf_config, "topk_method", "noaux_tc"), ("noaux_tc",)),
+        ("norm_topk_prob", hf_config.norm_topk_prob, (True,)),
+        # Megatron normalises the gates of several experts always, that of a single one never.
+        ("num_experts_per_tok above 1", hf_config.num_experts_per_tok > 1, (True,)),
+        # Hugging Face and SGLang rank groups by their two best experts, Megatron by as many as a chosen group
+        # gives on average. They agree for two, and where all groups are taken anyway.
+        (
+            "num_experts_per_tok / topk_group",
+            2 if groups == top_groups else hf_config.num_experts_per_tok // top_groups,
+            (2,),
+        ),
+        ("attention_bias", hf_config.attention_bias, (False,)),
+        *_expected_of_any(hf_config),
+    ]
+
+
+def _expected_of_glm(hf_config: Any) -> list[Expectation]:
+    return [
+        ("rope_parameters.rope_type", hf_config.rope_parameters.get("rope_type", "default"), ("default",)),
+        ("norm_topk_prob", hf_config.norm_topk_prob, (True,)),
+        # Megatron normalises the gates of several experts always, that of a single one never.
+        ("num_experts_per_tok above 1", hf_config.num_experts_per_tok > 1, (True,)),
+        ("n_group", hf_config.n_group, (1,)),
+        *_expected_of_any(hf_config),
+    ]
+
+
+_EXPECTED: dict[str, Callable[[Any], list[Expectation]]] = {
+    "deepseek_v3": _expected_of_deepseek,
+    "glm4_moe": _expected_of_glm,
+    "llama": _expected_of_llama,
+    "mixtral": _expected_of_mixtral,
+    "qwen2": _expected_of_qwen,
+    "qwen2_moe": _expected_of_qwen,
+    "qwen3": _expected_of_qwen,
+    "qwen3_moe": _expected_of_qwen,
+}
