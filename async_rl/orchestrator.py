@@ -13,6 +13,7 @@
  doctor    waits, states     doctor.look_s                time                               the log, remedies
  journal   what is new       queue.journal_s              time                               the journal
  archive   what has ended    a second                     time                               their database
+ evaluation served versions  one that is due              the pool                           its record
 ```
 
 The order of a step is what keeps the bound hard: take a batch at version n, train, settle it, sync n+1 to the
@@ -54,6 +55,10 @@ from async_rl.errors import (
     StallError,
     TrainerError,
 )
+from async_rl.evaluation import records as evaluations
+from async_rl.evaluation.examiner import Examiner
+from async_rl.evaluation.records import EvaluationRecord, read_evaluations
+from async_rl.evaluation.service import EvaluationService
 from async_rl.metrics import Metrics
 from async_rl.page.feed import Feed
 from async_rl.page.routes import page_routes
@@ -72,7 +77,7 @@ from async_rl.records import (
 )
 from async_rl.recovery import Estate
 from async_rl.report import Progress
-from async_rl.rollout.dataset import load_run_tasks
+from async_rl.rollout.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.rollout.manager import RolloutManager
 from async_rl.supervision import Nursery, first_error, services
 from async_rl.trackers.choice import tracking
@@ -158,6 +163,7 @@ async def run(
     facts = load_facts(config.model.path)
     check_model(config, facts)
     tasks = load_run_tasks(config)
+    validation = load_validation(config.data, prompt_rule(config)) if config.evaluation.enabled else []
     chat = load_chat_format(config.model.path)
     metrics = Metrics()
     orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock)
@@ -175,7 +181,7 @@ async def run(
             progress.start(config, run_dir, url)
         try:
             with announced(url, config.run.name, targets):
-                return await orchestrator.run(tasks, chat, facts, new_id, progress, trackers)
+                return await orchestrator.run(tasks, chat, facts, new_id, progress, trackers, validation)
         finally:
             if progress is not None:
                 progress.stop()
@@ -251,6 +257,9 @@ class Orchestrator:
         self._diagnosis: Diagnosis | None = None
         self._diagnose_again_s = 0.0
         self._trackers: Trackers | None = None
+        self._evaluation: EvaluationService | None = None
+        self.evaluations = read_evaluations(run_dir / evaluations.FILE)
+        """All evaluations so far, those of earlier lives included."""
 
     @property
     def records(self) -> Sequence[StepRecord]:
@@ -297,14 +306,18 @@ class Orchestrator:
         new_id: Callable[[], str],
         progress: Progress | None,
         trackers: Trackers | None = None,
+        validation: Sequence[Dataset] = (),
     ) -> Summary:
-        """See the module's `run`; `trackers` are given every step."""
+        """See the module's `run`; `trackers` are given every step, `validation` is what is evaluated."""
         self._trackers = trackers
         async with services(doctor=self._doctor.run), Nursery() as nursery:
             starting_engines = nursery.start("engines", self._start_engines())
             starting_trainer = nursery.start("trainer", self._start_trainer())
         for engine in starting_engines.result():
             self._pool.add(engine)
+        if isinstance(num_reserved := self._config.evaluation.engines, int) and validation:
+            for engine in starting_engines.result()[-num_reserved:]:
+                self._pool.reserve(engine.engine_id)
         trainer = starting_trainer.result()
         while True:
             # A trainer that came back starts from its checkpoint as a new driver does: with all that hangs on
@@ -328,6 +341,11 @@ class Orchestrator:
             )
             self._queue, self._manager = queue, manager
             self._doctor.attend(queue, manager.slots)
+            if validation:
+                examiner = Examiner(
+                    self._config, validation, chat=chat, facts=facts, new_id=new_id, clock=self._clock
+                )
+                self._evaluation = self._evaluate_with(examiner, sync)
             try:
                 ended_s = await self._live(trainer, sync, estate, manager, progress)
             finally:
@@ -372,7 +390,7 @@ class Orchestrator:
                 **estate.services,
             ):
                 try:
-                    async with services(repair=self._repair.run):
+                    async with services(repair=self._repair.run, **self._evaluating()):
                         with acting("train loop"):
                             return await self._train_and_save(trainer, sync, queue, manager, progress)
                 except ExceptionGroup as group:
@@ -410,6 +428,9 @@ class Orchestrator:
             self._pool.restart_clock()
         self._enter("training", progress)
         await self._train(trainer, sync, queue, self._begin_s, progress)
+        if self._evaluation is not None and not self._stop.is_set():
+            self._enter("evaluating the last version", progress)
+            await self._evaluation.finish(self._step)
         if self._stop.is_set():
             self._enter("draining", progress)
             await self._drain(manager)
@@ -492,7 +513,8 @@ class Orchestrator:
                 cause = error
         log.info("the trainer is back at step %d", self._step)
         # All engines are to serve the checkpoint's weights; until they do they serve nobody.
-        for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING):
+        lent = EngineState.EVALUATING
+        for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING, lent):
             self._pool.rejoin(engine.engine_id)
 
     def _weight_sync(self, trainer: Trainer) -> WeightSync:
@@ -509,6 +531,31 @@ class Orchestrator:
             tp_size=config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1,
             generation=self._trainer_failures,
         )
+
+    # -- evaluation ------------------------------------------------------------------------------------
+
+    def _evaluate_with(self, examiner: Examiner, sync: WeightSync) -> EvaluationService:
+        self.evaluations = [r for r in self.evaluations if r.weight_version <= self._step]
+        return EvaluationService(
+            self._config.evaluation,
+            self._dir,
+            self._pool,
+            sync.take_back,
+            examiner,
+            step=self._step,
+            interrupt_timeout_s=self._config.weights.timeout_s,
+            ended=self._evaluated,
+            clock=self._clock,
+        )
+
+    def _evaluating(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        return {} if self._evaluation is None else {"evaluation": self._evaluation.run}
+
+    def _evaluated(self, record: EvaluationRecord) -> EvaluationRecord:
+        """An evaluation has ended: show it."""
+        record = msgspec.structs.replace(record, time_s=self._clock() - (self._begin_s or self._clock()))
+        self.evaluations.append(record)
+        return record
 
     # -- the trainer's loop ----------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ Awaited = Literal[
     "engine",
     "engine start",
     "engine update",
+    "evaluation",
     "export",
     "first chunk",
     "idle",
@@ -62,6 +63,7 @@ first chunk, chunk: of an engine call, in its queue or running.
 disk: frames being written, read and packed.  room: bytes in the spool.
 reward queue: one of the calls that a reward may have at a time.
 drain: running work while the run stops.  slot: one of `rollout.max_concurrent_trajectories`.
+evaluation: of a weight version, or a place in it.
 engine: one that serves.  engine start, engine update: of a certain one.
 publish, send weights: by the trainer.  weight update: of all engines.
 routing: the rows of a finished trajectory.

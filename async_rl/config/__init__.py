@@ -15,6 +15,7 @@ from async_rl.config.engines import (
     SimulatedEngines,
     WeightsConfig,
 )
+from async_rl.config.evaluation import EvaluationConfig
 from async_rl.config.reading import apply_override, load_config, parse_config, to_builtins
 from async_rl.config.rollout import FunctionReward, HttpReward, NamedLoop, RewardConfig, RolloutConfig
 from async_rl.config.root import Config
@@ -43,6 +44,7 @@ __all__ = [
     "DatasetConfig",
     "DoctorConfig",
     "EnginesConfig",
+    "EvaluationConfig",
     "FunctionReward",
     "HttpReward",
     "ImportanceConfig",

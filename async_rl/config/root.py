@@ -5,6 +5,7 @@ from __future__ import annotations
 from async_rl.config.base import Strict
 from async_rl.config.data import DataConfig
 from async_rl.config.engines import RoutingConfig, SGLangEngines, SimulatedEngines, WeightsConfig
+from async_rl.config.evaluation import EvaluationConfig
 from async_rl.config.rollout import RolloutConfig
 from async_rl.config.service import (
     DoctorConfig,
@@ -29,6 +30,7 @@ class Config(Strict, frozen=True, kw_only=True):
     queue: QueueConfig = QueueConfig()
     weights: WeightsConfig = WeightsConfig()
     trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     placement: PlacementConfig = PlacementConfig()
     metrics: MetricsConfig = MetricsConfig()
     doctor: DoctorConfig = DoctorConfig()
@@ -129,6 +131,35 @@ class Config(Strict, frozen=True, kw_only=True):
                 "weights.interrupt=in_place keeps the old KV cache, so the engine splices routing "
                 "by itself: set "
                 "routing.merge=splice, or interrupt by abort or retract"
+            )
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        evaluation, engine = self.evaluation, self.engine
+        if evaluation.enabled and not self.data.validation:
+            raise ValueError(
+                "evaluation.every or evaluation.at_start is set, but data.validation names no dataset: add "
+                "`data.validation: [{path: ...}]`"
+            )
+        too_many = [k for k in evaluation.pass_at if k > evaluation.samples]
+        if too_many:
+            raise ValueError(
+                f"evaluation.pass_at has {too_many[0]}, but evaluation.samples is {evaluation.samples}: "
+                "pass@k needs at least k answers of a task"
+            )
+        if not (evaluation.enabled and isinstance(evaluation.engines, int)):
+            return
+        if engine.urls_file is not None:
+            raise ValueError(
+                f"evaluation.engines is {evaluation.engines}, but the engines of engine.urls_file come and "
+                "go: set evaluation.engines=shared"
+            )
+        urls = engine.urls if isinstance(engine, SGLangEngines) else ()
+        total = len(urls) or engine.num_engines
+        if evaluation.engines >= total:
+            raise ValueError(
+                f"evaluation.engines is {evaluation.engines}, and the run has {total} engines, of which none "
+                "would be left for rollouts: lower it, add engines, or set evaluation.engines=shared"
             )
 
     @property

@@ -39,6 +39,7 @@ class EngineState(StrEnum):
     JOINING = "joining"
     SERVING = "serving"
     UPDATING = "updating"
+    EVALUATING = "evaluating"
     DRAINING = "draining"
     QUARANTINED = "quarantined"
 
@@ -81,6 +82,8 @@ class Slot:
         self.strikes: deque[float] = deque()
         self.newcomer = False
         """It joins a running job, and has never been brought to its weights."""
+        self.reserved = False
+        """It serves evaluations and nobody else."""
         self.life = 0
         self.epoch = 0
         self.prefilling: dict[Lease, None] = {}

@@ -5,7 +5,12 @@
               ▲                         │ │ └─────hold()──────────────▲ │
               └─rejoin()─ QUARANTINED ◄─┼─┴──quarantine(error)──────────┘
                                         └─drain()─► DRAINING ──remove()──► gone
+
+   SERVING ──lend()──► EVALUATING ──serve(version), or recall() ─► JOINING──► SERVING
 ```
+
+An engine that is lent out keeps its weights until it is taken back: it serves nobody here, and no update
+looks at it. One that is reserved goes from JOINING to EVALUATING, again and again.
 
 Calls are given only to engines that serve at an attested weight version; `balancing` says to which. Who waits
 for an engine is let in in the order of the keys, oldest trajectory first, the moment there is room. An engine
@@ -117,9 +122,37 @@ class EnginePool:
         slot.progress_s = slot.decode_s = self._clock()
         for call in slot.streaming:
             call.heard_s = slot.progress_s
-        self._moved(slot, EngineState.SERVING)
+        self._moved(slot, EngineState.EVALUATING if slot.reserved else EngineState.SERVING)
         progressed()
         return True
+
+    def reserve(self, engine_id: str) -> None:
+        """An engine that does not serve yet will serve evaluations, and nobody else."""
+        self._slots[engine_id].reserved = True
+
+    def lend(self, engine_id: str) -> bool:
+        """Take a serving engine out, with the weights that it has, for an evaluation; False when it failed.
+
+        Its calls go on; whoever lends it interrupts it.
+        """
+        slot = self._slots.get(engine_id)
+        if slot is None or slot.state is not EngineState.SERVING:
+            return False
+        self._moved(slot, EngineState.EVALUATING)
+        return True
+
+    def recall(self, engine_id: str) -> bool:
+        """An engine's evaluation is over, and it is brought to the current weights; False when it failed."""
+        slot = self._slots.get(engine_id)
+        if slot is None or slot.state is not EngineState.EVALUATING:
+            return False
+        self._moved(slot, EngineState.JOINING)
+        return True
+
+    @property
+    def lends(self) -> bool:
+        """Whether an engine is lent out that will serve again."""
+        return any(s.state is EngineState.EVALUATING and not s.reserved for s in self._slots.values())
 
     def hold(self, engine_id: str) -> bool:
         """Send a serving engine nothing more, because its weights will change; False when it failed."""
@@ -370,7 +403,11 @@ class EnginePool:
         """A lower bound of the version that a call made from now on samples under."""
         if self._oldest is None:
             sampling = (EngineState.SERVING, EngineState.UPDATING)
-            versions = (slot.weight_version for slot in self._slots.values() if slot.state in sampling)
+            slots = self._slots.values()
+            versions = [slot.weight_version for slot in slots if slot.state in sampling]
+            if not versions:  # one that is lent out is no older when it comes back
+                lent = EngineState.EVALUATING
+                versions = [s.weight_version for s in slots if s.state is lent and not s.reserved]
             self._oldest = min(versions, default=0)
         return self._oldest
 

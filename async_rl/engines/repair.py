@@ -182,7 +182,7 @@ class Repair:
         log.error("%s. It is left out for %.0f s", message, delay_s)
 
     async def _watch_outage(self) -> None:
-        """End the run when nobody has served for long; an engine whose weights change counts as serving."""
+        """End the run when nobody has served for long; one that is updated or lent out counts as serving."""
         limit_s = self._config.max_outage_s
         while True:
             with waiting("idle"):
@@ -202,4 +202,4 @@ class Repair:
                 ) from None
 
     def _some_serve(self) -> bool:
-        return self._pool.has(EngineState.SERVING, EngineState.UPDATING)
+        return self._pool.has(EngineState.SERVING, EngineState.UPDATING) or self._pool.lends

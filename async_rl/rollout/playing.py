@@ -1,25 +1,40 @@
-"""One attempt at a task: the agent loop in its session, and what the trajectories that come of it are worth.
+"""One attempt at a task: the agent loop in its session, and what its trajectories are worth.
 
-Who dispatches attempts (the rollout manager, an evaluation) makes the session, and decides what becomes of one
-that failed.
+Who dispatches attempts (the rollout manager, an evaluation) makes the session, and decides what becomes of
+one that failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from async_rl.config import RolloutConfig
 from async_rl.errors import AgentLoopError, AsyncRLError
+from async_rl.rollout.conversation import Conversation
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards import Rewards
 from async_rl.rollout.session import RolloutSession
 from async_rl.supervision import Nursery, first_error
-from async_rl.types import StopReason, Task, Trajectory
+from async_rl.types import Completion, StopReason, Task, Trajectory
 from async_rl.waits import waiting
 
 
-async def play(task: Task, session: RolloutSession, loops: AgentLoops, rollout: RolloutConfig) -> None:
+class Played(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that has ended well, and what it is worth."""
+
+    session: RolloutSession
+    speaker: str
+    """The trajectory whose last words it is rewarded for."""
+    parts: dict[str, float] | None
+    """Its reward; None where that comes with its siblings'."""
+    completion: Completion | None = None
+    """What the reward sees, where the session itself does not know."""
+
+
+async def play(task: Task, session: Conversation, loops: AgentLoops, rollout: RolloutConfig) -> None:
     """Run the agent loop of a task in a session, to the end of it and of its branches.
 
     Raises:
@@ -61,12 +76,16 @@ async def play(task: Task, session: RolloutSession, loops: AgentLoops, rollout: 
     session.end(ended)
 
 
-async def finish(task: Task, tree: Sequence[RolloutSession], rewards: Rewards) -> Sequence[Trajectory]:
-    """Score what came of a session and its branches, side by side; those with one speaker once.
+async def score(
+    task: Task, tree: Sequence[Conversation], rewards: Rewards
+) -> Mapping[str, dict[str, float]]:
+    """Score a session and its branches, side by side; those with one speaker once.
+
+    Returns:
+        By speaker, the parts of its reward.
 
     Raises:
         RewardError: One of them has no reward.
-        AlignmentError: The routing of one does not fit its tokens.
     """
     speakers = {each.speaker.trajectory_id: each.speaker for each in tree}
     try:
@@ -75,14 +94,45 @@ async def finish(task: Task, tree: Sequence[RolloutSession], rewards: Rewards) -
                 name: scoring.start(f"reward of {name}", rewards.score(task, speaker.completion))
                 for name, speaker in speakers.items()
             }
+    except ExceptionGroup as errors:
+        raise first_error(errors) from errors
+    return {name: scored.result() for name, scored in parts.items()}
+
+
+async def close(played: Sequence[Played]) -> Sequence[Trajectory]:
+    """Make trajectories of sessions that have ended well, side by side.
+
+    Raises:
+        AlignmentError: The routing of one does not fit its tokens.
+    """
+    try:
         async with Nursery() as ending:
             ends = [
                 ending.start(
-                    f"end of {each.trajectory_id}",
-                    each.finish(each.stop_reason, parts[each.speaker.trajectory_id].result()),
+                    f"end of {each.session.trajectory_id}",
+                    each.session.finish(each.session.stop_reason, each.parts or {}),
                 )
-                for each in tree
+                for each in played
             ]
     except ExceptionGroup as errors:
         raise first_error(errors) from errors
     return [end.result() for end in ends]
+
+
+async def finish(task: Task, tree: Sequence[RolloutSession], rewards: Rewards) -> Sequence[Trajectory]:
+    """Score what came of a session and its branches, and make trajectories of them.
+
+    Raises:
+        RewardError: As `score`.
+        AlignmentError: As `close`.
+    """
+    return await close(await worth(task, tree, rewards))
+
+
+async def worth(task: Task, tree: Sequence[RolloutSession], rewards: Rewards) -> Sequence[Played]:
+    """A session and its branches with their rewards; see `score`."""
+    parts = await score(task, tree, rewards)
+    return [
+        Played(session=each, speaker=each.speaker.trajectory_id, parts=parts[each.speaker.trajectory_id])
+        for each in tree
+    ]

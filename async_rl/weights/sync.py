@@ -228,6 +228,22 @@ class WeightSync:
                 await self._serve(engine, loaded)
         await self._clear_away()
 
+    async def take_back(self, engine_id: str) -> None:
+        """Bring an engine that was lent out to the current version; one that has it still serves at once.
+
+        Raises:
+            EngineError: See `catch_up`.
+        """
+        async with self._lock:
+            standing = self._pool.standing_of(engine_id)
+            if standing is None or standing.state is not EngineState.EVALUATING:
+                return  # it failed meanwhile
+            if standing.weight_version == self._version:
+                self._pool.serve(engine_id, self._version, keeps_cache=True)
+                return
+            self._pool.recall(engine_id)
+        await self.catch_up(engine_id)
+
     async def leave(self, engine_id: str) -> None:
         """An engine has left for good: its weight-update group is closed."""
         if (group_name := self._groups.pop(engine_id, None)) is not None:

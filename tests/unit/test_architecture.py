@@ -14,9 +14,10 @@ LAYERS = (
     "types errors yaml12",
     "config routing staleness codec instruments waits processes supervision threads workers loading chat "
     "rewrites records engines.protocol training",
-    "metrics endpoints discovery trackers report diagnosis watchdog engines queue weights",
+    "evaluation.records evaluation.estimates metrics endpoints discovery trackers report diagnosis watchdog "
+    "engines queue weights",
     "rollout openai_api",
-    "recovery",
+    "recovery evaluation",
     "page doctor orchestrator",
     "placement simulation",
     "reference metrics_page preflight checkup plan inspection new_loop train run_report commands cli",

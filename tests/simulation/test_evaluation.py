@@ -1,0 +1,332 @@
+"""Evaluations beside training in virtual time: syncs fall into them, engines die in them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loops.base import AgentLoop
+from async_rl.config import Config, parse_config
+from async_rl.engines.pool import EngineState
+from async_rl.engines.simulated import Fault, SimulatedEngine
+from async_rl.errors import EngineError, TrainerError
+from async_rl.evaluation.records import EvaluationRecord, read_evaluations
+from async_rl.metrics import Metrics
+from async_rl.orchestrator import Orchestrator
+from async_rl.queue.archive import FILE, ArchiveReader
+from async_rl.records import Summary, read_records
+from async_rl.rollout.api import Session
+from async_rl.rollout.dataset import Dataset
+from async_rl.simulation.scenario import FACTS
+from async_rl.simulation.users import SimulatedChat
+from async_rl.simulation.virtual_time import run_virtual
+from async_rl.types import Completion, Task, Trajectory
+from async_rl.waits import acting
+from tests.support.local_cluster import LocalCluster
+from tests.support.run_config import MOE
+
+
+class OneTurn(AgentLoop):
+    """An answer."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        await session.generate()
+
+
+def odd(task: Task, completion: Completion) -> dict[str, float]:
+    last = int(completion.text.split()[-1])
+    return {"reward": float(last % 2), "length": float(len(completion.text.split()))}
+
+
+def many(task: Task, completions: list[Completion]) -> list[float]:
+    return [float(len(completions))] * len(completions)
+
+
+def task(name: str, source: str = "") -> Task:
+    return Task(
+        task_id=name, messages=[{"role": "user", "content": "7 8 9"}], answer=None, data_source=source
+    )
+
+
+VALIDATION = [
+    Dataset(
+        name="easy",
+        path="easy.jsonl",
+        schema="plain",
+        detected=False,
+        tasks=[task(f"e{i}", source=("algebra", "sets")[i % 2]) for i in range(4)],
+    ),
+    Dataset(name="hard", path="hard.jsonl", schema="plain", detected=False, tasks=[task("h0")]),
+]
+NUM_ANSWERS = 5 * 4
+
+
+def make_config(folder: Path, *, num_engines: int = 2, **evaluation: Any) -> Config:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(MOE))
+    return parse_config(
+        {
+            "run": {"name": "run", "dir": str(folder), "max_steps": 6, "drain_s": 5},
+            "model": {"path": str(folder / "model")},
+            "data": {"path": "tasks.jsonl", "validation": [{"path": "easy.jsonl"}]},
+            "engine": {
+                "kind": "simulated",
+                "num_engines": num_engines,
+                "decode_step_s": 0.05,
+                "mean_new_tokens": 12,
+                "restart_delay_s": 0.1,
+                "stall_s": 5.0,
+            },
+            "rollout": {
+                "agent_loop": f"{__name__}:OneTurn",
+                "reward": f"{__name__}:odd",
+                "group_size": 2,
+                "max_concurrent_trajectories": 8,
+                "max_staleness": 2,
+                "max_context_tokens": 160,
+                "max_new_tokens": 40,
+            },
+            "routing": {"replay": "off"},
+            "trainer": {"groups_per_batch": 2, "checkpoint_every": 2},
+            "evaluation": {"every": 2, "samples": 4, "pass_at": [1, 4], **evaluation},
+        }
+    )
+
+
+class World:
+    """A run in virtual time, looked into."""
+
+    def __init__(self, config: Config, *, step_s: float = 0.3) -> None:
+        self.config = config
+        self.cluster = LocalCluster(config, step_s=step_s)
+        self.run_dir = Path(config.run.dir) / "run"
+        self.heard: list[tuple[str, bool]] = []
+        self.orchestrator: Orchestrator
+        for engine in self.cluster.engines:
+            self._listen(engine)
+
+    def _listen(self, engine: SimulatedEngine) -> None:
+        """Note for each call whether it came to an engine that evaluates."""
+        generate = engine.generate
+
+        def listening(request):
+            pool = self.orchestrator._pool
+            standing = pool.standing_of(engine.engine_id)
+            evaluates = standing is not None and standing.state is EngineState.EVALUATING
+            self.heard.append((engine.engine_id, evaluates))
+            self.called(engine, evaluates)
+            return generate(request)
+
+        engine.generate = listening  # type: ignore[method-assign]
+
+    called: Callable[[SimulatedEngine, bool], None] = staticmethod(lambda engine, evaluates: None)
+
+    def run(self) -> Summary:
+        async def main() -> Summary:
+            loop = asyncio.get_running_loop()
+            for name in ("checkpoints", "logs"):
+                (self.run_dir / name).mkdir(parents=True, exist_ok=True)
+            self.orchestrator = Orchestrator(
+                self.config, self.run_dir, asyncio.Event(), self.cluster, Metrics(), loop.time
+            )
+            ids = itertools.count()
+            with acting("run", waits=self.orchestrator.named_waits):
+                return await self.orchestrator.run(
+                    [task(f"t{i}") for i in range(50)],
+                    SimulatedChat(),
+                    FACTS,
+                    lambda: f"{next(ids):032x}",
+                    None,
+                    validation=VALIDATION,
+                )
+
+        return run_virtual(main())
+
+    @property
+    def records(self) -> list[EvaluationRecord]:
+        return read_evaluations(self.run_dir / "evaluations.jsonl")
+
+    def answers(self, version: int) -> list[Trajectory]:
+        reader = ArchiveReader(self.run_dir / "evaluations" / f"version_{version:08d}" / FILE)
+        try:
+            return [reader.read(row.trajectory_id)[0].trajectory for row in reader.rows()]
+        finally:
+            reader.close()
+
+
+def check(world: World, summary: Summary) -> None:
+    """What holds whatever happened: two conservations, and every answer that was scored is of one version."""
+    assert summary.trajectories.unaccounted == 0
+    assert summary.staleness_max <= summary.max_staleness
+    assert [r.step for r in read_records(world.run_dir / "metrics.jsonl")] == list(range(1, 7))
+    assert summary.trajectories.trained == 6 * 4
+    for record in world.records:
+        assert record.unaccounted == 0
+        if record.status == "done":
+            assert record.asked == NUM_ANSWERS
+    assert not world.orchestrator._pool.lends
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_versions_stay_pinned_when_updates_fall_into_their_evaluation(tmp_path, rolling):
+    """An evaluation takes five steps' time, so that the weights move on in the middle of it."""
+    config = make_config(tmp_path, at_start=True, max_concurrent=2)
+    config = parse_config_with(config, rolling=rolling)
+    world = World(config, step_s=0.05)
+    moved: list[int] = []
+
+    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+        pool = world.orchestrator._pool
+        if evaluates:
+            others = (pool.version_of(e.engine_id) for e in pool.engines() if e is not engine)
+            moved.append(max(others) - pool.version_of(engine.engine_id))
+
+    world.called = called  # type: ignore[method-assign]
+    check(world, world.run())
+    assert max(moved) > 0, "no update fell into an evaluation"
+    records = world.records
+    assert [r.status for r in records] == ["done"] * len(records)
+    versions = [r.weight_version for r in records]
+    assert versions[0] == 0
+    assert versions == sorted(set(versions))
+    assert versions[-1] == 6, "the last version is evaluated before the run ends"
+    for record in records:
+        assert record.dropped == {}
+        answers = world.answers(record.weight_version)
+        assert len(answers) == NUM_ANSWERS
+        seen = {s.weight_version for answer in answers for s in answer.sampled}
+        assert seen == {record.weight_version}
+        assert set(record.scores) == {"all", "easy", "easy/algebra", "easy/sets", "hard"}
+        assert record.scores["all"].parts["length"] == pytest.approx(record.scores["all"].tokens_mean)
+
+
+def parse_config_with(config: Config, *, rolling: bool) -> Config:
+    from async_rl.config import to_builtins
+
+    tree = to_builtins(config)
+    tree["weights"]["rolling"] = rolling
+    return parse_config(tree)
+
+
+def test_engines_that_are_kept_for_evaluation_answer_nothing_else(tmp_path):
+    world = World(make_config(tmp_path, num_engines=3, engines=1, samples=4))
+    check(world, world.run())
+    by_engine = {
+        name: {evaluates for who, evaluates in world.heard if who == name} for name, _ in world.heard
+    }
+    assert by_engine == {"engine-0": {False}, "engine-1": {False}, "engine-2": {True}}
+    assert [r.engines for r in world.records] == [("engine-2",)] * len(world.records)
+    assert [r.weight_version for r in world.records][-1] == 6
+
+
+def test_an_answer_with_two_versions_is_dropped_and_counted(tmp_path):
+    """The engine loads other weights by itself, as somebody from outside could make it do."""
+    world = World(make_config(tmp_path, max_concurrent=4))
+    answered = itertools.count()
+
+    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+        if evaluates and next(answered) == 3:
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.1, setattr, engine, "_version", 99)
+            loop.call_later(0.3, setattr, engine, "_version", 2)
+
+    world.called = called  # type: ignore[method-assign]
+    check(world, world.run())
+    first = world.records[0]
+    assert (first.weight_version, first.status) == (2, "done")
+    assert first.dropped["mixed_version"] > 0
+    assert first.scores["all"].answers == NUM_ANSWERS - first.dropped["mixed_version"]
+    assert world.records[-1].dropped == {}
+
+
+@pytest.mark.parametrize("engines", ["shared", 1])
+def test_an_evaluation_is_missing_and_the_next_one_is_not_when_its_engine_dies(tmp_path, engines):
+    world = World(make_config(tmp_path, num_engines=3, engines=engines))
+    died: list[str] = []
+
+    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+        if evaluates and not died:
+            died.append(engine.engine_id)
+            engine.faults.append(Fault("die", after_tokens=2))
+
+    world.called = called  # type: ignore[method-assign]
+    check(world, world.run())
+    first, *others = world.records
+    assert (first.weight_version, first.status, first.scores) == (2, "missing", {})
+    assert died[0] in first.reason or "no engine" in first.reason
+    assert world.cluster.restarts[0] == died[0]
+    assert [r.status for r in others] == ["done"] * len(others)
+    assert others[-1].weight_version == 6
+
+
+def test_an_evaluation_is_missing_when_it_takes_too_long_and_training_goes_on(tmp_path):
+    world = World(make_config(tmp_path, timeout_s=1.0, max_concurrent=1))
+    check(world, world.run())
+    assert {r.status for r in world.records} == {"missing"}
+    assert "evaluation.timeout_s = 1.0" in world.records[0].reason
+
+
+def test_rollouts_go_on_after_it_when_a_single_engine_is_shared(tmp_path):
+    world = World(make_config(tmp_path, num_engines=1))
+    check(world, world.run())
+    assert [r.weight_version for r in world.records] == [2, 4, 6]
+    assert {evaluates for _, evaluates in world.heard} == {True, False}
+
+
+def test_answers_are_scored_together_when_the_reward_is_a_groups(tmp_path):
+    config = make_config(tmp_path, every=0, at_start=True)
+    from async_rl.config import to_builtins
+
+    tree = to_builtins(config)
+    tree["rollout"]["reward"] = f"{__name__}:many"
+    world = World(parse_config(tree))
+    check(world, world.run())
+    assert [r.scores["all"].reward.value for r in world.records] == [4.0]
+
+
+def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):
+    """The trainer goes back to its checkpoint, and what was lent out comes back with all the others."""
+    world = World(make_config(tmp_path, max_concurrent=1), step_s=0.3)
+    step, failed = world.cluster.trainer.train_step, []
+
+    async def fail_once(path: str, number: int):
+        if number == 4 and not failed:
+            assert world.orchestrator._pool.engines(EngineState.EVALUATING), "nothing is evaluated now"
+            failed.append(number)
+            raise TrainerError("the trainer broke")
+        return await step(path, number)
+
+    world.cluster.trainer.train_step = fail_once  # type: ignore[method-assign]
+    summary = world.run()
+    assert failed
+    assert summary.trajectories.unaccounted == 0
+    assert [r.status for r in world.records] == ["done"] * len(world.records)
+    assert world.records[0].weight_version in (2, 3)
+    assert world.records[-1].weight_version == 6
+    assert not world.orchestrator._pool.lends
+
+
+def test_an_engine_that_the_run_takes_away_is_lost_to_its_evaluation(tmp_path):
+    """The doctor or a watched process quarantines it in the run's pool."""
+    world = World(make_config(tmp_path, num_engines=3))
+    taken: list[str] = []
+
+    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+        if evaluates and not taken:
+            taken.append(engine.engine_id)
+            pool = world.orchestrator._pool
+            asyncio.get_running_loop().call_later(
+                0.05, pool.quarantine, engine.engine_id, EngineError("its process ended")
+            )
+
+    world.called = called  # type: ignore[method-assign]
+    check(world, world.run())
+    assert [r.status for r in world.records][:2] == ["missing", "done"]
+    assert taken[0] in world.records[0].reason

@@ -1,0 +1,141 @@
+"""What answers are worth, when an evaluation is due, and what is written down of it."""
+
+import math
+
+import msgspec
+import pytest
+
+from async_rl.config import EvaluationConfig, parse_config
+from async_rl.errors import ConfigError
+from async_rl.evaluation.estimates import Answer, estimate, pass_at_k, scores
+from async_rl.evaluation.examiner import rollout_settings
+from async_rl.evaluation.records import EvaluationRecord, append_evaluation, read_evaluations
+from async_rl.evaluation.service import due
+
+
+def answer(task: str, reward: float, *, dataset: str = "aime", source: str = "", **parts: float) -> Answer:
+    return Answer(
+        dataset=dataset,
+        source=source,
+        task_id=task,
+        parts={"reward": reward, **parts},
+        tokens=10,
+        truncated=reward == 0.0,
+    )
+
+
+def test_scores_are_those_of_a_hand_computed_case():
+    """Two tasks with 1 of 4 and 3 of 4 answers that pass; one more of another dataset, which all fail."""
+    found = scores(
+        [
+            *[answer("a", reward, format=1.0) for reward in (1.0, 0.0, 0.0, 0.0)],
+            *[answer("b", reward, format=0.0) for reward in (1.0, 1.0, 1.0, 0.0)],
+            *[answer("a", 0.0, dataset="code", source="leet") for _ in range(4)],
+        ],
+        pass_at=(1, 2),
+        pass_reward=1.0,
+    )
+    assert set(found) == {"all", "aime", "code", "code/leet"}
+    aime = found["aime"]
+    assert (aime.tasks, aime.answers, aime.tokens_mean, aime.truncated_share) == (2, 8, 10.0, 0.5)
+    assert aime.reward.value == pytest.approx(0.5)
+    assert aime.pass_at["1"].value == pytest.approx(0.5)
+    # 1 - C(3, 2)/C(4, 2) = 1/2, and 1 - C(1, 2)/C(4, 2) = 1.
+    assert aime.pass_at["2"].value == pytest.approx(0.75)
+    # The deviation of 0.25 and 0.75 is 0.3536, over the square root of two tasks 0.25, times 1.96.
+    assert (aime.reward.low, aime.reward.high) == pytest.approx((0.5 - 0.49, 0.5 + 0.49), abs=1e-4)
+    assert aime.pass_at["2"].high == 1.0
+    assert aime.parts == {"format": 0.5}
+    assert found["all"].reward.value == pytest.approx(1 / 3)  # of tasks, though one dataset has more answers
+    assert found["code/leet"].pass_at["1"].value == 0.0
+
+
+def test_tasks_with_too_few_answers_say_nothing_of_pass_at_k():
+    found = scores([answer("a", 1.0), answer("b", 0.0), answer("b", 1.0)], pass_at=(2,), pass_reward=1.0)
+    assert (found["all"].pass_at["2"].tasks, found["all"].pass_at["2"].value) == (1, 1.0)
+    with pytest.raises(ValueError, match="at least 2"):
+        pass_at_k(1, 1, 2)
+
+
+def test_an_estimate_of_one_task_has_no_interval():
+    assert estimate([0.5]).low is None
+    assert estimate([]).value is None
+    assert not math.isnan(estimate([0.5, 0.5]).low or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("every", "at_start", "version", "evaluated", "expected"),
+    [
+        (5, False, 0, None, False),
+        (5, True, 0, None, True),
+        (5, True, 0, 0, False),
+        (0, True, 3, 0, False),
+        (5, True, 4, 0, False),
+        (5, True, 5, 0, True),
+        (5, False, 5, 5, False),
+        (5, False, 7, None, True),  # resumed after a crash in the evaluation of 5
+        (5, False, 12, 7, True),  # 7 was evaluated for 5, so that 10 is due
+        (5, False, 9, 7, False),
+    ],
+)
+def test_a_version_is_due(every, at_start, version, evaluated, expected):
+    assert due(EvaluationConfig(every=every, at_start=at_start), version, evaluated) is expected
+
+
+def test_the_last_record_of_a_version_counts_when_a_run_goes_on_from_a_checkpoint(tmp_path):
+    path = tmp_path / "evaluations.jsonl"
+    assert read_evaluations(path) == []
+    for version, seconds in ((2, 1.0), (4, 2.0), (6, 3.0), (4, 4.0)):
+        record = EvaluationRecord(weight_version=version, status="missing", duration_s=seconds)
+        append_evaluation(path, record)
+    with path.open("ab") as file:
+        file.write(b'{"weight_version": 8')  # the driver was killed here
+    assert [(r.weight_version, r.duration_s) for r in read_evaluations(path)] == [(2, 1.0), (4, 4.0)]
+
+
+def config(**evaluation):
+    tree = {
+        "model": {"path": "m"},
+        "data": {"path": "x.jsonl", "validation": [{"path": "v.jsonl"}]},
+        "engine": {"num_engines": 2},
+        "rollout": {"temperature": 1.0, "agent_loop_args": {"a": 1}},
+        "evaluation": {"every": 5, **evaluation},
+    }
+    return parse_config(tree)
+
+
+def test_sampling_and_loop_are_the_rollouts_unless_they_are_given():
+    assert rollout_settings(config()) == config().rollout
+    changed = rollout_settings(config(temperature=0.0, max_new_tokens=7, agent_loop="m:Other"))
+    assert (changed.temperature, changed.max_new_tokens) == (0.0, 7)
+    assert (changed.agent_loop, changed.agent_loop_args) == ("m:Other", {})
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "words"),
+    [
+        ({"pass_at": [4]}, "evaluation.samples is 1"),
+        ({"engines": 2}, "none would be left for rollouts"),
+        ({"engines": "some"}, "evaluation.engines"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(evaluation, words):
+    with pytest.raises(ConfigError, match=words):
+        config(**evaluation)
+
+
+def test_evaluation_without_a_validation_set_is_refused():
+    with pytest.raises(ConfigError, match=r"data\.validation"):
+        parse_config({"model": {"path": "m"}, "data": {"path": "x.jsonl"}, "evaluation": {"every": 1}})
+
+
+def test_conservation_is_said_by_the_record():
+    record = EvaluationRecord(
+        weight_version=1,
+        status="done",
+        scores=scores([answer("a", 1.0)], pass_at=(1,), pass_reward=1.0),
+        asked=3,
+        dropped={"mixed_version": 1},
+    )
+    assert record.unaccounted == 1
+    assert msgspec.structs.replace(record, asked=2).unaccounted == 0
