@@ -131,8 +131,10 @@ class TrainerWorker:
             getattr(torch, config.model.dtype),
             device,
             trainer.optimizer,
+            layout=trainer.layout,
             recompute=trainer.recompute,
             replay=config.routing.replay != "off",
+            overlap_grad_reduce=trainer.overlap_grad_reduce,
         )
         if trainer.loss.kl.coefficient:
             self._model.keep_reference()

@@ -116,6 +116,11 @@ class Config(Strict, frozen=True, kw_only=True):
                 f"trainer.layout.vpp is {layout.vpp}, but pp is 1: only a pipeline can be interleaved; set "
                 "vpp=1 or raise pp"
             )
+        if layout.pp == 1 and (layout.first_stage_layers or layout.last_stage_layers):
+            raise ValueError(
+                "trainer.layout has first_stage_layers or last_stage_layers, but pp is 1: only stages of a "
+                "pipeline can differ; leave them out or raise pp"
+            )
         if self.routing.replay == "r2" and self.trainer.loss.old_log_probs != "recompute":
             raise ValueError(
                 "routing.replay=r2 records routing where the old log-probs are computed, but "

@@ -20,6 +20,19 @@ class LayoutConfig(Strict, frozen=True, kw_only=True):
     cp: Annotated[int, Meta(ge=1, description="Context parallel.")] = 1
     ep: Annotated[int, Meta(ge=1, description="Expert parallel.")] = 1
     etp: Annotated[int, Meta(ge=1, description="Expert tensor parallel.")] = 1
+    first_stage_layers: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description=(
+                "Layers of the first pipeline stage, which also holds the embedding; null: stages have "
+                "equally many."
+            )
+        ),
+    ] = None
+    last_stage_layers: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Layers of the last pipeline stage, which also holds the output layer; likewise."),
+    ] = None
 
 
 class ImportanceConfig(Strict, frozen=True, kw_only=True):
@@ -215,6 +228,14 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
     recompute: Annotated[
         Literal["none", "full", "selective"], Meta(description="Activation recomputation.")
     ] = "none"
+    overlap_grad_reduce: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Sum gradients over data-parallel ranks while the backward pass goes on; for several GPUs."
+            )
+        ),
+    ] = False
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_every: Annotated[

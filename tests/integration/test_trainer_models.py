@@ -68,6 +68,7 @@ DENSE = {
         path, "llama", std=0.3, head_dim=24, tie_word_embeddings=True
     ),
     "qwen2": lambda path: build_tiny_dense(path, "qwen2", std=0.3),
+    "qwen2, tied": lambda path: build_tiny_dense(path, "qwen2", std=0.3, tie_word_embeddings=True),
     "qwen3": lambda path: build_tiny_dense(path, "qwen3", std=0.3, head_dim=16),
 }
 
@@ -155,7 +156,7 @@ def test_llama_3_rotates_more_slowly_when_its_config_says_so(folder, tmp_path):
 
 def test_a_tied_model_leaves_nothing_behind_for_one_that_is_not(folder):
     """The bridge notes ties in tables that all models of a class would share."""
-    for name, lm_head in (("llama, plain rope, tied", False), ("llama", True)):
+    for name, lm_head in (("qwen2, tied", False), ("qwen2", True)):
         with started(trainer_config(folder(name), replay=False)) as worker:
             names = [spec.name for bucket in worker.plan_buckets(1 << 20) for spec in bucket]
         assert ("lm_head.weight" in names) == lm_head
@@ -378,39 +379,54 @@ def test_layers_of_multi_token_prediction_stay_as_they_are_when_published(folder
 
 
 LAYOUTS = {
-    "tensor": {"tp": 2, "etp": 2},
-    "tensor and expert": {"tp": 2, "ep": 2},
-    "pipeline": {"pp": 2},
-    "interleaved": {"pp": 2, "vpp": 2},
-    "context": {"cp": 2},
+    "deepseek_v3: tensor": {"tp": 2, "etp": 2},
+    "deepseek_v3: tensor and expert": {"tp": 2, "ep": 2},
+    "deepseek_v3: pipeline": {"pp": 2},
+    "deepseek_v3: interleaved": {"pp": 2, "vpp": 2},
+    "deepseek_v3: context": {"cp": 2},
+    "glm4_moe: expert": {"ep": 2},
+    "glm4_moe: pipeline, a dense layer first": {"pp": 2, "first_stage_layers": 1},
+    "qwen2, tied: tensor": {"tp": 2},
+    "qwen2, tied: pipeline": {"pp": 2},
 }
 
 
-def run_rank(rank: int, model: str, out: str) -> None:
+def laid_out_config(parent: str, name: str, **trainer) -> dict:
+    model, _ = name.split(": ")
+    path = Path(parent) / model
+    replay = load_facts(path).is_moe
+    return trainer_config(path, replay=replay, micro_batch_tokens=40, **trainer)
+
+
+def run_rank(rank: int, parent: str, out: str) -> None:
     """Take one step in every layout; runs in a process of its own."""
     from trainer.worker import TrainerWorker
 
     torch.set_num_threads(1)
     for name, layout in LAYOUTS.items():
-        config = trainer_config(
-            Path(model), num_ranks=2, layout=layout, micro_batch_tokens=40, recompute="full"
-        )
+        config = laid_out_config(parent, name, num_ranks=2, layout=layout, recompute="full")
         worker = TrainerWorker(config, rank, 2, f"file://{out}/rendezvous {name}")
         worker.setup(None)
-        metrics = worker.train_on(batch_for(Path(model)), 1).metrics
+        metrics = worker.train_on(batch_for(Path(config["model"]["path"])), 1).metrics
         torch.save((metrics, gathered_gradients(worker), weights(worker)), f"{out}/{name} {rank}")
         worker.close()
 
 
 @pytest.fixture(scope="module")
 def laid_out(tmp_path_factory):
-    """(metrics, gradients, weights) after one step of one rank, and of two ranks in each layout."""
+    """(metrics, gradients, weights) after one step of one rank by model, and of two ranks in each layout."""
     out = tmp_path_factory.mktemp("ranks")
-    model = build_tiny_deepseek_v3(out / "model", num_layers=4)
-    ranks = mp.spawn(run_rank, (str(model), str(out)), nprocs=2, join=False)
-    with started(trainer_config(model, micro_batch_tokens=40)) as worker:
-        metrics = worker.train_on(batch_for(model), 1).metrics
-        alone = metrics, gathered_gradients(worker), weights(worker)
+    build_tiny_deepseek_v3(out / "deepseek_v3", num_layers=4)
+    build_tiny_glm4_moe(out / "glm4_moe")
+    build_tiny_dense(out / "qwen2, tied", "qwen2", tie_word_embeddings=True)
+    ranks = mp.spawn(run_rank, (str(out), str(out)), nprocs=2, join=False)
+    alone = {}
+    for name in LAYOUTS:
+        model, _ = name.split(": ")
+        if model not in alone:
+            with started(laid_out_config(str(out), name)) as worker:
+                metrics = worker.train_on(batch_for(out / model), 1).metrics
+                alone[model] = metrics, gathered_gradients(worker), weights(worker)
     while not ranks.join():
         pass
     return alone, {name: [torch.load(out / f"{name} {rank}") for rank in range(2)] for name in LAYOUTS}
@@ -419,16 +435,18 @@ def laid_out(tmp_path_factory):
 @pytest.mark.case(30)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_equal_one_when_a_deepseek_is_laid_out(laid_out, layout):
-    (metrics, expected_gradients, expected_weights), results = laid_out
+def test_two_ranks_equal_one_when_a_model_is_laid_out(laid_out, layout):
+    alone, results = laid_out
+    metrics, expected_gradients, expected_weights = alone[layout.split(": ")[0]]
+    assert metrics["grad_norm"] > 1e-2
     for rank_metrics, rank_gradients, rank_weights in results[layout]:
         for key in ("loss", "grad_norm", "entropy", "log_prob_abs_diff"):
             assert rank_metrics[key] == pytest.approx(metrics[key], abs=2e-5, rel=1e-4), key
         assert set(rank_gradients) == set(expected_gradients)
         for name, expected in expected_gradients.items():
-            torch.testing.assert_close(rank_gradients[name], expected, atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(rank_gradients[name], expected, atol=1e-6, rtol=1e-4, msg=name)
         for name, expected in expected_weights.items():
-            torch.testing.assert_close(rank_weights[name], expected, atol=2e-4, rtol=0)
+            torch.testing.assert_close(rank_weights[name], expected, atol=2e-4, rtol=0, msg=name)
 
 
 def test_facts_and_trainer_agree_when_they_name_layers_with_experts(folder):

@@ -13,6 +13,7 @@ from tests.support.tiny_model import build_tiny_qwen3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import log_probs_of, native_rows, started, trainer_config, weights
 from trainer.megatron import bridge
+from trainer.megatron.layout import check_layout
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -117,7 +118,7 @@ def test_bfloat16_model_says_so_when_published(moe, tmp_path):
     [
         (
             {"model_type": "gpt_oss", "head_dim": 16},
-            "type 'gpt_oss'; the trainer knows deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe, qwen3",
+            "type 'gpt_oss'; the trainer knows deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe",
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias = True"),
@@ -153,6 +154,7 @@ def test_error_names_the_folder_when_weights_cannot_be_published(moe, tmp_path):
         ({"tp": 4, "etp": 4}, "tp must divide both"),
         ({"ep": 3}, "8 experts: ep must divide them"),
         ({"pp": 2}, "3 layers: pp must divide them"),
+        ({"ep": 2, "etp": 2}, "has tp=1 and etp=2"),
     ],
 )
 def test_layout_is_refused_when_the_model_does_not_fit(moe, layout, words):
@@ -166,4 +168,4 @@ def test_layout_is_refused_when_the_model_does_not_fit(moe, layout, words):
             }[size]
             setattr(worker.model.config, field, value)
         with pytest.raises(ConfigError, match=words):
-            worker.model._check_layout()
+            check_layout(worker.model.config, vocab_size=96)

@@ -57,9 +57,9 @@ def routers_of(worker):
 @pytest.fixture
 def with_fields(monkeypatch):
     """Sets fields of Megatron's config that no setting of the trainer reaches."""
-    plain = megatron_model._transformer_config
+    plain = megatron_model.transformer_config
     return lambda **fields: monkeypatch.setattr(
-        megatron_model, "_transformer_config", lambda *a: plain(*a) | fields
+        megatron_model, "transformer_config", lambda *a: plain(*a) | fields
     )
 
 

@@ -37,10 +37,15 @@ class _Spec:
         self._fields = {**local, **fields}
         if getattr(hf_config, "head_dim", None) is None:  # said to be null by Mixtral
             hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
-        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge writes tied embeddings into its class's
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron deprecates defaults of its own
             super().__init__(hf_config, dtype=dtype)
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        # mbridge notes tied embeddings in a table that all models of a class share, or not at all.
+        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)
+        if self.hf_config.tie_word_embeddings:
+            self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
 
     def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
         return super()._build_base_config(text_config_key, **{**kwargs, **self._fields})

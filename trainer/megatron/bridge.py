@@ -100,7 +100,12 @@ class HFBridge:
                 f"model.path is {path}, but there is no config.json: name a Hugging Face model folder"
             )
         self.hf_config = AutoConfig.from_pretrained(self.path)
-        self._bridge = bridge_for(self.hf_config, path, dtype, transformer_config)
+        try:
+            self._bridge = bridge_for(self.hf_config, path, dtype, transformer_config)
+        except ValueError as e:  # of Megatron, which says what does not divide what
+            if isinstance(e, ConfigError):
+                raise
+            raise ConfigError(f"model.path is {path}, which cannot be laid out by trainer.layout: {e}") from e
 
     @property
     def config(self) -> Any:

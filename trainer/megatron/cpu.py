@@ -221,10 +221,42 @@ def _replace_cuda_in_megatron() -> None:
     random = _core("tensor_parallel.random")
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     logging.getLogger(random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
+    _gather_unequal_parts()
     # Split sizes become plain numbers only when they come from a GPU; Gloo's all-to-all takes no tensor.
     _core("transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = lambda t, as_numpy=False, **_: (
         t.numpy() if as_numpy and torch.is_tensor(t) else t
     )
+
+
+def _gather_unequal_parts() -> None:
+    """Experts that are split over ranks as well gather tokens of which each rank has another number.
+
+    Gloo gathers and scatters equal parts only: they are padded to the longest, or summed whole.
+    """
+    mappings = _core("tensor_parallel.mappings")
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_along_first_dim(part: torch.Tensor, group: Any, sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(part, group, sizes, *rest)
+        rows = [int(size) for size in sizes]
+        padded = part.new_zeros(max(rows), *part.shape[1:])
+        padded[: len(part)] = part
+        parts = [torch.empty_like(padded) for _ in rows]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, rows, strict=True)])
+
+    def reduce_scatter_along_first_dim(
+        whole: torch.Tensor, group: Any, sizes: Any = None, *rest: Any
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, sizes, *rest)
+        summed = whole.clone()
+        torch.distributed.all_reduce(summed, group=group)
+        return summed.split([int(size) for size in sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_along_first_dim
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_along_first_dim
 
 
 def _fill_in_for_transformer_engine() -> None:

@@ -35,7 +35,7 @@ from async_rl.weights.broadcast import open_store
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cost import sequence_cost
-from trainer.megatron.cpu import has_transformer_engine
+from trainer.megatron.layout import check_layout, transformer_config
 from trainer.megatron.packing import Packing
 from trainer.megatron.padding import count_real_tokens, mask_for
 from trainer.megatron.replay import RouterReplayAdapter, Rows, local_rows, moe_layer_numbers
@@ -155,18 +155,20 @@ class MegatronModel:
         device: torch.device,
         optimizer: OptimizerConfig,
         *,
+        layout: LayoutConfig | None = None,
         recompute: str = "none",
         replay: bool = False,
+        overlap_grad_reduce: bool = False,
     ) -> None:
-        """Build the model and load the folder's weights. The process groups must stand.
+        """Build the model and load the folder's weights. The process groups must stand, by the same layout.
 
         Raises:
             ConfigError: When model, layout and replay do not go together.
         """
         self.device = device
-        self.bridge = HFBridge(path, dtype, **_transformer_config(recompute, replay))
+        self.bridge = HFBridge(path, dtype, **transformer_config(layout or LayoutConfig(), recompute, replay))
         self.config = self.bridge.config
-        self._check_layout()
+        check_layout(self.config, self.bridge.hf_config.vocab_size)
         self.cost = sequence_cost(
             self.config, self.bridge.hf_config.vocab_size, len(moe_layer_numbers(self.config))
         )
@@ -183,10 +185,19 @@ class MegatronModel:
         self.replay = RouterReplayAdapter(modules, self.config, device) if replay else None
 
         sharded = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=sharded,
+            overlap_grad_reduce=overlap_grad_reduce and sharded,
+            # Parameters of the last step would arrive with the next forward pass: not what is published.
+            overlap_param_gather=False,
+        )
         self.chunks = [DistributedDataParallel(self.config, ddp, module) for module in modules]
         self._number = {chunk: number for number, chunk in enumerate(self.chunks)}
         self.config.finalize_model_grads_func = finalize_model_grads
+        if ddp.overlap_grad_reduce:  # gradients are summed over ranks with those of the last micro-batch
+            waits = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         self.clip_grad = optimizer.clip_grad
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a rank without experts of its own has a stub optimizer
@@ -224,40 +235,6 @@ class MegatronModel:
             for module in chunk.modules():
                 if isinstance(module, MoELayer):
                     module.token_dispatcher = None
-
-    def _check_layout(self) -> None:
-        tp, heads, groups = (
-            self.config.tensor_model_parallel_size,
-            self.config.num_attention_heads,
-            self.config.num_query_groups,
-        )
-        if heads % tp or groups % tp:
-            raise ConfigError(
-                f"trainer.layout.tp is {tp}, but the model has {heads} attention heads in {groups} groups: "
-                "tp must divide both"
-            )
-        vocab = self.bridge.hf_config.vocab_size
-        if vocab % tp:
-            raise ConfigError(
-                f"trainer.layout.tp is {tp}, but the vocabulary has {vocab} tokens: tp must divide it"
-            )
-        ep, experts = self.config.expert_model_parallel_size, self.config.num_moe_experts or 0
-        if ep > 1 and experts % ep:
-            raise ConfigError(
-                f"trainer.layout.ep is {ep}, but the model has {experts} experts: ep must divide them"
-            )
-        etp = self.config.expert_tensor_parallel_size
-        if experts and ep == 1 and etp != tp:
-            # Megatron then takes experts for dense parameters and does not add up tensor ranks' gradients.
-            raise ConfigError(
-                f"trainer.layout has ep=1, tp={tp} and etp={etp}: without expert parallelism set etp={tp}"
-            )
-        pp, vpp = self.config.pipeline_model_parallel_size, self._interleaved
-        if self.config.num_layers % (pp * vpp):
-            raise ConfigError(
-                f"trainer.layout.pp is {pp} and vpp is {vpp}, but the model has {self.config.num_layers} "
-                "layers: pp must divide them, and so must pp times vpp"
-            )
 
     @property
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -509,33 +486,3 @@ class MegatronModel:
                 group["lr"] = learning_rate * group["lr_mult"]
         self.optimizer.step_with_ready_grads()
         return norm
-
-
-def _transformer_config(recompute: str, replay: bool) -> dict[str, Any]:
-    interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
-    fields: dict[str, Any] = {
-        "calculate_per_token_loss": True,  # gradients are divided by the tokens of the whole batch, see `run`
-        "moe_enable_routing_replay": replay,
-        "moe_token_dispatcher_type": "alltoall",
-        "gradient_accumulation_fusion": False,  # a kernel of Apex
-        "variable_seq_lengths": not interleaved,  # see `level_lengths`
-        # Experts are balanced where the model was pretrained. Here the reward alone moves the weights: the
-        # auxiliary loss would pull at the router's own choice, which is not the one that is replayed, and a
-        # bias that moves by itself would change the engine's choice between two updates.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_z_loss_coeff": None,
-        "moe_router_bias_update_rate": 0.0,
-    }
-    if recompute == "full":
-        fields |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    elif recompute == "selective":
-        # Fused attention keeps little; what fills the memory of an MoE model is what its experts keep.
-        fields |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-    if has_transformer_engine():
-        fields |= {"moe_grouped_gemm": True, "moe_permute_fusion": True, "apply_rope_fusion": True}
-    return fields

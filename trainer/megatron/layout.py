@@ -1,0 +1,101 @@
+"""A parallel layout in Megatron's words, and whether a model can be laid out so.
+
+What 0.16.1 would take without a word and compute wrongly is refused or set right here; docs/trainer.md has
+the list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+
+from async_rl.config import LayoutConfig
+from async_rl.errors import ConfigError
+from trainer.megatron.cpu import has_transformer_engine
+
+
+def transformer_config(layout: LayoutConfig, recompute: str, replay: bool) -> dict[str, Any]:
+    """Fields of Megatron's `TransformerConfig` that no model decides; the process groups must stand."""
+    interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+    fields: dict[str, Any] = {
+        "calculate_per_token_loss": True,  # gradients are divided by the tokens of the whole batch, see `run`
+        "moe_enable_routing_replay": replay,
+        "moe_token_dispatcher_type": "alltoall",
+        "gradient_accumulation_fusion": False,  # a kernel of Apex
+        # Tensor ranks without their own part of the sequence route every token, each for itself.
+        "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
+        # In batches, what interleaved stages of a pipeline of two send each other over Gloo arrives in the
+        # wrong order, and gradients are wrong without a word.
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": interleaved,
+        "variable_seq_lengths": not interleaved,  # see `MegatronModel.level_lengths`
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        # All expert ranks would draw the same numbers. (Loading overwrites every weight anyway.)
+        "use_cpu_initialization": False,
+        # Experts are balanced where the model was pretrained. Here the reward alone moves the weights: the
+        # auxiliary loss would pull at the router's own choice, which is not the one that is replayed, and a
+        # bias that moves by itself would change the engine's choice between two updates.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        "moe_router_bias_update_rate": 0.0,
+    }
+    if recompute == "full":
+        fields |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    elif recompute == "selective":
+        # Fused attention keeps little; what fills the memory of an MoE model is what its experts keep.
+        fields |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    if has_transformer_engine():
+        fields |= {"moe_grouped_gemm": True, "moe_permute_fusion": True, "apply_rope_fusion": True}
+    return fields
+
+
+def check_layout(config: Any, vocab_size: int) -> None:
+    """Check that a model can be cut as its Megatron config says.
+
+    Raises:
+        ConfigError: With the setting, what it is, and what it must divide.
+    """
+    tp, heads, groups = (
+        config.tensor_model_parallel_size,
+        config.num_attention_heads,
+        config.num_query_groups,
+    )
+    if heads % tp or groups % tp:
+        raise ConfigError(
+            f"trainer.layout.tp is {tp}, but the model has {heads} attention heads in {groups} groups: "
+            "tp must divide both"
+        )
+    if vocab_size % tp:
+        raise ConfigError(
+            f"trainer.layout.tp is {tp}, but the vocabulary has {vocab_size} tokens: tp must divide it"
+        )
+    ep, experts = config.expert_model_parallel_size, config.num_moe_experts or 0
+    if ep > 1 and experts % ep:
+        raise ConfigError(
+            f"trainer.layout.ep is {ep}, but the model has {experts} experts: ep must divide them"
+        )
+    etp = config.expert_tensor_parallel_size
+    if experts and ep == 1 and etp != tp:
+        # Megatron then takes experts for dense parameters and does not add up tensor ranks' gradients.
+        raise ConfigError(
+            f"trainer.layout has ep=1, tp={tp} and etp={etp}: without expert parallelism set etp={tp}"
+        )
+    if experts and etp > 1 and tp == 1:
+        raise ConfigError(
+            f"trainer.layout has tp=1 and etp={etp}: experts can only be split where attention is; set tp "
+            "above 1, or etp=1"
+        )
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    uneven = config.num_layers_in_first_pipeline_stage or config.num_layers_in_last_pipeline_stage
+    if config.num_layers % (pp * vpp) and not uneven:
+        raise ConfigError(
+            f"trainer.layout.pp is {pp} and vpp is {vpp}, but the model has {config.num_layers} layers: pp "
+            "must divide them, and so must pp times vpp; or set first_stage_layers, last_stage_layers"
+        )
