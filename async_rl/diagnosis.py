@@ -69,6 +69,7 @@ _AWAITED: Final[dict[str, str]] = {
     "batch": "a batch",
     "checkpoint": "a checkpoint",
     "chunk": "a chunk of {}",
+    "devices": "its turn on the shared devices",
     "disk": "the disk",
     "drain": "running work to end",
     "engine": "an engine that serves",
@@ -77,6 +78,7 @@ _AWAITED: Final[dict[str, str]] = {
     "evaluation": "the evaluation of a weight version",
     "export": "the Hugging Face export",
     "first chunk": "the first chunk of {}",
+    "hand-over": "the trainer to move {}",
     "idle": "{}",
     "publish": "the trainer to publish {}",
     "reward": "reward {}",
@@ -103,6 +105,7 @@ _CULPRITS: Final[dict[str, str]] = {
     "disk": "the disk does not answer",
     "drain": "running work does not end",
     "engine": "no engine serves",
+    "devices": "the shared devices are not handed over",
     "engine start": "{} does not start",
     "engine update": "{} does not take its new weights",
     "evaluation": "an evaluation does not end",
@@ -111,6 +114,7 @@ _CULPRITS: Final[dict[str, str]] = {
     "idle": "nobody wakes it",
     "publish": "the trainer does not publish {}",
     "reward": "reward {} does not return",
+    "hand-over": "the trainer does not move {}",
     "reward queue": "no call of reward {} ends",
     "room": "the spool never has room",
     "routing": "routing rows are not decoded",
@@ -351,7 +355,7 @@ class _Walk:
                     self._turn_to([TRAIN_LOOP], wait, path, chain)
             case "room" | "trainer lock":
                 self._turn_to([TRAIN_LOOP], wait, path, chain)
-            case "sync lock":
+            case "sync lock" | "devices":
                 self._turn_to([TRAIN_LOOP if wait.who != TRAIN_LOOP else REPAIR], wait, path, chain)
             case "slot":
                 self._slot(wait, path, chain)

@@ -53,6 +53,7 @@ def limits(config: Config) -> dict[str, float]:
         "engine update": weights.timeout_s,
         "export": weights.timeout_s,
         "first chunk": engine.stall_s,
+        "hand-over": weights.timeout_s,
         "publish": weights.timeout_s,
         "reward": rollout.reward_timeout_s,
         "send weights": 2 * weights.timeout_s,

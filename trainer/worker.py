@@ -46,6 +46,7 @@ from trainer.megatron.model import (
     stop_process_groups,
 )
 from trainer.megatron.packing import (
+from trainer.megatron.offload import Offload
     MicroBatch,
     Targets,
     level,
@@ -95,8 +96,10 @@ class TrainerWorker:
         self._rank, self._world_size, self._init_address = rank, world_size, init_address
         self._steps = self._skipped = 0
         self._model: MegatronModel | None = None
-        self._groups: dict[str, WeightGroup] = {}
-        self._specs: list[TensorSpec] = []
+        self._snapshot: Snapshot | None = None
+        self._offload: Offload | None = None
+        self._saver: Saver | None = None
+        self._weights: WeightExport | None = None
 
     @property
     def model(self) -> MegatronModel:
@@ -144,6 +147,14 @@ class TrainerWorker:
         state = checkpoint.load(found, self._model, self._layout)
         self._steps = state.step
         return state
+        self._weights = WeightExport(
+            self._export,
+            self._rank,
+            device,
+            # Well under the engines' own limit: a deaf one is left out before the others give up.
+            group_timeout_s=config.weights.timeout_s / 4,
+        )
+        self._offload = Offload(self._model)
 
     @property
     def _layout(self) -> dict[str, int]:
@@ -497,9 +508,21 @@ class TrainerWorker:
         """Leave all process groups."""
         for name in list(self._groups):
             self.close_weight_group(name)
+    # -- devices that engines share
+
+    def offload(self) -> None:
+        """Move the model, its optimizer and what else a step needs of the one before to the host."""
+        assert self._offload is not None, "setup comes first"
+        self._offload.offload()
+
+    def reload(self) -> None:
+        """Bring it back, as it was."""
+        assert self._offload is not None, "setup comes first"
+        self._offload.reload()
+
         if self._model is not None:
             self._model.close()
-            self._model = None
+            self._model = self._offload = None
         stop_process_groups()
 
 

@@ -82,7 +82,23 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
     gpus_per_rank: Annotated[
         float | None, Meta(description="GPUs of a trainer rank; null takes 1 on cuda, 0 on cpu.")
     ] = None
-    strategy: Annotated[
+    shared: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Engines and trainer take turns on the same devices: engines give their memory back while "
+                "the trainer works, and the other way round. On a CPU there is nothing to gain but the cores."
+            )
+        ),
+    ] = False
+    resources_per_engine: Annotated[
+        dict[str, PositiveFloat],
+        Meta(description="Custom Ray resources of an engine, such as a label of the nodes it may run on."),
+    ] = {}
+    resources_per_rank: Annotated[
+        dict[str, PositiveFloat], Meta(description="The same for a trainer rank.")
+    ] = {}
+    engine_strategy: Annotated[
         Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
         Meta(description="Ray placement-group strategy of engines and of trainer ranks."),
     ] = "PACK"

@@ -1,9 +1,9 @@
 """What an engine holds of a device, as states that have only the calls which its server survives.
 
 ```
-  serving ──stop()──► Stopped ──release()──► Empty ──resume_weights()──► Loadable ──resume_rest()──► whole again
-                                               ▲ └─────────── one way ──────┘ │
-                                               └───────────release()──────────┘
+  serving ──stop()──► Stopped ──release()──► Empty ──resume_weights()──► Loadable ──resume_rest()──► whole
+                                               ▲                            │
+                                               └──────────release()─────────┘
 ```
 
 A server dies when it is told to give memory back while anything runs, to give back what it does not hold, or

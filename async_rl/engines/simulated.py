@@ -14,7 +14,7 @@ import random
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 import msgspec
 import numpy as np
@@ -244,8 +244,7 @@ class SimulatedEngine:
                 f"{request.routing_start} of a prompt of {len(request.input_ids)} tokens"
             )
         if self.missing:
-            self.die()
-            raise EngineError(f"{self._engine_id} died: it was called without {self.missing}")
+            self._die_of(f"a call, without {self.missing}")
         call = _Call(request, self._next_fault(_CALL_FAULTS))
         self._calls[call] = None
         self._idle.clear()
@@ -465,8 +464,7 @@ class SimulatedEngine:
         """See `Engine.release_memory`. It dies of a wrong one, as a server does."""
         self._check_alive()
         if self._calls or self.missing.intersection(parts):
-            self.die()
-            raise EngineError(f"{self._engine_id} died: it runs {len(self._calls)} calls without {self.missing}")
+            self._die_of(f"giving {parts} back, with {len(self._calls)} calls and without {self.missing}")
         fault = self._next_fault(_MEMORY_FAULTS)
         self.missing.update(parts)
         if "kv_cache" in parts:
@@ -477,13 +475,17 @@ class SimulatedEngine:
         """See `Engine.resume_memory`."""
         self._check_alive()
         if not self.missing.issuperset(parts):
-            self.die()
-            raise EngineError(f"{self._engine_id} died: it was to take {parts}, and lacks {self.missing}")
+            self._die_of(f"taking {parts}, without {self.missing}")
         fault = self._next_fault(_MEMORY_FAULTS)
         self.missing.difference_update(parts)
         if "weights" in parts:
             self._version = -1  # there is nothing of use in it yet
         await self._fail_in_memory(fault)
+
+    def _die_of(self, what: str) -> NoReturn:
+        """It was asked what no server survives."""
+        self.die()
+        raise EngineError(f"{self._engine_id} died of {what}")
 
     async def _fail_in_memory(self, fault: Fault | None) -> None:
         """What becomes of a change of memory: the time it takes, and the fault that it meets."""
@@ -499,8 +501,7 @@ class SimulatedEngine:
         """See `Engine.update_weights`. Waits for running calls unless they stand still, as SGLang does."""
         self._check_alive()
         if "weights" in self.missing:
-            self.die()
-            raise EngineError(f"{self._engine_id} died: it was given weights and no memory for them")
+            self._die_of("weights, without memory for them")
         deaths = self._deaths
         if not self._standing_still:
             await self._idle.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from async_rl.engines.protocol import DiskUpdate, MemoryPart
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import EngineError, InvariantError
 from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.supervision import first_error
 from tests.support.engine_calls import Call, call, request
 
 ROOT = Path(__file__).parents[2]
@@ -96,39 +98,52 @@ async def test_nobody_can_try_again_when_an_attempt_has_failed(cut: str) -> None
         await stopped.release()
 
 
+async def _release_while_it_runs(subject: SimulatedEngine) -> None:
+    running = Call(subject, request([5, 6, 7], 1000))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(running.run())
+        await running.has_tokens(1)
+        await subject.release_memory(ALL)
+
+
+async def _release_twice(subject: SimulatedEngine) -> None:
+    await subject.release_memory(ALL)
+    await subject.release_memory(("weights",))
+
+
+async def _resume_what_it_holds(subject: SimulatedEngine) -> None:
+    await subject.resume_memory(("weights",))
+
+
+async def _load_into_nothing(subject: SimulatedEngine) -> None:
+    await subject.release_memory(ALL)
+    await subject.update_weights(update(1), flush=True)
+
+
+async def _call_without_a_cache(subject: SimulatedEngine) -> None:
+    await subject.release_memory(ALL)
+    await subject.resume_memory(("weights",))
+    await call(subject, [5, 6, 7], 3)
+
+
 @in_virtual_time
 @pytest.mark.parametrize(
     "wrong",
     [
-        "release while it runs",
-        "release twice",
-        "resume what it holds",
-        "load into nothing",
-        "call in between",
+        _release_while_it_runs,
+        _release_twice,
+        _resume_what_it_holds,
+        _load_into_nothing,
+        _call_without_a_cache,
     ],
 )
-async def test_the_simulated_engine_dies_when_it_is_asked_what_kills_a_server(wrong: str) -> None:
+async def test_the_simulated_engine_dies_when_it_is_asked_what_kills_a_server(
+    wrong: Callable[[SimulatedEngine], Awaitable[None]],
+) -> None:
     subject = engine(mean_new_tokens=1e6)
-    running = Call(subject, request([5, 6, 7], 1000))
-    with pytest.raises((EngineError, ExceptionGroup), match="died|unhandled"):
-        match wrong:
-            case "release while it runs":
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(running.run())
-                    await running.has_tokens(1)
-                    await subject.release_memory(ALL)
-            case "release twice":
-                await subject.release_memory(ALL)
-                await subject.release_memory(("weights",))
-            case "resume what it holds":
-                await subject.resume_memory(("weights",))
-            case "load into nothing":
-                await subject.release_memory(ALL)
-                await subject.update_weights(update(1), flush=True)
-            case "call in between":
-                await subject.release_memory(ALL)
-                await subject.resume_memory(("weights",))
-                await running.run()
+    with pytest.raises((EngineError, ExceptionGroup)) as caught:
+        await wrong(subject)
+    assert "died of" in str(first_error(caught.value))
     with pytest.raises(EngineError, match="cannot be reached"):
         await subject.health()
 
