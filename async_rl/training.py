@@ -88,6 +88,17 @@ class TrainerRank(Protocol):
         """Broadcast the current weights, bucket by bucket, into each of the groups."""
         ...
 
+    def offload(self) -> None:
+        """Move all device memory that training needs to the host; nothing but `reload` and `close` follows.
+
+        Once more it changes nothing.
+        """
+        ...
+
+    def reload(self) -> None:
+        """Take it back, as it was. Once more it changes nothing."""
+        ...
+
     def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """Write model, optimizer, step and `extra`, atomically: the folder appears when it is complete."""
         ...
@@ -116,33 +127,6 @@ class Trainer(Protocol):
         """See `TrainerRank.open_weight_group`."""
         ...
 
-    def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """Put one bucket of the current weights where processes of rank 0's host can read it.
-
-        Numbers are asked for in order; 0 starts anew, also in the middle. A bucket stays for as long as the
-        one after it is asked for.
-
-        Args:
-            number: Index of the bucket in `plan_buckets`.
-            bucket_bytes: As `plan_buckets` was told.
-            copies: Who reads it: each needs a payload of its own.
-
-        Returns:
-            `copies` payloads on rank 0, none on the others.
-        """
-        ...
-
-    def offload(self) -> None:
-        """Move all device memory that training needs to the host; nothing but `reload` and `close` follows.
-
-        Once more it changes nothing.
-        """
-        ...
-
-    def reload(self) -> None:
-        """Take it back, as it was. Once more it changes nothing."""
-        ...
-
     async def close_weight_group(self, group_name: str) -> None:
         """See `TrainerRank.close_weight_group`."""
         ...
@@ -155,17 +139,6 @@ class Trainer(Protocol):
         """See `TrainerRank.send_weights`."""
         ...
 
-    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """See `TrainerRank.save_checkpoint`."""
-        ...
-
-    async def close(self) -> None:
-        """Stop all ranks."""
-        ...
-    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """See `TrainerRank.share_bucket`."""
-        ...
-
     async def offload(self) -> None:
         """See `TrainerRank.offload`."""
         ...
@@ -174,3 +147,10 @@ class Trainer(Protocol):
         """See `TrainerRank.reload`."""
         ...
 
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        """See `TrainerRank.save_checkpoint`."""
+        ...
+
+    async def close(self) -> None:
+        """Stop all ranks."""
+        ...

@@ -45,8 +45,8 @@ from trainer.megatron.model import (
     start_process_groups,
     stop_process_groups,
 )
-from trainer.megatron.packing import (
 from trainer.megatron.offload import Offload
+from trainer.megatron.packing import (
     MicroBatch,
     Targets,
     level,
@@ -96,10 +96,9 @@ class TrainerWorker:
         self._rank, self._world_size, self._init_address = rank, world_size, init_address
         self._steps = self._skipped = 0
         self._model: MegatronModel | None = None
-        self._snapshot: Snapshot | None = None
         self._offload: Offload | None = None
-        self._saver: Saver | None = None
-        self._weights: WeightExport | None = None
+        self._groups: dict[str, WeightGroup] = {}
+        self._specs: list[TensorSpec] = []
 
     @property
     def model(self) -> MegatronModel:
@@ -139,6 +138,7 @@ class TrainerWorker:
             replay=config.routing.replay != "off",
             overlap_grad_reduce=trainer.overlap_grad_reduce,
         )
+        self._offload = Offload(self._model)
         if trainer.loss.kl.coefficient:
             self._model.keep_reference()
         found = checkpoint.find(checkpoint_dir) if checkpoint_dir is not None else None
@@ -147,14 +147,6 @@ class TrainerWorker:
         state = checkpoint.load(found, self._model, self._layout)
         self._steps = state.step
         return state
-        self._weights = WeightExport(
-            self._export,
-            self._rank,
-            device,
-            # Well under the engines' own limit: a deaf one is left out before the others give up.
-            group_timeout_s=config.weights.timeout_s / 4,
-        )
-        self._offload = Offload(self._model)
 
     @property
     def _layout(self) -> dict[str, int]:
@@ -497,17 +489,6 @@ class TrainerWorker:
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.model.bridge.export_hf(self.model.chunks)
 
-    # -- the end
-
-    def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """Write `step_<N>` into a folder, atomically, and remove all but the newest `keep_checkpoints`."""
-        keep = self._config.trainer.keep_checkpoints
-        checkpoint.save(directory, self.model, self._steps, extra, self._layout, keep)
-
-    def close(self) -> None:
-        """Leave all process groups."""
-        for name in list(self._groups):
-            self.close_weight_group(name)
     # -- devices that engines share
 
     def offload(self) -> None:
@@ -520,6 +501,17 @@ class TrainerWorker:
         assert self._offload is not None, "setup comes first"
         self._offload.reload()
 
+    # -- the end
+
+    def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        """Write `step_<N>` into a folder, atomically, and remove all but the newest `keep_checkpoints`."""
+        keep = self._config.trainer.keep_checkpoints
+        checkpoint.save(directory, self.model, self._steps, extra, self._layout, keep)
+
+    def close(self) -> None:
+        """Leave all process groups."""
+        for name in list(self._groups):
+            self.close_weight_group(name)
         if self._model is not None:
             self._model.close()
             self._model = self._offload = None

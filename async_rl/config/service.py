@@ -91,14 +91,7 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = False
-    resources_per_engine: Annotated[
-        dict[str, PositiveFloat],
-        Meta(description="Custom Ray resources of an engine, such as a label of the nodes it may run on."),
-    ] = {}
-    resources_per_rank: Annotated[
-        dict[str, PositiveFloat], Meta(description="The same for a trainer rank.")
-    ] = {}
-    engine_strategy: Annotated[
+    strategy: Annotated[
         Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
         Meta(description="Ray placement-group strategy of engines and of trainer ranks."),
     ] = "PACK"

@@ -372,6 +372,10 @@ class _Trainer:
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None: ...
 
+    async def offload(self) -> None: ...
+
+    async def reload(self) -> None: ...
+
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None: ...
 
     async def close(self) -> None: ...
@@ -383,13 +387,6 @@ class _Cluster:
     weight_backend = "gloo"
 
     def __init__(self, engines: list[CoarseEngine], trainer: _Trainer) -> None:
-    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        return [b""] * copies
-
-    async def offload(self) -> None: ...
-
-    async def reload(self) -> None: ...
-
         self.engines = engines
         self._trainer = trainer
 
