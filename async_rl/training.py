@@ -88,6 +88,22 @@ class TrainerRank(Protocol):
         """Broadcast the current weights, bucket by bucket, into each of the groups."""
         ...
 
+    def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+        """Put one bucket of the current weights where processes of rank 0's host can read it.
+
+        Numbers are asked for in order; 0 starts anew, also in the middle. A bucket stays for as long as the
+        one after it is asked for.
+
+        Args:
+            number: Index of the bucket in `plan_buckets`.
+            bucket_bytes: As `plan_buckets` was told.
+            copies: Who reads it: each needs a payload of its own.
+
+        Returns:
+            `copies` payloads on rank 0, none on the others.
+        """
+        ...
+
     def offload(self) -> None:
         """Move all device memory that training needs to the host; nothing but `reload` and `close` follows.
 
@@ -138,6 +154,9 @@ class Trainer(Protocol):
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """See `TrainerRank.send_weights`."""
         ...
+
+    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+        """See `TrainerRank.share_bucket`."""
 
     async def offload(self) -> None:
         """See `TrainerRank.offload`."""

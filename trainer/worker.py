@@ -14,7 +14,6 @@ not depend on how they were cut into micro-batches and shared out over ranks.
 
 from __future__ import annotations
 
-import collections
 import logging
 import math
 import time
@@ -32,10 +31,9 @@ from async_rl.engines.protocol import GroupInvite, TensorSpec
 from async_rl.errors import NonFiniteLoss
 from async_rl.training import StepResult, TrainerState
 from async_rl.types import Float32Array, Int64Array, TrainBatch
-from async_rl.weights.broadcast import WeightGroup, send_buckets
-from async_rl.weights.buckets import fill_buckets, plan_buckets, spec_of
 from trainer import agreement, checkpoint
 from trainer.advantages import estimate_advantages, overlong_penalty
+from trainer.export import WeightExport
 from trainer.log_probs import vocab_parallel_log_probs
 from trainer.megatron.model import (
     Inputs,
@@ -97,14 +95,19 @@ class TrainerWorker:
         self._steps = self._skipped = 0
         self._model: MegatronModel | None = None
         self._offload: Offload | None = None
-        self._groups: dict[str, WeightGroup] = {}
-        self._specs: list[TensorSpec] = []
+        self._weights: WeightExport | None = None
 
     @property
     def model(self) -> MegatronModel:
         """The model, once `setup` has built it."""
         assert self._model is not None, "setup comes first"
         return self._model
+
+    @property
+    def weights(self) -> WeightExport:
+        """What engines get of the model, likewise."""
+        assert self._weights is not None, "setup comes first"
+        return self._weights
 
     def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """Join the other ranks, build the model and load the newest checkpoint of a folder, if there is one.
@@ -139,6 +142,13 @@ class TrainerWorker:
             overlap_grad_reduce=trainer.overlap_grad_reduce,
         )
         self._offload = Offload(self._model)
+        self._weights = WeightExport(
+            self._export,
+            self._rank,
+            device,
+            # Well under the engines' own limit: a deaf one is left out before the others give up.
+            group_timeout_s=config.weights.timeout_s / 4,
+        )
         if trainer.loss.kl.coefficient:
             self._model.keep_reference()
         found = checkpoint.find(checkpoint_dir) if checkpoint_dir is not None else None
@@ -459,32 +469,23 @@ class TrainerWorker:
 
     def open_weight_group(self, invite: GroupInvite) -> None:
         """Rank 0 joins a weight-update group; the others return at once."""
-        if self._rank == 0:
-            # Well under the engines' own limit: a deaf one is left out before the others give up.
-            self._groups[invite.group_name] = WeightGroup(invite, self._config.weights.timeout_s / 4)
+        self.weights.open_group(invite)
 
     def close_weight_group(self, group_name: str) -> None:
         """Leave it; a group that is not open is left alone."""
-        group = self._groups.pop(group_name, None)
-        if group is not None:
-            group.close()
+        self.weights.close_group(group_name)
 
     def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
         """What `send_weights` will broadcast, in its order."""
-        if not self._specs:
-            self._specs = [spec_of(name, tensor) for name, tensor in self._export()]
-        return plan_buckets(self._specs, bucket_bytes)
+        return self.weights.plan(bucket_bytes)
 
     def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """Broadcast the current weights, bucket by bucket, into each of the groups."""
-        buckets = self.plan_buckets(bucket_bytes)
-        tensors = self._export()
-        try:
-            if self._rank == 0:
-                groups = {name: self._groups[name] for name in group_names if name in self._groups}
-                send_buckets(fill_buckets(tensors, buckets, self.model.device), groups)
-        finally:
-            collections.deque(tensors, maxlen=0)  # gathering is collective: all ranks go through all of it
+        self.weights.send(group_names, bucket_bytes)
+
+    def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+        """Put one bucket where processes of rank 0's host can read it; see `TrainerRank.share_bucket`."""
+        return self.weights.share(number, bucket_bytes, copies)
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.model.bridge.export_hf(self.model.chunks)
@@ -510,8 +511,8 @@ class TrainerWorker:
 
     def close(self) -> None:
         """Leave all process groups."""
-        for name in list(self._groups):
-            self.close_weight_group(name)
+        if self._weights is not None:
+            self._weights.close()
         if self._model is not None:
             self._model.close()
             self._model = self._offload = None

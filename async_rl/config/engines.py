@@ -216,8 +216,13 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     """How new weights reach the engines."""
 
     transport: Annotated[
-        Literal["disk", "distributed"],
-        Meta(description="`disk`: safetensors files; `distributed`: NCCL or Gloo broadcast in buckets."),
+        Literal["disk", "distributed", "tensor"],
+        Meta(
+            description=(
+                "`disk`: safetensors files; `distributed`: NCCL or Gloo broadcast in buckets; `tensor`: "
+                "buckets in shared memory, for engines on the host of trainer rank 0."
+            )
+        ),
     ] = "disk"
     interrupt: Annotated[
         Literal["abort", "retract", "in_place"],
@@ -232,8 +237,6 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     rolling: Annotated[
         bool, Meta(description="Update one engine after the other, so that the rest go on generating.")
     ] = False
-    bucket_bytes: Annotated[int, Meta(ge=1 << 16, description="Size of a broadcast bucket, bytes.")] = (
-        256 << 20
-    )
+    bucket_bytes: Annotated[int, Meta(ge=1 << 16, description="Size of a bucket, bytes.")] = 256 << 20
     keep_versions: Annotated[int, Meta(ge=1, description="Published versions kept on disk.")] = 2
     timeout_s: Annotated[float, Meta(gt=0, description="Longest update of one engine, seconds.")] = 300.0

@@ -8,7 +8,7 @@ chunks it has seen.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -111,7 +111,19 @@ class DistributedUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="distribu
     buckets: tuple[tuple[TensorSpec, ...], ...]
 
 
-WeightUpdate = DiskUpdate | DistributedUpdate
+class TensorUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="tensor"):
+    """New weights as buckets in memory that the trainer and an engine of its host share.
+
+    `buckets` starts the sequence of `num_buckets`. Each has one payload for each of the engine's
+    tensor-parallel ranks, which says where the bytes lie; they stay until the next bucket is asked for.
+    """
+
+    weight_version: int
+    num_buckets: int
+    buckets: Callable[[], AsyncGenerator[Sequence[bytes], None]]
+
+
+WeightUpdate = DiskUpdate | DistributedUpdate | TensorUpdate
 
 
 class GroupInvite(msgspec.Struct, frozen=True, kw_only=True):

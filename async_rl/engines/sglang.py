@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import msgspec
 import numpy as np
+import pybase64
 from yarl import URL
 
 from async_rl import routing
@@ -34,8 +35,9 @@ from async_rl.engines.protocol import (
     GenerateRequest,
     GroupInvite,
     InterruptMode,
-    RoutingPayload,
     MemoryPart,
+    RoutingPayload,
+    TensorUpdate,
     WeightUpdate,
 )
 from async_rl.engines.sglang_routing import PIECE_BYTES, RoutingText, RoutingWire, receiving
@@ -353,8 +355,12 @@ class SGLangEngine:
         if isinstance(update, DiskUpdate):
             body = {"model_path": update.path, "weight_version": version, "flush_cache": flush}
             await self._load("update_weights_from_disk", body, version)
+        elif isinstance(update, DistributedUpdate):
+            async with self._loading():
+                await self._load_distributed(update, version, flush)
         else:
-            await self._load_distributed(update, version, flush)
+            async with self._loading():
+                await self._load_shared(update, version, flush)
         served = (await self.health()).weight_version
         if served != update.weight_version:
             raise VersionMismatch(
@@ -362,21 +368,40 @@ class SGLangEngine:
             )
 
     async def _load_distributed(self, update: DistributedUpdate, version: str, flush: bool) -> None:
-        await self._update_command("begin_weight_update", {})
-        done = False
-        try:
-            for number, bucket in enumerate(update.buckets, start=1):
-                last = number == len(update.buckets)
+        for number, bucket in enumerate(update.buckets, start=1):
+            last = number == len(update.buckets)
+            body = {
+                "names": [spec.name for spec in bucket],
+                "dtypes": [spec.dtype for spec in bucket],
+                "shapes": [spec.shape for spec in bucket],
+                "group_name": update.group_name,
+                "load_format": "flattened_bucket",
+                "flush_cache": flush and last,
+                "weight_version": version if last else None,
+            }
+            await self._load("update_weights_from_distributed", body, version)
+
+    async def _load_shared(self, update: TensorUpdate, version: str, flush: bool) -> None:
+        number = 0
+        async with aclosing(update.buckets()) as buckets:
+            async for payloads in buckets:
+                number += 1
+                last = number == update.num_buckets
                 body = {
-                    "names": [spec.name for spec in bucket],
-                    "dtypes": [spec.dtype for spec in bucket],
-                    "shapes": [spec.shape for spec in bucket],
-                    "group_name": update.group_name,
+                    "serialized_named_tensors": [pybase64.b64encode_as_string(data) for data in payloads],
                     "load_format": "flattened_bucket",
                     "flush_cache": flush and last,
                     "weight_version": version if last else None,
                 }
-                await self._load("update_weights_from_distributed", body, version)
+                await self._load("update_weights_from_tensor", body, version)
+
+    @asynccontextmanager
+    async def _loading(self) -> AsyncIterator[None]:
+        """The server takes weights in pieces within the block."""
+        await self._update_command("begin_weight_update", {})
+        done = False
+        try:
+            yield
             done = True
         finally:
             # Also after a failure: an open session would refuse every later update. Bounded: an engine that
@@ -416,6 +441,21 @@ class SGLangEngine:
                 f"{text.strip()}. Interrupt it by abort or retract before an update"
             )
 
+    # -- memory -------------------------------------------------------------------------------------------
+
+    async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.release_memory`. Bounded in time by its caller.
+
+        The scheduler asserts that it is idle, and a stream that has ended here may have its last batch there
+        yet. It flushes its cache only when it is idle, so a flush that goes through comes first.
+        """
+        await self._flush(before="")
+        await self._update_command("release_memory_occupation", {"tags": list(parts)})
+
+    async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.resume_memory`. Bounded in time by its caller."""
+        await self._update_command("resume_memory_occupation", {"tags": list(parts)})
+
     # -- health -------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
@@ -441,21 +481,6 @@ class SGLangEngine:
                     await asyncio.sleep(delay_s)
                     delay_s = min(delay_s * 1.5, 0.5)
         except TimeoutError as e:
-    # -- memory -------------------------------------------------------------------------------------------
-
-    async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.release_memory`. Bounded in time by its caller.
-
-        The scheduler asserts that it is idle, and a stream that has ended here may have its last batch there
-        yet. It flushes its cache only when it is idle, so a flush that goes through comes first.
-        """
-        await self._flush(before="")
-        await self._update_command("release_memory_occupation", {"tags": list(parts)})
-
-    async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.resume_memory`. Bounded in time by its caller."""
-        await self._update_command("resume_memory_occupation", {"tags": list(parts)})
-
             raise EnvironmentNotReady(
                 f"{self._engine_id} at {self._url} did not answer within engine.start_timeout_s = "
                 f"{self._start_timeout_s}"

@@ -72,6 +72,13 @@ class RayTrainer(Trainer):
         # The ranks bound each broadcast themselves and leave dead engines out; this is for a dead trainer.
         await self._all(2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes)
 
+    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+        """See `TrainerRank.share_bucket`."""
+        payloads: list[bytes] = await self._all(
+            self._config.weights.timeout_s, "share_bucket", number, bucket_bytes, copies
+        )
+        return payloads
+
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """See `TrainerRank.save_checkpoint`."""
         await self._all(self._config.trainer.step_timeout_s, "save_checkpoint", directory, extra)

@@ -19,6 +19,7 @@ import msgspec
 from async_rl.config import SimulatedEngines
 from async_rl.engines.protocol import (
     Chunk,
+    DiskUpdate,
     DistributedUpdate,
     Engine,
     EngineHealth,
@@ -26,6 +27,7 @@ from async_rl.engines.protocol import (
     GenerateRequest,
     GroupInvite,
     InterruptMode,
+    TensorUpdate,
     WeightUpdate,
 )
 from async_rl.engines.simulated import Fault, SimulatedEngine, _Call
@@ -230,6 +232,8 @@ class FaultyEngine(SimulatedEngine):
             self._check_alive()
             await self._broadcasts.receive(update.group_name)
             self._check_alive(deaths)
+        elif isinstance(update, TensorUpdate):
+            await self._load_buckets(update, deaths)
         if fault == "no_op_update":
             return
         if fault == "hang_update":
@@ -243,9 +247,17 @@ class FaultyEngine(SimulatedEngine):
         if fault == "late_error":
             raise WeightSyncError(f"{self._engine_id} has new weights, and fails all the same")
 
+    async def _load_buckets(self, update: TensorUpdate, deaths: int) -> None:
+        async with aclosing(update.buckets()) as buckets:
+            async for payloads in buckets:
+                await asyncio.sleep(self._update_s / update.num_buckets)
+                self._check_alive(deaths)
+                if (sent := int(payloads[0])) != update.weight_version:
+                    self._witness.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
+
     def _check_files(self, update: WeightUpdate) -> None:
         """Published files hold their version for as long as an engine reads them."""
-        if isinstance(update, DistributedUpdate) or update.path == self._model_path:
+        if not isinstance(update, DiskUpdate) or update.path == self._model_path:
             return
         path = Path(update.path) / "weights"
         found = path.read_text() if path.exists() else "nothing"

@@ -198,7 +198,7 @@ def _config(rng: random.Random, seed: int) -> Config:
             "journal_s": rng.choice((None, 0.05, 0.5)),
         },
         "weights": {
-            "transport": rng.choice(("disk", "disk", "distributed")),
+            "transport": rng.choice(("disk", "tensor", "distributed")),
             "interrupt": interrupt,
             "rolling": rng.random() < 0.3,
             "bucket_bytes": 1 << 20,

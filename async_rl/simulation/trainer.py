@@ -164,7 +164,7 @@ class SimulatedTrainer:
 
     async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
         """See `TrainerRank.plan_buckets`."""
-        return ((TensorSpec(name="weights", dtype="float32", shape=(1,)),),)
+        return tuple((TensorSpec(name=f"w{i}", dtype="float32", shape=(1,)),) for i in range(3))
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """See `TrainerRank.send_weights`: one group's failure is not another's."""
@@ -172,6 +172,11 @@ class SimulatedTrainer:
         reached = [await self._broadcasts.send(name) for name in group_names]
         if group_names and not any(reached):
             raise WeightSyncError(f"every weight-update group failed: {', '.join(group_names)}")
+
+    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+        """See `TrainerRank.share_bucket`: what is shared says which version it is of."""
+        await asyncio.sleep(self._speeds.update_s / 3)
+        return [str(self._step).encode()] * copies
 
     async def close(self) -> None:
         """See `TrainerRank.close`."""

@@ -6,8 +6,9 @@ the names, dtypes and shapes that they are told. Every transport but `disk` send
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -67,25 +68,28 @@ def _inseparable(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
         begin = end + 1
 
 
+def largest_of(buckets: Sequence[Sequence[TensorSpec]]) -> int:
+    """Bytes of the largest bucket."""
+    return max((sum(map(size_of, bucket)) for bucket in buckets), default=0)
+
+
 def fill_buckets(
     tensors: Iterable[tuple[str, torch.Tensor]],
-    buckets: tuple[tuple[TensorSpec, ...], ...],
-    device: torch.device,
+    buckets: Sequence[Sequence[TensorSpec]],
+    buffers: Sequence[torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Yield each bucket's bytes, `[n] uint8` on the device; one buffer is reused for all of them.
+    """Yield each bucket's bytes, `[n] uint8`, in the buffers in turns.
 
     Args:
         tensors: In the order of the plan.
         buckets: The plan that the engines were told.
-        device: Where the process group broadcasts from.
+        buffers: `[largest_of(buckets)] uint8` each. The first bucket is in the first one.
 
     Raises:
         WeightSyncError: When a tensor is not the one the plan names.
     """
     source = iter(tensors)
-    largest = max((sum(map(size_of, bucket)) for bucket in buckets), default=0)
-    buffer = torch.empty(largest, dtype=torch.uint8, device=device)
-    for bucket in buckets:
+    for bucket, buffer in zip(buckets, itertools.cycle(buffers), strict=False):
         filled = 0
         for spec in bucket:
             name, tensor = next(source, ("nothing", torch.empty(0)))

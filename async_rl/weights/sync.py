@@ -22,7 +22,7 @@ import asyncio
 import logging
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final
@@ -38,6 +38,7 @@ from async_rl.engines.protocol import (
     Engine,
     GroupInvite,
     TensorSpec,
+    TensorUpdate,
     WeightUpdate,
 )
 from async_rl.errors import EngineError, VersionMismatch, WeightSyncError
@@ -45,6 +46,7 @@ from async_rl.metrics import Metrics
 from async_rl.supervision import Nursery, first_error
 from async_rl.training import Trainer
 from async_rl.waits import NamedLock, waiting
+from async_rl.weights.relay import Relay
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +131,8 @@ class WeightSync:
         self._started = asyncio.Event()
         self._buckets: tuple[tuple[TensorSpec, ...], ...] = ()
         self._groups: dict[str, str] = {}
+        self._relay: Relay[Mapping[str, Sequence[bytes]]]
+        """Of the wave that is being updated."""
         self._num_groups = 0
         self._held: dict[str, Standing | None] = {}
         """How each engine stood when it was stopped for the last update."""
@@ -148,7 +152,7 @@ class WeightSync:
                 self._published[version] = initial_path
             else:
                 await self._publish_files(version)
-            if self._config.transport == "distributed":
+            if self._config.transport != "disk":
                 self._buckets = await self._trainer.plan_buckets(self._config.bucket_bytes)
             await self._catch_up_all()
         self._started.set()
@@ -206,15 +210,15 @@ class WeightSync:
         engine = next((e for e in self._pool.engines() if e.engine_id == engine_id), None)
         if engine is None:
             return  # it has left
-        distributed = self._config.transport == "distributed"
+        on_demand = self._config.transport != "disk"  # only then are there no files of every version
         for _ in range(_CHASES):
-            if distributed:
+            if on_demand:
                 async with self.trainer_busy:
                     version = await self._files_of_now()
             else:
                 version = self._version
             loaded = await self._load_files(engine, version)
-            if distributed:
+            if on_demand:
                 async with self.trainer_busy:
                     if version == self._version:
                         await self._serve(engine, loaded)
@@ -223,7 +227,7 @@ class WeightSync:
                 await self._serve(engine, loaded)
                 break
         else:
-            async with self.trainer_busy if distributed else self._lock:
+            async with self.trainer_busy if on_demand else self._lock:
                 loaded = await self._load_files(engine, await self._files_of_now())
                 await self._serve(engine, loaded)
         await self._clear_away()
@@ -299,15 +303,26 @@ class WeightSync:
         listening = [
             (engine, done.result())
             for engine, done in interrupts
-            if done.result() is not None and engine.engine_id in self._groups and self._is_held(engine)
+            if done.result() is not None and self._is_listening(engine) and self._is_held(engine)
         ]
-        if listening:
-            async with Nursery() as nursery:
-                for engine, interrupt_s in listening:
-                    loading = self._load(engine, version, interrupt_s or 0.0, results)
-                    nursery.start(f"update {engine.engine_id}", loading)
-                groups = [self._groups[engine.engine_id] for engine, _ in listening]
-                nursery.start("send weights", self._send(groups))
+        if not listening:
+            return
+        engine_ids = [engine.engine_id for engine, _ in listening]
+        self._relay = Relay(engine_ids, len(self._buckets), self._share)
+
+        async def load(engine: Engine, interrupt_s: float | None) -> None:
+            try:
+                await self._load(engine, version, interrupt_s or 0.0, results)
+            finally:
+                self._relay.leave(engine.engine_id)
+
+        async with Nursery() as nursery:
+            for engine, interrupt_s in listening:
+                nursery.start(f"update {engine.engine_id}", load(engine, interrupt_s))
+            nursery.start("send weights", self._send(engine_ids))
+
+    def _is_listening(self, engine: Engine) -> bool:
+        return self._config.transport == "tensor" or engine.engine_id in self._groups
 
     async def _interrupt(self, engine: Engine) -> float | None:
         """Stop an engine; seconds that took, or None when it failed."""
@@ -351,13 +366,23 @@ class WeightSync:
             log.info("weight version %d: %s", version, times)
             results.append(times)
 
-    async def _send(self, groups: list[str]) -> None:
-        """Broadcast; engines that could not receive say so themselves, so this only reports."""
+    async def _send(self, engine_ids: Sequence[str]) -> None:
+        """Send all buckets; engines that could not receive say so themselves, so this only reports."""
         try:
             with waiting("send weights"):
-                await self._trainer.send_weights(groups, self._config.bucket_bytes)
+                if self._config.transport == "tensor":
+                    await self._relay.run()
+                else:
+                    groups = [self._groups[engine_id] for engine_id in engine_ids]
+                    await self._trainer.send_weights(groups, self._config.bucket_bytes)
         except EngineError as error:
             log.warning("sending weights: %s", error)
+
+    async def _share(self, number: int) -> Mapping[str, Sequence[bytes]]:
+        """A bucket in shared memory: for each reader as many payloads as it has ranks."""
+        readers, ranks = self._relay.readers, self._tp_size
+        payloads = await self._trainer.share_bucket(number, self._config.bucket_bytes, ranks * len(readers))
+        return {reader: payloads[i * ranks : (i + 1) * ranks] for i, reader in enumerate(readers)}
 
     @asynccontextmanager
     async def _quarantined_on_failure(self, engine: Engine) -> AsyncIterator[None]:
@@ -379,6 +404,14 @@ class WeightSync:
     def _update_for(self, engine: Engine, version: int) -> WeightUpdate:
         if self._config.transport == "disk":
             return DiskUpdate(weight_version=version, path=str(self._published[version]))
+        if self._config.transport == "tensor":
+            relay, engine_id = self._relay, engine.engine_id
+
+            async def buckets() -> AsyncGenerator[Sequence[bytes], None]:
+                async for payloads in relay.buckets(engine_id):
+                    yield payloads[engine_id]
+
+            return TensorUpdate(weight_version=version, num_buckets=len(self._buckets), buckets=buckets)
         group = self._groups.get(engine.engine_id)
         if group is None:
             raise WeightSyncError(f"engine {engine.engine_id} has joined no weight-update group")

@@ -19,7 +19,7 @@ from async_rl.engines.server import SGLangServer, free_port
 from async_rl.engines.sglang import SGLangEngine
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, WeightSyncError
 from async_rl.weights.broadcast import WeightGroup, send_buckets
-from async_rl.weights.buckets import fill_buckets, plan_buckets, spec_of
+from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
 from tests.support.engine_calls import Call, call, request
 from tests.support.sglang_world import SGLangWorld
 
@@ -60,7 +60,7 @@ async def test_the_weights_are_the_senders_when_they_are_broadcast(
         asyncio.to_thread(WeightGroup, invite, 30.0), engine.join_weight_group(invite)
     )
     update = DistributedUpdate(weight_version=2, group_name="test", buckets=buckets)
-    data = fill_buckets(tensors.items(), buckets, torch.device("cpu"))
+    data = fill_buckets(tensors.items(), buckets, [torch.empty(largest_of(buckets), dtype=torch.uint8)])
     await asyncio.gather(
         asyncio.to_thread(send_buckets, data, {"test": group}), engine.update_weights(update, flush=True)
     )

@@ -12,7 +12,7 @@ import torch
 from async_rl.engines.protocol import GroupInvite
 from async_rl.errors import WeightSyncError
 from async_rl.weights.broadcast import WeightGroup, send_buckets
-from async_rl.weights.buckets import fill_buckets, plan_buckets, spec_of
+from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
 
 RECEIVER = """
 import sys, json
@@ -63,7 +63,8 @@ def test_tensors_arrive_bitwise_when_sglang_receives(tmp_path):
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-c", RECEIVER, argument], env=environment) as receiver:
         group = WeightGroup(where, timeout_s=60)
-        send_buckets(fill_buckets(tensors, buckets, torch.device("cpu")), {where.group_name: group})
+        buffer = torch.empty(largest_of(buckets), dtype=torch.uint8)
+        send_buckets(fill_buckets(tensors, buckets, [buffer]), {where.group_name: group})
         assert receiver.wait(60) == 0
         group.close()
     got = torch.load(tmp_path / "got")

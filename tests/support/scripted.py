@@ -16,6 +16,7 @@ from async_rl.engines.protocol import (
     InterruptMode,
     RoutingPayload,
     TensorSpec,
+    TensorUpdate,
     WeightUpdate,
 )
 from async_rl.types import RoutingTrace, VersionSpan
@@ -66,6 +67,7 @@ class ScriptedEngine:
         self.fail_in: str | None = None
         self.error: Exception | None = None
         self.lie: int | None = None
+        self.buckets: list[list[bytes]] = []
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
         # The session's buffer goes on changing after the call.
@@ -98,6 +100,8 @@ class ScriptedEngine:
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
         self._step("update flush" if flush else "update")
+        if isinstance(update, TensorUpdate):
+            self.buckets = [list(payloads) async for payloads in update.buckets()]
         self.weight_version = update.weight_version
 
     async def health(self) -> EngineHealth:
@@ -126,7 +130,10 @@ class RecordingTrainer:
         async def call(*arguments: Any) -> Any:
             self.calls.append((name, arguments))
             if name == "plan_buckets":
-                return ((TensorSpec(name="w", dtype="float32", shape=(2,)),),)
+                return tuple((TensorSpec(name=name, dtype="float32", shape=(2,)),) for name in ("w", "v"))
+            if name == "share_bucket":
+                number, _, copies = arguments
+                return [f"{number}.{copy}".encode() for copy in range(copies)]
             return None
 
         return call

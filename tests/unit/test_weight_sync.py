@@ -7,7 +7,7 @@ import pytest
 from async_rl.config import WeightsConfig
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.engines.protocol import DistributedUpdate, Engine, EngineHealth
-from async_rl.errors import EngineError
+from async_rl.errors import EngineError, WeightSyncError
 from async_rl.metrics import Metrics
 from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.supervision import Nursery, first_error
@@ -23,7 +23,7 @@ async def a_port() -> tuple[str, int]:
 class Bench:
     """A pool of scripted engines under a sync."""
 
-    def __init__(self, tmp_path: Path, engines: int = 2, **changes: Any) -> None:
+    def __init__(self, tmp_path: Path, engines: int = 2, tp_size: int = 1, **changes: Any) -> None:
         self.pool = EnginePool(Metrics(), lambda: 0.0)
         self.engines = [ScriptedEngine(f"engine-{index}") for index in range(engines)]
         for engine in self.engines:
@@ -37,6 +37,7 @@ class Bench:
             metrics=Metrics(),
             clock=lambda: 0.0,
             open_port=a_port,
+            tp_size=tp_size,
         )
 
     async def start(self, version: int = 0) -> None:
@@ -160,6 +161,50 @@ async def test_weights_are_broadcast_into_each_engines_own_group_when_distribute
     assert {a[0] for name, a in bench.trainer.calls if name == "close_weight_group"} == groups
 
 
+async def test_every_engine_reads_a_payload_of_its_own_for_each_rank_when_memory_is_shared(tmp_path):
+    bench = Bench(tmp_path, transport="tensor", tp_size=2)
+    await bench.start()
+    await bench.sync.sync(1)
+    assert bench.serving() == {"engine-0": 1, "engine-1": 1}
+    assert [a for name, a in bench.trainer.calls if name == "share_bucket"] == [
+        (0, 256 << 20, 4),
+        (1, 256 << 20, 4),
+    ]
+    payloads = [payload for engine in bench.engines for bucket in engine.buckets for payload in bucket]
+    assert len(set(payloads)) == 8
+    assert bench.engines[0].buckets == [[b"0.0", b"0.1"], [b"1.0", b"1.1"]]
+
+
+async def test_the_others_are_updated_when_an_engine_dies_in_the_middle_of_shared_buckets(tmp_path):
+    bench = Bench(tmp_path, transport="tensor")
+    await bench.start()
+
+    async def dies(change, *, flush):
+        async for _ in change.buckets():
+            raise EngineError("connection lost")
+
+    bench.engines[0].update_weights = dies  # type: ignore[method-assign]
+    await bench.sync.sync(1)
+    assert bench.serving() == {"engine-1": 1}
+    assert len(bench.engines[1].buckets) == 2
+
+
+async def test_all_are_quarantined_when_the_trainer_cannot_share_a_bucket(tmp_path):
+    bench = Bench(tmp_path, transport="tensor")
+    await bench.start()
+    share = bench.trainer.share_bucket
+
+    async def once(number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+        if number:
+            raise WeightSyncError("shared memory is full")
+        return await share(number, bucket_bytes, copies)
+
+    bench.trainer.share_bucket = once  # type: ignore[method-assign]
+    await bench.sync.sync(1)
+    assert bench.serving() == {}
+    assert "sent 1 of 2 buckets" in str(bench.pool.error_of("engine-0"))
+
+
 async def test_the_engine_is_quarantined_when_an_update_hangs(tmp_path):
     bench = Bench(tmp_path, timeout_s=0.01)
     await bench.start()
@@ -206,7 +251,7 @@ class Stopper:
         setattr(engine, step, stopped)
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed"])
+@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
 @pytest.mark.parametrize("step", ["interrupt", "update_weights", "health", "resume_generation"])
 async def test_no_engine_serves_an_unknown_version_when_an_update_is_cancelled(tmp_path, step, transport):
     """The trainer dies, or the run ends, in the middle: one engine stands there, the other is wherever."""
@@ -254,7 +299,7 @@ async def test_an_update_ends_early_when_its_engine_is_found_dead(tmp_path):
     assert "three probes missed" in str(bench.pool.error_of("engine-0"))
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed"])
+@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
 async def test_updates_go_on_while_a_joining_engine_loads(tmp_path, transport):
     bench = Bench(tmp_path, transport=transport)
     await bench.start()
@@ -311,7 +356,7 @@ async def test_an_engine_finds_its_files_when_it_joins_while_the_next_version_is
     assert bench.serving() == {"engine-0": 2, "engine-1": 2}
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed"])
+@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
 async def test_an_update_leaves_an_engine_alone_when_it_was_restarted_since_it_was_stopped(
     tmp_path, transport
 ):

@@ -1,0 +1,101 @@
+"""Hands the buckets of one update from the trainer to several engines, each at its own pace.
+
+```
+ trainer   fill 0 ─ fill 1 ─ … waits until nobody reads 0 any more … ─ fill 2
+ engine A    └ load 0 ─ load 1 ──────────┐                               └ load 2
+ engine B    └ load 0 ──────────── load 1┘ (an engine that has left is not waited for)
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import Final, Generic, TypeVar
+
+from async_rl.errors import WeightSyncError
+
+T = TypeVar("T")
+
+BUFFERS: Final = 2
+"""Buckets that exist at a time: one is filled while another is read."""
+
+
+class Relay(Generic[T]):
+    """The buckets of one update.
+
+    Invariant: a bucket is asked for only when every reader that has not left is done with the one `BUFFERS`
+    before it, whose memory it takes.
+
+    Example:
+        >>> relay = Relay(["engine-0", "engine-1"], len(plan), trainer_fills)
+        >>> async with Nursery() as nursery:
+        ...     nursery.start("send weights", relay.run())
+        ...     nursery.start("engine 0", load("engine-0", relay.buckets("engine-0")))  # then relay.leave(…)
+    """
+
+    def __init__(
+        self, readers: Iterable[str], num_buckets: int, fetch: Callable[[int], Awaitable[T]]
+    ) -> None:
+        """Start with no bucket.
+
+        Args:
+            readers: Who will take all buckets, or leave.
+            num_buckets: How many there are.
+            fetch: Fills a bucket; called in order, one call at a time.
+        """
+        self._done = dict.fromkeys(readers, 0)
+        self._num_buckets = num_buckets
+        self._fetch = fetch
+        self._buckets: list[T] = []
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def readers(self) -> list[str]:
+        """Who has not left."""
+        return list(self._done)
+
+    async def run(self) -> None:
+        """Fetch buckets as room is made, until all are there or no reader is left.
+
+        Raises:
+            Exception: What `fetch` raised; the readers are told that there is nothing more to come.
+        """
+        try:
+            while self._done and len(self._buckets) < self._num_buckets:
+                if len(self._buckets) - min(self._done.values()) < BUFFERS:
+                    self._buckets.append(await self._fetch(len(self._buckets)))
+                    self._wake()
+                else:
+                    await self._changed.wait()
+        except Exception as error:
+            self._error = error
+            self._wake()
+            raise
+
+    async def buckets(self, reader: str) -> AsyncGenerator[T, None]:
+        """All buckets in order; one is read until the next is asked for.
+
+        Raises:
+            WeightSyncError: When the trainer has failed.
+        """
+        for number in range(self._num_buckets):
+            self._done[reader] = number
+            self._wake()
+            while number >= len(self._buckets):
+                if self._error is not None:
+                    raise WeightSyncError(f"the trainer sent {number} of {self._num_buckets} buckets") from (
+                        self._error
+                    )
+                await self._changed.wait()
+            yield self._buckets[number]
+
+    def leave(self, reader: str) -> None:
+        """A reader needs no bucket any more, whether it has taken all or failed."""
+        self._done.pop(reader, None)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,95 @@
+import asyncio
+
+import pytest
+
+from async_rl.errors import WeightSyncError
+from async_rl.supervision import Nursery
+from async_rl.weights.relay import BUFFERS, Relay
+
+
+class Memory:
+    """The trainer's buffers: what a reader holds must still be there when it lets go."""
+
+    def __init__(self) -> None:
+        self.slots: list[int | None] = [None] * BUFFERS
+        self.fetched: list[int] = []
+
+    async def fill(self, number: int) -> int:
+        self.fetched.append(number)
+        self.slots[number % BUFFERS] = None
+        await asyncio.sleep(0)
+        self.slots[number % BUFFERS] = number
+        return number
+
+
+async def read(relay: Relay[int], memory: Memory, reader: str, waits: int, upto: int = 10**6) -> list[int]:
+    taken = []
+    try:
+        async for bucket in relay.buckets(reader):
+            for _ in range(waits):
+                await asyncio.sleep(0)
+            assert memory.slots[bucket % BUFFERS] == bucket
+            taken.append(bucket)
+            if len(taken) == upto:
+                break
+    finally:
+        relay.leave(reader)
+    return taken
+
+
+async def test_no_bucket_is_overwritten_while_somebody_reads_it_when_one_is_slower():
+    memory = Memory()
+    relay = Relay(["quick", "slow"], 7, memory.fill)
+    async with Nursery() as nursery:
+        quick = nursery.start("quick", read(relay, memory, "quick", 0))
+        slow = nursery.start("slow", read(relay, memory, "slow", 9))
+        nursery.start("send", relay.run())
+    assert quick.result() == slow.result() == memory.fetched == list(range(7))
+
+
+async def test_the_next_bucket_is_filled_while_one_is_read():
+    memory = Memory()
+    relay = Relay(["reader"], 3, memory.fill)
+    async with Nursery() as nursery:
+        nursery.start("send", relay.run())
+        buckets = relay.buckets("reader")
+        assert await anext(buckets) == 0
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert memory.fetched == [0, 1]
+        assert [bucket async for bucket in buckets] == [1, 2]
+
+
+async def test_the_others_get_everything_when_a_reader_leaves_in_the_middle():
+    memory = Memory()
+    relay = Relay(["fails", "reads"], 6, memory.fill)
+    async with Nursery() as nursery:
+        nursery.start("fails", read(relay, memory, "fails", 3, upto=2))
+        reads = nursery.start("reads", read(relay, memory, "reads", 0))
+        nursery.start("send", relay.run())
+    assert reads.result() == list(range(6))
+
+
+async def test_nothing_more_is_filled_when_all_readers_have_left():
+    memory = Memory()
+    relay = Relay(["reader", "never began"], 6, memory.fill)
+    relay.leave("never began")
+    async with Nursery() as nursery:
+        nursery.start("reader", read(relay, memory, "reader", 0, upto=2))
+        nursery.start("send", relay.run())
+    assert memory.fetched[-1] < 5
+
+
+async def test_readers_are_told_when_the_trainer_fails():
+    async def fill(number: int) -> int:
+        if number == 1:
+            raise WeightSyncError("no shared memory")
+        return number
+
+    relay = Relay(["reader"], 6, fill)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with Nursery() as nursery:
+            nursery.start("send", relay.run())
+    assert "no shared memory" in str(caught.value.exceptions[0])
+    with pytest.raises(WeightSyncError, match="sent 1 of 6 buckets"):
+        _ = [bucket async for bucket in relay.buckets("reader")]

@@ -1,0 +1,119 @@
+"""One rank's part in bringing weights to the engines: Hugging Face tensors in, buckets out.
+
+```
+export (all ranks gather, tensor by tensor) ─► fill a bucket ─► broadcast | shared memory     rank 0
+                                            └► dropped                                        the others
+```
+
+Gathering is collective: every method is called on all ranks, and all of them go through the same tensors,
+also those that nobody will send any more. At no time is more held than two buckets and what one parameter
+gathers.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from async_rl.engines.protocol import GroupInvite, TensorSpec
+from async_rl.weights.broadcast import WeightGroup, send_buckets
+from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
+from async_rl.weights.relay import BUFFERS
+from async_rl.weights.shared import payload_for, shared_buffer
+
+Export = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+"""Starts a pass over all tensors under their Hugging Face names, in the same order each time."""
+
+
+class WeightExport:
+    """The weights of one trainer, as its engines get them."""
+
+    def __init__(self, export: Export, rank: int, device: torch.device, *, group_timeout_s: float) -> None:
+        """Export nothing yet.
+
+        Args:
+            export: Passes over the tensors; gathers them from all ranks.
+            rank: Of the trainer; 0 sends.
+            device: Where broadcasts are made from.
+            group_timeout_s: Longest wait for an engine in a weight-update group.
+        """
+        self._export = export
+        self._rank = rank
+        self._device = device
+        self._group_timeout_s = group_timeout_s
+        self._groups: dict[str, WeightGroup] = {}
+        self._specs: list[TensorSpec] = []
+        self._buffers: list[torch.Tensor] = []
+        self._sharing: Iterator[torch.Tensor | None] = iter(())
+
+    def plan(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """See `TrainerRank.plan_buckets`."""
+        if not self._specs:
+            self._specs = [spec_of(name, tensor) for name, tensor in self._export()]
+        return plan_buckets(self._specs, bucket_bytes)
+
+    # -- broadcast
+
+    def open_group(self, invite: GroupInvite) -> None:
+        """See `TrainerRank.open_weight_group`."""
+        if self._rank == 0:
+            self._groups[invite.group_name] = WeightGroup(invite, self._group_timeout_s)
+
+    def close_group(self, group_name: str) -> None:
+        """See `TrainerRank.close_weight_group`; a group that is not open is left alone."""
+        group = self._groups.pop(group_name, None)
+        if group is not None:
+            group.close()
+
+    def send(self, group_names: list[str], bucket_bytes: int) -> None:
+        """See `TrainerRank.send_weights`."""
+        buckets = self.plan(bucket_bytes)
+        tensors = self._export()
+        try:
+            if self._rank == 0:
+                groups = {name: self._groups[name] for name in group_names if name in self._groups}
+                buffer = torch.empty(largest_of(buckets), dtype=torch.uint8, device=self._device)
+                send_buckets(fill_buckets(tensors, buckets, [buffer]), groups)
+        finally:
+            collections.deque(tensors, maxlen=0)
+
+    # -- shared memory
+
+    def share(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+        """See `TrainerRank.share_bucket`."""
+        buckets = self.plan(bucket_bytes)
+        if number == 0:
+            self._sharing = self._share_all(buckets)
+        data = next(self._sharing)
+        return [] if data is None else [payload_for(data, buckets[number]) for _ in range(copies)]
+
+    def _share_all(self, buckets: tuple[tuple[TensorSpec, ...], ...]) -> Iterator[torch.Tensor | None]:
+        """The buckets in shared memory on rank 0; on the others as many times nothing."""
+        tensors = self._export()
+        for number, bucket in enumerate(buckets):
+            of_bucket, data = itertools.islice(tensors, len(bucket)), None
+            try:
+                if self._rank == 0:
+                    self._make_room(largest_of(buckets))
+                    (data,) = fill_buckets(of_bucket, [bucket], [self._buffers[number % BUFFERS]])
+            finally:
+                collections.deque(of_bucket, maxlen=0)
+            yield data
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Buffers are kept from update to update: fresh pages cost more than to copy into old ones."""
+        if not self._buffers or len(self._buffers[0]) < num_bytes:
+            self._buffers.clear()
+            self._buffers += [shared_buffer(num_bytes, torch.device("cpu")) for _ in range(BUFFERS)]
+
+    # -- the end
+
+    def close(self) -> None:
+        """Leave all groups and give the memory back."""
+        for name in list(self._groups):
+            self.close_group(name)
+        self._buffers = []
+        self._sharing = iter(())
