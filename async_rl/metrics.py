@@ -539,6 +539,31 @@ class TrainerMetrics(Instruments):
         source="orchestrator, before each restart",
         bad="Rises: ranks die or hang; the run ends after `trainer.max_restarts`.",
     )
+    checkpoint_step = gauge(
+        "Step of the newest checkpoint that stands on the disk.",
+        unit="steps",
+        source="orchestrator, when it has become whole",
+        bad="Falls behind `trainer_weight_version` by more than two `trainer.checkpoint_every`: what lies "
+        "between is lost if the trainer dies. The disk is slow, or see `checkpoint_failures_total`.",
+    )
+    checkpoint_standstill_seconds = gauge(
+        "How long the trainer stood still for the last checkpoint, to copy its state.",
+        unit="seconds",
+        source="orchestrator, when it has become whole",
+        bad="Much above the state's bytes over the speed of memory: the host swaps.",
+    )
+    checkpoint_write_seconds = gauge(
+        "How long the last checkpoint was written beside the training.",
+        unit="seconds",
+        source="orchestrator, when it has become whole",
+        bad="Above the time of `trainer.checkpoint_every` steps: the next one waits for it. A faster disk, "
+        "or rarer checkpoints.",
+    )
+    checkpoint_failures_total = counter(
+        "Checkpoints that could not be written.",
+        source="orchestrator, when the trainer has told it",
+        bad="Rises: the log says why; the run ends after `trainer.max_failed_checkpoints` in a row.",
+    )
     weight_sync_seconds = histogram(
         "Duration of a weight update by phase (interrupt, transfer, verify, total).",
         "phase",
@@ -642,6 +667,12 @@ class Metrics(
         >>> metrics = Metrics()
         >>> metrics.trajectories_dropped_total.labels(reason="stale").inc()
     """
+
+    def observe_checkpoint(self, step: int, standstill_s: float, write_s: float) -> None:
+        """Take over what there is to say of a checkpoint that stands."""
+        self.checkpoint_step.set(step)
+        self.checkpoint_standstill_seconds.set(standstill_s)
+        self.checkpoint_write_seconds.set(write_s)
 
     def observe_step(self, record: StepRecord) -> None:
         """Take over what a step's record says of policy, routing, tokens and times.

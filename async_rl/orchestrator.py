@@ -48,6 +48,7 @@ from async_rl.engines.protocol import Engine, EngineFacts
 from async_rl.engines.repair import Repair
 from async_rl.errors import (
     AsyncRLError,
+    CheckpointError,
     ConfigError,
     EngineError,
     EnvironmentNotReady,
@@ -248,6 +249,10 @@ class Orchestrator:
         self._manager: RolloutManager | None = None
         self._trainer: Trainer | None = None  # None while it has failed and is not back yet
         self._step = self._saved_step = 0
+        self._saving: int | None = None
+        """The step whose checkpoint is being written beside the training."""
+        self._failed_saves = 0
+        """In a row."""
         self._unsettled = False
         """Whether the trainer may hold a step that the ledger does not: a checkpoint would claim it."""
         self._begin_s: float | None = None
@@ -405,7 +410,7 @@ class Orchestrator:
             lost = self._unsettled or self._trainer is None or _of_the_trainer(first_error(group))
             if self._step > self._saved_step and not lost:
                 self._enter("writing a checkpoint before the run ends with an error", progress)
-                await self._save(trainer)
+                await self._save_last(trainer)
             raise
         return None
 
@@ -437,7 +442,7 @@ class Orchestrator:
         ended_s = self._clock()
         self._enter("writing the checkpoint and the Hugging Face export", progress)
         queue.stop()
-        await self._save(trainer)
+        await self._save_last(trainer)
         with waiting("export"):
             await trainer.publish(str(self._dir / "hf"), self._step)
         await sync.close()
@@ -485,7 +490,10 @@ class Orchestrator:
             trainer = await self._cluster.start_trainer()
             state = await trainer.setup(str(self._dir / "checkpoints"))
         self._trainer = trainer
+        for flaw in state.passed_over:
+            log.warning("a newer checkpoint is passed over: %s", flaw)
         self._step = self._saved_step = state.step
+        self._saving = None
         self._unsettled = False
         self._records = [r for r in read_records(self._dir / "metrics.jsonl") if r.step <= state.step]
         return trainer
@@ -621,6 +629,7 @@ class Orchestrator:
 
     async def _step_of(self, trainer: Trainer, batch: TakenBatch, step: int) -> StepResult:
         """One step; the trainer bounds it itself, this is for the doctor, who knows what is usual."""
+        await self._note_saved(trainer, wait=False)
         try:
             async with (
                 asyncio.timeout(None) as scope,
@@ -635,12 +644,52 @@ class Orchestrator:
             ) from error
 
     async def _save(self, trainer: Trainer) -> None:
-        """Write a checkpoint of the step that the ledger has settled last."""
+        """Begin a checkpoint of the step that the ledger has settled last; the one before is waited for."""
+        await self._note_saved(trainer, wait=True)
         with waiting("checkpoint"):
             await trainer.save_checkpoint(str(self._dir / "checkpoints"), {"weight_version": self._step})
-        self._saved_step = self._step
-        assert self._queue is not None, "a run that has a step has a queue"
-        self._queue.committed(self._step, keep=self._config.trainer.keep_checkpoints)
+        self._saving = self._step
+
+    async def _save_last(self, trainer: Trainer) -> None:
+        """Leave a checkpoint of the last step, whole.
+
+        Raises:
+            CheckpointError: When it cannot be written.
+        """
+        await self._note_saved(trainer, wait=True)
+        if self._saved_step < self._step:
+            await self._save(trainer)
+            await self._note_saved(trainer, wait=True, last=True)
+
+    async def _note_saved(self, trainer: Trainer, *, wait: bool, last: bool = False) -> None:
+        """Tell the ledger of a checkpoint that stands by now; one that failed is tried again in its turn.
+
+        Raises:
+            CheckpointError: When one failed that was the last, or one too many in a row.
+        """
+        if self._saving is None:
+            return
+        with waiting("checkpoint"):
+            saved = await trainer.saved_checkpoint(wait)
+        if saved.writing:
+            return
+        step, self._saving = self._saving, None
+        if saved.failure is None:
+            self._saved_step, self._failed_saves = step, 0
+            self._metrics.observe_checkpoint(step, saved.standstill_s, saved.write_s)
+            assert self._queue is not None, "a run that has a step has a queue"
+            self._queue.committed(step, keep=self._config.trainer.keep_checkpoints)
+            return
+        self._failed_saves += 1
+        self._metrics.checkpoint_failures_total.inc()
+        limit = self._config.trainer.max_failed_checkpoints
+        if last or self._failed_saves > limit:
+            raise CheckpointError(
+                f"{saved.failure}; it is the {self._failed_saves}. in a row "
+                f"(trainer.max_failed_checkpoints is {limit})"
+            )
+        newest = self._saved_step
+        log.warning("%s; training goes on, the newest checkpoint is of step %d", saved.failure, newest)
 
     def _show(self, batch: TakenBatch, record: StepRecord, trainer_idle: float) -> None:
         """Bring the instruments up to date with a step."""

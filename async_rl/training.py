@@ -22,6 +22,25 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Steps done; the weight version equals it."""
     extra: dict[str, Any] = {}
     """What was handed to `save_checkpoint`: the data position."""
+    passed_over: tuple[str, ...] = ()
+    """What is wrong with newer checkpoints than the one it was resumed from."""
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the last checkpoint."""
+
+    step: int | None = None
+    """Of the newest one that this trainer has written and that stands on the disk."""
+    writing: bool = False
+    """Whether the last one is still being written."""
+    failure: str | None = None
+    """Why the last one could not be written."""
+    standstill_s: float = 0.0
+    """How long the trainer stood still for it."""
+    write_s: float = 0.0
+    """How long it was written beside the training."""
+    num_bytes: int = 0
+    """What one rank wrote of it."""
 
 
 FIGURES = (
@@ -116,7 +135,11 @@ class TrainerRank(Protocol):
         ...
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """Write model, optimizer, step and `extra`, atomically: the folder appears when it is complete."""
+        """Copy model, optimizer, step and `extra`; write them beside the training, after the one before."""
+        ...
+
+    def saved_checkpoint(self, wait: bool) -> Saved:
+        """Say what became of it, and `wait` until it stands or has failed: a folder appears when it is whole."""
         ...
 
     def close(self) -> None:
@@ -168,6 +191,10 @@ class Trainer(Protocol):
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """See `TrainerRank.save_checkpoint`."""
+        ...
+
+    async def saved_checkpoint(self, wait: bool) -> Saved:
+        """See `TrainerRank.saved_checkpoint`."""
         ...
 
     async def close(self) -> None:

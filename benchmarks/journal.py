@@ -35,7 +35,7 @@ from async_rl.metrics import Metrics
 from async_rl.orchestrator import Orchestrator
 from async_rl.queue.journal import Journal
 from async_rl.simulation.users import SimulatedChat
-from async_rl.training import FIGURES, StepResult, Trainer, TrainerState
+from async_rl.training import FIGURES, Saved, StepResult, Trainer, TrainerState
 from async_rl.types import Context, Sampled, Task, TrainBatch
 
 FACTS = EngineFacts(
@@ -79,6 +79,10 @@ class Reader:
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """See `Trainer`."""
+
+    async def saved_checkpoint(self, wait: bool) -> Saved:
+        """See `Trainer`."""
+        return Saved()
 
     async def close(self) -> None:
         """See `Trainer`."""

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,10 +30,12 @@ from async_rl.codec import read_frame
 from async_rl.config import Config, parse_config
 from async_rl.engines.protocol import GroupInvite, TensorSpec
 from async_rl.errors import NonFiniteLoss
-from async_rl.training import StepResult, TrainerState
+from async_rl.training import Saved, StepResult, TrainerState
 from async_rl.types import Float32Array, Int64Array, TrainBatch
-from trainer import agreement, checkpoint
+from trainer import agreement
 from trainer.advantages import estimate_advantages, overlong_penalty
+from trainer.checkpoints import loading
+from trainer.checkpoints.saving import Saver, saver_of
 from trainer.export import WeightExport
 from trainer.log_probs import vocab_parallel_log_probs
 from trainer.megatron.model import (
@@ -94,6 +97,7 @@ class TrainerWorker:
         self._rank, self._world_size, self._init_address = rank, world_size, init_address
         self._steps = self._skipped = 0
         self._model: MegatronModel | None = None
+        self._saver: Saver | None = None
         self._offload: Offload | None = None
         self._weights: WeightExport | None = None
 
@@ -151,16 +155,17 @@ class TrainerWorker:
         )
         if trainer.loss.kl.coefficient:
             self._model.keep_reference()
-        found = checkpoint.find(checkpoint_dir) if checkpoint_dir is not None else None
+        self._saver = saver_of(config, self._model, self._layout)
+        found = loading.find(Path(checkpoint_dir)) if checkpoint_dir is not None else None
         if found is None:
             return TrainerState(step=0)
-        state = checkpoint.load(found, self._model, self._layout)
+        state = loading.load(found, self._model, self._layout, config.model.dtype)
         self._steps = state.step
         return state
 
     @property
-    def _layout(self) -> dict[str, int]:
-        """What a checkpoint depends on."""
+    def _layout(self) -> dict[str, int | None]:
+        """What a checkpoint is written by; any other can read it."""
         return {"num_ranks": self._world_size, **msgspec.to_builtins(self._config.trainer.layout)}
 
     # -- training
@@ -505,12 +510,19 @@ class TrainerWorker:
     # -- the end
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """Write `step_<N>` into a folder, atomically, and remove all but the newest `keep_checkpoints`."""
-        keep = self._config.trainer.keep_checkpoints
-        checkpoint.save(directory, self.model, self._steps, extra, self._layout, keep)
+        """Copy the state, and write `step_<N>` of it in the background; see `Saver`."""
+        assert self._saver is not None, "setup comes first"
+        self._saver.save(Path(directory), self._steps, extra)
+
+    def saved_checkpoint(self, wait: bool) -> Saved:
+        """What became of the last one; `wait` until it stands or has failed."""
+        assert self._saver is not None, "setup comes first"
+        return self._saver.saved(wait=wait)
 
     def close(self) -> None:
-        """Leave all process groups."""
+        """Let what is being written end, and leave all process groups."""
+        if self._saver is not None:
+            self._saver.close()
         if self._weights is not None:
             self._weights.close()
         if self._model is not None:

@@ -241,7 +241,21 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
     checkpoint_every: Annotated[
         int, Meta(ge=0, description="Steps between checkpoints; 0 writes one at the end only.")
     ] = 20
-    keep_checkpoints: Annotated[int, Meta(ge=1, description="Checkpoints kept.")] = 2
+    keep_checkpoints: Annotated[int, Meta(ge=1, description="Newest checkpoints kept.")] = 2
+    keep_every: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Checkpoints of steps that are multiples of this are kept for ever; null: none is."),
+    ] = None
+    max_failed_checkpoints: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "Checkpoints in a row that may fail to be written while training goes on; one more ends the "
+                "run."
+            ),
+        ),
+    ] = 3
     start_timeout_s: Annotated[float, Meta(gt=0, description="Longest start of the trainer, seconds.")] = (
         600.0
     )

@@ -13,7 +13,7 @@ from async_rl.config import Config
 from async_rl.engines.protocol import GroupInvite, TensorSpec
 from async_rl.errors import AsyncRLError, EnvironmentNotReady, TrainerError
 from async_rl.supervision import Nursery
-from async_rl.training import StepResult, Trainer, TrainerState
+from async_rl.training import Saved, StepResult, Trainer, TrainerState
 
 
 class RayTrainer(Trainer):
@@ -82,6 +82,11 @@ class RayTrainer(Trainer):
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """See `TrainerRank.save_checkpoint`."""
         await self._all(self._config.trainer.step_timeout_s, "save_checkpoint", directory, extra)
+
+    async def saved_checkpoint(self, wait: bool) -> Saved:
+        """See `TrainerRank.saved_checkpoint`."""
+        saved: Saved = await self._all(self._config.trainer.step_timeout_s, "saved_checkpoint", wait)
+        return saved
 
     async def close(self) -> None:
         """Stop all ranks."""

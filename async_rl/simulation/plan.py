@@ -50,7 +50,7 @@ from async_rl.simulation.workload import (
     fluid_rate,
     no_reward,
 )
-from async_rl.training import FIGURES, StepResult, Trainer, TrainerState
+from async_rl.training import FIGURES, Saved, StepResult, Trainer, TrainerState
 from async_rl.types import Int32Array, TrainBatch
 
 _MIN_TOKENS: Final = 128
@@ -380,6 +380,9 @@ class _Trainer:
     async def reload(self) -> None: ...
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None: ...
+
+    async def saved_checkpoint(self, wait: bool) -> Saved:
+        return Saved()
 
     async def close(self) -> None: ...
 

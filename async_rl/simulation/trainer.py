@@ -13,10 +13,10 @@ import msgspec
 from async_rl.codec import read_frame
 from async_rl.config import Config
 from async_rl.engines.protocol import GroupInvite, TensorSpec
-from async_rl.errors import CheckpointError, TrainerError, WeightSyncError
+from async_rl.errors import TrainerError, WeightSyncError
 from async_rl.simulation.scenario import Speeds, TrainerFault
 from async_rl.simulation.witness import Witness
-from async_rl.training import FIGURES, StepResult, TrainerState
+from async_rl.training import FIGURES, Saved, StepResult, TrainerState
 from async_rl.types import TrainBatch
 
 _JOIN_S: Final = 3.0
@@ -68,6 +68,17 @@ class Broadcasts:
         return self._receiving.setdefault(group_name, asyncio.Event())
 
 
+class _Writing(msgspec.Struct):
+    """A checkpoint that is being written beside the training."""
+
+    directory: Path
+    step: int
+    end_s: float
+    """On the loop's clock."""
+    fails: bool
+    stands: bool = False
+
+
 class SimulatedTrainer:
     """See `async_rl.training.Trainer`."""
 
@@ -94,6 +105,7 @@ class SimulatedTrainer:
         self._broadcasts = broadcasts
         self._look = look
         self._step = 0
+        self._writing: _Writing | None = None
         self.faults: list[TrainerFault] = []
         """To come, in order."""
 
@@ -106,6 +118,7 @@ class SimulatedTrainer:
         """See `TrainerRank.setup`."""
         path = Path(checkpoint_dir or "") / "latest.json"
         self._step = msgspec.json.decode(path.read_bytes())["step"] if path.exists() else 0
+        self._writing = None
         self._witness.restored(self._step)
         return TrainerState(step=self._step)
 
@@ -147,13 +160,34 @@ class SimulatedTrainer:
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """See `TrainerRank.save_checkpoint`."""
         self._look()
-        if self._fault("checkpoint_fails"):
-            raise CheckpointError("the simulated trainer could not write a checkpoint")
-        await asyncio.sleep(self._speeds.train_s / 4)
+        await asyncio.sleep(self._speeds.train_s / 8)
         if extra["weight_version"] != self._step:
             self._witness.fail(f"the checkpoint {extra} is of a trainer at step {self._step}")
-        _write(Path(directory) / "latest.json", msgspec.json.encode({"step": self._step}))
-        self._witness.saved(self._step)
+        end_s = asyncio.get_running_loop().time() + self._speeds.train_s / 2
+        self._writing = _Writing(
+            Path(directory), self._step, end_s, self._fault("checkpoint_fails") is not None
+        )
+        if self._step % 2:
+            self._finish_writing()  # it may stand for long before anybody knows
+
+    async def saved_checkpoint(self, wait: bool) -> Saved:
+        """See `TrainerRank.saved_checkpoint`."""
+        if self._writing is not None:
+            left_s = self._writing.end_s - asyncio.get_running_loop().time()
+            if left_s > 0 and not wait:
+                return Saved(writing=True)
+            await asyncio.sleep(max(left_s, 0.0))
+            self._finish_writing()
+            failed, self._writing = self._writing.fails, None
+            return Saved(failure="the simulated trainer could not write a checkpoint" if failed else None)
+        return Saved()
+
+    def _finish_writing(self) -> None:
+        writing = self._writing
+        if writing is not None and not writing.fails and not writing.stands:
+            writing.stands = True
+            _write(writing.directory / "latest.json", msgspec.json.encode({"step": writing.step}))
+            self._witness.saved(writing.step)
 
     async def open_weight_group(self, invite: GroupInvite) -> None:
         """See `TrainerRank.open_weight_group`."""

@@ -1,7 +1,6 @@
 """Whole trainer steps on real Megatron-Core, one rank."""
 
 import dataclasses
-import json
 import math
 
 import msgspec
@@ -11,11 +10,11 @@ import torch
 
 from async_rl.codec import write_frame
 from async_rl.config import LossConfig
-from async_rl.errors import CheckpointError, CorruptFrame, NonFiniteLoss, TrainerError
+from async_rl.errors import CorruptFrame, NonFiniteLoss, TrainerError
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, weights
-from trainer import agreement, checkpoint
+from trainer import agreement
 from trainer.megatron.packing import Targets, plan_micro_batches
 from trainer.sequences import Sequences
 from trainer.sums import Tokens, means, policy_sums
@@ -249,6 +248,7 @@ def test_training_goes_on_bit_for_bit_when_resumed(moe, tmp_path):
         for step in (1, 2):
             worker.train_on(batches[step - 1], step)
         worker.save_checkpoint(str(tmp_path), {"weight_version": 2, "note": "data position"})
+        # What follows does not reach the checkpoint, which is written meanwhile.
         expected = [worker.train_on(batches[step - 1], step).metrics for step in (3, 4)]
         expected_weights = weights(worker)
     for folder in (tmp_path, tmp_path / "step_00000002"):
@@ -273,42 +273,6 @@ def test_bfloat16_training_goes_on_bit_for_bit_when_resumed(moe, tmp_path):
     with started(config, tmp_path) as worker:
         worker.train_on(batch, 2)
         assert all(torch.equal(t, expected[name]) for name, t in weights(worker).items())
-
-
-def test_only_the_newest_checkpoints_stay_when_more_are_written(moe, tmp_path):
-    with started(trainer_config(moe, keep_checkpoints=2)) as worker:
-        for step in (1, 2, 3):
-            worker.train_on(random_batch(layers=2), step)
-            worker.save_checkpoint(str(tmp_path), {"step": step})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
-    (tmp_path / "step_00000003" / "meta.json").unlink()  # as if it had never become complete
-    assert checkpoint.newest(tmp_path) == tmp_path / "step_00000002"
-
-
-def test_checkpoint_is_refused_when_damaged_or_of_another_layout(moe, tmp_path):
-    config = trainer_config(moe)
-    with started(config) as worker:
-        worker.save_checkpoint(str(tmp_path), {})
-    folder = tmp_path / "step_00000000"
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | {"layout": meta["layout"] | {"num_ranks": 2}}))
-    with (
-        pytest.raises(CheckpointError, match=r"written with layout .*'num_ranks': 2"),
-        started(config, tmp_path),
-    ):
-        pass
-    (folder / "meta.json").write_text(json.dumps(meta))
-    part = folder / "rank_00000.pt"
-    part.write_bytes(part.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match=r"rank_00000.pt cannot be read"), started(config, tmp_path):
-        pass
-
-
-def test_checkpoint_error_names_the_folder_when_it_cannot_be_written(moe, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with started(trainer_config(moe)) as worker:
-        with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*file"):
-            worker.save_checkpoint(str(tmp_path / "file"), {})
 
 
 def test_batch_is_read_from_its_frame_when_trained(moe, tmp_path):

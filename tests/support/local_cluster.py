@@ -14,7 +14,7 @@ from async_rl.engines.facts import load_facts
 from async_rl.engines.protocol import Engine
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
-from async_rl.training import FIGURES, StepResult, Trainer, TrainerState
+from async_rl.training import FIGURES, Saved, StepResult, Trainer, TrainerState
 from async_rl.types import TrainBatch
 
 
@@ -28,6 +28,7 @@ class CheckingTrainer:
         self.step = 0
         self.fail_at: int | None = None
         self.resumed = False
+        self.saved = Saved()
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         self.resumed = self.resumed or bool(self.batches)
@@ -86,6 +87,9 @@ class CheckingTrainer:
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / "latest.json").write_bytes(msgspec.json.encode({"step": self.step}))
+
+    async def saved_checkpoint(self, wait: bool) -> Saved:
+        return self.saved
 
     async def close(self) -> None: ...
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.codec import read_frame
-from async_rl.training import FIGURES, StepResult, TrainerState
+from async_rl.training import FIGURES, Saved, StepResult, TrainerState
 from async_rl.types import TrainBatch
 
 PLAN = "ASYNC_RL_TEST_DEATHS"
@@ -50,5 +50,8 @@ class MortalRank:
     def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         if self._rank == 0:
             (Path(directory) / "latest.json").write_text(json.dumps(self._step))
+
+    def saved_checkpoint(self, wait: bool) -> Saved:
+        return Saved()
 
     def close(self) -> None: ...

@@ -1,0 +1,189 @@
+"""Checkpoints of a real model on one rank: written beside training, whole or passed over."""
+
+import json
+import pickle
+import shutil
+import threading
+
+import pytest
+import torch
+
+from async_rl.errors import CheckpointError
+from tests.support.tiny_model import build_tiny_qwen3_moe
+from tests.support.train_batches import random_batch
+from tests.support.trainers import started, trainer_config, weights
+from trainer.checkpoints import loading, saving
+from trainer.megatron import storage
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def trained(moe, tmp_path_factory):
+    """A folder with checkpoints of the steps 1 to 3, which tests copy."""
+    folder = tmp_path_factory.mktemp("trained")
+    with started(trainer_config(moe, keep_checkpoints=3)) as worker:
+        for step in (1, 2, 3):
+            worker.train_on(random_batch(step, layers=2), step)
+            worker.save_checkpoint(str(folder), {"weight_version": step})
+    return folder
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "checkpoints")
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_newest_whole_checkpoint_is_taken_when_newer_ones_are_damaged(moe, folder):
+    truncate(folder / "step_00000003" / "__0_0.distcp")
+    (folder / ".step_00000004.tmp").mkdir()
+    (folder / ".step_00000004.tmp" / "__0_0.distcp").write_bytes(b"left by a kill")
+    with started(trainer_config(moe), folder) as worker:
+        assert worker._steps == 2
+        assert not (folder / ".step_00000004.tmp").exists()
+        flip(folder / "step_00000002" / "__0_0.distcp")
+        found = loading.find(folder)
+        assert found.path == folder / "step_00000001"
+        assert "step_00000003/__0_0.distcp has" in found.passed_over[0]
+        assert "step_00000002/__0_0.distcp is damaged" in found.passed_over[1]
+        with pytest.raises(CheckpointError, match=r"step_00000002/__0_0.distcp is damaged"):
+            loading.find(folder / "step_00000002")  # one that is named is not replaced by another
+        (folder / "step_00000001" / "manifest.json").unlink()
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*Restore one of them"):
+            loading.find(folder)
+
+
+def test_checkpoint_is_refused_when_it_is_of_another_model_type_or_version(moe, folder, tmp_path):
+    with pytest.raises(CheckpointError, match=r"trained with model.dtype float32, but it is bfloat16 now"):
+        with started(trainer_config(moe, dtype="bfloat16"), folder):
+            pass
+    smaller = build_tiny_qwen3_moe(tmp_path / "smaller", num_layers=1)
+    with pytest.raises(CheckpointError, match=r"of another model: it has decoder.layers.1.*differences"):
+        with started(trainer_config(smaller), folder):
+            pass
+    wider = build_tiny_qwen3_moe(tmp_path / "wider", num_layers=2, num_experts=9)
+    with pytest.raises(CheckpointError, match=r"of another model: .* is \(8, 32\), expected \(9, 32\)"):
+        with started(trainer_config(wider), folder):
+            pass
+    (folder / "step_00000009").mkdir()
+    (folder / "step_00000009" / "meta.json").write_text('{"format": 1}')
+    with pytest.raises(CheckpointError, match=r"step_00000009 has format 1, of an earlier version"):
+        with started(trainer_config(moe), folder):
+            pass
+
+
+def test_training_goes_on_when_a_checkpoint_is_being_written_or_cannot_be(moe, tmp_path, monkeypatch):
+    write, may_write = storage.write, threading.Event()
+
+    def write_later(*arguments):
+        assert may_write.wait(100)
+        return write(*arguments)
+
+    monkeypatch.setattr(storage, "write", write_later)
+    with started(trainer_config(moe)) as worker:
+        worker.train_on(random_batch(1, layers=2), 1)
+        expected = weights(worker)
+        worker.save_checkpoint(str(tmp_path), {})
+        assert worker.saved_checkpoint(wait=False).writing
+        worker.train_on(random_batch(2, layers=2), 2)
+        assert not torch.equal(expected["lm_head.weight"], weights(worker)["lm_head.weight"])
+        assert [path.name for path in tmp_path.iterdir()] == [".step_00000001.tmp"]
+        may_write.set()
+        saved = worker.saved_checkpoint(wait=True)
+        assert (saved.step, saved.writing, saved.failure) == (1, False, None)
+
+        (tmp_path / "file").write_text("in the way")
+        worker.save_checkpoint(str(tmp_path / "file"), {})
+        saved = worker.saved_checkpoint(wait=True)
+        assert saved.step == 1
+        assert f"cannot write checkpoint {tmp_path / 'file' / 'step_00000002'}" in saved.failure
+
+        def fill_the_disk(folder, *arguments):
+            (folder / "half").write_bytes(bytes(100))
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(storage, "write", fill_the_disk)
+        worker.save_checkpoint(str(tmp_path), {})
+        assert "no space left on device" in worker.saved_checkpoint(wait=True).failure
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "step_00000001"]
+    monkeypatch.setattr(storage, "write", write)
+    with started(trainer_config(moe), tmp_path) as worker:
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(worker).items())
+
+
+def test_memory_of_a_copy_is_taken_again_when_the_next_one_is_made(moe, tmp_path):
+    with started(trainer_config(moe)) as worker:
+        worker.train_on(random_batch(1, layers=2), 1)
+        worker.save_checkpoint(str(tmp_path), {})
+        where = worker._saver._staged.data_ptr()
+        worker.save_checkpoint(str(tmp_path), {})
+        assert worker._saver._staged.data_ptr() == where
+        assert worker.saved_checkpoint(wait=True).failure is None  # one of the same step is replaced
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.parametrize("stage", ["scratch", "tensors", "metadata", "manifest", "rename"])
+def test_the_checkpoint_before_stays_when_the_process_dies_in_a_save(moe, folder, stage, monkeypatch):
+    class Killed(BaseException):
+        """Nothing that runs afterwards tidies up."""
+
+    def die(*_):
+        raise Killed
+
+    of = {
+        "scratch": (storage, "write"),
+        "tensors": (saving, "gather"),
+        "metadata": (saving, "record"),
+        "manifest": (saving, "write_manifest"),
+        "rename": (saving.folder, "publish"),
+    }
+    module, name = of[stage]
+    if stage in ("metadata", "manifest"):  # after it
+        done = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *arguments: (done(*arguments), die()))
+    else:
+        monkeypatch.setattr(module, name, die)
+    with started(trainer_config(moe), folder) as worker:
+        assert worker._steps == 3
+        worker.train_on(random_batch(4, layers=2), 4)
+        worker.save_checkpoint(str(folder), {})
+        assert isinstance(worker._saver._writing.exception(), Killed)
+    monkeypatch.undo()
+    assert (folder / ".step_00000004.tmp").exists()
+    with started(trainer_config(moe), folder) as worker:
+        assert worker._steps == 3
+    assert not (folder / ".step_00000004.tmp").exists()
+
+
+def test_nothing_is_made_that_does_not_belong_there_when_metadata_is_read(tmp_path):
+    class Foreign:
+        def __reduce__(self):
+            return (print, ("made",))
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Foreign()))
+    with pytest.raises(CheckpointError, match=r"builtins.print does not belong there"):
+        storage.read_metadata(tmp_path)
+
+
+def test_manifest_says_what_the_checkpoint_is_of(moe, trained):
+    manifest = json.loads((trained / "step_00000003" / "manifest.json").read_text())
+    assert manifest["step"] == manifest["optimizer_step"] == 3
+    assert manifest["extra"] == {"weight_version": 3}
+    assert manifest["layout"]["num_ranks"] == 1
+    assert manifest["model"] == str(moe)
+    assert set(manifest["files"]) == {"__0_0.distcp", ".metadata", "common.pt", "metadata.json"}

@@ -1,0 +1,197 @@
+"""Checkpoints are written beside the training: it stands still only while its state is copied.
+
+```
+trainer   step ─ copy ─ step ─ step ─ step ─ copy ─ ...
+thread           └ write ─ fsync ─ manifest ─ rename ─ remove old ones
+```
+
+The copy goes into memory of the host that is kept for the next one. What follows runs in a thread, with a
+process group of its own, so that its exchanges never meet those of a step. (Megatron's own way is to fork a
+writer; a process with Gloo's, Ray's and CUDA's threads in it may not, its child can hang on a lock that
+none of its threads holds.)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from async_rl.config import Config
+from async_rl.errors import CheckpointError
+from async_rl.training import Saved
+from trainer.checkpoints import folder
+from trainer.checkpoints.manifest import FileRecord, Manifest, record, write_manifest
+from trainer.megatron import shards, storage
+from trainer.megatron.model import MegatronModel
+from trainer.ranks import gather, together
+
+log = logging.getLogger(__name__)
+
+_ALIGNMENT: Final = 64
+"""Bytes; a multiple of every element's size."""
+
+_PACKAGES: Final = ("async-rl", "torch", "megatron-core")
+
+
+def saver_of(config: Config, model: MegatronModel, layout: dict[str, int | None]) -> Saver:
+    """The one that a config asks for; called on all ranks.
+
+    Args:
+        config: Of the run.
+        model: Whose state is saved.
+        layout: Its ranks and parallel sizes.
+    """
+    trainer = config.trainer
+    about = Manifest(
+        step=0,
+        extra={},
+        layout=layout,
+        model=str(Path(config.model.path).resolve()),
+        dtype=config.model.dtype,
+        optimizer_step=0,
+        versions={name: version(name) for name in _PACKAGES},
+    )
+    keep, keep_every = trainer.keep_checkpoints, trainer.keep_every
+    return Saver(model, about, keep=keep, keep_every=keep_every, timeout_s=trainer.step_timeout_s)
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has written."""
+
+    tensors: list[storage.Written]
+    files: dict[str, FileRecord]
+
+
+class Saver:
+    """Writes the checkpoints of one model. Every method but `saved` is called on all ranks.
+
+    Invariant: at most one checkpoint is being written.
+
+    Example:
+        >>> saver.save(Path("checkpoints"), step=40, extra={})
+        >>> saver.saved(wait=False)  # between steps
+        >>> saver.saved(wait=True)  # at the end
+    """
+
+    def __init__(
+        self, model: MegatronModel, about: Manifest, *, keep: int, keep_every: int | None, timeout_s: float
+    ) -> None:
+        """Open the process group of the writing thread.
+
+        Args:
+            model: Whose state is saved.
+            about: Of every checkpoint: all but its steps, `extra` and files.
+            keep: Newest checkpoints that stay.
+            keep_every: Those of steps that are multiples of this stay for ever.
+            timeout_s: Longest wait for another rank, seconds.
+        """
+        self._model, self._about = model, about
+        self._keep, self._keep_every = keep, keep_every
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._staged = torch.empty(0, dtype=torch.uint8)
+        self._saved = Saved()
+
+    def save(self, directory: Path, step: int, extra: dict[str, Any]) -> None:
+        """Copy the state, and write `step_<step>` of it in the background.
+
+        Waits first for the one before, if that is still being written.
+        """
+        self.saved(wait=True)
+        begin = time.perf_counter()
+        manifest = msgspec.structs.replace(
+            self._about,
+            step=step,
+            extra=extra,
+            optimizer_step=shards.optimizer_step(self._model),
+        )
+        parts = self._stage(shards.to_save(self._model))
+        self._saved = Saved(
+            step=self._saved.step,
+            standstill_s=time.perf_counter() - begin,
+            num_bytes=sum(part.data.nbytes for part in parts),
+        )
+        self._writing = self._thread.submit(self._write, directory, manifest, parts)
+
+    def saved(self, *, wait: bool) -> Saved:
+        """What became of the last one.
+
+        Args:
+            wait: Until it stands or has failed.
+        """
+        if self._writing is not None and (wait or self._writing.done()):
+            error = self._writing.exception()
+            if error is not None:
+                log.error("%s", error, exc_info=error)
+                self._saved = msgspec.structs.replace(self._saved, failure=str(error))
+            self._writing = None
+        return msgspec.structs.replace(self._saved, writing=self._writing is not None)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._thread.shutdown()
+
+    def _stage(self, parts: Sequence[shards.Part]) -> list[shards.Part]:
+        """The same parts, with copies in the host's memory."""
+        sizes = [-(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
+        if len(self._staged) < sum(sizes):
+            pinned = self._model.device.type == "cuda"
+            self._staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        staged, position = [], 0
+        for part, size in zip(parts, sizes, strict=True):
+            room = self._staged[position : position + part.data.nbytes]
+            copy = room.view(part.dtype).view(part.data.shape)
+            copy.copy_(part.data, non_blocking=True)
+            staged.append(replace(part, data=copy))
+            position += size
+        torch.cuda.synchronize()
+        return staged
+
+    def _write(self, directory: Path, manifest: Manifest, parts: Sequence[shards.Part]) -> None:
+        """In the thread: write, publish, and remove what is no longer kept."""
+        begin = time.perf_counter()
+        doing = f"cannot write checkpoint {folder.final_path(directory, manifest.step)}"
+        agreed = partial(together, CheckpointError, doing, self._group)
+        rank = dist.get_rank()
+        scratch = folder.scratch_path(directory, manifest.step)
+        try:
+            with agreed():
+                if rank == 0:
+                    folder.clean(directory)
+                    scratch.mkdir(parents=True)
+            with agreed():
+                tensors = storage.write(scratch, parts, rank)
+                files = {name: record(scratch / name) for name in {each.file for each in tensors}}
+            told = gather(msgspec.msgpack.encode(_Told(tensors, files)), self._group)
+            with agreed():
+                if rank == 0:
+                    self._publish(directory, manifest, [msgspec.msgpack.decode(t, type=_Told) for t in told])
+        except CheckpointError:
+            if rank == 0:
+                folder.clean(directory)  # it may be what fills the disk
+            raise
+        self._saved = msgspec.structs.replace(
+            self._saved, step=manifest.step, write_s=time.perf_counter() - begin
+        )
+
+    def _publish(self, directory: Path, manifest: Manifest, told: Sequence[_Told]) -> None:
+        scratch = folder.scratch_path(directory, manifest.step)
+        common = storage.write_metadata(scratch, [of_rank.tensors for of_rank in told])
+        files = {name: each for of_rank in told for name, each in of_rank.files.items()}
+        files |= {name: record(scratch / name) for name in common}
+        write_manifest(scratch, msgspec.structs.replace(manifest, files=files))
+        folder.publish(directory, manifest.step)
+        folder.retain(directory, manifest.step, self._keep, self._keep_every)

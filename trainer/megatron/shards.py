@@ -1,0 +1,236 @@
+"""Everything that training changes, as parts of global tensors: saved under one layout, loaded under another.
+
+```
+decoder.layers.3.mlp.experts.experts.7.linear_fc2.weight     a parameter: one tensor a layer and an expert
+optimizer.state.exp_avg.<parameter>, .exp_avg_sq.            the moments of Adam
+optimizer.state.fp32_param.<parameter>                       the copy that one of bfloat16 is trained through
+random.<generator>                                           `[ranks, n]`, of use to the same layout only
+```
+
+Megatron's model says of each parameter which part it is of which tensor (`sharded_state_dict`). With one
+tensor a layer and an expert neither pipeline stages nor expert ranks show in a name. The distributed
+optimizer holds flat ranges of parameters: each rank writes the boxes that make up its own (`trainer.boxes`),
+parameters included, so that the work is shared out and nothing is gathered. Megatron's own formats for it
+gather whole buffers on each rank (`fully_reshardable`), or fit only the layout that wrote them
+(`dp_reshardable`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
+
+from async_rl.errors import CheckpointError
+from trainer.boxes import boxes
+from trainer.megatron.model import MegatronModel
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Part = ShardedTensor
+"""A part of a global tensor: `key`, `data`, `global_shape`, `global_offset`."""
+Sharded = ShardedTensor | ShardedTensorFactory
+
+
+class _Held(NamedTuple):
+    """What an optimizer of this rank holds of a parameter."""
+
+    parameter: torch.nn.Parameter
+    main: torch.Tensor
+    """What it updates: the parameter, a float32 copy, or a flat range of either."""
+    start: int
+    """Of the range."""
+    optimizer: torch.optim.Optimizer
+    ranged: bool
+    """Whether the other data-parallel ranks hold the rest, or the same."""
+
+
+def parameters(chunks: Sequence[torch.nn.Module]) -> list[Part]:
+    """This rank's parameters and buffers, as they are; views."""
+    return [part for sharded in _sharded(chunks) for part in _parts(sharded, sharded.data)]
+
+
+def to_save(model: MegatronModel) -> list[Part]:
+    """What this rank is to write, so that all ranks together write everything once; views."""
+    held = {id(each.parameter): each for each in _held(model)}
+    parts: list[Part] = []
+    for sharded in _sharded(model.chunks):
+        each = held.get(id(sharded.data))
+        if each is None or not each.ranged:
+            parts += _parts(sharded, sharded.data)
+        else:
+            flat = sharded.data.detach().view(-1)
+            parts += _parts(sharded, flat[each.start : each.start + each.main.numel()], each)
+    if optimizer_step(model):
+        parts += _optimizer_state(model)
+    return [part for part in parts if is_main_replica(part.replica_id)] + list(random_state().values())
+
+
+def to_load(model: MegatronModel, *, optimizer: bool) -> list[Part]:
+    """What this rank needs, to be overwritten; with `optimizer` its state too, made where there is none."""
+    parts = parameters(model.chunks)
+    if optimizer:
+        for each in _held(model):
+            for name in _MOMENTS:
+                each.optimizer.state[each.main].setdefault(name, torch.zeros_like(each.main.data))
+        parts += _optimizer_state(model)
+    return parts
+
+
+def optimizer_step(model: MegatronModel) -> int:
+    """Updates that the moments have seen, the same for all parameters; 0 before the first."""
+    for each in _held(model):
+        state = each.optimizer.state.get(each.main, {})
+        groups = each.optimizer.param_groups
+        return int(state["step"]) if "step" in state else int(groups[0].get("step", 0))
+    return 0
+
+
+def set_optimizer_step(model: MegatronModel, step: int) -> None:
+    """Let the moments have seen so many updates."""
+    for each in _held(model):
+        if not isinstance(each.optimizer, torch.optim.Adam):  # a fused one counts by group
+            for group in each.optimizer.param_groups:
+                group["step"] = step
+            continue
+        group = each.optimizer.param_groups[0]
+        on_device = group.get("fused") or group.get("capturable")
+        each.optimizer.state[each.main]["step"] = torch.tensor(
+            float(step), dtype=torch.float32, device=each.main.device if on_device else "cpu"
+        )
+
+
+def random_state() -> dict[str, Part]:
+    """A copy of the generators' states, by name; overwritten, it is for `set_random_state`."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["device"] = torch.cuda.get_rng_state()
+    for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+        states[f"megatron.{name}"] = state
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return {
+        name: Part(
+            f"random.{name}",
+            state[None].clone(),
+            torch.uint8,
+            (1, len(state)),
+            (ranks, len(state)),
+            (rank, 0),
+            None,
+        )
+        for name, state in states.items()
+    }
+
+
+def set_random_state(model: MegatronModel, states: dict[str, Part]) -> None:
+    """Take up the generators as they were."""
+    bytes_of = {name: part.data[0].cpu() for name, part in states.items()}
+    torch.set_rng_state(bytes_of.pop("cpu"))
+    if model.device.type == "cuda":
+        torch.cuda.set_rng_state(bytes_of.pop("device"))
+    tensor_parallel.get_cuda_rng_tracker().set_states(
+        {name.removeprefix("megatron."): state for name, state in bytes_of.items()}
+    )
+
+
+def _sharded(chunks: Sequence[torch.nn.Module]) -> Iterator[Sharded]:
+    for chunk in chunks:
+        # Beside tensors there are states of fused layers, which only eight-bit training fills.
+        values = nested_values(
+            unwrap_model(chunk).sharded_state_dict(metadata={"singleton_local_shards": True})
+        )
+        yield from (value for value in values if isinstance(value, Sharded))
+
+
+def _held(model: MegatronModel) -> Iterator[_Held]:
+    optimizer = model.optimizer
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    of_main = {
+        id(getattr(parameter, "main_param", parameter)): parameter
+        for chunk in model.chunks
+        for parameter in chunk.parameters()
+    }
+    for part in parts:
+        if part.optimizer is None:  # a rank without experts of its own
+            continue
+        if not isinstance(part, DistributedOptimizer):
+            for group in part.optimizer.param_groups:
+                for main in group["params"]:
+                    yield _Held(of_main[id(main)], main, 0, part.optimizer, ranged=False)
+            continue
+        for parameter, (group_index, index) in part.model_param_group_index_map.items():
+            main = part.optimizer.param_groups[group_index]["params"][index]
+            start = part._get_model_param_range_map(parameter)["param"].start
+            yield _Held(parameter, main, start, part.optimizer, ranged=True)
+
+
+def _optimizer_state(model: MegatronModel) -> list[Part]:
+    sharded_of = {id(sharded.data): sharded for sharded in _sharded(model.chunks)}
+    parts: list[Part] = []
+    for each in _held(model):
+        state = each.optimizer.state[each.main]
+        tensors = {name: state[name] for name in _MOMENTS}
+        if each.parameter.dtype != torch.float32:
+            tensors["fp32_param"] = each.main
+        for name, tensor in tensors.items():
+            parts += [
+                replace(part, key=f"optimizer.state.{name}.{part.key}")
+                for part in _parts(sharded_of[id(each.parameter)], tensor, each)
+            ]
+    return parts
+
+
+def _parts(sharded: Sharded, values: torch.Tensor, held: _Held | None = None) -> list[Part]:
+    """A tensor of a parameter's shape as parts of global tensors, or what is held of one.
+
+    Args:
+        sharded: Megatron's description of the parameter; several tensors where it fuses them.
+        values: Views of these are the data of the parts.
+        held: Which range of the flattened parameter the values are; None: all.
+    """
+    whole = sharded.data.detach()
+    wholes = [sharded] if isinstance(sharded, ShardedTensor) else list(nested_values(sharded.build()))
+    start = 0 if held is None else held.start
+    flat = values.detach().view(-1)
+    parts = []
+    for each in wholes:
+        if each.prepend_axis_num or not each.data.is_contiguous():
+            raise CheckpointError(f"{each.key} is laid out in memory in a way that cannot be resharded")
+        begin = each.data.storage_offset() - whole.storage_offset()
+        first = max(start, begin) - begin
+        last = min(start + flat.numel(), begin + each.data.numel()) - begin
+        position = first + begin - start
+        replica = each.replica_id
+        if held is not None and held.ranged:
+            replica = (*replica[:2], 0)  # what other data-parallel ranks hold is another range
+        for box in boxes(tuple(each.local_shape), first, last):
+            size = math.prod(box.sizes)
+            data = flat[position : position + size].view(box.sizes)
+            position += size
+            parts.append(
+                Part(
+                    each.key,
+                    data,
+                    data.dtype,
+                    box.sizes,
+                    each.global_shape,
+                    tuple(a + b for a, b in zip(each.global_offset, box.offsets, strict=True)),
+                    None,  # no regular grid
+                    replica,
+                )
+            )
+    return parts

@@ -1,0 +1,208 @@
+"""Parts of global tensors in Megatron's format `torch_dist`, that of torch's distributed checkpoints.
+
+```
+__<rank>_<n>.distcp   the tensors that a rank wrote       .metadata       which part lies where (a pickle)
+common.pt             empty: all there is is tensors      metadata.json   the name of the format
+```
+
+Torch's own `save` and `load` plan by sending pickles among ranks. Here a rank tells what it wrote as msgpack,
+and rank 0 makes the plan out of that; a reader needs no plan of others. `.metadata` has to be a pickle, and
+is read by an unpickler that makes nothing but what belongs in there.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from async_rl.errors import CheckpointError
+from trainer.megatron.shards import Part
+
+METADATA: Final = ".metadata"
+_OF_MEGATRON: Final = ("common.pt", "metadata.json")
+
+_KNOWN: Final = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+            *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch", name)
+        for name in ("Size", "bfloat16", "float16", "float32", "int32", "int64", "uint8", "bool")
+    ),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+}
+"""All that a `.metadata` consists of."""
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """One part of a tensor that a rank has written."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    position: int
+    num_bytes: int
+
+
+def write(folder: Path, parts: Sequence[Part], rank: int) -> list[Written]:
+    """Write this rank's parts, which lie in the host's memory; no exchange with others."""
+    writer, planner = FileSystemWriter(folder, thread_count=1), DefaultSavePlanner(False, False)
+    planner.set_up_planner(_by_key(parts), writer.storage_meta(), is_coordinator=False)
+    plans = [SavePlan([])] * rank + [planner.create_local_plan()]
+    plan = planner.finish_plan(
+        writer.prepare_global_plan(plans)[rank]
+    )  # files are named by place in the list
+    results = {_place(result.index): result for result in writer.write_data(plan, planner).wait()}
+    written = []
+    for part in parts:
+        result = results[part.key, tuple(part.global_offset)]
+        info = result.storage_data
+        written.append(
+            Written(
+                part.key,
+                str(part.dtype).removeprefix("torch."),
+                tuple(part.global_shape),
+                tuple(part.global_offset),
+                tuple(part.local_shape),
+                info.relative_path,
+                info.offset,
+                info.length,
+            )
+        )
+    return written
+
+
+def write_metadata(folder: Path, of_ranks: Sequence[Sequence[Written]]) -> tuple[str, ...]:
+    """Say which part lies where; by one rank, when all have written.
+
+    Returns:
+        The files that it wrote.
+
+    Raises:
+        CheckpointError: When tensors have gaps, or parts that overlap.
+    """
+    plans, results = [], []
+    for of_rank in of_ranks:
+        items = [_write_item(each) for each in of_rank]
+        plans.append(SavePlan(items))
+        results.append(
+            [
+                WriteResult(
+                    item.index, each.num_bytes, _StorageInfo(each.file, each.position, each.num_bytes)
+                )
+                for item, each in zip(items, of_rank, strict=True)
+            ]
+        )
+    try:
+        _, metadata = DefaultSavePlanner(False, False).create_global_plan(plans)
+    except ValueError as error:
+        raise CheckpointError(f"the ranks' parts do not make up whole tensors: {error}") from error
+    FileSystemWriter(folder).finish(metadata, results)
+    # What Megatron's own `dist_checkpointing.load` looks at first.
+    torch.save({}, folder / "common.pt")
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    for name in _OF_MEGATRON:
+        _sync(folder / name)
+    return METADATA, *_OF_MEGATRON
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Which parts there are of which tensors.
+
+    Raises:
+        CheckpointError: When it is damaged, or holds something that does not belong there.
+    """
+    try:
+        with (folder / METADATA).open("rb") as file:
+            metadata = _Unpickler(file).load()
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{folder / METADATA} cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{folder / METADATA} holds a {type(metadata).__name__}, expected Metadata")
+    return metadata
+
+
+def shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """Of all tensors, by key."""
+    tensors = metadata.state_dict_metadata.items()
+    return {key: tuple(value.size) for key, value in tensors if isinstance(value, TensorStorageMetadata)}
+
+
+def read(folder: Path, metadata: Metadata, parts: Sequence[Part]) -> None:
+    """Overwrite the parts' data, whatever parts they were written in; no exchange with others."""
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(False, False)
+    planner.set_up_planner(_by_key(parts), metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+        return super().find_class(module, name)
+
+
+def _by_key(parts: Sequence[Part]) -> dict[str, Any]:
+    """Torch wants one object a tensor, which may stand for several parts."""
+    by_key = defaultdict(list)
+    for part in parts:
+        by_key[part.key].append(CheckpointableShardedTensor.from_sh_ten(part))
+    return {key: LocalShardsContainer(several) for key, several in by_key.items()}
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    return index.fqn, tuple(index.offset or ())
+
+
+def _write_item(each: Written) -> WriteItem:
+    offsets = torch.Size(each.offsets)
+    return WriteItem(
+        index=MetadataIndex(each.key, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(each.sizes)),
+            properties=TensorProperties(dtype=getattr(torch, each.dtype)),
+            size=torch.Size(each.shape),
+        ),
+    )
