@@ -30,8 +30,13 @@ def this_process(host: str) -> Process:
     return Process(host, os.getpid(), _started(os.getpid()))
 
 
-def kill(process: Process, limit_s: float) -> bool:
+def kill(process: Process, limit_s: float, grace_s: float = 0.0) -> bool:
     """Kill a process of this host and wait until it is gone; also one that is stopped, hung or gone already.
+
+    Args:
+        process: Which.
+        limit_s: Longest wait after the kill.
+        grace_s: How long it may take to go by itself, which it was asked to.
 
     Returns:
         False when it is still there after `limit_s`, as in a driver's uninterruptible wait.
@@ -43,9 +48,11 @@ def kill(process: Process, limit_s: float) -> bool:
     try:
         if _started(process.pid) != process.started:
             return True
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         poller = select.poll()  # `select` takes no descriptor above 1023, and a driver has thousands
         poller.register(descriptor, select.POLLIN)
+        if grace_s and poller.poll(1000 * grace_s):
+            return True
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return bool(poller.poll(1000 * limit_s))
     except (ProcessLookupError, FileNotFoundError):
         return True  # it went by itself meanwhile

@@ -72,8 +72,23 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
     """Where processes run. The same config runs on one machine or a cluster."""
 
     ray_address: Annotated[
-        str | None, Meta(description="Ray cluster to join (`auto` or an address); null starts Ray here.")
+        str | None,
+        Meta(
+            description=(
+                "Ray cluster to join: `auto` finds the one this machine is a node of, `host:port` names it; "
+                "null or `local` starts Ray here."
+            )
+        ),
     ] = None
+    wait_s: Annotated[
+        PositiveFloat,
+        Meta(
+            description=(
+                "Longest wait for nodes with room for all engines, or all ranks, seconds; longer where nodes "
+                "are started on demand."
+            )
+        ),
+    ] = 60.0
     cpus_per_engine: Annotated[float, Meta(ge=0, description="CPUs reserved for an engine.")] = 0.0
     cpus_per_rank: Annotated[float, Meta(ge=0, description="CPUs reserved for a trainer rank.")] = 0.0
     gpus_per_engine: Annotated[
@@ -91,10 +106,31 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = False
-    strategy: Annotated[
+    resources_per_engine: Annotated[
+        dict[str, PositiveFloat],
+        Meta(description="Custom Ray resources of an engine, such as a label of the nodes it may run on."),
+    ] = {}
+    resources_per_rank: Annotated[
+        dict[str, PositiveFloat], Meta(description="The same for a trainer rank.")
+    ] = {}
+    engine_strategy: Annotated[
         Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
-        Meta(description="Ray placement-group strategy of engines and of trainer ranks."),
+        Meta(description="How engines are put on nodes; all GPUs of one engine are always on one node."),
+    ] = "SPREAD"
+    trainer_strategy: Annotated[
+        Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
+        Meta(
+            description=(
+                "How trainer ranks are put on nodes; those of a node have consecutive numbers, so that "
+                "neighbours in tp and ep share it."
+            )
+        ),
     ] = "PACK"
+
+    @property
+    def joins(self) -> bool:
+        """Whether the run joins a cluster that is there already."""
+        return self.ray_address not in (None, "local")
 
 
 class DoctorConfig(Strict, frozen=True, kw_only=True):

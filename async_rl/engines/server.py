@@ -39,6 +39,9 @@ _GPU_GRACE_S = 15.0
 
 _STOP_LIMIT_S = 30.0
 
+_EVERYWHERE = ("0.0.0.0", "::")
+"""Addresses to bind to that are none to be reached at."""
+
 _PORTS = range(15000, 30000)
 """Below the ephemeral range: while a server starts up no outgoing connection can take its port."""
 
@@ -67,7 +70,7 @@ class SGLangServer:
         index: int,
         log_dir: Path,
         seed: int,
-        advertise_host: str | None = None,
+        node_address: str | None = None,
     ) -> None:
         """Choose address and keys; starts nothing.
 
@@ -78,7 +81,8 @@ class SGLangServer:
             index: Number of this engine; names its log.
             log_dir: Where `engine-<index>.log` goes.
             seed: Seed of the run; the engines' own seeds are derived from it.
-            advertise_host: The host others reach it at, when it binds to more than that (0.0.0.0).
+            node_address: Of this host, where it is one of several: `engine.host: auto` binds to it; None is
+                the only one.
         """
         self._config = config
         self._model = model
@@ -87,8 +91,10 @@ class SGLangServer:
         self._index = index
         self._seed = seed
         self._device = detect_device() if config.device == "auto" else config.device
-        self._host = advertise_host or config.host
-        self._port = free_port(config.host)
+        here = node_address or "127.0.0.1"
+        self._bind = here if config.host == "auto" else config.host
+        self._host = here if self._bind in _EVERYWHERE else self._bind
+        self._port = free_port(self._bind)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_begin = 0
         self.log_path = log_dir / f"engine-{index}.log"
@@ -99,6 +105,11 @@ class SGLangServer:
     def url(self) -> str:
         """Where it answers."""
         return f"http://{self._host}:{self._port}"
+
+    @property
+    def host(self) -> str:
+        """The address it is reached at."""
+        return self._host
 
     @property
     def pid(self) -> int | None:
@@ -157,7 +168,7 @@ class SGLangServer:
             "model-path": self._model.path,
             "dtype": self._model.dtype,
             "device": self._device,
-            "host": config.host,
+            "host": self._bind,
             "port": self._port,
             "tp-size": config.tp_size,
             "max-running-requests": config.max_running_requests,

@@ -22,6 +22,7 @@ import ray
 
 from async_rl import orchestrator
 from async_rl.config import Config
+from async_rl.engines.server import SGLangServer
 from async_rl.placement.cluster import RayCluster
 from async_rl.placement.local_ray import connect, scratch_folder
 from async_rl.records import Summary
@@ -29,19 +30,33 @@ from async_rl.report import Progress
 
 
 async def run(
-    config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress | None = None
+    config: Config,
+    run_dir: Path,
+    stop: asyncio.Event,
+    progress: Progress | None = None,
+    server: type[SGLangServer] = SGLangServer,
 ) -> Summary:
-    """Run a config with its processes on Ray; see `async_rl.orchestrator.run`."""
-    async with ray_cluster(config, run_dir) as cluster:
+    """Run a config with its processes on Ray; see `async_rl.orchestrator.run`.
+
+    Args:
+        config: What to run.
+        run_dir: The run's folder.
+        stop: Set by the first signal.
+        progress: Where steps are shown.
+        server: What an engine's actor starts; its module is found on every node.
+    """
+    async with ray_cluster(config, run_dir, server) as cluster:
         return await orchestrator.run(config, run_dir, stop, cluster, progress=progress)
 
 
 @asynccontextmanager
-async def ray_cluster(config: Config, run_dir: Path) -> AsyncIterator[RayCluster]:
+async def ray_cluster(
+    config: Config, run_dir: Path, server: type[SGLangServer] = SGLangServer
+) -> AsyncIterator[RayCluster]:
     """Join or start Ray, and end every process of the run with the block."""
     scratch = scratch_folder(run_dir)
     await asyncio.to_thread(connect, config, scratch)
-    cluster = RayCluster(config, run_dir)
+    cluster = RayCluster(config, run_dir, server)
     try:
         yield cluster
     finally:

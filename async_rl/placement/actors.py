@@ -2,34 +2,65 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
 import ray
 
 from async_rl.config import SGLangEngines, parse_config
 from async_rl.engines.server import SGLangServer
+from async_rl.errors import EnvironmentNotReady
 from async_rl.loading import load_object
 from async_rl.processes import Process, die_with_parent, this_process
 
 
-class RankActor:
+class Home(msgspec.Struct, frozen=True):
+    """What an actor must know to be at home on its node; the same for all actors of a run."""
+
+    folder: str
+    """The driver's working folder: relative paths mean the same everywhere."""
+    sign: str
+    """A file in the run's folder, by which an actor sees that the folder is the driver's own."""
+    word: str
+    """What is written in it."""
+    driver_node: str
+
+
+class Actor:
+    """What ranks and owners of servers have in common."""
+
+    def arrive(self, home: Home, log_path: str | None) -> Process:
+        """Go to the driver's folder and look whether the run's folder is shared; which process this is.
+
+        Args:
+            home: Of the run.
+            log_path: Where all that this process prints goes; None leaves it to Ray.
+
+        Raises:
+            EnvironmentNotReady: When this node does not see the driver's files.
+        """
+        go_to_work(home, node_address())
+        if log_path is not None:
+            redirect_output(log_path)
+        use_interface_of(node_address())
+        return this_process(ray.get_runtime_context().get_node_id())
+
+
+class RankActor(Actor):
     """One trainer rank in a process of its own."""
 
-    def __init__(self, log_path: str, cpus: float) -> None:
+    def __init__(self, cpus: float) -> None:
         die_with_parent()
-        redirect_output(log_path)
         # Several ranks of OpenMP threads that spin for each other stall a machine of few cores for seconds.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
         self._worker: Any = None
-
-    def process(self) -> Process:
-        """Which process this is."""
-        return this_process(ray.get_runtime_context().get_node_id())
+        self._frame: Frame | None = None
 
     def address(self) -> tuple[str, int]:
         """A host and free port of this node."""
@@ -39,45 +70,56 @@ class RankActor:
         self, worker: str, config: dict[str, Any], rank: int, world_size: int, init_address: str
     ) -> None:
         """Load and make the worker class that the config names."""
-        sys.path.insert(0, config["_working_dir"])
-        plain = {key: value for key, value in config.items() if key != "_working_dir"}
-        self._worker = load_object(worker, what="trainer worker")(plain, rank, world_size, init_address)
+        sys.path.insert(0, os.getcwd())
+        self._worker = load_object(worker, what="trainer worker")(config, rank, world_size, init_address)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the worker."""
         return getattr(self._worker, method)(*arguments)
 
-    def train_on_copy(self, frame: Any, step: int) -> Any:
-        """`train_step` on a batch that travelled through the object store, because its file is on another
-        host.
+    def hold(self, frame: Any) -> str:
+        """Keep a batch that travelled through the object store for all ranks of this node; its path.
+
+        Args:
+            frame: `[bytes] uint8`, in this node's store.
         """
-        with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="async_rl_batch_") as file:
-            file.write(frame)
-            file.flush()
-            return self._worker.train_step(file.name, step)
+        self._frame = None  # of the step before
+        self._frame = Frame(frame)
+        return self._frame.path
 
 
-class EngineActor:
+class EngineActor(Actor):
     """Owns one SGLang server process: it dies with this actor."""
 
-    def __init__(self, config: dict[str, Any], index: int, log_dir: str, driver_node: str) -> None:
+    def __init__(self, server: type[SGLangServer], config: dict[str, Any], index: int, log_dir: str) -> None:
         die_with_parent()
         parsed = parse_config(config)
         assert isinstance(parsed.engine, SGLangEngines)
-        elsewhere = ray.get_runtime_context().get_node_id() != driver_node
-        self._server = SGLangServer(
+        self._index = index
+        self._server = server(
             parsed.engine,
             parsed.model,
             routing=parsed.routing.from_engine,
             index=index,
             log_dir=Path(log_dir),
             seed=parsed.run.seed,
-            advertise_host=node_address() if elsewhere else None,
+            node_address=node_address(),
         )
 
-    async def process(self) -> Process:
-        """Which process this is."""
-        return this_process(ray.get_runtime_context().get_node_id())
+    def arrive(self, home: Home, log_path: str | None) -> Process:
+        """See `Actor.arrive`.
+
+        Raises:
+            EnvironmentNotReady: Also when nobody would reach the server.
+        """
+        process = super().arrive(home, log_path)
+        elsewhere = process.host != home.driver_node and not is_loopback(node_address())
+        if elsewhere and is_loopback(self._server.host):
+            raise EnvironmentNotReady(
+                f"engine.host keeps engine-{self._index} to the loopback interface of node {node_address()}, "
+                "where the driver does not reach it: set engine.host=auto"
+            )
+        return process
 
     async def start(self) -> tuple[str, str, str]:
         """Start (again); URL, API key and admin key."""
@@ -96,6 +138,95 @@ class EngineActor:
     async def stop(self) -> None:
         """End the server process."""
         await self._server.stop()
+
+
+class Frame:
+    """Bytes in memory under a path that other processes of this host and user can open.
+
+    The path is of this process (an anonymous file), so nothing is left behind when it is killed.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._file = os.memfd_create("async_rl_batch", os.MFD_CLOEXEC)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._file, view) :]
+
+    @property
+    def path(self) -> str:
+        """Good for as long as this object."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+def go_to_work(home: Home, node: str) -> None:
+    """Make the driver's working folder this process's, and check that its files are the driver's.
+
+    Raises:
+        EnvironmentNotReady: What this node lacks.
+    """
+    os.umask(0o077)  # as the driver's: what a run writes is for its user alone
+    remedy = (
+        "put the config, the model and run.dir on a file system that all nodes share, under the same path"
+    )
+    try:
+        os.chdir(home.folder)
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"node {node} has no folder {home.folder}, where the driver runs ({error.strerror}): {remedy}"
+        ) from error
+    try:
+        word = Path(home.sign).read_text()
+    except OSError as error:
+        word = str(error.strerror)
+    if word != home.word:
+        raise EnvironmentNotReady(
+            f"node {node} does not see what the driver writes into {Path(home.sign).parent} ({word[:80]}): "
+            f"weights and checkpoints go through it; {remedy}"
+        )
+    if not os.access(Path(home.sign).parent, os.W_OK):
+        raise EnvironmentNotReady(
+            f"node {node} may not write into {Path(home.sign).parent}: run Ray as the same user on all nodes"
+        )
+
+
+def use_interface_of(address: str) -> None:
+    """Let Gloo and NCCL talk over the interface that has an address, unless the environment names one.
+
+    They would go by the host's name, or take the first interface that is up, which may be one that the other
+    nodes do not reach.
+    """
+    name = interface_of(address)
+    if name is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if not is_loopback(address):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # "=": exactly this one
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only its own machine reaches an address or name."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def interface_of(address: str) -> str | None:
+    """The interface of this host that has an address, or whose network it is in."""
+    wanted = ipaddress.ip_address(address)
+    near = None
+    for name, addresses in psutil.net_if_addrs().items():
+        for found in addresses:
+            if found.family not in (socket.AF_INET, socket.AF_INET6) or found.netmask is None:
+                continue
+            own = found.address.partition("%")[0]
+            if ipaddress.ip_address(own) == wanted:
+                return str(name)
+            if found.family == socket.AF_INET and wanted in ipaddress.ip_network(
+                f"{own}/{found.netmask}", strict=False
+            ):
+                near = name
+    return near
 
 
 def node_address() -> str:

@@ -5,26 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayError
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError, RayTaskError
 
 from async_rl import orchestrator
 from async_rl.config import Config, SGLangEngines, to_builtins
 from async_rl.engines.connect import external_keys, sglang_client
 from async_rl.engines.facts import load_facts
 from async_rl.engines.protocol import Engine
+from async_rl.engines.server import SGLangServer
 from async_rl.engines.sglang import SGLangEngine
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, EnvironmentNotReady, TrainerError
-from async_rl.placement.actors import EngineActor, RankActor
+from async_rl.placement.actors import EngineActor, Home, RankActor
+from async_rl.placement.ending import EXIT_LIMIT_S, end
+from async_rl.placement.places import Places
 from async_rl.placement.ray_trainer import RayTrainer, cause_of, last_line, made
-from async_rl.processes import Process, kill
+from async_rl.processes import Process
 from async_rl.supervision import Nursery
 from async_rl.training import Trainer
 from async_rl.waits import waiting
@@ -35,22 +37,20 @@ _STOP_LIMIT_S: Final = 60.0
 """A server that holds a GPU is given time to free it; then its actor is killed, and the server with it."""
 
 
-_KILL_LIMIT_S: Final = 30.0
-"""A process that holds a GPU can take its time to go, even when it is killed."""
-
-
 class RayCluster(orchestrator.Cluster):
     """Engines and trainer of one run as Ray actors."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, server: type[SGLangServer] = SGLangServer) -> None:
         self._config = config
         self._dir = run_dir
         self._logs = run_dir / "logs"
+        self._server = server
+        self._home = _home(run_dir)
         self._engine_actors: dict[str, Any] = {}
-        self._engine_group: Any = None
+        self._engine_places = self._places_of_engines()
         self._engines: dict[str, Engine] = {}
         self._rank_actors: list[Any] = []
-        self._rank_group: Any = None
+        self._rank_places = self._places_of_ranks()
         self._processes: dict[Any, Process] = {}  # of the actors
         self._restarted: dict[str, asyncio.Event] = {}
         self._facts = load_facts(config.model.path)
@@ -67,12 +67,8 @@ class RayCluster(orchestrator.Cluster):
             for index, url in enumerate(engine.urls):
                 self.connect_engine(f"engine-{index}", url)
         else:
-            self._engine_group = await _reserve(
-                [{"CPU": self._config.placement.cpus_per_engine, "GPU": self._gpus_per_engine}]
-                * engine.num_engines,
-                self._config.placement.strategy,
-                engine.start_timeout_s,
-            )
+            with waiting("engine start", "places"):
+                await self._engine_places.ready(self._config.placement.wait_s)
             for index in range(engine.num_engines):
                 self._engine_actors[f"engine-{index}"] = self._engine_actor(index)
         async with Nursery() as nursery:
@@ -107,6 +103,7 @@ class RayCluster(orchestrator.Cluster):
                     await self._end(self._engine_actors[engine_id])
                     index = list(self._engine_actors).index(engine_id)
                     self._engine_actors[engine_id] = self._engine_actor(index)
+                await self._place_again(engine_id)
                 await self._start_engine(engine_id)
         except RayError as error:
             raise EnvironmentNotReady(f"{engine_id} cannot be restarted: {last_line(error)}") from error
@@ -145,31 +142,19 @@ class RayCluster(orchestrator.Cluster):
             ) from error
 
     async def _start_ranks(self) -> Trainer:
-        config, placement = self._config, self._config.placement
-        gpus = placement.gpus_per_rank
-        if gpus is None:
-            gpus = 1.0 if uses_gpus(config.trainer.device) else 0.0
-        ranks = config.trainer.num_ranks
-        if self._rank_group is None:
-            self._rank_group = await _reserve(
-                [{"CPU": placement.cpus_per_rank, "GPU": gpus}] * ranks,
-                placement.strategy,
-                config.trainer.start_timeout_s,
-            )
+        config, ranks = self._config, self._config.trainer.num_ranks
+        await self._rank_places.ready(config.placement.wait_s)
         actor_class = ray.remote(RankActor)
         log_paths = [self._logs / f"trainer-{rank}.log" for rank in range(ranks)]
         actors = self._rank_actors = [
-            actor_class.options(
-                num_cpus=placement.cpus_per_rank,
-                num_gpus=gpus,
-                scheduling_strategy=_in_group(self._rank_group, rank),
-            ).remote(str(log_paths[rank]), placement.cpus_per_rank)
+            actor_class.options(**self._rank_places.options(rank)).remote(config.placement.cpus_per_rank)
             for rank in range(ranks)
         ]
-        for actor in actors:
-            self._processes[actor] = await actor.process.remote()
+        async with Nursery() as nursery:
+            for actor, log_path in zip(actors, log_paths, strict=True):
+                nursery.start("a trainer rank arrives", self._arrival(actor, log_path))
         trainer = RayTrainer(actors, [self._processes[actor].host for actor in actors], log_paths, config)
-        plain = {**to_builtins(config), "_working_dir": os.getcwd()}
+        plain = to_builtins(config)
         host, port = await self.open_port()
         async with Nursery() as nursery:
             for rank, actor in enumerate(actors):
@@ -196,27 +181,65 @@ class RayCluster(orchestrator.Cluster):
         async with Nursery() as nursery:
             for engine_id in self._engine_actors:
                 nursery.start(f"stop {engine_id}", self._stop_server(engine_id))
-        await self._end(*self._engine_actors.values(), *self._rank_actors)
+        await self._end(*self._engine_actors.values(), *self._rank_actors, grace_s=EXIT_LIMIT_S)
 
     # -- helpers ---------------------------------------------------------------------------------------
 
-    @property
-    def _gpus_per_engine(self) -> float:
-        engine, gpus = self._config.engine, self._config.placement.gpus_per_engine
-        if gpus is not None:
-            return gpus
-        return (
-            float(engine.tp_size) if isinstance(engine, SGLangEngines) and uses_gpus(engine.device) else 0.0
-        )
-
     def _engine_actor(self, index: int) -> Any:
         actor_class = ray.remote(EngineActor)
-        return actor_class.options(
-            num_cpus=self._config.placement.cpus_per_engine,
-            num_gpus=self._gpus_per_engine,
-            max_concurrency=8,
-            scheduling_strategy=_in_group(self._engine_group, index),
-        ).remote(to_builtins(self._config), index, str(self._logs), ray.get_runtime_context().get_node_id())
+        return actor_class.options(max_concurrency=8, **self._engine_places.options(index)).remote(
+            self._server, to_builtins(self._config), index, str(self._logs)
+        )
+
+    def _places_of_engines(self) -> Places:
+        engine, placement = self._config.engine, self._config.placement
+        gpus = placement.gpus_per_engine
+        if gpus is None:
+            real = isinstance(engine, SGLangEngines) and uses_gpus(engine.device)
+            gpus = float(engine.tp_size) if real and isinstance(engine, SGLangEngines) else 0.0
+        return Places(
+            "engine",
+            {"CPU": placement.cpus_per_engine, "GPU": gpus, **placement.resources_per_engine},
+            engine.num_engines,
+            placement.engine_strategy,
+            remedy="lower engine.num_engines, engine.tp_size or placement.*_per_engine",
+        )
+
+    def _places_of_ranks(self) -> Places:
+        trainer, placement = self._config.trainer, self._config.placement
+        gpus = placement.gpus_per_rank
+        if gpus is None:
+            gpus = 1.0 if uses_gpus(trainer.device) else 0.0
+        return Places(
+            "trainer rank",
+            {"CPU": placement.cpus_per_rank, "GPU": gpus, **placement.resources_per_rank},
+            trainer.num_ranks,
+            placement.trainer_strategy,
+            neighbours=True,
+            remedy="lower trainer.num_ranks or placement.*_per_rank",
+        )
+
+    async def _place_again(self, engine_id: str) -> None:
+        """Wait until an engine of ours has a place again, however long: the others go on meanwhile."""
+        while engine_id in self._engine_actors:
+            try:
+                return await self._engine_places.ready(self._config.placement.wait_s)
+            except EnvironmentNotReady as error:
+                log.warning("engine %s waits for a node: %s", engine_id, error)
+
+    async def _arrival(self, actor: Any, log_path: Path | None) -> None:
+        """Wait until an actor is there, and know its process.
+
+        Raises:
+            EnvironmentNotReady: When its node does not see the files of the run.
+        """
+        if actor not in self._processes:
+            try:
+                path = None if log_path is None else str(log_path)
+                self._processes[actor] = await actor.arrive.remote(self._home, path)
+            except RayTaskError as error:
+                failure = EnvironmentNotReady(f"an actor cannot work: {last_line(error)}")
+                raise cause_of(error, failure) from error
 
     async def _stop_server(self, engine_id: str) -> bool:
         """End a server in order; False when its actor is gone, or does not answer."""
@@ -228,32 +251,12 @@ class RayCluster(orchestrator.Cluster):
             return False
         return True
 
-    async def _end(self, *actors: Any) -> None:
-        """End actors that may be well, dead, stopped or hung, and wait until their processes are gone."""
-        here = ray.get_runtime_context().get_node_id()
-
-        async def end(process: Process) -> None:
-            gone = False
-            try:
-                if process.host == here:
-                    gone = await asyncio.to_thread(kill, process, _KILL_LIMIT_S)
-                else:
-                    there = NodeAffinitySchedulingStrategy(process.host, soft=False)
-                    remote = ray.remote(kill).options(scheduling_strategy=there, num_cpus=0)
-                    async with asyncio.timeout(2 * _KILL_LIMIT_S):
-                        gone = await remote.remote(process, _KILL_LIMIT_S)
-            except (RayError, TimeoutError) as error:
-                log.warning("cannot reach node %s: %r", process.host, error)
-            if not gone:
-                log.warning("process %d of node %s may still run", process.pid, process.host)
-
-        for actor in actors:
-            ray.kill(actor)
+    async def _end(self, *actors: Any, grace_s: float = 0.0) -> None:
+        """End actors and wait until their processes are gone; see `ending.end`."""
         async with Nursery() as nursery:
             for actor in actors:
-                process = self._processes.pop(actor, None)
-                if process is not None:
-                    nursery.start(f"kill process {process.pid}", end(process))
+                ending = end(actor, self._processes.pop(actor, None), grace_s=grace_s)
+                nursery.start("end an actor", ending)
 
     async def _first_start(self, engine_id: str) -> None:
         with waiting("engine start", engine_id):
@@ -267,8 +270,7 @@ class RayCluster(orchestrator.Cluster):
             assert isinstance(config, SGLangEngines), "only a real engine is an actor"
             try:
                 async with asyncio.timeout(config.start_timeout_s):
-                    if actor not in self._processes:
-                        self._processes[actor] = await actor.process.remote()
+                    await self._arrival(actor, None)
                     url, api_key, admin_key = await actor.start.remote()
             except (RayError, TimeoutError) as error:
                 raise cause_of(error, EnvironmentNotReady(f"{engine_id} did not start: {error!r}")) from error
@@ -309,29 +311,8 @@ def uses_gpus(device: str) -> bool:
     return bool(ray.cluster_resources().get("GPU", 0) > 0)  # type: ignore[no-untyped-call]
 
 
-async def _reserve(bundles: list[dict[str, float]], strategy: str, limit_s: float) -> Any:
-    """Reserve resources together; None when nothing is asked for (a CPU machine that shares its cores).
-
-    Raises:
-        EnvironmentNotReady: When the cluster does not have them.
-    """
-    bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
-    if not all(bundles):
-        return None
-    group = placement_group(bundles, strategy=strategy)
-    try:
-        async with asyncio.timeout(limit_s):
-            await group.ready()
-    except TimeoutError as error:
-        there = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        raise EnvironmentNotReady(
-            f"Ray could not reserve {bundles} within {limit_s} s; the cluster has {there}: lower "
-            "engine.num_engines, trainer.num_ranks or placement.*, or add nodes"
-        ) from error
-    return group
-
-
-def _in_group(group: Any, index: int) -> Any:
-    if group is None:
-        return "DEFAULT"
-    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+def _home(run_dir: Path) -> Home:
+    """What actors find their way by; writes the sign."""
+    word, sign = secrets.token_hex(16), run_dir / ".shared"
+    sign.write_text(word)
+    return Home(os.getcwd(), str(sign), word, ray.get_runtime_context().get_node_id())

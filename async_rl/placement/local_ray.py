@@ -50,9 +50,9 @@ def connect(config: Config, scratch: Path) -> None:
     """
     # Whoever reaches a port of Ray runs code as us. A Ray of one machine listens on the loopback interface
     # (the switch is private to Ray, and the only one) and asks for a token, for who else is on this machine.
-    ray_constants.ENABLE_RAY_CLUSTER = config.placement.ray_address is not None
+    ray_constants.ENABLE_RAY_CLUSTER = config.placement.joins
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(ray_constants.ENABLE_RAY_CLUSTER))
-    if config.placement.ray_address is None:
+    if not config.placement.joins:
         # Without one of ours Ray would write a token into the user's home, for ever.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -60,10 +60,12 @@ def connect(config: Config, scratch: Path) -> None:
     # makes some.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = config.placement.ray_address
+    namespace = f"async-rl-{config.run.name}"
     try:
-        if address is None:
+        if not config.placement.joins:
             ray.init(
                 address="local",
+                namespace=namespace,
                 include_dashboard=False,
                 log_to_driver=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
@@ -71,9 +73,10 @@ def connect(config: Config, scratch: Path) -> None:
                 _temp_dir=str(scratch / "r"),  # Ray opens this one to all users, not its parent
             )
         else:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-        where = f"join the Ray cluster at {address}" if address else "start Ray on this machine"
+        joins = config.placement.joins
+        where = f"join the Ray cluster at {address}" if joins else "start Ray on this machine"
         raise EnvironmentNotReady(
             f"could not {where}: {error}. Check placement.ray_address and `ray status`"
         ) from error
