@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
+from importlib.util import find_spec
 from pathlib import Path
 
 from async_rl.config import ModelConfig, SGLangEngines
@@ -70,6 +71,7 @@ class SGLangServer:
         index: int,
         log_dir: Path,
         seed: int,
+        shared: bool = False,
         node_address: str | None = None,
     ) -> None:
         """Choose address and keys; starts nothing.
@@ -81,6 +83,7 @@ class SGLangServer:
             index: Number of this engine; names its log.
             log_dir: Where `engine-<index>.log` goes.
             seed: Seed of the run; the engines' own seeds are derived from it.
+            shared: Whether it shares its device with the trainer, and must be able to give its memory back.
             node_address: Of this host, where it is one of several: `engine.host: auto` binds to it; None is
                 the only one.
         """
@@ -90,6 +93,7 @@ class SGLangServer:
         self._narrow = routing and config.narrow_routing
         self._index = index
         self._seed = seed
+        self._shared = shared
         self._device = detect_device() if config.device == "auto" else config.device
         here = node_address or "127.0.0.1"
         self._bind = here if config.host == "auto" else config.host
@@ -131,9 +135,19 @@ class SGLangServer:
                 "sglang is not installed here: `make setup` installs it for a CPU, "
                 "`pip install async-rl[sglang]` for a GPU"
             ) from e
+        if self._saves_memory and find_spec("torch_memory_saver") is None:
+            raise EnvironmentNotReady(
+                "placement.shared: SGLang gives device memory back by torch-memory-saver, which is not "
+                "installed here: `pip install torch-memory-saver`"
+            )
         if self._narrow and installed != sglang_narrow.SUPPORTED:
             raise EnvironmentNotReady(sglang_narrow.wrong_version(installed))
         self._process = self._spawn()
+
+    @property
+    def _saves_memory(self) -> bool:
+        """Without the switch SGLang takes the same requests and frees nothing: good enough for a CPU."""
+        return self._shared and self._device == "cuda"
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         scratch = Path(tempfile.mkdtemp(prefix="async-rl-"))
@@ -182,6 +196,8 @@ class SGLangServer:
         switches = ["incremental-streaming-output"]
         if self._routing:
             switches.append("enable-return-routed-experts")
+        if self._saves_memory:
+            switches.append("enable-memory-saver")
         if cpu:
             arguments["attention-backend"] = "torch_native"
             arguments["max-total-tokens"] = config.max_total_tokens or _CPU_KV_TOKENS
@@ -203,6 +219,8 @@ class SGLangServer:
         # minute first, while its calls wait.
         environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        if self._saves_memory:
+            environment |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
         if self._device == "cpu":
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return environment

@@ -7,9 +7,8 @@ import torch
 
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import started, trainer_config, weights
+from tests.support.trainers import started, trainer_config, training_state, weights
 from trainer.megatron.offload import Offload
-from trainer.megatron.shards import to_save
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -19,28 +18,20 @@ def moe(tmp_path_factory):
     return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_layers=2)
 
 
-def flat(state):
-    """All tensors of a nested state."""
-    if torch.is_tensor(state):
-        return [state.detach().clone()]
-    items = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
-    return [tensor for item in items for tensor in flat(item)]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_go_on_as_if_nothing_had_happened_when_the_state_was_away_in_between(moe, dtype):
     batches = [random_batch(layers=2, seed=seed) for seed in range(3)]
     with started(trainer_config(moe, dtype=dtype)) as worker:
         for step, batch in enumerate(batches, start=1):
             worker.train_on(batch, step)
-        expected = flat([part.data for part in to_save(worker.model)])
+        expected = [tensor.clone() for tensor in training_state(worker)]
     with started(trainer_config(moe, dtype=dtype)) as worker:
         offload = Offload(worker.model)
         for step, batch in enumerate(batches, start=1):
             offload.offload()  # before the first step there are no moments yet
             offload.reload()
             worker.train_on(batch, step)
-        found = flat([part.data for part in to_save(worker.model)])
+        found = [tensor.clone() for tensor in training_state(worker)]
     assert len(found) == len(expected) > 50
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 

@@ -75,6 +75,15 @@ def place(worker: TrainerWorker, batch: TrainBatch) -> list:
     return worker._place(batch, targets(batch), range(batch.num_trajectories))
 
 
+def training_state(worker: TrainerWorker) -> list[torch.Tensor]:
+    """All that a step needs of the one before: parameters, main parameters and moments, as they are."""
+    parameters = [p.detach() for chunk in worker.model.chunks for p in chunk.module.parameters()]
+    for optimizer in worker.model.inner_optimizers:
+        parameters += [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        parameters += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+    return parameters
+
+
 def gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
     """The gradients of the last step, by parameter."""
     return {

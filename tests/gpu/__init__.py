@@ -1,0 +1,1 @@
+"""What needs a GPU. Collected everywhere, skipped where there is none; `python -m tests.gpu` is the proof."""

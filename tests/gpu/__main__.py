@@ -1,0 +1,67 @@
+"""`make gpu-proof`: runs the suite on this machine's GPU and prints what each case measured.
+
+Installs nothing. Exit code 0: every case ran and held; 1: one did not; 3: there is no GPU here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from async_rl.errors import EnvironmentNotReady
+from tests.gpu.proof import Recorder, exit_code, show, write
+
+_PACKAGES = ("torch", "sglang", "megatron-core", "transformer-engine", "torch-memory-saver", "mbridge")
+
+
+def main() -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
+    parser.add_argument("-k", default="", help="only the cases whose names match, as in pytest")
+    options = parser.parse_args()
+    try:
+        machine, num_gpus = describe()
+    except EnvironmentNotReady as error:
+        print(f"gpu-proof: {error}", file=sys.stderr)
+        return error.exit_code
+    recorder = Recorder(num_gpus)
+    here = str(Path(__file__).parent)
+    pytest.main(["-q", "-p", "no:xdist", "--no-header", "--timeout=900", "-k", options.k, here], [recorder])
+    cases = list(recorder.cases.values())
+    show(cases, ", ".join(f"{name} {value}" for name, value in machine.items()), Console())
+    if options.json is not None:
+        write(cases, machine, options.json)
+    return exit_code(cases)
+
+
+def describe() -> tuple[dict[str, str], int]:
+    """What this machine is, and how many GPUs it has.
+
+    Raises:
+        EnvironmentNotReady: When torch sees no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise EnvironmentNotReady(
+            f"torch {torch.__version__} sees no GPU, so nothing can be proven here: run it on a machine with "
+            "one, in an environment made from requirements/gpu.txt (docs/gpu.md)"
+        )
+    _, total = torch.cuda.mem_get_info()
+    machine = {"GPU": torch.cuda.get_device_name(), "memory": f"{total / 2**30:.0f} GiB"}
+    machine |= {"CUDA": str(torch.version.cuda)}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            machine[name] = importlib.metadata.version(name)
+    return machine, torch.cuda.device_count()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

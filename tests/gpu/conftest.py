@@ -1,0 +1,59 @@
+"""What the cases share: they are skipped without a GPU, and say what they measure."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases, and skip those that this machine has too few GPUs for."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if not item.path.is_relative_to(HERE):
+            continue
+        item.add_marker(pytest.mark.gpu)
+        mark = item.get_closest_marker("gpus")
+        needed = mark.args[0] if mark is not None else 1
+        if needed > there:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, torch sees {there}"))
+
+
+@pytest.fixture(autouse=True)
+def _own_memory() -> Iterator[None]:
+    """A case finds the device as the one before it found it."""
+    yield
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+Measure = Callable[[str, float, str], None]
+
+
+@pytest.fixture
+def measure(record_property: Callable[[str, object], None]) -> Measure:
+    """Say what was measured: its name, the figure and the unit."""
+
+    def say(what: str, figure: float, unit: str) -> None:
+        record_property(what, f"{figure:.4g} {unit}")
+
+    return say
+
+
+@pytest.fixture
+def used_gib() -> Callable[[], float]:
+    """Memory of the device that is in use, by whatever process, GiB."""
+
+    def used() -> float:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 2**30
+
+    return used

@@ -1,0 +1,73 @@
+"""Random models that GPU kernels take: head sizes of 64, hidden sizes that are multiples of 128."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.engines.facts import load_facts
+from async_rl.engines.server import SGLangServer
+from async_rl.engines.sglang import SGLangEngine
+from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
+
+VOCAB_SIZE = 512
+
+
+def build(path: Path, *, seed: int = 0, hidden_size: int = 256, num_layers: int = 4) -> Path:
+    """Write a Qwen3-MoE with 16 experts a layer."""
+    build_tiny_qwen3_moe(
+        path,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=hidden_size // 64,
+        num_groups=max(1, hidden_size // 128),
+        head_dim=64,
+        num_experts=16,
+        expert_size=hidden_size // 2,
+        max_position_embeddings=2048,
+        std=0.06,
+        seed=seed,
+    )
+    write_byte_tokenizer(path, vocab_size=VOCAB_SIZE)
+    return path
+
+
+@asynccontextmanager
+async def serving(
+    model: Path, logs: Path, *, shared: bool = False, share: float = 0.3
+) -> AsyncIterator[SGLangEngine]:
+    """A server on the GPU for as long as the block runs; `share` of the memory is its own."""
+    server = SGLangServer(
+        SGLangEngines(
+            device="cuda",
+            max_running_requests=8,
+            context_length=2048,
+            extra_args=[f"--mem-fraction-static={share}"],
+        ),
+        ModelConfig(path=str(model), dtype="bfloat16"),
+        routing=True,
+        index=0,
+        log_dir=logs,
+        seed=0,
+        shared=shared,
+    )
+    engine = SGLangEngine(
+        "engine-0",
+        server.url,
+        load_facts(model),
+        api_key=server.api_key,
+        admin_key=server.admin_key,
+        routing=True,
+        start_timeout_s=600,
+        died=server.died,
+    )
+    await server.start()
+    try:
+        await engine.wait_ready()
+        yield engine
+    finally:
+        await engine.close()
+        await server.stop()

@@ -1,0 +1,106 @@
+"""From the reports of the suite's cases to a table, a file and an exit code. Knows nothing of GPUs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+Verdict = Literal["held", "failed", "did not run", "needs more GPUs"]
+
+_STYLES: dict[Verdict, str] = {
+    "held": "green",
+    "failed": "bold red",
+    "did not run": "red",
+    "needs more GPUs": "dim",
+}
+
+
+@dataclass
+class Case:
+    """One test of the suite, and what was measured in it."""
+
+    name: str
+    title: str
+    """What it proves, in a sentence."""
+    num_gpus: int = 1
+    verdict: Verdict = "did not run"
+    seconds: float = 0.0
+    figures: dict[str, str] = field(default_factory=dict)
+    """By what was measured: the figure with its unit."""
+    why: str = ""
+    """Of a case that did not hold."""
+
+
+class Recorder:
+    """A plugin of pytest that writes down what becomes of each case, in their order."""
+
+    def __init__(self, num_gpus: int) -> None:
+        self.cases: dict[str, Case] = {}
+        self._num_gpus = num_gpus
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        mark = item.get_closest_marker("gpus")
+        needed = mark.args[0] if mark is not None else 1
+        text = getattr(getattr(item, "function", None), "__doc__", None) or item.name
+        case = Case(item.name, " ".join(text.split("\n\n")[0].split()), needed)
+        if needed > self._num_gpus:
+            case.verdict = "needs more GPUs"
+        self.cases[item.nodeid] = case
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        case = self.cases[report.nodeid]
+        case.seconds += report.duration
+        case.figures |= {name: str(value) for name, value in report.user_properties}
+        if case.verdict == "needs more GPUs":
+            return
+        if report.failed:
+            case.verdict, case.why = "failed", _reason(report.longrepr)
+        elif report.skipped:
+            case.why = _reason(report.longrepr)
+        elif report.when == "call":
+            case.verdict = "held"
+
+
+def _reason(text: Any) -> str:
+    """The last line of what pytest says, which is the error itself."""
+    words = text[2] if isinstance(text, tuple) else str(getattr(text, "reprcrash", text) or text)
+    return str(words).strip().splitlines()[-1][:300]
+
+
+def exit_code(cases: Sequence[Case]) -> int:
+    """0 only when every case for which there are GPUs ran and held, and there was one."""
+    wanted = [case for case in cases if case.verdict != "needs more GPUs"]
+    return 0 if wanted and all(case.verdict == "held" for case in wanted) else 1
+
+
+def show(cases: Sequence[Case], machine: str, console: Console) -> None:
+    """Print the table, and what failed in words."""
+    table = Table("case", "what was measured", "figure", "verdict", title=machine, show_lines=True)
+    for case in cases:
+        table.add_row(
+            f"{case.title}\n[dim]{case.name}, {case.seconds:.1f} s[/dim]",
+            "\n".join(case.figures),
+            "\n".join(case.figures.values()),
+            f"[{_STYLES[case.verdict]}]{case.verdict}[/]",
+        )
+    console.print(table)
+    for case in cases:
+        if case.why and case.verdict in ("failed", "did not run"):
+            console.print(f"{case.name} {case.verdict}: {case.why}", markup=False)
+    held = sum(case.verdict == "held" for case in cases)
+    more = sum(case.verdict == "needs more GPUs" for case in cases)
+    left = f"; {more} need more GPUs than there are here" if more else ""
+    console.print(f"{held} of {len(cases) - more} cases held{left}")
+
+
+def write(cases: Sequence[Case], machine: dict[str, str], path: Path) -> None:
+    """Write the same as JSON."""
+    document = {"machine": machine, "cases": [asdict(case) for case in cases], "exit_code": exit_code(cases)}
+    path.write_text(json.dumps(document, indent=2) + "\n")

@@ -1,0 +1,103 @@
+"""The trainer's kernels: fused against plain, packed against alone, replayed against routed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.models import build
+from tests.support.train_batches import random_batch
+from tests.support.trainers import log_probs_of, native_rows, started, trainer_config
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("models") / "model")
+
+
+def batch_of(seed: int = 0, **fields):
+    return random_batch(seed, layers=4, experts=16, vocab_size=512, **fields)
+
+
+def test_fused_layers_agree_with_plain_ones(model: Path, measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine's layers give the log-probs and gradients of Megatron's own."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.fail("TransformerEngine is not installed: see requirements/gpu.txt")
+    batch, found = batch_of(), {}
+    for fused in (True, False):
+        if not fused:
+            for module in ("trainer.megatron.cpu", "trainer.megatron.model", "trainer.megatron.bridge"):
+                monkeypatch.setattr(f"{module}.has_transformer_engine", lambda: False, raising=False)
+        with started(trainer_config(model, dtype="bfloat16")) as worker:
+            layer = worker.model.chunks[0].module
+            names = {type(module).__module__.split(".")[0] for module in layer.modules()}
+            assert ("transformer_engine" in names) == fused
+            found[fused] = log_probs_of(worker, batch), worker.train_on(batch, 1).metrics["grad_norm"]
+    mask = batch.loss_mask[1:]
+    difference = np.abs(found[True][0] - found[False][0])[:-1][mask]
+    measure("log-probs apart, mean", float(difference.mean()), "nats")
+    measure("log-probs apart, max", float(difference.max()), "nats")
+    measure("gradient norms", found[True][1] / found[False][1], "(ratio)")
+    assert difference.mean() < 0.02
+    assert found[True][1] == pytest.approx(found[False][1], rel=0.1)
+
+
+def test_packed_trajectories_do_not_see_each_other(model: Path, measure) -> None:
+    """Flash attention over packed trajectories (thd) gives each the log-probs that it has alone."""
+    batch = batch_of(lengths=(130, 3, 257, 64, 65, 9), prompt=2)
+    results = []
+    for budget in (1, 100_000):
+        with started(trainer_config(model, dtype="bfloat16", micro_batch_tokens=budget)) as worker:
+            results.append(log_probs_of(worker, batch))
+    difference = np.abs(results[0] - results[1])
+    measure("log-probs apart, mean", float(difference.mean()), "nats")
+    measure("log-probs apart, max", float(difference.max()), "nats")
+    # Rounding in bfloat16 depends on the tiles that a matrix is cut into; a leak would be nats.
+    assert difference.mean() < 0.01
+    assert difference.max() < 0.3
+
+
+def test_replayed_routing_is_the_routing_that_was_recorded(model: Path, measure) -> None:
+    """Replaying the trainer's own choice changes nothing; replaying another one does."""
+    batch = batch_of()
+    with started(trainer_config(model, dtype="bfloat16")) as worker:
+        rows = native_rows(worker, batch)
+        other = (rows + 1) % 16
+        replayed = log_probs_of(worker, msgspec.structs.replace(batch, routed_experts=rows))
+        wrong = log_probs_of(worker, msgspec.structs.replace(batch, routed_experts=other))
+    with started(trainer_config(model, dtype="bfloat16", replay=False)) as worker:
+        native = log_probs_of(worker, batch)
+    mask = np.append(batch.loss_mask[1:], False)
+    same, changed = np.abs(replayed - native)[mask].mean(), np.abs(wrong - native)[mask].mean()
+    measure("own choice replayed, log-probs apart", float(same), "nats")
+    measure("another choice replayed", float(changed), "nats")
+    assert same < 1e-3
+    assert changed > 20 * max(same, 1e-4)
+
+
+def test_log_probs_on_the_gpu_are_those_of_hugging_face_on_the_host(model: Path, measure) -> None:
+    """The trainer's log-probs in float32 are those that Hugging Face's model computes on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    batch = batch_of()
+    with started(trainer_config(model, replay=False)) as worker:
+        found = log_probs_of(worker, batch)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    expected = np.zeros_like(found)
+    for begin, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        tokens = torch.from_numpy(batch.token_ids[begin:end].astype(np.int64))
+        with torch.no_grad():
+            log_probs = reference(tokens[None]).logits[0].log_softmax(-1)
+        expected[begin : end - 1] = log_probs[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
+    mask = np.append(batch.loss_mask[1:], False)
+    difference = np.abs(found - expected)[mask]
+    measure("log-probs apart, mean", float(difference.mean()), "nats")
+    measure("log-probs apart, max", float(difference.max()), "nats")
+    assert difference.mean() < 5e-3  # matrix products may run in TF32

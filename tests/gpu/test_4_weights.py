@@ -1,0 +1,63 @@
+"""Weights reach an engine on a GPU: over NCCL, where the engine has a device of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.engines.protocol import DistributedUpdate, GroupInvite
+from async_rl.engines.server import free_port
+from async_rl.weights.broadcast import WeightGroup, send_buckets
+from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
+from tests.gpu.models import build, serving
+from tests.support.engine_calls import call
+
+pytestmark = pytest.mark.sglang
+PROMPT = list(range(40, 72))
+
+
+@pytest.mark.gpus(2)
+async def test_an_engine_takes_weights_over_nccl(
+    tmp_path: Path, measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a broadcast over NCCL an engine answers as one that was started with those weights."""
+    from safetensors.torch import load_file
+
+    old, new = build(tmp_path / "old", seed=0), build(tmp_path / "new", seed=1)
+    async with serving(new, tmp_path) as engine:
+        expected = await call(engine, PROMPT, 32)
+    torch.cuda.set_device(1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    tensors = sorted(load_file(new / "model.safetensors").items())
+    tensors = [(name, tensor.bfloat16().cuda()) for name, tensor in tensors]
+    buckets = plan_buckets([spec_of(name, tensor) for name, tensor in tensors], 16 << 20)
+    invite = GroupInvite(
+        group_name="proof",
+        backend="nccl",
+        host="127.0.0.1",
+        port=free_port("127.0.0.1"),
+        world_size=2,
+        rank_offset=1,
+    )
+    async with serving(old, tmp_path) as engine:
+        async with asyncio.TaskGroup() as group:
+            joining = group.create_task(asyncio.to_thread(WeightGroup, invite, 120))
+            group.create_task(engine.join_weight_group(invite))
+        update = DistributedUpdate(weight_version=1, group_name="proof", buckets=buckets)
+        buffers = [torch.empty(largest_of(buckets), dtype=torch.uint8, device="cuda") for _ in range(2)]
+        groups = {"proof": joining.result()}
+        begin = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(engine.update_weights(update, flush=True))
+            filled = fill_buckets(tensors, buckets, buffers)
+            group.create_task(asyncio.to_thread(send_buckets, filled, groups))
+        seconds = time.perf_counter() - begin
+        found = await call(engine, PROMPT, 32)
+        joining.result().close()
+    sent = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+    measure("sent and loaded", sent / 2**30 / seconds, "GiB/s")
+    assert found.token_ids == expected.token_ids

@@ -1,0 +1,43 @@
+"""The whole loop on one GPU that engines and trainer share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray]
+
+
+def test_a_run_trains_on_one_gpu_in_turns(calculator: Path, measure) -> None:
+    """A run in which an engine and a trainer take turns on one GPU trains within its staleness bound."""
+    overrides = {
+        "run.max_steps": 4,
+        "run.dir": str(calculator / "runs"),
+        "model.path": str(calculator / "model"),
+        "data.path": str(calculator / "data" / "tasks.jsonl"),
+        "engine.num_engines": 1,
+        "engine.device": "cuda",
+        "engine.extra_args": '["--mem-fraction-static=0.5", "--attention-backend=triton"]',
+        "trainer.device": "cuda",
+        "trainer.num_ranks": 1,
+        "trainer.layout": "{}",
+        "placement.shared": "true",
+    }
+    command = [sys.executable, "-m", "async_rl.cli", "train", "examples/calculator/config.yaml"]
+    command += [f"{key}={value}" for key, value in overrides.items()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    folder = calculator / "runs" / "calculator"
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    measure("steps", len(records), "")
+    measure("standstill of the engine, mean", sum(r["standstill_s"] for r in records) / len(records), "s")
+    measure("hand-over to the engine, mean", sum(r["sync_s"] for r in records) / len(records), "s")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert max(record["staleness_max"] for record in records) <= 2
+    assert sum(record["interrupted"] for record in records) > 0
