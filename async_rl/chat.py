@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -147,13 +147,18 @@ class ChatFormat:
         return str(text)
 
     def encode_conversation(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        train_on: Collection[int] | None = None,
     ) -> tuple[Int32Array, BoolArray]:
         """A whole conversation as a rollout would have produced it, for supervised training.
 
         Args:
             messages: Ends with an assistant message.
             tools: JSON schemas of the tools on offer.
+            train_on: Which messages of assistants are trained on, by index; None takes all of them.
 
         Returns:
             Token ids `[T] int32` and loss mask `[T] bool`, true where an assistant wrote the token
@@ -165,14 +170,17 @@ class ChatFormat:
                 "the conversation does not end with an assistant message, so it teaches nothing"
             )
         pieces: list[Int32Array] = []
+        masks: list[BoolArray] = []
         previous = -1
         for index in turns:
             between = messages[previous + 1 : index]
-            pieces.append(self.prompt_ids(between, tools) if previous < 0 else self.append_ids(between))
-            pieces.append(self.encode(self._assistant_text(messages[index])))
+            read = self.prompt_ids(between, tools) if previous < 0 else self.append_ids(between)
+            wrote = self.encode(self._assistant_text(messages[index]))
+            pieces += [read, wrote]
+            trained = train_on is None or index in train_on
+            masks += [np.zeros(len(read), np.bool_), np.full(len(wrote), trained)]
             previous = index
-        loss_mask = np.concatenate([np.full(len(piece), i % 2 == 1) for i, piece in enumerate(pieces)])
-        return np.concatenate(pieces), loss_mask
+        return np.concatenate(pieces), np.concatenate(masks)
 
     def _assistant_text(self, message: Mapping[str, Any]) -> str:
         """What the policy would have written for this message, its end-of-turn token included."""

@@ -22,9 +22,10 @@ from async_rl.commands.report import REPORT
 from async_rl.commands.rollout import ROLLOUT
 from async_rl.commands.run import CHECK, TRAIN
 from async_rl.commands.schema import SCHEMA
+from async_rl.commands.sft import SFT
 from async_rl.errors import AsyncRLError
 
-COMMANDS: tuple[Command, ...] = (NEW_LOOP, TRAIN, CHECK, PLAN, ROLLOUT, INSPECT, REPORT, DOCTOR, SCHEMA)
+COMMANDS: tuple[Command, ...] = (NEW_LOOP, SFT, TRAIN, CHECK, PLAN, ROLLOUT, INSPECT, REPORT, DOCTOR, SCHEMA)
 """In the order of `async-rl --help`: a day's work, from first to last."""
 
 

@@ -37,11 +37,13 @@ def check(config: Config) -> list[str]:
     Raises:
         ConfigError: With the remedy.
     """
+    if config.data.path is None and not config.data.datasets:
+        raise ConfigError("data.path is missing: set it to a .jsonl or .parquet file of tasks")
     facts = load_facts(config.model.path)
     check_model(config, facts)
     rewards = Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
     loops = AgentLoops(config.rollout)
-    _require_module(config.trainer.worker)
+    require_module(config.trainer.worker, "trainer.worker")
     choose_trackers(config)
     tasks = load_run_tasks(config)  # last: of large data it takes a while
     validation = load_validation(config.data, prompt_rule(config)) if config.data.validation else []
@@ -99,11 +101,11 @@ def _described(dataset: Dataset) -> str:
     return f"{dataset.name}: {len(dataset.tasks)} {schema}{weight}{prompts}{left_out}"
 
 
-def _require_module(path: str) -> None:
+def require_module(path: str, key: str) -> None:
     """Find the trainer's module without importing it: it loads torch, and runs in other processes."""
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
-        raise ConfigError(f"trainer.worker {path!r} is not a dotted path; expected `module:Class`")
+        raise ConfigError(f"{key} {path!r} is not a dotted path; expected `module:Class`")
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     try:
@@ -112,6 +114,6 @@ def _require_module(path: str) -> None:
         found = False
     if not found:
         raise ConfigError(
-            f"trainer.worker {path!r}: there is no module {module!r}; expected an installed package or "
+            f"{key} {path!r}: there is no module {module!r}; expected an installed package or "
             f"a file in {os.getcwd()}"
         )

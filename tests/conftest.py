@@ -44,6 +44,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
 def calculator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the quickstart's untrained model (`model/`) and its tasks (`data/tasks.jsonl`)."""
     folder = tmp_path_factory.mktemp("calculator")
-    for script, arguments in (("make_model.py", ["model"]), ("make_data.py", ["model", "data"])):
+    for script, arguments in (("make_model.py", ["model"]), ("make_data.py", ["data"])):
         subprocess.run([sys.executable, EXAMPLE / script, *arguments], cwd=folder, check=True)
     return folder

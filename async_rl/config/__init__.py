@@ -28,6 +28,7 @@ from async_rl.config.service import (
     RunConfig,
     WandbConfig,
 )
+from async_rl.config.sft import SftConfig
 from async_rl.config.trainer import (
     ImportanceConfig,
     KLConfig,
@@ -64,6 +65,7 @@ __all__ = [
     "RowsConfig",
     "RunConfig",
     "SGLangEngines",
+    "SftConfig",
     "SimulatedEngines",
     "SourceConfig",
     "TrainerConfig",

@@ -15,6 +15,7 @@ from async_rl.config.service import (
     QueueConfig,
     RunConfig,
 )
+from async_rl.config.sft import SftConfig
 from async_rl.config.trainer import TrainerConfig
 
 
@@ -22,7 +23,7 @@ class Config(Strict, frozen=True, kw_only=True):
     """A whole run."""
 
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig = DataConfig()
     run: RunConfig = RunConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: SGLangEngines | SimulatedEngines = SGLangEngines()
@@ -31,13 +32,15 @@ class Config(Strict, frozen=True, kw_only=True):
     weights: WeightsConfig = WeightsConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    sft: SftConfig = SftConfig()
     placement: PlacementConfig = PlacementConfig()
     metrics: MetricsConfig = MetricsConfig()
     doctor: DoctorConfig = DoctorConfig()
 
     def __post_init__(self) -> None:
         """Check what no single field can."""
-        if (self.data.path is None) == (not self.data.datasets):
+        supervised = self.sft.path is not None and self.data == DataConfig()
+        if (self.data.path is None) == (not self.data.datasets) and not supervised:
             both = "are both set: name one file in the one, or all in the other"
             none = "are both missing: set data.path to a .jsonl or .parquet file of tasks"
             raise ValueError(f"data.path and data.datasets {none if self.data.path is None else both}")

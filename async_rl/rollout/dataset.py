@@ -188,11 +188,7 @@ def _renamed(dataset: Dataset) -> Dataset:
 
 def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptRule | None) -> Dataset:
     path = Path(source.path)
-    if not path.is_file():
-        raise ConfigError(f"{place}: there is no file {str(path)!r} (looked from {Path.cwd()})")
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{place}: {str(path)!r} ends in {path.suffix!r}; expected .jsonl or .parquet")
-    rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path, place)
+    rows = rows_of(path, place)
     first = next(rows, None)
     if first is None:
         raise ConfigError(f"{place}: {str(path)!r} has no rows; expected at least one task")
@@ -201,8 +197,8 @@ def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptR
     keys = keys_of(schema, source, config)
     tasks: list[Task] = []
     seen: dict[str, str] = {}
-    bad = _Complaints(path, "bad rows")
-    long = _Complaints(path, "rows with prompts that are too long", _LONG_REMEDY)
+    bad = Complaints(path, "bad rows")
+    long = Complaints(path, "rows with prompts that are too long", _LONG_REMEDY)
     gauge = None if prompts is None else _PromptGauge(prompts)
     for number, (where, row) in enumerate(chain([first], rows)):
         try:
@@ -274,7 +270,7 @@ class _PromptGauge:
         return max([self._longest, *(self._rule.count(task) for _, _, task in self._texts)])
 
 
-class _Complaints:
+class Complaints:
     """What is wrong with the rows of a file: the first ones, and how many there are."""
 
     def __init__(self, path: Path, what: str, remedy: str = "") -> None:
@@ -299,6 +295,26 @@ class _Complaints:
         head = f"{self._path} has {self.count} {self._what}{f'; {self._remedy}' if self._remedy else ''}:"
         listed = "\n  ".join([head, *self._named, *rest])
         raise ConfigError(listed)
+
+
+def rows_of(path: Path, place: str) -> Iterator[tuple[str, Any]]:
+    """The rows of a file one after the other, each with its place in it.
+
+    Args:
+        path: Of the file.
+        place: The config's key that names it.
+
+    Returns:
+        Pairs of file with line (parquet: row), and the row, or the `ConfigError` that it is none.
+
+    Raises:
+        ConfigError: The file is missing or of another kind.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{place}: there is no file {str(path)!r} (looked from {Path.cwd()})")
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"{place}: {str(path)!r} ends in {path.suffix!r}; expected .jsonl or .parquet")
+    return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path, place)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -1,9 +1,9 @@
 """Write the quickstart's data: tasks for RL, and conversations for the warm start.
 
-    python examples/calculator/make_data.py models/calculator-base data/calculator
+    python examples/calculator/make_data.py data/calculator
 
-`tasks.jsonl` has questions with their answers. `sft.jsonl` has tokenised conversations that show the format:
-some ask the calculator, the others answer at once. A model trained on them calls the tool as often as they
+`tasks.jsonl` has questions with their answers. `sft.jsonl` has conversations that show the format: some ask
+the calculator, the others answer at once. A model trained on them calls the tool as often as they
 do, so that RL has something to find out.
 """
 
@@ -19,7 +19,6 @@ import numpy as np
 from problems import TOOLS, answer_with_tool, direct_answer, draw_expressions, question
 
 from agent_loops.calculator import calculator
-from async_rl.chat import ChatFormat, load_chat_format
 
 NUM_TASKS = 2000
 NUM_CONVERSATIONS = 8000
@@ -38,23 +37,20 @@ def task_rows(expressions: Iterable[str]) -> Iterable[dict[str, Any]]:
         }
 
 
-def sft_rows(
-    chat: ChatFormat, expressions: Iterable[str], rng: np.random.Generator
-) -> Iterable[dict[str, Any]]:
-    """Tokenised conversations and which of their tokens are trained on."""
+def sft_rows(expressions: Iterable[str], rng: np.random.Generator) -> Iterable[dict[str, Any]]:
+    """Conversations, with the tools that are on offer in them."""
     for expression in expressions:
         rest = answer_with_tool if rng.random() < TOOL_SHARE else direct_answer
-        token_ids, loss_mask = chat.encode_conversation(question(expression) + rest(expression), TOOLS)
-        yield {"token_ids": token_ids.tolist(), "loss_mask": loss_mask.astype(int).tolist()}
+        yield {"messages": question(expression) + rest(expression), "tools": TOOLS}
 
 
-def make_data(model: Path, folder: Path, seed: int = 0) -> None:
+def make_data(folder: Path, seed: int = 0) -> None:
     """Write both files; no task is in the warm start."""
     rng = np.random.default_rng(seed)
     expressions = draw_expressions(NUM_TASKS + NUM_CONVERSATIONS, rng)
     folder.mkdir(parents=True, exist_ok=True)
     _write_jsonl(folder / "tasks.jsonl", task_rows(expressions[:NUM_TASKS]))
-    _write_jsonl(folder / "sft.jsonl", sft_rows(load_chat_format(model), expressions[NUM_TASKS:], rng))
+    _write_jsonl(folder / "sft.jsonl", sft_rows(expressions[NUM_TASKS:], rng))
 
 
 def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -68,11 +64,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="folder of the model, for its tokenizer")
     parser.add_argument("folder", type=Path, help="where the data goes")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    make_data(arguments.model, arguments.folder, arguments.seed)
+    make_data(arguments.folder, arguments.seed)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,17 @@
 # What is there already is used again: delete models/ and data/ to start over, runs/calculator to train anew.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-here=examples/calculator base=models/calculator-base warm=models/calculator-warm data=data/calculator
+here=examples/calculator base=models/calculator-base data=data/calculator
+warm=models/calculator-warm  # as in sft.yaml and config.yaml
 # One OpenMP thread a process: threads that spin for each other stall a machine of few cores.
 export OMP_NUM_THREADS=1
 
 if [ ! -d "$warm" ]; then
     echo "1/3  building a tiny Qwen3-MoE, its tokenizer and the task"
     python "$here/make_model.py" "$base"
-    python "$here/make_data.py" "$base" "$data"
+    python "$here/make_data.py" "$data"
     echo "2/3  warm start: the model learns the format, and to use the calculator now and then (about 2 minutes)"
-    python -m trainer.sft "$base" "$data/sft.jsonl" "$warm" \
-        --steps 800 --batch-sequences 32 --lr 5e-3 --warmup 50 --report-every 100
+    async-rl sft "$here/sft.yaml"
 else
     echo "1/3  2/3  $warm is there already"
 fi

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="async-rl-chaos-"))
-    for script, words in (("make_model.py", ["model"]), ("make_data.py", ["model", "data"])):
+    for script, words in (("make_model.py", ["model"]), ("make_data.py", ["data"])):
         subprocess.run(
             [sys.executable, ROOT / "examples/calculator" / script, *words], cwd=folder, check=True
         )

@@ -1,68 +1,174 @@
-"""The warm start, through its command line."""
+"""Supervised steps on the trainer's own model: they depend on the conversations, not on how these are cut."""
+
+from __future__ import annotations
 
 import json
-import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from async_rl.sft.plan import Row, SftBatch, batch_of
+from async_rl.sft.run import read_sft_records, sft
 from tests.support.tiny_model import build_tiny_qwen3_moe
-from trainer import sft
+from tests.support.trainers import gathered_gradients, trainer_config
+from trainer.sft import SftWorker
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
 
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory):
-    path = build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_layers=2)
-    (path / "chat_template.jinja").write_text("{{ messages }}")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "moe"
+    path = build_tiny_qwen3_moe(folder, num_layers=2, vocab_size=320)
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 2, "content": "<e>", "special": True, **dict.fromkeys(FLAGS, False)},
+        ],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": {"<u>": 0, "<e>": 2, "q": 3, "a": 4}, "unk_token": "<u>"},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<e>", "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }}<e>{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
 
 
-def test_loss_falls_and_the_folder_is_complete_when_warm_started(moe, tmp_path, capsys):
-    """After 5 comes 6, after 6 comes 7, …; what is masked out is noise."""
-    rng = np.random.default_rng(0)
+def counting_rows(count: int, seed: int = 0) -> list[Row]:
+    """After 5 comes 6, after 6 comes 7; what is masked out is noise."""
+    rng = np.random.default_rng(seed)
     rows = []
-    for _ in range(64):
+    for _ in range(count):
         first, length = int(rng.integers(5, 50)), int(rng.integers(6, 14))
         ids = [*rng.integers(3, 96, 3).tolist(), *range(first, first + length)]
-        rows.append({"token_ids": ids, "loss_mask": [0] * 4 + [1] * (length - 1)})
-    data, out = write_rows(tmp_path / "data.jsonl", rows), tmp_path / "out"
-    arguments = [moe, data, out, "--steps", 40, "--batch-sequences", 16, "--lr", 5e-3, "--warmup", 5]
-    assert sft.main([str(a) for a in arguments]) == 0
-    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
-    assert losses[-1] < losses[0] / 2
-    assert (out / "chat_template.jinja").is_file()
-    before, after = load_file(moe / "model.safetensors"), load_file(out / "model.safetensors")
+        mask = [False] * 4 + [True] * (length - 1)
+        rows.append(Row(token_ids=np.array(ids, np.int32), loss_mask=np.array(mask)))
+    return rows
+
+
+def write_rows(path: Path, rows: list[Row]) -> Path:
+    lines = ({"token_ids": r.token_ids.tolist(), "loss_mask": r.loss_mask.tolist()} for r in rows)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def fit(worker: SftWorker) -> dict:
+    """A step and the loss after it; the gradients are those of the step."""
+    batch = batch_of(counting_rows(7, seed=3), "a")
+    first = worker.fit(SftBatch(rows=batch, learning_rate=1e-2), 1)
+    gradients = gathered_gradients(worker)
+    after = worker.fit(SftBatch(rows=batch, learning_rate=0.0, train=False), 1)
+    return {
+        "losses": [first.metrics["loss"], after.metrics["loss"]],
+        "norm": first.metrics["grad_norm"],
+        "trained": [first.metrics["trained_tokens"], after.metrics["trained_tokens"]],
+        "gradients": gradients,
+    }
+
+
+def run_rank(rank: int, model: str, out: str) -> None:
+    torch.set_num_threads(1)
+    worker = SftWorker(config_of(model, 32, num_ranks=2, layout={"ep": 2}), rank, 2, f"file://{out}/meet")
+    worker.setup(None)
+    torch.save(fit(worker), f"{out}/{rank}")
+    worker.close()
+
+
+def config_of(model: str | Path, micro_batch_tokens: int, **trainer) -> dict:
+    return trainer_config(
+        Path(model), replay=False, micro_batch_tokens=micro_batch_tokens, temperature=0.7, **trainer
+    )
+
+
+@pytest.fixture(scope="module")
+def by_cut(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """The same step in one micro-batch, in one for each conversation, and on two ranks."""
+    seen = {}
+    for name, tokens in (("whole", 4096), ("cut", 1)):
+        worker = SftWorker(config_of(moe, tokens), 0, 1, "")
+        worker.setup(None)
+        seen[name] = fit(worker)
+        worker.close()
+    out = tmp_path_factory.mktemp("ranks")
+    mp.spawn(run_rank, (str(moe), str(out)), nprocs=2)
+    seen["rank 0"], seen["rank 1"] = (torch.load(out / str(rank), weights_only=False) for rank in (0, 1))
+    return seen
+
+
+@pytest.mark.parametrize("name", ["cut", "rank 0", "rank 1"])
+def test_a_step_is_the_same_however_it_is_cut_and_on_two_ranks(by_cut, name):
+    whole, other = by_cut["whole"], by_cut[name]
+    assert whole["losses"][1] < whole["losses"][0], "the step made it better"
+    assert other["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert other["norm"] == pytest.approx(whole["norm"], rel=1e-4)
+    assert (
+        other["trained"] == whole["trained"] == [sum(r.loss_mask.sum() for r in counting_rows(7, seed=3))] * 2
+    )
+    assert set(other["gradients"]) == set(whole["gradients"])
+    for key, gradient in whole["gradients"].items():
+        torch.testing.assert_close(other["gradients"][key], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_is_the_mean_over_trained_tokens_of_transformers(moe, by_cut):
+    """An independent implementation: Hugging Face's model on each conversation by itself."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(moe, dtype=torch.float32)
+    summed, tokens = 0.0, 0
+    for row in counting_rows(7, seed=3):
+        ids = torch.from_numpy(row.token_ids.astype(np.int64))
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        picked = log_probs.gather(-1, ids[1:, None])[:, 0]
+        summed -= float(picked[torch.from_numpy(row.loss_mask[1:])].sum())
+        tokens += int(row.loss_mask.sum())
+    assert by_cut["whole"]["losses"][0] == pytest.approx(summed / tokens, rel=1e-4)
+
+
+def test_the_command_trains_resumes_and_writes_a_folder_for_a_run(moe, tmp_path, capsys):
+    data = write_rows(tmp_path / "data.jsonl", counting_rows(48))
+    held_out = write_rows(tmp_path / "held_out.jsonl", counting_rows(8, seed=1))
+    config = tmp_path / "sft.yaml"
+    config.write_text(
+        json.dumps(
+            {
+                "run": {"name": "warm", "dir": str(tmp_path / "runs")},
+                "model": {"path": str(moe), "dtype": "float32"},
+                "trainer": {"device": "cpu", "checkpoint_every": 4, "keep_checkpoints": 1},
+                "sft": {
+                    "path": str(data),
+                    "validation": str(held_out),
+                    "max_tokens": 64,
+                    "batch_tokens": 128,
+                    "epochs": 3,
+                    "lr": 1e-2,
+                    "warmup_steps": 2,
+                    "out": str(tmp_path / "warm"),
+                },
+            }
+        )
+    )
+    assert sft(config, ["sft.max_steps=4"]) == 0
+    assert sft(config) == 0
+    assert "resumed after step 4" in capsys.readouterr().out
+    records = read_sft_records(tmp_path / "runs" / "warm" / "metrics.jsonl")
+    assert [r.step for r in records] == list(range(1, len(records) + 1))
+    assert records[-1].loss < records[0].loss / 2
+    assert records[-1].validation_loss < records[3].validation_loss
+    assert (tmp_path / "warm" / "chat_template.jinja").read_text() == TEMPLATE
+    before, after = load_file(moe / "model.safetensors"), load_file(tmp_path / "warm" / "model.safetensors")
     assert set(before) == set(after)
     assert any(not np.array_equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize(
-    ("second_line", "words"),
-    [
-        ('{"token_ids": [1, 2, 3], "loss_mask": [0, 1]}', "3 token_ids and 2 loss_mask"),
-        ('{"token_ids": [1, 2, 3]}', "loss_mask"),
-        ("nonsense", "expected token_ids"),
-    ],
-)
-def test_file_and_line_are_named_when_a_row_is_malformed(moe, tmp_path, capsys, second_line, words):
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n' + second_line + "\n")
-    assert sft.main([str(moe), str(data), str(tmp_path / "out")]) == 2
-    message = capsys.readouterr().err
-    assert "data.jsonl:2" in message
-    assert words in message
-
-
-def test_every_row_comes_once_an_epoch_when_shuffled():
-    batches = sft.shuffled(10, 4, seed=0)
-    order = [i for _ in range(5) for i in next(batches)]
-    assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))
-    assert order[:10] != order[10:]

@@ -12,6 +12,7 @@ from agent_loops.calculator import calculator as evaluate
 from async_rl.chat import load_chat_format
 from async_rl.config import DataConfig, load_config
 from async_rl.rollout.dataset import load_tasks
+from async_rl.sft.rows import read_rows
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
 
@@ -46,17 +47,23 @@ def test_tasks_have_right_answers(calculator: Path):
 
 
 def test_about_a_third_of_the_warm_start_calls_the_tool_and_none_of_it_is_a_task(calculator: Path):
-    chat = load_chat_format(calculator / "model")
     rows = [json.loads(line) for line in (calculator / "data" / "sft.jsonl").read_text().splitlines()]
-    texts = [chat.decode(np.asarray(row["token_ids"])[np.asarray(row["loss_mask"], bool)]) for row in rows]
-    assert 0.3 < np.mean(["<tool_call>" in text for text in texts]) < 0.36
+    assert 0.3 < np.mean(["tool_calls" in row["messages"][1] for row in rows]) < 0.36
     tasks = load_tasks(DataConfig(path=str(calculator / "data" / "tasks.jsonl")))
-    asked = {task.metadata["expression"] for task in tasks}
-    assert not asked & {text.rpartition("</tool_call>")[2].partition(" =")[0] for text in texts}
+    asked = {task.messages[0]["content"] for task in tasks}
+    assert not asked & {row["messages"][0]["content"] for row in rows}
 
 
-def test_trajectory_is_short_enough_for_the_examples_config(calculator: Path):
-    config = load_config(EXAMPLE / "config.yaml")
-    rows = [json.loads(line) for line in (calculator / "data" / "sft.jsonl").read_text().splitlines()]
-    assert max(len(row["token_ids"]) for row in rows) < config.rollout.max_context_tokens
-    assert 25 <= max(sum(row["loss_mask"]) for row in rows) <= 40
+def test_trajectory_is_short_enough_for_the_examples_config(calculator: Path, tmp_path: Path):
+    config, settings = load_config(EXAMPLE / "config.yaml"), load_config(EXAMPLE / "sft.yaml").sft
+    some = tmp_path / "sft.jsonl"
+    lines = (calculator / "data" / "sft.jsonl").read_text().splitlines(keepends=True)
+    some.write_text("".join(lines[:500]))
+    rows, _ = read_rows(some, "sft.path", settings, load_chat_format(calculator / "model"))
+    assert max(len(row.token_ids) for row in rows) < config.rollout.max_context_tokens
+    assert 25 <= max(int(row.loss_mask.sum()) for row in rows) <= 40
+
+
+def test_the_warm_start_writes_what_the_run_begins_with():
+    warm, run = load_config(EXAMPLE / "sft.yaml"), load_config(EXAMPLE / "config.yaml")
+    assert warm.sft.out == run.model.path

@@ -1,0 +1,122 @@
+"""In which order conversations are trained on, and at which learning rate. Pure, so that a run can resume."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from async_rl.types import TrainBatch
+
+Decay = Literal["cosine", "linear", "constant"]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One conversation."""
+
+    token_ids: np.ndarray  # [n] int32
+    loss_mask: np.ndarray  # [n] bool, trained on
+
+
+class SftBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What ranks are given for one optimizer step, or for one part of a validation."""
+
+    rows: TrainBatch
+    """Conversations in the place of trajectories; nothing of it but tokens and mask means anything."""
+    learning_rate: float
+    """0 and `train` false where only the loss is asked for."""
+    train: bool = True
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """All steps of a run: which rows each is made of."""
+
+    batches: tuple[tuple[int, ...], ...]
+    epochs: tuple[int, ...]
+    """Of each batch, from 0."""
+
+    def digest(self, steps: int) -> int:
+        """Of the first so many steps: a run that is resumed after them must have the same."""
+        rows = [row for batch in self.batches[:steps] for row in (*batch, -1)]
+        return zlib.crc32(np.array(rows, np.int64).tobytes())
+
+
+def plan_batches(
+    lengths: Sequence[int],
+    *,
+    batch_tokens: int,
+    epochs: int,
+    max_steps: int | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+) -> Plan:
+    """Put whole rows one after the other into batches of at most so many tokens.
+
+    Each row comes once an epoch, and no batch has rows of two epochs. A row longer than `batch_tokens` is a
+    batch of its own.
+    """
+    batches: list[tuple[int, ...]] = []
+    numbers: list[int] = []
+    for epoch in range(epochs):
+        order = (
+            np.random.default_rng((seed, epoch)).permutation(len(lengths)).tolist()
+            if shuffle
+            else list(range(len(lengths)))
+        )
+        batch: list[int] = []
+        tokens = 0
+        for row in order:
+            if batch and tokens + lengths[row] > batch_tokens:
+                batches.append(tuple(batch))
+                numbers.append(epoch)
+                batch, tokens = [], 0
+            batch.append(row)
+            tokens += lengths[row]
+        batches.append(tuple(batch))
+        numbers.append(epoch)
+    return Plan(batches=tuple(batches[:max_steps]), epochs=tuple(numbers[:max_steps]))
+
+
+def batch_of(rows: Sequence[Row], name: str) -> TrainBatch:
+    """Conversations as a batch of trajectories that nobody sampled."""
+    count = len(rows)
+    offsets = np.array([0, *accumulate(len(row.token_ids) for row in rows)], np.int64)
+    return TrainBatch(
+        batch_id=name,
+        trainer_version=0,
+        trajectory_ids=tuple(map(str, range(count))),
+        group_index=np.arange(count, dtype=np.int32),
+        rewards=np.zeros(count, np.float32),
+        offsets=offsets,
+        token_ids=np.concatenate([row.token_ids for row in rows]).astype(np.int32, copy=False),
+        loss_mask=np.concatenate([row.loss_mask for row in rows]).astype(np.bool_, copy=False),
+        rollout_log_probs=np.zeros(offsets[-1], np.float32),
+        weight_versions=np.zeros(offsets[-1], np.int32),
+        routed_experts=None,
+        routing_valid=None,
+    )
+
+
+def learning_rate(
+    step: int, total_steps: int, *, peak: float, warmup_steps: int, decay: Decay, final_share: float
+) -> float:
+    """Rate of step `step`, from 0: a linear rise to the peak, then a fall to `final_share` of it.
+
+    The last step has the rate after which the fall would be over.
+
+    Source: half a cosine without restarts is arXiv 1608.03983 (SGDR), equation 5.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    left = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "constant": 1.0,
+    }[decay]
+    return peak * (final_share + (1 - final_share) * left)

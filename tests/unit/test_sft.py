@@ -1,0 +1,319 @@
+"""Conversations as tokens and masks, the order of steps, and the driver on ranks that only write down."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from async_rl.codec import read_frame
+from async_rl.config import SftConfig, parse_config
+from async_rl.errors import ConfigError
+from async_rl.sft import run as sft_run
+from async_rl.sft.plan import SftBatch, learning_rate, plan_batches
+from async_rl.sft.rows import read_rows
+from async_rl.sft.run import read_sft_records, sft
+from async_rl.training import Saved, StepResult, TrainerState
+from tests.support.run_config import MOE
+from tests.support.templates_of_models import chat_of
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
+MESSAGES = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "4"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(path: Path, name: str = "ours", **changes: Any):
+    return read_rows(path, "sft.path", SftConfig(path=str(path), **changes), chat_of(name))
+
+
+def by_mask(row, chat) -> list[tuple[bool, str]]:
+    """The text of each run of equal mask."""
+    edges = np.flatnonzero(np.diff(row.loss_mask.astype(int))) + 1
+    decode = chat.tokenizer.decode
+    return [
+        (bool(row.loss_mask[part[0]]), decode(row.token_ids[part].tolist(), skip_special_tokens=False))
+        for part in np.split(np.arange(len(row.token_ids)), edges)
+    ]
+
+
+def test_mask_of_two_turns_with_a_tool_call_is_that_written_by_hand(tmp_path):
+    ((row,), _) = rows_of(write(tmp_path / "a.jsonl", {"messages": MESSAGES, "tools": TOOLS}))
+    (not_prompt, prompt), *rest = by_mask(row, chat_of("ours"))
+    assert not not_prompt
+    assert prompt.endswith("<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
+    assert '"name": "add"' in prompt
+    assert rest == [
+        (
+            True,
+            '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>',
+        ),
+        (
+            False,
+            "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (True, "It is 4.<|im_end|>"),
+    ]
+
+
+def test_only_the_last_turn_is_trained_on_when_asked_and_turns_of_weight_0_never_are(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": MESSAGES})
+    ((last,), _) = rows_of(path, loss_on="last_assistant")
+    assert [text for trained, text in by_mask(last, chat_of("ours")) if trained] == ["It is 4.<|im_end|>"]
+    weighted = [*MESSAGES[:3], MESSAGES[3] | {"weight": 0}]
+    ((first,), _) = rows_of(write(tmp_path / "b.jsonl", {"messages": weighted}))
+    (told,) = [text for trained, text in by_mask(first, chat_of("ours")) if trained]
+    assert told.startswith("<tool_call>")
+
+
+def test_turns_keep_their_thoughts_when_the_template_would_drop_them(tmp_path):
+    """Qwen3's does as soon as the user speaks again, and what is trained on must be what is sampled."""
+    messages = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\nIt is 4."},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "<think>\nYes.\n</think>\n\nSure."},
+    ]
+    ((row,), _) = rows_of(write(tmp_path / "a.jsonl", {"messages": messages}), "qwen3")
+    trained = [text for mask, text in by_mask(row, chat_of("qwen3")) if mask]
+    assert trained == [
+        "<think>\nTwo and two.\n</think>\n\nIt is 4.<|im_end|>",
+        "<think>\nYes.\n</think>\n\nSure.<|im_end|>",
+    ]
+
+
+def test_parquet_and_jsonl_give_the_same_rows(tmp_path):
+    """In parquet every message has all keys, those it lacks as null."""
+    jsonl = write(tmp_path / "a.jsonl", {"messages": MESSAGES, "tools": TOOLS})
+    pq.write_table(
+        pa.Table.from_pylist([{"messages": MESSAGES, "tools": json.dumps(TOOLS)}]), tmp_path / "a.parquet"
+    )
+    ((one,), _), ((other,), _) = rows_of(jsonl), rows_of(tmp_path / "a.parquet")
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert one.loss_mask.tolist() == other.loss_mask.tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "x"}, "expected a list of messages; its keys are 'prompt'"),
+        ({"messages": [{"content": "x"}]}, "has no role"),
+        ({"messages": MESSAGES[:3]}, "does not end with an assistant message"),
+        ({"messages": [MESSAGES[0], MESSAGES[3] | {"weight": 0}]}, "weight 0"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"tool_calls": [{"id": "1"}]}]}, "names no function"),
+        ({"token_ids": [1, 2, 3], "loss_mask": [0, 1]}, "3 token_ids and 2 loss_mask"),
+        ({"token_ids": [1, 2, 3], "loss_mask": [1, 0, 0]}, "trains on no token"),
+    ],
+)
+def test_file_and_line_are_named_when_a_row_cannot_be_used(tmp_path, row, words):
+    path = write(tmp_path / "a.jsonl", {"messages": MESSAGES}, row)
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2") as caught:
+        rows_of(path)
+    assert words in str(caught.value)
+
+
+def test_long_conversations_are_refused_or_left_out(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"token_ids": [1] * 9, "loss_mask": [1] * 9}, {"messages": MESSAGES})
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2.*long_rows=filter"):
+        rows_of(path, max_tokens=10)
+    rows, left_out = rows_of(path, max_tokens=10, long_rows="filter")
+    assert (len(rows), left_out) == (1, 1)
+
+
+def test_every_row_comes_once_an_epoch_in_batches_of_so_many_tokens():
+    lengths = [3, 5, 2, 9, 4, 4, 1]
+    plan = plan_batches(lengths, batch_tokens=8, epochs=3, seed=1)
+    for epoch in range(3):
+        mine = [b for b, number in zip(plan.batches, plan.epochs, strict=True) if number == epoch]
+        assert sorted(row for batch in mine for row in batch) == list(range(7))
+    orders = [
+        [r for b, n in zip(plan.batches, plan.epochs, strict=True) if n == e for r in b] for e in (0, 1)
+    ]
+    assert orders[0] != orders[1]
+    assert all(sum(lengths[r] for r in batch) <= 8 or batch == (3,) for batch in plan.batches)
+    assert plan == plan_batches(lengths, batch_tokens=8, epochs=3, seed=1)
+    longer = plan_batches(lengths, batch_tokens=8, epochs=4, seed=1)
+    steps = len(plan.batches)
+    assert longer.digest(steps) == plan.digest(steps)
+    assert plan_batches(lengths, batch_tokens=9, epochs=3, seed=1).digest(steps) != plan.digest(steps)
+
+
+@pytest.mark.parametrize(
+    ("decay", "middle", "last"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1.0, 1.0)]
+)
+def test_learning_rate_rises_and_falls_as_computed_by_hand(decay, middle, last):
+    rates = [
+        learning_rate(step, 12, peak=1.0, warmup_steps=2, decay=decay, final_share=0.1) for step in range(13)
+    ]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert (rates[7], rates[12]) == pytest.approx((middle, last))
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+
+
+class PaperRanks:
+    """Writes down what it was given; its loss is the number of the trained tokens' own ids."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float, list[int]]] = []
+        self.published: list[tuple[str, int]] = []
+        self.at_step: dict[int, Any] = {}
+        self.step = 0
+
+    async def setup(self, checkpoint_dir: str | None) -> TrainerState:
+        path = Path(checkpoint_dir or "") / "state.json"
+        return TrainerState(**json.loads(path.read_text())) if path.exists() else TrainerState(step=0)
+
+    async def train_step(self, batch_path: str, step: int) -> StepResult:
+        batch = read_frame(batch_path, SftBatch)
+        trained = batch.rows.token_ids[batch.rows.loss_mask]
+        if batch.train:
+            self.steps.append((step, batch.learning_rate, batch.rows.token_ids.tolist()))
+            self.step = step
+            if (act := self.at_step.get(step)) is not None:
+                act()
+        figures = {"loss": float(trained.mean()), "grad_norm": 1.0, "updates_skipped": 0.0}
+        figures |= {"tokens": float(batch.rows.num_tokens), "trained_tokens": float(len(trained))}
+        return StepResult(step=step, metrics=figures)
+
+    async def publish(self, directory: str, weight_version: int) -> None:
+        Path(directory).mkdir(exist_ok=True)
+        (Path(directory) / "config.json").write_text("{}")
+        self.published.append((directory, weight_version))
+
+    async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
+        (Path(directory) / "state.json").write_text(json.dumps({"step": self.step, "extra": extra}))
+
+    async def saved_checkpoint(self, wait: bool) -> Saved:
+        return Saved(step=self.step)
+
+    async def close(self) -> None: ...
+
+
+def make_run(tmp_path: Path, monkeypatch, **settings: Any) -> Path:
+    monkeypatch.setattr(sft_run, "load_chat_format", lambda path: chat_of("ours"))
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MOE))
+    rows = [{"token_ids": [n, n, n], "loss_mask": [0, 1, 1]} for n in range(6)]
+    path = write(tmp_path / "data.jsonl", *rows)
+    held_out = [
+        {"token_ids": [10, 20], "loss_mask": [0, 1]},
+        {"token_ids": [1, 40, 40, 40], "loss_mask": [0, 1, 1, 1]},
+    ]
+    tree = {
+        "run": {"name": "warm", "dir": str(tmp_path / "runs")},
+        "model": {"path": str(tmp_path / "model")},
+        "trainer": {"checkpoint_every": 2},
+        "sft": {
+            "path": str(path),
+            "validation": str(write(tmp_path / "held_out.jsonl", *held_out)),
+            "max_tokens": 16,
+            "batch_tokens": 3,
+            "decay": "constant",
+            "lr": 1.0,
+            "validate_every": 4,
+            **settings,
+        },
+    }
+    config = tmp_path / "sft.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    return config
+
+
+def opened(ranks: PaperRanks):
+    @asynccontextmanager
+    async def open_ranks(config, run_dir):
+        assert config.trainer.worker == "trainer.sft:SftWorker"
+        assert config.routing.replay == "off"
+        yield ranks
+
+    return open_ranks
+
+
+def test_all_steps_are_taken_and_the_model_is_written(tmp_path, monkeypatch, capsys):
+    ranks = PaperRanks()
+    config = make_run(tmp_path, monkeypatch)
+    assert sft(config, (), opened(ranks)) == 0
+    assert sorted(ids[0] for _, _, ids in ranks.steps) == list(range(6))
+    run_dir = tmp_path / "runs" / "warm"
+    records = read_sft_records(run_dir / "metrics.jsonl")
+    assert [r.step for r in records] == [1, 2, 3, 4, 5, 6]
+    assert [r.loss for r in records] == [float(ids[0]) for _, _, ids in ranks.steps]
+    # Of all tokens alike, though one is in a batch of its own: (20 + 3 * 40) / 4.
+    assert [r.validation_loss for r in records] == [None, None, None, 35.0, None, 35.0]
+    assert ranks.published == [(str(run_dir / "hf"), 6)]
+    out = capsys.readouterr().out
+    assert "6 conversations, 18 tokens, 67% of them trained on" in out
+    assert "step 6/6" in out
+    assert sft(config, (), opened(PaperRanks())) == 0
+    assert "is complete" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_where_its_checkpoint_was_written(tmp_path, monkeypatch):
+    whole, first, second = PaperRanks(), PaperRanks(), PaperRanks()
+    config = make_run(tmp_path, monkeypatch)
+    assert sft(config, ["run.name=whole"], opened(whole)) == 0
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    first.at_step[5] = fail
+    assert sft(config, (), opened(first)) == 1
+    assert sft(config, (), opened(second)) == 0
+    assert first.steps[:4] + second.steps == whole.steps
+    records = read_sft_records(tmp_path / "runs" / "warm" / "metrics.jsonl")
+    assert [r.step for r in records] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path, monkeypatch, capsys):
+    config = make_run(tmp_path, monkeypatch)
+    assert sft(config, (), opened(PaperRanks())) == 0
+    assert sft(config, ["sft.batch_tokens=6", "sft.epochs=4"], opened(PaperRanks())) == 2
+    assert "trained on other batches" in capsys.readouterr().err
+    assert sft(config, ["sft.epochs=2"], opened(more := PaperRanks())) == 0
+    assert [step for step, _, _ in more.steps] == [7, 8, 9, 10, 11, 12]
+
+
+def test_the_first_signal_ends_a_run_with_a_checkpoint(tmp_path, monkeypatch):
+    ranks = PaperRanks()
+
+    @contextmanager
+    def on_signals(first, received):
+        def interrupt() -> None:
+            received.append(signal.SIGINT)
+            first("SIGINT")
+
+        ranks.at_step[3] = interrupt
+        yield
+
+    monkeypatch.setattr(sft_run, "on_signals", on_signals)
+    assert sft(make_run(tmp_path, monkeypatch), (), opened(ranks)) == 130
+    assert (len(ranks.steps), ranks.published) == (3, [])
+    state = json.loads((tmp_path / "runs" / "warm" / "checkpoints" / "state.json").read_text())
+    assert state["step"] == 3
+
+
+def test_what_is_missing_is_said():
+    tree: dict[str, Any] = {"model": {"path": "m"}}
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        parse_config(tree)
+    config = parse_config(tree | {"sft": {"path": "x.jsonl"}})
+    with pytest.raises(ConfigError, match=r"sft\.path is missing"):
+        sft_run.sft_config(parse_config(tree | {"data": {"path": "x.jsonl"}}))
+    assert sft_run.sft_config(config).trainer.optimizer.lr == 1e-5
