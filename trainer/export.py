@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -31,18 +31,28 @@ Export = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 class WeightExport:
     """The weights of one trainer, as its engines get them."""
 
-    def __init__(self, export: Export, rank: int, device: torch.device, *, group_timeout_s: float) -> None:
+    def __init__(
+        self,
+        export: Export,
+        rank: int,
+        device: torch.device,
+        *,
+        check: Callable[[Sequence[TensorSpec]], None],
+        group_timeout_s: float,
+    ) -> None:
         """Export nothing yet.
 
         Args:
             export: Passes over the tensors; gathers them from all ranks.
             rank: Of the trainer; 0 sends.
             device: Where broadcasts are made from.
+            check: Raises when engines would not know what to do with such tensors; called on rank 0.
             group_timeout_s: Longest wait for an engine in a weight-update group.
         """
         self._export = export
         self._rank = rank
         self._device = device
+        self._check = check
         self._group_timeout_s = group_timeout_s
         self._groups: dict[str, WeightGroup] = {}
         self._specs: list[TensorSpec] = []
@@ -51,9 +61,20 @@ class WeightExport:
 
     def plan(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
         """See `TrainerRank.plan_buckets`."""
+        return plan_buckets(self.specs(), bucket_bytes)
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """What is exported, in its order; found out, and checked, once.
+
+        Raises:
+            WeightSyncError: On rank 0, when the engines' model is made of something else.
+        """
         if not self._specs:
-            self._specs = [spec_of(name, tensor) for name, tensor in self._export()]
-        return plan_buckets(self._specs, bucket_bytes)
+            specs = [spec_of(name, tensor) for name, tensor in self._export()]
+            if self._rank == 0:
+                self._check(specs)
+            self._specs = specs
+        return self._specs
 
     # -- broadcast
 

@@ -62,6 +62,7 @@ from trainer.penalties import kl_estimate
 from trainer.ranks import together
 from trainer.schedule import linear_warmup
 from trainer.sequences import Sequences
+from trainer.served import check_exported, served_specs
 from trainer.sums import SUMS, Tokens, means, policy_sums
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ class TrainerWorker:
             self._export,
             self._rank,
             device,
+            check=self._check_exported,
             # Well under the engines' own limit: a deaf one is left out before the others give up.
             group_timeout_s=config.weights.timeout_s / 4,
         )
@@ -470,6 +472,7 @@ class TrainerWorker:
 
     def publish(self, directory: str, weight_version: int) -> None:
         """Write the current weights as a Hugging Face folder, atomically."""
+        self.weights.specs()
         self.model.bridge.save_hf(self.model.chunks, directory)
 
     def open_weight_group(self, invite: GroupInvite) -> None:
@@ -491,6 +494,10 @@ class TrainerWorker:
     def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """Put one bucket where processes of rank 0's host can read it; see `TrainerRank.share_bucket`."""
         return self.weights.share(number, bucket_bytes, copies)
+
+    def _check_exported(self, specs: Sequence[TensorSpec]) -> None:
+        model = self._config.model
+        check_exported(specs, served_specs(Path(model.path)), self.model.bridge.hf_config, model.dtype)
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.model.bridge.export_hf(self.model.chunks)

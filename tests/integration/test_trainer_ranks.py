@@ -9,6 +9,8 @@ import torch
 import torch.multiprocessing as mp
 
 from async_rl.errors import AlignmentError
+from async_rl.weights.buckets import size_of
+from tests.support.live_bytes import LiveBytes
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gathered_gradients, place, started, trainer_config, weights
@@ -56,6 +58,9 @@ BRIEFLY = {
 """Of these the step alone is looked at."""
 
 MICRO_BATCH_TOKENS = 36
+BUCKET_BYTES = 16 << 10
+LARGEST_BYTES = (4 + 2 + 2) * 16 * 32 * 4
+"""Queries, keys and values of a layer, which Megatron has in one."""
 """The longest trajectory is longer: it stands alone, also where context parallelism shares it out."""
 
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
@@ -248,8 +253,28 @@ class _Look:
             except AlignmentError as e:
                 refusal = str(e)
         worker.publish(f"{self.out}/hf {self.name}", 2)
+        sent = self.sharing(worker)
         worker.close()
-        return {"step": self.state.step, "same": same, "refusal": refusal}
+        return {"step": self.state.step, "same": same, "refusal": refusal} | sent
+
+    def sharing(self, worker):
+        """Weights into shared memory, bucket by bucket: what rank 0 puts there, and what all ranks hold."""
+        plan = worker.plan_buckets(BUCKET_BYTES)
+        worker.share_bucket(0, BUCKET_BYTES, 1)  # left in the middle: the next one starts anew
+        found, counts = {}, set()
+        for number, bucket in enumerate(plan):
+            counts.add(len(worker.share_bucket(number, BUCKET_BYTES, 2)))
+            if self.rank == 0:
+                buffer, end = worker.weights._buffers[number % 2], 0
+                for spec in bucket:
+                    begin, end = end, end + size_of(spec)
+                    data = buffer[begin:end].view(getattr(torch, spec.dtype))
+                    found[spec.name] = data.view(spec.shape).clone()
+        worker.weights.close()
+        with LiveBytes() as live:
+            for number in range(len(plan)):
+                worker.share_bucket(number, BUCKET_BYTES, 1)
+        return {"shared": found, "buckets": len(plan), "payloads": counts, "held": live.peak}
 
 
 @pytest.fixture(scope="module")
@@ -401,6 +426,20 @@ def test_one_folder_is_written_when_two_ranks_publish(one, several, layout):
     trained = several[layout][0]["r3"]["weights"]
     assert set(published) == set(trained)
     assert all(torch.equal(published[name], tensor) for name, tensor in trained.items())
+
+
+@PAIRS
+def test_weights_pass_through_shared_memory_bucket_by_bucket_when_gathered(several, layout):
+    for rank, seen in enumerate(several[layout]):
+        shared, trained = seen["again"]["shared"], seen["r3"]["weights"]
+        assert seen["again"]["buckets"] > 10
+        assert seen["again"]["payloads"] == ({2} if rank == 0 else {0})
+        if rank == 0:
+            assert set(shared) == set(trained)
+            assert all(torch.equal(shared[name], tensor) for name, tensor in trained.items())
+        # Beside the buckets: the largest parameter as shards, as a whole and under Hugging Face names.
+        assert seen["again"]["held"] <= (2 * BUCKET_BYTES if rank == 0 else 0) + 3 * LARGEST_BYTES + 1024
+        assert sum(tensor.nbytes for tensor in trained.values()) > 6 * seen["again"]["held"]
 
 
 @pytest.mark.case(36)
