@@ -158,10 +158,9 @@ class TrainerWorker:
         if trainer.loss.kl.coefficient:
             self._model.keep_reference()
         self._saver = saver_of(config, self._model, self._layout)
-        found = loading.find(Path(checkpoint_dir)) if checkpoint_dir is not None else None
-        if found is None:
+        if checkpoint_dir is None:
             return TrainerState(step=0)
-        state = loading.load(found, self._model, self._layout, config.model.dtype)
+        state = loading.resume(Path(checkpoint_dir), self._model, self._layout, config.model.dtype)
         self._steps = state.step
         return state
 

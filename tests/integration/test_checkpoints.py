@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from async_rl.errors import CheckpointError
-from tests.support.tiny_model import build_tiny_qwen3_moe
+from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config, weights
 from trainer.checkpoints import loading, saving
@@ -168,6 +168,50 @@ def test_the_checkpoint_before_stays_when_the_process_dies_in_a_save(moe, folder
     with started(trainer_config(moe), folder) as worker:
         assert worker._steps == 3
     assert not (folder / ".step_00000004.tmp").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exported_weights_are_those_of_the_checkpoint_when_it_is_read_by_one_process(tmp_path, capsys, dtype):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from async_rl.cli import main
+
+    model = build_tiny_deepseek_v3(tmp_path / "model")  # its experts' bias stays float32
+    plain = random_batch(1, layers=2, routing=False)
+    with started(trainer_config(model, dtype=dtype, replay=False)) as worker:
+        worker.train_on(plain, 1)
+        worker.save_checkpoint(str(tmp_path / "run" / "checkpoints"), {})
+        worker.publish(str(tmp_path / "published"), 1)
+    out = tmp_path / "exported"
+    arguments = ["export", "--checkpoint", str(tmp_path / "run"), "--out", str(out)]
+    assert main([*arguments, "--max-shard-bytes", "100000"]) == 0
+    assert "the weights of step 1" in capsys.readouterr().out
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    shards = {name: load_file(out / name) for name in set(index["weight_map"].values())}
+    assert len(shards) > 2
+    assert all(path.stat().st_size < 120_000 for path in out.glob("*.safetensors"))
+    exported = {name: shards[file][name] for name, file in index["weight_map"].items()}
+    published = load_file(tmp_path / "published" / "model.safetensors")
+    assert exported.keys() == published.keys()
+    for name, tensor in published.items():
+        assert exported[name].dtype == tensor.dtype
+        assert torch.equal(exported[name], tensor), name
+    ours = AutoModelForCausalLM.from_pretrained(out)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "published")
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+        assert not torch.equal(
+            ours(ids).logits.float(), AutoModelForCausalLM.from_pretrained(model)(ids).logits.float()
+        )
+    # What is there already stays, and a run without a checkpoint is told.
+    assert main(arguments) == 2
+    assert "which is there already: name a folder that is to be made" in capsys.readouterr().err
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    arguments[2], arguments[4] = str(tmp_path / "empty"), str(tmp_path / "none")
+    assert main(arguments) == 1
+    assert f"there is no checkpoint in {tmp_path / 'empty' / 'checkpoints'}" in capsys.readouterr().err
 
 
 def test_nothing_is_made_that_does_not_belong_there_when_metadata_is_read(tmp_path):

@@ -30,10 +30,26 @@ class Found(NamedTuple):
     """What is wrong with each of the newer ones."""
 
 
+def resume(directory: Path, model: MegatronModel, layout: dict[str, int | None], dtype: str) -> TrainerState:
+    """Take up the newest whole checkpoint of a folder, or start at step 0. Called on all ranks.
+
+    Leftovers of saves that were cut short are removed: nobody else may be writing there.
+
+    Raises:
+        CheckpointError: As `find` and `load`.
+    """
+    with together(CheckpointError, f"cannot look for checkpoints in {directory}"):
+        if dist.get_rank() == 0:
+            for left in folder.clean(directory):
+                log.warning("removed %s, which was never finished", left)
+    found = find(directory)
+    return TrainerState(step=0) if found is None else load(found, model, layout, dtype)
+
+
 def find(directory: Path) -> Found | None:
     """The checkpoint that a folder means: itself, or the newest whole one in it. Called on all ranks.
 
-    Ranks share the reading of files; leftovers of saves that were cut short are removed.
+    Ranks share the reading of files.
 
     Returns:
         None when there is none at all.
@@ -41,10 +57,6 @@ def find(directory: Path) -> Found | None:
     Raises:
         CheckpointError: When there are some, and none is whole, or the newest is of an earlier version.
     """
-    with together(CheckpointError, f"cannot look for checkpoints in {directory}"):
-        if dist.get_rank() == 0:
-            for left in folder.clean(directory):
-                log.warning("removed %s, which was never finished", left)
     named = (directory / NAME).exists() or folder.step_of(directory) is not None
     # Rank 0 looks for all: another host may see a folder later.
     names = [] if named else [path.name for path in folder.newest_first(directory)]

@@ -30,7 +30,7 @@ from trainer.megatron.architectures import bridge_for
 from trainer.ranks import together
 
 SHARD_BYTES = 4 << 30
-"""Largest safetensors file that `save_hf` writes; a single larger tensor stands alone."""
+"""Largest safetensors file that `save_hf` writes if not told otherwise; a larger tensor stands alone."""
 
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
@@ -95,6 +95,7 @@ class HFBridge:
             ConfigError: When there is no such model, or it is one this trainer does not know.
         """
         self.path = Path(path)
+        self.shard_bytes = SHARD_BYTES
         if not (self.path / "config.json").is_file():
             raise ConfigError(
                 f"model.path is {path}, but there is no config.json: name a Hugging Face model folder"
@@ -166,7 +167,7 @@ class HFBridge:
         scratch = final.with_name(f".{final.name}.{os.getpid()}.tmp")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        shards = _ShardWriter(scratch)
+        shards = _ShardWriter(scratch, self.shard_bytes)
         for name, tensor in tensors:
             shards.add(name, tensor)
         for name, tensor in self._prediction_weights():
@@ -206,17 +207,17 @@ def _views(models: list[torch.nn.Module]) -> list[_TransformerEngineNames]:
 
 
 class _ShardWriter:
-    """Writes tensors into safetensors files of at most `SHARD_BYTES`; if several, with their index."""
+    """Writes tensors into safetensors files of at most so many bytes; if several, with their index."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self.directory, self._max_bytes = directory, max_bytes
         self._shards: list[list[str]] = []
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
         self._total_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:
+        if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
             self._flush()
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += tensor.nbytes

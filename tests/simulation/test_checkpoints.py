@@ -1,0 +1,123 @@
+"""Checkpoints written beside the training: when the ledger learns of them, and what a failure does."""
+
+import json
+from typing import Any
+
+import pytest
+
+from async_rl import orchestrator
+from async_rl.errors import CheckpointError
+from async_rl.metrics import Metrics
+from async_rl.queue.ledger import Ledger
+from async_rl.supervision import first_error
+from async_rl.training import Saved, TrainerState
+from tests.simulation.test_loop import assert_conserved, make_config, run
+from tests.simulation.test_trainer_restart import RestartedCluster, died
+
+
+class SlowDisk:
+    """A trainer's checkpoints are written when the test says so, or fail."""
+
+    def __init__(self, cluster: RestartedCluster, fails: set[int]) -> None:
+        self.trainer, self.fails = cluster.trainer, fails
+        self.write = cluster.trainer.save_checkpoint
+        self.asked: list[tuple[int, int, bool]] = []  # (step of the checkpoint, step of the trainer, wait)
+        self.copied: tuple[int, str, dict[str, Any]] | None = None
+        cluster.trainer.save_checkpoint = self.copy  # type: ignore[method-assign]
+        cluster.trainer.saved_checkpoint = self.saved  # type: ignore[method-assign]
+
+    async def copy(self, directory: str, extra: dict[str, Any]) -> None:
+        assert self.copied is None, "the one before is still being written"
+        self.copied = (self.trainer.step, directory, extra)
+
+    async def saved(self, wait: bool) -> Saved:
+        assert self.copied is not None
+        step, directory, extra = self.copied
+        self.asked.append((step, self.trainer.step, wait))
+        if not wait:
+            return Saved(writing=True)
+        self.copied = None
+        if step in self.fails:
+            return Saved(failure=f"the disk is full at {step}")
+        at, self.trainer.step = self.trainer.step, step
+        await self.write(directory, extra)
+        self.trainer.step = at
+        return Saved(step=step)
+
+
+async def test_steps_go_on_while_a_checkpoint_is_written_and_the_ledger_learns_when_it_stands(
+    calculator, tmp_path, monkeypatch
+):
+    committed: list[tuple[int, int]] = []
+    commit = Ledger.commit
+
+    def note(ledger: Ledger, step: int, keep: int) -> None:
+        latest = json.loads((tmp_path / "sim" / "checkpoints" / "latest.json").read_text())
+        committed.append((step, latest["step"]))
+        commit(ledger, step, keep)
+
+    monkeypatch.setattr(Ledger, "commit", note)
+    config = make_config(calculator, tmp_path)
+    cluster = RestartedCluster(config)
+    disk = SlowDisk(cluster, fails=set())
+    await run(config, cluster)
+    assert disk.asked == [
+        (2, 2, False),
+        (2, 3, False),
+        (2, 4, True),
+        (4, 4, False),
+        (4, 5, False),
+        (4, 6, True),
+        (6, 6, True),
+    ]
+    assert committed == [(2, 2), (4, 4), (6, 6)]
+
+
+async def test_the_trainer_goes_back_to_what_stands_when_it_dies_while_a_checkpoint_is_written(
+    calculator, tmp_path
+):
+    config = make_config(calculator, tmp_path)
+    cluster = RestartedCluster(config)
+    disk = SlowDisk(cluster, fails=set())
+    cluster.faults[1, "train_step", 6] = died()  # that of 4 is copied and never written
+    setup = cluster.trainer.setup
+
+    async def begin(directory: str | None) -> TrainerState:
+        disk.copied = None
+        return await setup(directory)
+
+    cluster.trainer.setup = begin  # type: ignore[method-assign]
+    summary = await run(config, cluster)
+    assert [step for life, step in cluster.steps if life == 2] == [3, 4, 5, 6]
+    assert summary.trajectories.trained == 6 * 16
+    assert_conserved(summary)
+
+
+async def test_the_next_checkpoint_is_tried_when_one_cannot_be_written(
+    calculator, tmp_path, monkeypatch, caplog
+):
+    made: list[Metrics] = []
+    monkeypatch.setattr(orchestrator, "Metrics", lambda: made.append(Metrics()) or made[0])
+    config = make_config(calculator, tmp_path)
+    cluster = RestartedCluster(config)
+    SlowDisk(cluster, fails={2})
+    summary = await run(config, cluster)
+    assert summary.weight_versions == 6
+    assert "the disk is full at 2; training goes on, the newest checkpoint is of step 0" in caplog.text
+    assert made[0].registry.get_sample_value("async_rl_checkpoint_failures_total") == 1
+    assert made[0].registry.get_sample_value("async_rl_checkpoint_step") == 6
+
+
+@pytest.mark.parametrize(("fails", "limit"), [({2, 4}, 1), ({6}, 9)])
+async def test_the_run_ends_when_too_many_checkpoints_fail_or_the_last_one(
+    calculator, tmp_path, fails, limit
+):
+    config = make_config(calculator, tmp_path, f"trainer.max_failed_checkpoints={limit}")
+    cluster = RestartedCluster(config)
+    SlowDisk(cluster, fails=set(fails))
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await run(config, cluster)
+    error = first_error(caught.value)
+    assert isinstance(error, CheckpointError)
+    assert f"the disk is full at {max(fails)}" in str(error)
+    assert cluster.lives == 1
