@@ -83,6 +83,7 @@ _AWAITED: Final[dict[str, str]] = {
     "publish": "the trainer to publish {}",
     "reward": "reward {}",
     "reward queue": "a call of reward {} to end",
+    "rollout worker": "a rollout worker to come up",
     "room": "room in the spool",
     "routing": "its routing rows",
     "send weights": "the trainer to send weights",
@@ -93,6 +94,7 @@ _AWAITED: Final[dict[str, str]] = {
     "trainer start": "the trainer to start",
     "trainer step": "trainer step {}",
     "trajectories": "its trajectories",
+    "turn": "a turn of the policy",
     "weight update": "weight version {}",
 }
 
@@ -116,6 +118,7 @@ _CULPRITS: Final[dict[str, str]] = {
     "reward": "reward {} does not return",
     "hand-over": "the trainer does not move {}",
     "reward queue": "no call of reward {} ends",
+    "rollout worker": "no rollout worker comes up",
     "room": "the spool never has room",
     "routing": "routing rows are not decoded",
     "send weights": "the trainer does not send its weights",
@@ -126,6 +129,7 @@ _CULPRITS: Final[dict[str, str]] = {
     "trainer start": "the trainer does not start",
     "trainer step": "trainer step {} does not return",
     "trajectories": "its trajectories do not end",
+    "turn": "the driver does not write a turn",
     "weight update": "weight version {} does not arrive",
 }
 

@@ -56,6 +56,7 @@ def limits(config: Config) -> dict[str, float]:
         "hand-over": weights.timeout_s,
         "publish": weights.timeout_s,
         "reward": rollout.reward_timeout_s,
+        "rollout worker": rollout.worker_start_timeout_s,
         "send weights": 2 * weights.timeout_s,
         "tool": rollout.tool_timeout_s,
         "trainer start": trainer.start_timeout_s,

@@ -9,6 +9,7 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   ├── CallLost        one call came to nothing; its engine may be well
 │   ├── WeightSyncError an engine could not be brought to the published weights
 │   └── VersionMismatch an engine answered under weights nobody published to it
+├── WorkerLost          a rollout worker ended or fell silent; its attempts go on in another
 ├── RolloutError        one trajectory failed; recorded in its outcome, never ends the run
 │   ├── PromptTooLong   the prompt leaves no room to generate
 │   ├── OutOfTurns      `rollout.max_turns` are done
@@ -99,6 +100,10 @@ class WeightSyncError(EngineError):
 
 class VersionMismatch(EngineError):
     """An engine serves weights that were not published to it."""
+
+
+class WorkerLost(AsyncRLError):
+    """A rollout worker ended or fell silent; what it played is played on elsewhere."""
 
 
 class RolloutError(AsyncRLError):

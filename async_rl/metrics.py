@@ -320,14 +320,14 @@ class FlowMetrics(Instruments):
         "Requests of agents over OpenAI's API by result: answered, repeated (the earlier answer once more), "
         "another (a conversation begins), refused.",
         "result",
-        source="rollout.session, when a request comes",
+        source="rollout.conversation, when a request comes",
         bad="`repeated` rises: clients lose connections or are impatient. `another` rises with an agent that "
         "should have one conversation: it edits its history. `refused`: the agent's log says why.",
     )
     openai_ignored_total = counter(
         "Parameters of such requests that were not heeded, because they would change what is sampled.",
         "parameter",
-        source="rollout.session, when a request comes",
+        source="rollout.conversation, when a request comes",
         bad="Not bad by itself: set `rollout.temperature` and the like if the agent's values are wanted.",
     )
     sampled_tokens_total = counter(
@@ -605,6 +605,12 @@ class TrainerMetrics(Instruments):
 class HealthMetrics(Instruments):
     """Standing still."""
 
+    rollout_worker_restarts_total = counter(
+        "Times a rollout worker was started again.",
+        source="rollout.remote.driver, when one has ended or fallen silent",
+        bad="Rises: user code ends its process or blocks its event loop; the log names the worker, and its own "
+        "log the code. What it played goes on in another.",
+    )
     seconds_since_progress = gauge(
         "Seconds since a token, the end of a trajectory, a step or an engine that serves.",
         unit="seconds",

@@ -27,6 +27,7 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,6 +81,7 @@ from async_rl.recovery import Estate
 from async_rl.report import Progress
 from async_rl.rollout.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.rollout.manager import RolloutManager
+from async_rl.rollout.remote.messages import Link
 from async_rl.supervision import Nursery, first_error, services
 from async_rl.trackers.choice import tracking
 from async_rl.trackers.tracker import Trackers
@@ -134,6 +136,14 @@ class Cluster(Protocol):
 
     async def open_port(self) -> tuple[str, int]:
         """Host and free port on the trainer's rank 0."""
+        ...
+
+    def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
+        """Start a rollout worker and yield the driver's end of its link; it ends with the block.
+
+        Raises:
+            EnvironmentNotReady: When it does not come up.
+        """
         ...
 
 
@@ -343,6 +353,7 @@ class Orchestrator:
                 journal=estate.journal,
                 journalled=estate.journalled,
                 observer=estate.archive,
+                open_worker=self._cluster.rollout_worker if self._config.rollout.num_workers else None,
             )
             self._queue, self._manager = queue, manager
             self._doctor.attend(queue, manager.slots)

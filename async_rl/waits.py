@@ -43,6 +43,7 @@ Awaited = Literal[
     "publish",
     "reward",
     "reward queue",
+    "rollout worker",
     "room",
     "routing",
     "send weights",
@@ -54,6 +55,7 @@ Awaited = Literal[
     "trainer step",
     "trackers",
     "trajectories",
+    "turn",
     "weight update",
 ]
 """What can be waited for; the label of `oldest_wait_seconds`.
@@ -65,6 +67,7 @@ first chunk, chunk: of an engine call, in its queue or running.
 disk: frames being written, read and packed.  room: bytes in the spool.
 reward queue: one of the calls that a reward may have at a time.
 drain: running work while the run stops.  slot: one of `rollout.max_concurrent_trajectories`.
+rollout worker: that one is up.  turn: in a rollout worker, of the policy; the driver knows what it waits for.
 evaluation: of a weight version, or a place in it.
 devices: that it is one's turn on devices that engines and trainer share.
 hand-over: that the trainer has moved its memory, to the host or back.

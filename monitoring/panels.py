@@ -613,12 +613,13 @@ HEALTH: Final = (
     ),
     Panel(
         "Stalls and restarts",
-        "Times in the window that the run stood still, that the event loop was blocked, that the trainer was "
-        "started again, and that a step did not reach a tracker.",
+        "Times in the window that the run stood still, that the event loop was blocked, that the trainer "
+        "or a rollout worker was started again, and that a step did not reach a tracker.",
         (
             Query(increase("stalls_total", "awaited"), "stall: {{awaited}}"),
             Query(increase("event_loop_blocked_total"), "event loop blocked"),
             Query(increase("trainer_restarts_total"), "trainer restarted"),
+            Query(increase("rollout_worker_restarts_total"), "rollout worker restarted"),
             Query(increase("updates_skipped_total"), "update skipped"),
             Query(increase("tracker_steps_lost_total", "tracker"), "not in {{tracker}}"),
         ),

@@ -126,6 +126,29 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
     max_concurrent_trajectories: Annotated[
         int, Meta(ge=1, description="Trajectories in flight, counted singly, not in groups.")
     ] = 256
+    num_workers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description=(
+                "Processes that run agent loops, tools and rewards; 0 runs them in the driver. See "
+                "docs/rollout-workers.md."
+            ),
+        ),
+    ] = 0
+    worker_stall_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description=(
+                "A worker process that says nothing for so long, seconds, is ended and started again, and "
+                "others play on what it played."
+            ),
+        ),
+    ] = 30.0
+    worker_start_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest start of a worker process, user code included, seconds.")
+    ] = 120.0
     max_staleness: Annotated[
         int,
         Meta(

@@ -91,6 +91,9 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
     ] = 60.0
     cpus_per_engine: Annotated[float, Meta(ge=0, description="CPUs reserved for an engine.")] = 0.0
     cpus_per_rank: Annotated[float, Meta(ge=0, description="CPUs reserved for a trainer rank.")] = 0.0
+    cpus_per_rollout_worker: Annotated[
+        float, Meta(ge=0, description="CPUs reserved for each of `rollout.num_workers`.")
+    ] = 0.0
     gpus_per_engine: Annotated[
         float | None, Meta(description="GPUs of an engine; null takes its tp_size on cuda, 0 on cpu.")
     ] = None

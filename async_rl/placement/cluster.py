@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +27,9 @@ from async_rl.placement.actors import EngineActor, Home, RankActor
 from async_rl.placement.ending import EXIT_LIMIT_S, end
 from async_rl.placement.places import Places
 from async_rl.placement.ray_trainer import RayTrainer, cause_of, last_line, made
+from async_rl.placement.rollout_workers import rollout_worker
 from async_rl.processes import Process
+from async_rl.rollout.remote.messages import Link
 from async_rl.supervision import Nursery
 from async_rl.training import Trainer
 from async_rl.waits import waiting
@@ -173,6 +176,10 @@ class RayCluster(orchestrator.Cluster):
         except (RayError, TimeoutError) as error:
             raise TrainerError(f"trainer rank 0 gave no address within {limit_s} s: {error!r}") from error
         return host, port
+
+    def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
+        """See `orchestrator.Cluster`."""
+        return rollout_worker(self._config, name, self._home, self._logs / f"{name}.log")
 
     async def close(self) -> None:
         """End all servers and ranks."""

@@ -97,6 +97,8 @@ class Entry:
         self._num_inherited = len(inherited)
         self.call: OpenCall | None = None
         self.replay = replay
+        self.unsaid = False
+        """Whether the journal may not have all of what is to be replayed."""
         self._turns: list[TurnNote] = []
         self._epoch = 0
         self._index = 0
@@ -135,6 +137,17 @@ class Entry:
         return closed + (len(self.call.token_ids) if self.call is not None else 0)
 
     @property
+    def left(self) -> Journalled:
+        """What another run of its agent loop can go on from; no call runs any more."""
+        inherited, own = self.segments[: self._num_inherited], self._own
+        return Journalled(
+            trajectory_id=self.trajectory_id,
+            attempt=self.attempt,
+            segments=(*inherited, *own),
+            turns=tuple(self._turns) if self.replay is None else self.replay.turns,
+        )
+
+    @property
     def _own(self) -> Sequence[Segment]:
         return self.segments[self._num_inherited :] if self.replay is None else self.replay.segments
 
@@ -145,7 +158,7 @@ class Entry:
     def news(self) -> JournalRecord | None:
         """What was not written yet; it counts as written from now on. None when there is nothing."""
         if self.replay is not None:
-            return None
+            return self.everything() if self.unsaid else None
         call = self.call
         known = self._written_open if call is self._written_call else 0
         sampled = 0 if call is None else len(call.token_ids)
@@ -163,6 +176,7 @@ class Entry:
         self._written_call = None
         if self.replay is None:
             return self.news()
+        self.unsaid = False
         record = JournalRecord(
             trajectory_id=self.trajectory_id,
             attempt=self.attempt,
@@ -271,6 +285,8 @@ class Journal:
         entry = Entry(trajectory_id, attempt, replay, inherited)
         if before is not None:
             entry._epoch = before._epoch + 1
+            # Of an entry that was written to since, not all may have come into the file.
+            entry.unsaid = replay is not None and (before.unsaid or before.replay is None)
             if before.attempt != attempt:
                 self.forget([trajectory_id])  # with the branches of that attempt
         self._entries[trajectory_id] = entry

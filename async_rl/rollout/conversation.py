@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, cast
 
 import msgspec
 import numpy as np
@@ -481,9 +481,10 @@ class Conversation(Tokens):
         return len(left)
 
     @property
-    def tree(self) -> tuple[Conversation, ...]:
+    def tree(self) -> tuple[Self, ...]:
         """It and its branches that sampled something; each becomes a trajectory."""
-        return self, *(self._tree.ended[name] for name in sorted(self._tree.ended))
+        ended = (self._tree.ended[name] for name in sorted(self._tree.ended))
+        return cast("tuple[Self, ...]", (self, *ended))
 
     @property
     def completion(self) -> Completion:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 _NOT_WHOLE: Final = "\N{REPLACEMENT CHARACTER}"
 """How tokenizers decode bytes of a character that is not whole yet."""
+
+
+class Listener(Protocol):
+    """Who is told of a turn's tokens while they come."""
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """More tokens have come."""
+        ...
 
 
 class GrowingText:

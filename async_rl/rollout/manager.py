@@ -33,6 +33,7 @@ from async_rl.errors import (
     PromptTooLong,
     RewardError,
     RolloutError,
+    WorkerLost,
 )
 from async_rl.metrics import Metrics
 from async_rl.queue.archive import Observer
@@ -51,19 +52,22 @@ from async_rl.rollout.groups import (
     judge,
     may_leave_stragglers,
 )
-from async_rl.rollout.loops import AgentLoops
-from async_rl.rollout.playing import finish, play
-from async_rl.rollout.rewards import Rewards
+from async_rl.rollout.playing import close
+from async_rl.rollout.remote.driver import OpenWorker, RolloutWorkers
 from async_rl.rollout.session import RolloutSession
 from async_rl.rollout.slots import Slots
+from async_rl.rollout.stage import Here, Stage
 from async_rl.supervision import Nursery
 from async_rl.types import Group, Segment, Trajectory, root_of
 from async_rl.waits import acting, progressed, waiting
 
 log = logging.getLogger(__name__)
 
-_ATTEMPT_ENDS: Final = (RolloutError, EngineError, AlignmentError)
+_ATTEMPT_ENDS: Final = (RolloutError, EngineError, AlignmentError, WorkerLost)
 """What an attempt may raise; anything else ends the run."""
+
+_MAX_LOSSES: Final = 3
+"""An attempt during which so many rollout workers ended has failed: it may be what ends them."""
 
 _FAILURE_WINDOW: Final = 100
 _MIN_FAILURES: Final = 16
@@ -88,11 +92,13 @@ class RolloutManager:
         journal: Journal | None = None,
         journalled: dict[str, Journalled] | None = None,
         observer: Observer | None = None,
+        open_worker: OpenWorker | None = None,
     ) -> None:
-        """Load the agent loop and the reward that the config names.
+        """Load the agent loop and the reward that the config names, where no workers do.
 
         `journal` is told of what is in flight, `journalled` is what it has of the groups in `queue.left`. Of
-        both what is taken up is removed: it holds memory and files. `observer` is told how attempts end.
+        both what is taken up is removed: it holds memory and files. `observer` is told how attempts end;
+        `open_worker` starts rollout workers, without it `rollout.num_workers` is not heeded.
         """
         self._config = config
         self._feeder = feeder
@@ -112,8 +118,11 @@ class RolloutManager:
         self.running: dict[str, RolloutSession] = {}
         """Sessions of the attempts under way, by trajectory."""
         self._attempts = {name: n for left in queue.left for name, n in left.attempts.items()}
-        self._loops = AgentLoops(config.rollout)
-        self._rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=clock)
+        self._stage: Stage = (
+            RolloutWorkers(config.rollout, open_worker, metrics)
+            if config.rollout.num_workers and open_worker is not None
+            else Here(config, chat=chat, metrics=metrics, clock=clock)
+        )
         self.slots = Slots(config.rollout.max_concurrent_trajectories)
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._last_error: AsyncRLError | None = None
@@ -127,13 +136,7 @@ class RolloutManager:
 
     async def run(self) -> None:
         """Dispatch groups until the data is exhausted or the queue admits no more, and see them through."""
-        try:
-            await self._run()
-        finally:
-            await self._rewards.close()
-
-    async def _run(self) -> None:
-        async with self._loops, Nursery() as groups:
+        async with self._stage, Nursery() as groups:
             while self._queue.left:
                 await self._start_left(groups, self._queue.left[0])
             while True:
@@ -320,16 +323,51 @@ class RolloutManager:
         return reason
 
     async def _attempt(self, trajectory_id: str, attempt: int, work: GroupInFlight) -> Sequence[Trajectory]:
+        """Play a trajectory, again from its tokens whenever the worker ends that plays it."""
         left = self._journalled.pop(trajectory_id, {})
         left = {name: state for name, state in left.items() if state.attempt == attempt}
+        for losses_left in reversed(range(_MAX_LOSSES)):
+            entries: dict[str, Entry] = {}
+            try:
+                return await self._play(trajectory_id, attempt, work, left, entries, goes_on=losses_left > 0)
+            except WorkerLost as error:
+                if not losses_left:
+                    raise
+                log.warning("trajectory %s goes on elsewhere: %s", trajectory_id, error)
+                known = {name: entry.left for name, entry in entries.items()}
+                left |= {name: state for name, state in known.items() if state.segments}
+        raise AssertionError("the last loss is raised")
+
+    async def _play(
+        self,
+        trajectory_id: str,
+        attempt: int,
+        work: GroupInFlight,
+        left: dict[str, Journalled],
+        entries: dict[str, Entry],
+        *,
+        goes_on: bool,
+    ) -> Sequence[Trajectory]:
+        """Play a trajectory once.
+
+        Args:
+            trajectory_id: Of the sibling.
+            attempt: Which try of it this is.
+            work: Its group.
+            left: What there is of it and its branches; what is taken up is removed.
+            entries: Filled with what is written of it and its branches.
+            goes_on: It is played again should its worker end.
+        """
 
         def open_entry(name: str, inherited: Sequence[Segment] = ()) -> Entry:
             replay = left.pop(name, None)
             if replay is not None and inherited and (replay := replay.after(inherited)) is None:
                 log.warning("branch %s begins otherwise than before the restart: it is made anew", name)
             if self._journal is None:
-                return Entry(name, attempt, replay, inherited)
-            return self._journal.open(name, attempt, replay, inherited)
+                entries[name] = Entry(name, attempt, replay, inherited)
+            else:
+                entries[name] = self._journal.open(name, attempt, replay, inherited)
+            return entries[name]
 
         def open_branch(name: str, inherited: Sequence[Segment]) -> Entry:
             entry = open_entry(name, inherited)
@@ -338,7 +376,7 @@ class RolloutManager:
 
         entry = open_entry(trajectory_id)
         work.begin(entry, [Entry(name, attempt, state) for name, state in left.items()])
-        session = RolloutSession(
+        session = self._stage.session(
             task=work.task,
             trajectory_id=trajectory_id,
             group_id=work.group_id,
@@ -356,20 +394,22 @@ class RolloutManager:
         )
         self.running[trajectory_id] = session
         try:
-            await play(work.task, session, self._loops, self._config.rollout)
-            if not self._rewards.scores_groups(work.task):
-                return await finish(work.task, session.tree, self._rewards)
-            # Its reward comes when its siblings are there; until then the journal has it.
-            tree = [await each.finish(each.stop_reason, {}) for each in session.tree]
+            played = await self._stage.play(work.task, session)
+            tree = await close(played)
+            # Rewards of a group come when all siblings are there; until then the journal has them.
             work.unscored |= {
-                each.trajectory_id: Unscored(
-                    completion=each.completion, attempt=attempt, speaker=each.speaker.trajectory_id
+                each.session.trajectory_id: Unscored(
+                    completion=each.completion or each.session.completion,
+                    attempt=attempt,
+                    speaker=each.speaker,
                 )
-                for each in session.tree
+                for each in played
+                if each.parts is None
             }
             return tree
         except _ATTEMPT_ENDS as error:
-            self._observer.failed(session.unfinished(error), attempt, error)
+            if not (goes_on and isinstance(error, WorkerLost)):
+                self._observer.failed(session.unfinished(error), attempt, error)
             raise
         finally:
             del self.running[trajectory_id]
@@ -382,7 +422,7 @@ class RolloutManager:
                 trees.setdefault(root_of(name), []).append(name)
         waiting_ones = [work.unscored[name] for tree in trees.values() for name in tree]
         spoken = {each.speaker: each.completion for each in waiting_ones}
-        results = await self._rewards.score_group(work.task, list(spoken.values()))
+        results = await self._stage.score_group(work.task, list(spoken.values()))
         scores = dict(zip(spoken, results, strict=True))
         for root_id, tree in trees.items():
             unscored = {name: work.unscored[name] for name in tree}

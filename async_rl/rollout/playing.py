@@ -76,9 +76,7 @@ async def play(task: Task, session: Conversation, loops: AgentLoops, rollout: Ro
     session.end(ended)
 
 
-async def score(
-    task: Task, tree: Sequence[Conversation], rewards: Rewards
-) -> Mapping[str, dict[str, float]]:
+async def score(task: Task, tree: Sequence[Conversation], rewards: Rewards) -> Mapping[str, dict[str, float]]:
     """Score a session and its branches, side by side; those with one speaker once.
 
     Returns:

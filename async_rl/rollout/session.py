@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Self, cast
+from typing import Self
 
 from async_rl.chat import ChatFormat
 from async_rl.config import RolloutConfig, RoutingConfig
@@ -82,11 +82,6 @@ class RolloutSession(Transcript, Conversation):
             entry=self._open_branch(name, inherited),
             open_branch=self._open_branch,
         )
-
-    @property
-    def tree(self) -> tuple[Self, ...]:
-        """It and its branches that sampled something; each becomes a trajectory."""
-        return cast("tuple[Self, ...]", super().tree)
 
     async def finish(self, stop_reason: StopReason, reward_parts: dict[str, float]) -> Trajectory:
         """Close the trajectory: decode its routing once, and check it against the tokens.

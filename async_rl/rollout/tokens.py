@@ -10,7 +10,7 @@ import numpy as np
 from async_rl.chat import ChatFormat
 from async_rl.config import RolloutConfig
 from async_rl.metrics import Metrics
-from async_rl.rollout.growing_text import GrowingText
+from async_rl.rollout.growing_text import Listener
 from async_rl.types import Segment
 
 
@@ -44,7 +44,7 @@ class Tokens:
         self._num_resumes = 0
         self._num_failovers = 0
         self._engine_s = 0.0
-        self._growing: GrowingText | None = None
+        self._growing: Listener | None = None
         """Told of the turn that is being written."""
 
     def _inherit(self, parent: Self) -> None:

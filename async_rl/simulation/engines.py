@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final, cast, get_args
 
 import msgspec
 
+from async_rl.chat import ChatFormat
 from async_rl.config import SimulatedEngines
 from async_rl.engines.protocol import (
     Chunk,
@@ -32,6 +33,7 @@ from async_rl.engines.protocol import (
 )
 from async_rl.engines.simulated import Fault, SimulatedEngine, _Call
 from async_rl.errors import EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
+from async_rl.rollout.remote.messages import Link
 from async_rl.simulation.scenario import (
     ENGINE_FAULTS,
     FACTS,
@@ -42,7 +44,9 @@ from async_rl.simulation.scenario import (
     UpdateFault,
 )
 from async_rl.simulation.trainer import Broadcasts, SimulatedTrainer
+from async_rl.simulation.users import SimulatedChat
 from async_rl.simulation.witness import Witness
+from async_rl.simulation.workers import SimulatedWorkers, exponential
 from async_rl.training import Trainer
 
 _AT_ONCE: Final = frozenset(get_args(EngineFault))
@@ -296,12 +300,23 @@ class SimulatedCluster:
             for index in range(scenario.config.engine.num_engines)
         ]
         self.trainer = SimulatedTrainer(scenario.config, scenario.speeds, witness, broadcasts, look)
+        delays = random.Random(f"workers {scenario.seed} {life}")
+        self._workers = SimulatedWorkers(
+            scenario.config,
+            cast(ChatFormat, SimulatedChat()),
+            delay_s=exponential(delays, scenario.speeds.latency_s),
+            start_s=scenario.speeds.restart_s,
+        )
         self._died: Callable[[str, EngineError], None] | None = None
 
     def inject(self, injection: Injection) -> None:
         """Let something go wrong with an engine or the trainer."""
         kind = injection.kind
-        if kind in ENGINE_FAULTS:
+        if kind == "kill_worker" or kind == "mute_worker":
+            end = self._workers.kill if kind == "kill_worker" else self._workers.mute
+            if end(injection.engine):
+                self._witness.met(kind)
+        elif kind in ENGINE_FAULTS:
             engine = self.engines[injection.engine % len(self.engines)]
             engine.inject(injection)
             if kind in _AT_ONCE:
@@ -345,6 +360,10 @@ class SimulatedCluster:
             await asyncio.Future()
         finally:
             self._died = None
+
+    def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
+        """See `Cluster.rollout_worker`."""
+        return self._workers.open(name)
 
     async def open_port(self) -> tuple[str, int]:
         """See `Cluster.open_port`."""

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from io import StringIO
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 import numpy as np
@@ -212,6 +212,7 @@ class _Job:
                 agent_loop=f"{PlannedLoop.__module__}:{PlannedLoop.__name__}",
                 agent_loop_args={},
                 agent_loops={},
+                num_workers=0,
                 rewards={},
                 rewards_by_source={},
                 reward=f"{no_reward.__module__}:{no_reward.__name__}",
@@ -414,6 +415,9 @@ class _Cluster:
 
     async def open_port(self) -> tuple[str, int]:
         return "127.0.0.1", 0
+
+    def rollout_worker(self, name: str) -> NoReturn:
+        raise AssertionError(f"{name}: a plan is of a run whose agent loops are in the driver")
 
 
 class _Observer(Progress):

@@ -27,7 +27,9 @@ EngineFault = Literal["die", "die_unseen", "freeze", "slow", "fail_restarts"]
 TrainerFault = Literal["step_fails", "step_is_nan", "step_is_slow", "checkpoint_fails", "publish_fails"]
 DiskFault = Literal["disk_full", "corrupt_frame"]
 ClockFault = Literal["clock_jump"]
-FaultKind = CallFault | UpdateFault | EngineFault | TrainerFault | DiskFault | ClockFault
+WorkerFault = Literal["kill_worker", "mute_worker"]
+"""Only where there are rollout workers, see `with_workers`."""
+FaultKind = CallFault | UpdateFault | EngineFault | TrainerFault | DiskFault | ClockFault | WorkerFault
 
 Ending = Literal["kill", "kill_on_disk", "cancel", "stop"]
 """What ends a life of the driver: killed between two callbacks or between two operations on its disk,
@@ -131,6 +133,29 @@ def branching(scenario: Scenario) -> Scenario:
         ]
         tasks.append(replace(task, metadata={**task.metadata, "turns": turns}))
     return replace(scenario, config=replace(scenario.config, rollout=rollout), tasks=tuple(tasks))
+
+
+def with_workers(scenario: Scenario) -> Scenario:
+    """The same with agent loops in rollout workers, which are killed and fall silent now and then."""
+    rng = random.Random(f"workers {scenario.seed}")
+    rollout = replace(
+        scenario.config.rollout,
+        num_workers=rng.choice((1, 2, 3)),
+        worker_stall_s=rng.choice((3.0, 10.0)),
+    )
+    kinds: tuple[WorkerFault, ...] = get_args(WorkerFault)
+    faults = [
+        Injection(
+            step=int(_LAST_STEP ** rng.uniform(0.4, 1.0)),
+            kind=rng.choice(kinds),
+            engine=rng.randrange(12),
+            amount=rng.random(),
+        )
+        for _ in range(rng.choice((0, 1, 3, 9)))
+    ]
+    injections = sorted((*scenario.injections, *faults), key=lambda injection: injection.step)
+    config = replace(scenario.config, rollout=rollout)
+    return replace(scenario, config=config, injections=tuple(injections))
 
 
 def _config(rng: random.Random, seed: int) -> Config:
