@@ -1,4 +1,4 @@
-"""The data plane against the physical limit: a group to another process, a batch, a decision.
+"""The data plane against the physical limit: a group to another process, a decision.
 
 python benchmarks/trajectory_queue.py [--quick] [--json FILE] [--directory DIR]
 
@@ -26,9 +26,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.codec import Frame, encode, encoded_size
+from async_rl.codec import encode, encoded_size
 from async_rl.engines.protocol import EngineFacts
-from async_rl.queue import batching
 from async_rl.queue.spool import FrameReader, Spool
 from async_rl.routing import make_trace
 from async_rl.staleness import Backlog
@@ -63,21 +62,28 @@ class Row(msgspec.Struct, kw_only=True):
 def trajectory(tokens: int, name: str, ids: np.ndarray) -> Trajectory:
     """Half prompt, half sampled; `ids` is a stock of routing rows to cut from."""
     half = tokens // 2
+    read, sampled = np.arange(half, dtype=np.int32), np.arange(tokens - half, dtype=np.int32)
     return Trajectory(
         trajectory_id=name,
         group_id="group",
         task_id="task",
         segments=(
-            Context(token_ids=np.arange(half, dtype=np.int32)),
+            Context(token_ids=read),
             Sampled(
-                token_ids=np.arange(tokens - half, dtype=np.int32),
+                token_ids=sampled,
                 rollout_log_probs=np.full(tokens - half, -0.5, np.float32),
                 weight_version=0,
                 engine_id="engine-0",
                 finish_reason="stop",
             ),
         ),
-        trace=make_trace(ids[: tokens - 1], EXPERTS, 0),
+        trace=make_trace(
+            ids[: tokens - 1],
+            EXPERTS,
+            0,
+            moe_layers=FACTS.moe_layers,
+            token_ids=np.concatenate([read, sampled])[:-1],
+        ),
         outcome=Outcome(stop_reason="completed", reward=1.0),
     )
 
@@ -211,63 +217,6 @@ def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetiti
     return rows
 
 
-def pack(spool: Spool, repetitions: int) -> list[Row]:
-    """64 trajectories, mean 6k tokens, into one batch frame, as `TrajectoryQueue.take` does it."""
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(0, 0.8, 64), 0.05, 5.3)
-    lengths = (lengths * 6000 / lengths.mean()).astype(int).clip(16, 32768)
-    ids = make_ids(int(lengths.max()))
-    trajectories = [trajectory(int(n), f"{i:032x}", ids.copy()) for i, n in enumerate(lengths)]
-    groups = [
-        Group(group_id=f"g{i}", task_id="task", trajectories=tuple(trajectories[i * 8 : i * 8 + 8]))
-        for i in range(8)
-    ]
-    plan = batching.plan(groups, 0, "batch", FACTS)
-    size = Frame(plan).nbytes
-    packed = sum(array.nbytes for array in vars_of(plan))
-    source, target = np.ones(packed, np.uint8), np.zeros(packed, np.uint8)
-
-    def ours() -> float:
-        begin = time.perf_counter()
-        planned = batching.plan(groups, 0, "batch", FACTS)
-        ref = spool.put_filled(planned, lambda batch: batching.fill(batch, groups))
-        seconds = time.perf_counter() - begin
-        spool.free(ref)
-        return seconds
-
-    filled = batching.assemble(groups, 0, "batch", FACTS)
-    times = in_turns(
-        repetitions,
-        memcpy=timed(lambda: np.copyto(target, source)),
-        fill=timed(lambda: batching.fill(filled, groups)),
-        ours=ours,
-    )
-    name = f"64 x 6k, {packed / 1e6:.0f} MB"
-    memory = Row(
-        what="memory of a batch (bytes)",
-        size=name,
-        p50_us=size,
-        p99_us=size,
-        reference="packed bytes",
-        reference_us=packed,
-        ratio=size / packed,
-        ratio_low=size / packed,
-        ratio_high=size / packed,
-        target="<= 1.05",
-    )
-    return [
-        row("assemble a batch", name, times["fill"], "memcpy", times["memcpy"], "<= 2"),
-        row("assemble into a frame, summed", name, times["ours"], "memcpy", times["memcpy"]),
-        memory,
-    ]
-
-
-def vars_of(struct: msgspec.Struct) -> list[np.ndarray]:
-    """The arrays of a struct."""
-    values = (getattr(struct, name) for name in struct.__struct_fields__)
-    return [value for value in values if isinstance(value, np.ndarray)]
-
-
 def decide(repetitions: int) -> list[Row]:
     """Admission and selection with 512 groups outstanding, a third of them in flight."""
     backlog = Backlog(groups_per_batch=128, max_staleness=4, overage="wait")
@@ -302,9 +251,9 @@ def decide(repetitions: int) -> list[Row]:
     ]
 
 
-def show(rows: list[Row]) -> None:
+def show(rows: list[Row], title: str) -> None:
     """As a table."""
-    table = Table(title="trajectory queue")
+    table = Table(title=title)
     for column in ("", "size", "p50", "p99", "reference", "its p50", "ratio", "quartiles", "target"):
         table.add_column(column, justify="left" if column in ("", "size", "reference", "target") else "right")
     for r in rows:
@@ -348,13 +297,12 @@ def main() -> None:
     try:
         spool = Spool(folder, max_bytes=None)
         rows = hand_over(spool, ours, [2048, 8192] if options.quick else [2048, 8192, 32768], repetitions)
-        rows += pack(spool, repetitions // 4)
         rows += decide(repetitions)
     finally:
         ours.send(None)
         process.join()
         shutil.rmtree(folder)
-    show(rows)
+    show(rows, "trajectory queue")
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB, spool in {folder}")
     if options.json is not None:
         options.json.write_text(json.dumps(msgspec.to_builtins(rows), indent=1))

@@ -1,0 +1,151 @@
+"""Packed against padded: time and memory of a forward and backward pass over the same trajectories.
+
+    python benchmarks/packing.py [--quick] [--json FILE]
+
+    packed    one trajectory after the other, as many as the budget of a micro-batch holds: the trainer's way
+    padded    the same micro-batches, each trajectory as long as the longest beside it
+    sorted    rectangles of similar lengths, the budget counts their padding: the best that padding can do
+
+All on a small Qwen3-MoE on real Megatron-Core, float32 on a CPU, each in a process of its own that is asked
+in turns. Times are of the processor; memory is what the passes add to the peak of their process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+
+from async_rl.types import TrainBatch
+from benchmarks.batch_assembly import memory
+from benchmarks.trainer_step import batch_of, build_model
+from benchmarks.trajectory_queue import Row, row, show
+from tests.support.trainers import started, trainer_config
+from trainer.megatron.packing import MicroBatch, Packing, pack, plan_micro_batches
+
+BUDGET = 4096
+
+
+def packed(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
+    """As the trainer does it."""
+    (plan,) = plan_micro_batches(lengths, BUDGET, ranks=1)
+    return [pack(micro_batch, offsets) for micro_batch in plan]
+
+
+def padded(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
+    """The trainer's micro-batches, as rectangles."""
+    (plan,) = plan_micro_batches(lengths, BUDGET, ranks=1)
+    return [rectangle(micro_batch.trajectories, lengths, offsets) for micro_batch in plan]
+
+
+def padded_by_length(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
+    """Neighbours in length beside each other, as many as fit with their padding."""
+    left = sorted(range(len(lengths)), key=lambda j: -lengths[j])
+    rectangles = []
+    while left:
+        rows = max(1, BUDGET // lengths[left[0]])
+        rectangles.append(rectangle(left[:rows], lengths, offsets))
+        left = left[rows:]
+    return rectangles
+
+
+def rectangle(members: Sequence[int], lengths: Sequence[int], offsets: np.ndarray) -> Packing:
+    """Trajectories side by side, all as long as the longest."""
+    width = max(lengths[j] for j in members)
+    source = np.full((len(members), width), -1, np.int64)
+    for line, j in zip(source, members, strict=True):
+        line[: lengths[j]] = pack(MicroBatch((j,)), offsets).source
+    return Packing(source=source.ravel(), lengths=(width,) * len(members))
+
+
+WAYS = {"packed": packed, "padded": padded, "sorted": padded_by_length}
+
+
+def serve(way: str, model: str, batch: TrainBatch, connection: Connection) -> None:
+    """The other process: a pass whenever it is asked; answers seconds, bytes of its peak, tokens computed."""
+    torch.set_num_threads(1)
+    lengths = np.diff(batch.offsets).tolist()
+    with started(trainer_config(Path(model), replay=False)) as worker:
+        packings = WAYS[way](lengths, batch.offsets)
+        inputs = [worker.model.place(packing, batch.token_ids)[0] for packing in packings]
+        before = resident()
+        connection.send(sum(len(packing.source) for packing in packings))
+        while connection.recv():
+            begin = time.process_time()
+            worker.model.run(inputs, lambda index, logits: (logits.logsumexp(-1).sum(), len(logits), None))
+            seconds = time.process_time() - begin
+            connection.send((seconds, peak() - before))
+
+
+def resident() -> int:
+    """Bytes that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak() -> int:
+    """The most bytes that it ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(model: Path, batch: TrainBatch, rounds: int) -> list[Row]:
+    """Both ways in turns, after a round to warm up."""
+    context = multiprocessing.get_context("spawn")
+    connections: dict[str, Connection] = {}
+    processes = []
+    for way in WAYS:
+        connections[way], theirs = context.Pipe()
+        processes.append(context.Process(target=serve, args=(way, str(model), batch, theirs)))
+        processes[-1].start()
+    tokens = {way: connection.recv() for way, connection in connections.items()}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    grown = dict.fromkeys(WAYS, 0)
+    for round_ in range(-1, rounds):
+        for way, connection in connections.items():
+            connection.send(True)
+            took, grown[way] = connection.recv()
+            if round_ >= 0:
+                seconds[way].append(took)
+    for connection, process in zip(connections.values(), processes, strict=True):
+        connection.send(False)
+        process.join()
+    times = {way: np.array(took) for way, took in seconds.items()}
+    size = {way: f"{batch.num_trajectories} in {tokens[way]} tokens" for way in WAYS}
+    return [
+        *(row(way, size[way], times[way], "padded", times["padded"]) for way in WAYS),
+        *(
+            memory(f"memory of {way} (bytes)", size[way], grown[way], grown["padded"], reference="padded")
+            for way in WAYS
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller batch, fewer rounds")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    options = parser.parse_args()
+    batch = batch_of(32, 128, 1024) if options.quick else batch_of(96, 256, 2048)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = measure(build_model(Path(scratch) / "model"), batch, 3 if options.quick else 9)
+    show(rows, "packed against padded")
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()

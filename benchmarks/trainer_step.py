@@ -1,0 +1,109 @@
+"""What a trainer step costs: with routing replayed and without, with old log-probs computed anew and without.
+
+    python benchmarks/trainer_step.py [--quick] [--json FILE]
+
+A small Qwen3-MoE on real Megatron-Core, one rank, float32 on a CPU. A row is a whole step (log-probs of the
+proximal policy, forward, backward, optimizer) against the one without replay, in turns. Times are of the
+processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+
+from async_rl.types import TrainBatch
+from benchmarks.trajectory_queue import Row, row, show
+from tests.support.tiny_model import build_tiny_qwen3_moe
+from tests.support.train_batches import random_batch
+from tests.support.trainers import started, trainer_config
+
+LAYERS, EXPERTS, TOP_K = 4, 16, 4
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "replay off": {"replay": "off"},
+    "replay r3": {"replay": "r3"},
+    "replay r2": {"replay": "r2"},
+    "old log-probs of the engine": {"replay": "off", "loss": {"old_log_probs": "rollout"}},
+    "experts recomputed": {"replay": "off", "recompute": "selective"},
+    "all recomputed": {"replay": "off", "recompute": "full"},
+    "all recomputed, replay r3": {"replay": "r3", "recompute": "full"},
+}
+"""All are measured against the first."""
+
+
+def build_model(path: Path) -> Path:
+    """A model in which the layers are most of a step, as they are in large ones."""
+    transformers.utils.logging.disable_progress_bar()
+    return build_tiny_qwen3_moe(
+        path,
+        vocab_size=512,
+        hidden_size=128,
+        num_layers=LAYERS,
+        head_dim=32,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        expert_size=96,
+        max_position_embeddings=4096,
+    )
+
+
+def batch_of(trajectories: int, mean: int, longest: int) -> TrainBatch:
+    """Log-normal lengths, as answers have them."""
+    rng = np.random.default_rng(0)
+    drawn = (rng.lognormal(0, 0.8, trajectories) * mean / np.exp(0.32)).clip(16, longest).astype(int)
+    return random_batch(
+        lengths=tuple(drawn.tolist()),
+        group_size=4,
+        vocab_size=512,
+        layers=LAYERS,
+        experts=EXPERTS,
+        top_k=TOP_K,
+    )
+
+
+def step_times(model: Path, batch: TrainBatch, rounds: int) -> dict[str, np.ndarray]:
+    """Processor seconds of a step, `[rounds]`: a trainer for each and in turns, its first step left out."""
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for _ in range(rounds):
+        for name, fields in VARIANTS.items():
+            with started(trainer_config(model, micro_batch_tokens=4096, **fields)) as worker:
+                worker.train_on(batch, 1)
+                begin = time.process_time()
+                worker.train_on(batch, 2)
+                times[name].append(time.process_time() - begin)
+    return {name: np.array(seconds) for name, seconds in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller batch, fewer rounds")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    batch = batch_of(24, 128, 512) if options.quick else batch_of(64, 192, 1024)
+    with tempfile.TemporaryDirectory() as scratch:
+        times = step_times(build_model(Path(scratch) / "model"), batch, 3 if options.quick else 9)
+    reference, *_ = VARIANTS
+    size = f"{batch.num_trajectories} x {batch.num_tokens // batch.num_trajectories}"
+    rows: list[Row] = [row(name, size, times[name], reference, times[reference]) for name in VARIANTS]
+    show(rows, "a trainer step")
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()
