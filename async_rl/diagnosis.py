@@ -47,7 +47,7 @@ _GRACE_S: Final = 5.0
 """What a wait may take beyond its limit: the limit's own timeout acts first, and its clean-up takes a while;
 and how long what cannot be may seem to be, between two steps of the event loop."""
 
-_REGULAR: Final = frozenset({"checkpoint", "publish", "trainer step"})
+_REGULAR: Final = frozenset({"checkpoint", "publish", "snapshot", "trainer step"})
 """Waits whose earlier durations tell the next one's. Others do not: a search takes longer than a sum, and an
 engine that has nothing to load is up to date at once."""
 
@@ -88,6 +88,7 @@ _AWAITED: Final[dict[str, str]] = {
     "routing": "its routing rows",
     "send weights": "the trainer to send weights",
     "slot": "a free slot",
+    "snapshot": "the trainer to copy its weights, {}",
     "sync lock": "another weight update to end",
     "tool": "tool {}",
     "trainer lock": "the trainer to be free",
@@ -123,6 +124,7 @@ _CULPRITS: Final[dict[str, str]] = {
     "routing": "routing rows are not decoded",
     "send weights": "the trainer does not send its weights",
     "slot": "no slot becomes free",
+    "snapshot": "the trainer does not copy its weights, {}",
     "sync lock": "another weight update does not end",
     "tool": "tool {} does not return",
     "trainer lock": "the trainer is not given free",

@@ -58,6 +58,7 @@ def limits(config: Config) -> dict[str, float]:
         "reward": rollout.reward_timeout_s,
         "rollout worker": rollout.worker_start_timeout_s,
         "send weights": 2 * weights.timeout_s,
+        "snapshot": weights.timeout_s,
         "tool": rollout.tool_timeout_s,
         "trainer start": trainer.start_timeout_s,
         "trainer step": trainer.step_timeout_s,

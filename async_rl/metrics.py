@@ -565,12 +565,18 @@ class TrainerMetrics(Instruments):
         bad="Rises: the log says why; the run ends after `trainer.max_failed_checkpoints` in a row.",
     )
     weight_sync_seconds = histogram(
-        "Duration of a weight update by phase (interrupt, transfer, verify, total).",
+        "Duration of a weight update by phase (snapshot, interrupt, transfer, verify, total).",
         "phase",
         buckets=SECONDS,
         unit="seconds",
         source="weights.sync, after each update",
         bad="The longest phase is where the time goes; docs/weight-sync.md.",
+    )
+    weight_sync_hidden_seconds_total = counter(
+        "Time in which weights were on their way to the engines while the trainer trained on.",
+        unit="seconds",
+        source="orchestrator, after each step with `weights.overlap`",
+        bad="Does not rise with `weights.overlap`: the trainer waits for batches, not for weight updates.",
     )
     train_step_seconds = histogram(
         "Duration of a trainer step.",
@@ -715,6 +721,7 @@ class Metrics(
         ):
             instrument.set(math.nan if figure is None else figure)
         self.updates_skipped_total.inc(record.updates_skipped)
+        self.weight_sync_hidden_seconds_total.inc(record.sync_hidden_s)
         if record.kl_routing is not None:  # between two probes the last one stands
             self.kl_routing_nats.set(record.kl_routing)
         for routing, figure in (

@@ -17,13 +17,15 @@
 ```
 
 The order of a step is what keeps the bound hard: take a batch at version n, train, settle it, sync n+1 to the
-engines, and only then let new groups in, so that none is born stale.
+engines, and only then let new groups in, so that none is born stale. With `weights.overlap` the next step may
+begin meanwhile: admission counts what the engines serve then, one version less.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -95,7 +97,7 @@ _DIAGNOSIS_LASTS_S = 5.0
 """On the live page; 40 ms go into one of 4096 trajectories."""
 
 _TRAINER_WAITS = frozenset(
-    {"trainer start", "trainer step", "checkpoint", "publish", "send weights", "export"}
+    {"trainer start", "trainer step", "checkpoint", "snapshot", "publish", "send weights", "export"}
 )
 """Waits for the trainer: when one stalls the run, no checkpoint can be had."""
 
@@ -586,57 +588,88 @@ class Orchestrator:
         begin: float,
         progress: Progress | None,
     ) -> None:
-        """Take, train, settle, sync, advance; until `run.max_steps`, a stop, or the end of the data."""
+        """Take, train, settle, sync, advance; until `run.max_steps`, a stop, or the end of the data.
+
+        With `weights.overlap` the sync of a step runs beside the next one, and is over before that one's.
+        """
         config, metrics = self._config, self._metrics
-        waited_s, last = 0.0, self._clock()
-        last_sampled = _value(metrics.sampled_tokens_total)
-        step = self._step
+        pace = _Pace(begin_s=begin, recorded_s=self._clock(), sampled=_value(metrics.sampled_tokens_total))
+        step, every = self._step, config.trainer.checkpoint_every
         metrics.trainer_weight_version.set(step)
-        while step < config.run.max_steps and not self._stop.is_set():
-            wait_begin = self._clock()
-            batch = await queue.take(step)
-            if batch is None:
-                break
-            wait_s = self._clock() - wait_begin
-            waited_s += wait_s
-            async with sync.trainer_busy:
-                train_begin = self._clock()
-                self._unsettled = True
-                result = await self._step_of(trainer, batch, step + 1)
-                step_s = self._clock() - train_begin
-                _require_finite(result)
-                step += 1
-                queue.settle(batch, step)
-                self._step, self._unsettled = step, False
-                queue.published(step)
-                progressed()
-                with waiting("weight update", str(step)):
-                    report = await sync.sync(step)
-            queue.advance(step)
-            now, sampled = self._clock(), _value(metrics.sampled_tokens_total)
-            record = _record(
-                batch,
-                result,
-                report,
-                counts=_counts(queue.statistics()),
-                time_s=now - begin,
-                wait_s=wait_s,
-                step_s=step_s,
-                tokens_per_s=(sampled - last_sampled) / max(now - last, 1e-9),
-                length_ks=queue.length_ks,
-                engine_idle_share=self._pool.idle_share,
-            )
-            last, last_sampled = now, sampled
-            self._records.append(record)
-            append_record(self._dir / "metrics.jsonl", record)
-            if self._trackers is not None:
-                self._trackers.log(record)
-            self._show(batch, record, waited_s / max(now - begin, 1e-9))
-            if progress is not None:
-                progress.step(record)
-            every = config.trainer.checkpoint_every
-            if every and step % every == 0:
-                await self._save(trainer)
+        async with Nursery() as syncs:
+            while step < config.run.max_steps and not self._stop.is_set():
+                wait_begin = self._clock()
+                batch = await queue.take(step)
+                if batch is None:
+                    break
+                wait_s = self._clock() - wait_begin
+                async with sync.training():
+                    train_begin = self._clock()
+                    self._unsettled = True
+                    result = await self._step_of(trainer, batch, step + 1)
+                    _require_finite(result)
+                    step += 1
+                    queue.settle(batch, step)
+                    self._step, self._unsettled = step, False
+                    queue.published(step)
+                    progressed()
+                    done = _Done(
+                        batch=batch,
+                        result=result,
+                        wait_s=wait_s,
+                        step_s=self._clock() - train_begin,
+                        sync_hidden_s=max(0.0, min(self._clock(), pace.synced_s) - train_begin),
+                    )
+                    pace.synced_s = math.inf
+                    taken = asyncio.Event()
+                    bringing = self._bring(done, taken, sync, queue, pace, progress)
+                    if not config.weights.overlap:
+                        await bringing
+                    else:
+                        syncing = syncs.start(f"weight sync {step}", bringing)
+                        await taken.wait()
+                if every and step % every == 0:
+                    if config.weights.overlap:
+                        await syncing  # what a checkpoint has is written down in metrics.jsonl
+                    await self._save(trainer)
+
+    async def _bring(
+        self,
+        done: _Done,
+        taken: asyncio.Event,
+        sync: WeightSync,
+        queue: TrajectoryQueue,
+        pace: _Pace,
+        progress: Progress | None,
+    ) -> None:
+        """Bring the weights of a step to the engines, let new groups in, and write the step down."""
+        step = done.result.step
+        with waiting("weight update", str(step)):
+            if self._config.weights.overlap:
+                report = await sync.hand_over(step, taken)
+            else:
+                report = await sync.sync(step)
+        queue.advance(step)
+        now, sampled = self._clock(), _value(self._metrics.sampled_tokens_total)
+        pace.waited_s += done.wait_s
+        record = _record(
+            done,
+            report,
+            counts=_counts(queue.statistics()),
+            time_s=now - pace.begin_s,
+            tokens_per_s=(sampled - pace.sampled) / max(now - pace.recorded_s, 1e-9),
+            length_ks=queue.length_ks,
+            engine_idle_share=self._pool.idle_share,
+        )
+        pace.synced_s = pace.recorded_s = now
+        pace.sampled = sampled
+        self._records.append(record)
+        append_record(self._dir / "metrics.jsonl", record)
+        if self._trackers is not None:
+            self._trackers.log(record)
+        self._show(done.batch, record, pace.waited_s / max(now - pace.begin_s, 1e-9))
+        if progress is not None:
+            progress.step(record)
 
     async def _step_of(self, trainer: Trainer, batch: TakenBatch, step: int) -> StepResult:
         """One step; the trainer bounds it itself, this is for the doctor, who knows what is usual."""
@@ -787,19 +820,43 @@ def _require_finite(result: StepResult) -> None:
             )
 
 
+class _Done(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A step that is done, whose weights are to be brought to the engines."""
+
+    batch: TakenBatch
+    result: StepResult
+    wait_s: float
+    step_s: float
+    sync_hidden_s: float
+    """Of the sync before; see `StepRecord`."""
+
+
+class _Pace(msgspec.Struct, kw_only=True):
+    """Where the steps stand in time, on the clock."""
+
+    begin_s: float
+    """Of the run."""
+    recorded_s: float
+    """When the last step was written down."""
+    sampled: float
+    """Tokens by then."""
+    waited_s: float = 0.0
+    """For batches, all in all."""
+    synced_s: float = -math.inf
+    """When the last sync ended; infinite while there is one."""
+
+
 def _record(
-    batch: TakenBatch,
-    result: StepResult,
+    done: _Done,
     report: SyncReport,
     *,
     counts: TrajectoryCounts,
     time_s: float,
-    wait_s: float,
-    step_s: float,
     tokens_per_s: float,
     length_ks: float | None,
     engine_idle_share: float,
 ) -> StepRecord:
+    batch, result = done.batch, done.result
     measured: dict[str, Any] = {name: result.metrics.get(name) for name in FIGURES}
     measured |= {name: int(result.metrics.get(name, 0)) for name in COUNTS}
     return StepRecord(
@@ -823,9 +880,11 @@ def _record(
         sampled_tokens_min=min(batch.sampled_lengths),
         sampled_tokens_max=max(batch.sampled_lengths),
         masked_tokens=batch.num_masked_tokens,
-        wait_s=wait_s,
-        step_s=step_s,
+        wait_s=done.wait_s,
+        step_s=done.step_s,
         sync_s=report.total_s,
+        handover_s=report.handover_s,
+        sync_hidden_s=done.sync_hidden_s,
         transfer_s=report.publish_s + report.transfer_s,
         standstill_s=report.standstill_s,
         in_flight=counts.in_flight,

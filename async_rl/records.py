@@ -134,7 +134,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer waited for this batch."""
     step_s: float = 0.0
     sync_s: float = 0.0
-    """From the end of the step to the last engine resumed, publishing included."""
+    """From the end of the step (with `weights.overlap`: of the copy) to the last engine resumed."""
+    handover_s: float = 0.0
+    """The trainer stood still for its weights: `sync_s`, or with `weights.overlap` until they were copied."""
+    sync_hidden_s: float = 0.0
+    """With `weights.overlap`: the part of this step in which the version before was still on its way."""
     transfer_s: float = 0.0
     """The part of `sync_s` in which weights were written, sent or loaded."""
     standstill_s: float = 0.0

@@ -73,7 +73,12 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerRank(Protocol):
-    """One process of the trainer. All methods are called on all ranks, in the same order, and block."""
+    """One process of the trainer. All methods are called on all ranks, in the same order, and block.
+
+    With `weights.overlap` those that give weights away (`publish`, `send_weights`, `share_bucket`,
+    `plan_buckets`, the groups) are called on rank 0 alone, by a second thread while the first one trains:
+    after `take_snapshot` they read nothing but the copy, and exchange nothing with other ranks.
+    """
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
         """Take the whole run config as plain values; build nothing yet."""
@@ -85,6 +90,10 @@ class TrainerRank(Protocol):
 
     def train_step(self, batch_path: str, step: int) -> StepResult:
         """Consume the `TrainBatch` frame at a path; returns on every rank, rank 0's is reported."""
+        ...
+
+    def take_snapshot(self, weight_version: int) -> None:
+        """Copy the current weights: what is published and sent from now on is this copy, until the next."""
         ...
 
     def publish(self, directory: str, weight_version: int) -> None:
@@ -148,7 +157,9 @@ class TrainerRank(Protocol):
 
 
 class Trainer(Protocol):
-    """All ranks together, asynchronously. The orchestrator makes one call at a time."""
+    """All ranks together, asynchronously. The orchestrator makes one call at a time, and with
+    `weights.overlap` one more of those that give weights away.
+    """
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """See `TrainerRank.setup`."""
@@ -156,6 +167,10 @@ class Trainer(Protocol):
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
         """See `TrainerRank.train_step`."""
+        ...
+
+    async def take_snapshot(self, weight_version: int) -> None:
+        """See `TrainerRank.take_snapshot`."""
         ...
 
     async def publish(self, directory: str, weight_version: int) -> None:

@@ -48,6 +48,7 @@ Awaited = Literal[
     "routing",
     "send weights",
     "slot",
+    "snapshot",
     "sync lock",
     "tool",
     "trainer lock",
@@ -72,7 +73,7 @@ evaluation: of a weight version, or a place in it.
 devices: that it is one's turn on devices that engines and trainer share.
 hand-over: that the trainer has moved its memory, to the host or back.
 engine: one that serves.  engine start, engine update: of a certain one.
-publish, send weights: by the trainer.  weight update: of all engines.
+publish, send weights, snapshot: by the trainer, of its weights.  weight update: of all engines.
 routing: the rows of a finished trajectory.
 sync lock, trainer lock: that nobody else updates engines, or uses the trainer.
 trackers: that they have written what they have, at the end of a run.

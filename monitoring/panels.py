@@ -378,8 +378,14 @@ ENGINES: Final = (
 WEIGHTS: Final = (
     Panel(
         "Weight update by phase, mean",
-        "How long a new version takes to reach the engines.",
-        (Query(mean("weight_sync_seconds", "phase"), "{{phase}}"),),
+        "How long a new version takes to reach the engines, and what of it a step hides (weights.overlap).",
+        (
+            Query(mean("weight_sync_seconds", "phase"), "{{phase}}"),
+            Query(
+                f"{rate('weight_sync_hidden_seconds_total')} / {rate('train_step_seconds_count')}",
+                "hidden behind a step",
+            ),
+        ),
         unit="s",
     ),
     Panel(

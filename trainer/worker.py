@@ -62,6 +62,7 @@ from trainer.penalties import kl_estimate
 from trainer.ranks import together
 from trainer.schedule import linear_warmup
 from trainer.sequences import Sequences
+from trainer.snapshot import Snapshot
 from trainer.served import check_exported, served_specs
 from trainer.sums import SUMS, Tokens, means, policy_sums
 
@@ -98,6 +99,7 @@ class TrainerWorker:
         self._rank, self._world_size, self._init_address = rank, world_size, init_address
         self._steps = self._skipped = 0
         self._model: MegatronModel | None = None
+        self._snapshot: Snapshot | None = None
         self._saver: Saver | None = None
         self._offload: Offload | None = None
         self._weights: WeightExport | None = None
@@ -469,10 +471,19 @@ class TrainerWorker:
 
     # -- weights
 
+    def take_snapshot(self, weight_version: int) -> None:
+        """Copy the current weights; see `TrainerRank.take_snapshot`."""
+        if self._snapshot is None:
+            self._snapshot = Snapshot(keeps=self._rank == 0, where=self._config.weights.snapshot)
+        self._snapshot.take(self.model.bridge.export_hf(self.model.chunks))
+
     def publish(self, directory: str, weight_version: int) -> None:
-        """Write the current weights as a Hugging Face folder, atomically."""
+        """Write the weights as a Hugging Face folder, atomically."""
         self.weights.specs()
-        self.model.bridge.save_hf(self.model.chunks, directory)
+        if self._snapshot is None:
+            self.model.bridge.save_hf(self.model.chunks, directory)
+        else:
+            self.model.bridge.write_hf(self._snapshot.tensors(), directory)
 
     def open_weight_group(self, invite: GroupInvite) -> None:
         """Rank 0 joins a weight-update group; the others return at once."""
@@ -499,6 +510,8 @@ class TrainerWorker:
         check_exported(specs, served_specs(Path(model.path)), self.model.bridge.hf_config, model.dtype)
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._snapshot is not None:
+            return self._snapshot.tensors()
         return self.model.bridge.export_hf(self.model.chunks)
 
     # -- devices that engines share

@@ -237,6 +237,21 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     rolling: Annotated[
         bool, Meta(description="Update one engine after the other, so that the rest go on generating.")
     ] = False
+    overlap: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Copy the trainer's weights after a step and send them while the next step runs: the trainer "
+                "stands still for the copy only, and rank 0 holds all weights once more."
+            )
+        ),
+    ] = False
+    snapshot: Annotated[
+        Literal["host", "device"],
+        Meta(
+            description="Where that copy lies: in rank 0's host memory (pinned beside a GPU) or on its GPU."
+        ),
+    ] = "host"
     bucket_bytes: Annotated[int, Meta(ge=1 << 16, description="Size of a bucket, bytes.")] = 256 << 20
     keep_versions: Annotated[int, Meta(ge=1, description="Published versions kept on disk.")] = 2
     timeout_s: Annotated[float, Meta(gt=0, description="Longest update of one engine, seconds.")] = 300.0

@@ -74,5 +74,5 @@ def _percent(share: Figure) -> str:
 
 def trainer_idle(record: StepRecord) -> Figure:
     """Share of a step in which the trainer waited for its batch."""
-    seconds = record.wait_s + record.step_s + record.sync_s
+    seconds = record.wait_s + record.step_s + record.handover_s
     return record.wait_s / seconds if seconds > 0 else None

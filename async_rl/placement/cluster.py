@@ -26,7 +26,7 @@ from async_rl.errors import EngineError, EnvironmentNotReady, TrainerError
 from async_rl.placement.actors import EngineActor, Home, RankActor
 from async_rl.placement.ending import EXIT_LIMIT_S, end
 from async_rl.placement.places import Places
-from async_rl.placement.ray_trainer import RayTrainer, cause_of, last_line, made
+from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_line, made
 from async_rl.placement.rollout_workers import rollout_worker
 from async_rl.processes import Process
 from async_rl.rollout.remote.messages import Link
@@ -147,7 +147,8 @@ class RayCluster(orchestrator.Cluster):
     async def _start_ranks(self) -> Trainer:
         config, ranks = self._config, self._config.trainer.num_ranks
         await self._rank_places.ready(config.placement.wait_s)
-        actor_class = ray.remote(RankActor)
+        threads = {WEIGHTS: 1} if config.weights.overlap else {}
+        actor_class = ray.remote(concurrency_groups=threads)(RankActor)  # type: ignore[call-overload]
         log_paths = [self._logs / f"trainer-{rank}.log" for rank in range(ranks)]
         actors = self._rank_actors = [
             actor_class.options(**self._rank_places.options(rank)).remote(config.placement.cpus_per_rank)

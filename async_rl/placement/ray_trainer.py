@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -14,6 +14,9 @@ from async_rl.engines.protocol import GroupInvite, TensorSpec
 from async_rl.errors import AsyncRLError, EnvironmentNotReady, TrainerError
 from async_rl.supervision import Nursery
 from async_rl.training import Saved, StepResult, Trainer, TrainerState
+
+WEIGHTS: Final = "weights"
+"""The concurrency group of a rank's actor (a thread of its own) that gives weights away."""
 
 
 class RayTrainer(Trainer):
@@ -48,21 +51,25 @@ class RayTrainer(Trainer):
         )
         return result
 
+    async def take_snapshot(self, weight_version: int) -> None:
+        """See `TrainerRank.take_snapshot`."""
+        await self._all(self._config.weights.timeout_s, "take_snapshot", weight_version)
+
     async def publish(self, directory: str, weight_version: int) -> None:
         """See `TrainerRank.publish`."""
-        await self._all(self._config.weights.timeout_s, "publish", directory, weight_version)
+        await self._beside(self._config.weights.timeout_s, "publish", directory, weight_version)
 
     async def open_weight_group(self, invite: GroupInvite) -> None:
         """See `TrainerRank.open_weight_group`."""
-        await self._all(self._config.weights.timeout_s, "open_weight_group", invite)
+        await self._beside(self._config.weights.timeout_s, "open_weight_group", invite)
 
     async def close_weight_group(self, group_name: str) -> None:
         """See `TrainerRank.close_weight_group`."""
-        await self._all(self._config.weights.timeout_s, "close_weight_group", group_name)
+        await self._beside(self._config.weights.timeout_s, "close_weight_group", group_name)
 
     async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
         """See `TrainerRank.plan_buckets`."""
-        plan: tuple[tuple[TensorSpec, ...], ...] = await self._all(
+        plan: tuple[tuple[TensorSpec, ...], ...] = await self._beside(
             self._config.weights.timeout_s, "plan_buckets", bucket_bytes
         )
         return plan
@@ -70,11 +77,11 @@ class RayTrainer(Trainer):
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """See `TrainerRank.send_weights`."""
         # The ranks bound each broadcast themselves and leave dead engines out; this is for a dead trainer.
-        await self._all(2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes)
+        await self._beside(2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes)
 
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """See `TrainerRank.share_bucket`."""
-        payloads: list[bytes] = await self._all(
+        payloads: list[bytes] = await self._beside(
             self._config.weights.timeout_s, "share_bucket", number, bucket_bytes, copies
         )
         return payloads
@@ -96,6 +103,13 @@ class RayTrainer(Trainer):
         return await self._gather(
             limit_s, method, [actor.call.remote(method, *arguments) for actor in self._actors]
         )
+
+    async def _beside(self, limit_s: float, method: str, *arguments: Any) -> Any:
+        """`_all`; with `weights.overlap` by rank 0 alone, which has the copy, beside a step."""
+        if not self._config.weights.overlap:
+            return await self._all(limit_s, method, *arguments)
+        call = self._actors[0].call.options(concurrency_group=WEIGHTS)
+        return await self._gather(limit_s, method, [call.remote(method, *arguments)])
 
     async def _gather(self, limit_s: float, method: str, references: list[Any]) -> Any:
         """Wait for all ranks; rank 0's answer. The first rank that fails fails the call."""

@@ -234,7 +234,9 @@ class FaultyEngine(SimulatedEngine):
             self._witness.met(fault)
         if isinstance(update, DistributedUpdate):
             self._check_alive()
-            await self._broadcasts.receive(update.group_name)
+            sent = await self._broadcasts.receive(update.group_name)
+            if sent != update.weight_version:
+                self._witness.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
             self._check_alive(deaths)
         elif isinstance(update, TensorUpdate):
             await self._load_buckets(update, deaths)

@@ -107,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     trainer_waits: float
     """The part of it in which it waited for a batch."""
     trainer_syncs: float
-    """The part of it in which weights were published and engines updated."""
+    """The part of it in which it stood still for its weights: copied, or published and brought to engines."""
     engines_empty: float
     """Share of the engines' capacity lost to slots without a call."""
     engines_prefill: float
@@ -193,7 +193,12 @@ class _Job:
         self.config = self._simulated(config)
         self.tasks = EndlessTasks(workload, scale, simulation.seed, config.rollout.group_size)
         self.fluid = fluid_rate(self.engines, self.slots, workload)
-        self.trainer = _Trainer(self.train_s, workload.publish_s, simulation.warmup)
+        self.trainer = _Trainer(
+            self.train_s,
+            publish_s=workload.publish_s,
+            snapshot_s=workload.snapshot_s,
+            warmup=simulation.warmup,
+        )
         self.observer = _Observer(simulation.warmup, self._usage)
         self.cluster: _Cluster | None = None
 
@@ -305,7 +310,7 @@ class _Job:
             relative=rate / self.fluid,
             trainer_idle=1 - sum(record.step_s for record in records) / seconds,
             trainer_waits=sum(record.wait_s for record in records) / seconds,
-            trainer_syncs=sum(record.sync_s for record in records) / seconds,
+            trainer_syncs=sum(record.handover_s for record in records) / seconds,
             engines_empty=used.empty_s / engine_s,
             engines_prefill=used.prefill_s / engine_s,
             engines_still=used.standstill_s / engine_s,
@@ -331,9 +336,12 @@ class _Job:
 class _Trainer:
     """Takes the time of a step and looks at what it is given. See `training.Trainer`."""
 
-    def __init__(self, train_s: Callable[[int, int], float], publish_s: float, warmup: int) -> None:
+    def __init__(
+        self, train_s: Callable[[int, int], float], *, publish_s: float, snapshot_s: float, warmup: int
+    ) -> None:
         self._train_s = train_s
         self._publish_s = publish_s
+        self._snapshot_s = snapshot_s
         self._warmup = warmup
         self.staleness: list[Int32Array] = []
         """Of each trajectory, by its oldest token that is trained on, after the warm-up."""
@@ -360,6 +368,9 @@ class _Trainer:
         figures = dict.fromkeys(FIGURES, 0.0)
         known = {"tokens": num_tokens, "trained_tokens": num_sampled, "step_s": seconds}
         return StepResult(step=step, metrics=figures | known)
+
+    async def take_snapshot(self, weight_version: int) -> None:
+        await asyncio.sleep(self._snapshot_s)
 
     async def publish(self, directory: str, weight_version: int) -> None:
         await asyncio.sleep(self._publish_s)

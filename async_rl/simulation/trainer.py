@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ class Broadcasts:
         self._joined: dict[str, dict[str, asyncio.Event]] = {}
         self._receiving: dict[str, asyncio.Event] = {}
         self._sent: dict[str, asyncio.Event] = {}
+        self._content: dict[str, int] = {}
 
     async def join(self, group_name: str, side: str, other: str) -> None:
         """Wait until both ends have joined.
@@ -45,22 +47,24 @@ class Broadcasts:
         except TimeoutError as error:
             raise WeightSyncError(f"the {other} did not join {group_name} in {_JOIN_S} s") from error
 
-    async def receive(self, group_name: str) -> None:
-        """An engine listens, as long as it takes."""
+    async def receive(self, group_name: str) -> int:
+        """An engine listens, as long as it takes; the version that was sent."""
         self._sent[group_name] = asyncio.Event()
         self._event(group_name).set()
         try:
             await self._sent[group_name].wait()
         finally:
             self._event(group_name).clear()
+        return self._content[group_name]
 
-    async def send(self, group_name: str) -> bool:
+    async def send(self, group_name: str, version: int) -> bool:
         """Wait until the engine listens, and send; False when it does not in time."""
         try:
             async with asyncio.timeout(_JOIN_S):
                 await self._event(group_name).wait()
         except TimeoutError:
             return False
+        self._content[group_name] = version
         self._sent[group_name].set()
         return True
 
@@ -106,6 +110,9 @@ class SimulatedTrainer:
         self._look = look
         self._step = 0
         self._writing: _Writing | None = None
+        self._snapshot: int | None = None
+        """The version of the copy."""
+        self._readers = 0
         self.faults: list[TrainerFault] = []
         """To come, in order."""
 
@@ -119,6 +126,7 @@ class SimulatedTrainer:
         path = Path(checkpoint_dir or "") / "latest.json"
         self._step = msgspec.json.decode(path.read_bytes())["step"] if path.exists() else 0
         self._writing = None
+        self._snapshot, self._readers = None, 0
         self._witness.restored(self._step)
         return TrainerState(step=self._step)
 
@@ -148,14 +156,36 @@ class SimulatedTrainer:
         }
         return StepResult(step=step, metrics=figures)
 
+    async def take_snapshot(self, weight_version: int) -> None:
+        """See `TrainerRank.take_snapshot`."""
+        if self._readers:
+            self._witness.fail(f"the copy of version {self._snapshot} is overwritten while it is read")
+        if self._step % 2 and self._fault("publish_fails"):
+            raise TrainerError("the simulated trainer could not copy its weights")
+        await asyncio.sleep(self._speeds.update_s / 4)
+        if weight_version != self._step:
+            self._witness.fail(f"version {weight_version} is copied from a trainer at step {self._step}")
+        self._snapshot = weight_version
+
+    @asynccontextmanager
+    async def _giving_away(self) -> AsyncIterator[Callable[[], int]]:
+        """Weights are read; which version they are, at any moment in between."""
+        self._readers += 1
+        try:
+            yield lambda: self._step if self._snapshot is None else self._snapshot
+        finally:
+            self._readers -= 1
+
     async def publish(self, directory: str, weight_version: int) -> None:
         """See `TrainerRank.publish`."""
-        if self._fault("publish_fails"):
-            raise TrainerError("the simulated trainer could not publish")
-        await asyncio.sleep(self._speeds.update_s)
-        if weight_version != self._step:
-            self._witness.fail(f"version {weight_version} is published from a trainer at step {self._step}")
-        _write(Path(directory) / "weights", str(weight_version).encode())
+        fault = self._fault("publish_fails")
+        async with self._giving_away() as version:
+            await asyncio.sleep(self._speeds.update_s)
+            if fault is not None:
+                raise TrainerError("the simulated trainer could not publish")
+            if weight_version != version():
+                self._witness.fail(f"version {weight_version} is published from weights of {version()}")
+            _write(Path(directory) / "weights", str(weight_version).encode())
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """See `TrainerRank.save_checkpoint`."""
@@ -202,15 +232,22 @@ class SimulatedTrainer:
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """See `TrainerRank.send_weights`: one group's failure is not another's."""
-        await asyncio.sleep(self._speeds.update_s)
-        reached = [await self._broadcasts.send(name) for name in group_names]
+        fault = None if self._snapshot is None else self._fault("publish_fails")
+        async with self._giving_away() as version:
+            await asyncio.sleep(self._speeds.update_s)
+            if fault is not None:
+                raise TrainerError("the simulated trainer died while it sent weights")
+            reached = [await self._broadcasts.send(name, version()) for name in group_names]
         if group_names and not any(reached):
             raise WeightSyncError(f"every weight-update group failed: {', '.join(group_names)}")
 
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """See `TrainerRank.share_bucket`: what is shared says which version it is of."""
-        await asyncio.sleep(self._speeds.update_s / 3)
-        return [str(self._step).encode()] * copies
+        if self._snapshot is not None and number and self._fault("publish_fails"):
+            raise TrainerError("the simulated trainer died while it sent weights")
+        async with self._giving_away() as version:
+            await asyncio.sleep(self._speeds.update_s / 3)
+            return [str(version()).encode()] * copies
 
     async def close(self) -> None:
         """See `TrainerRank.close`."""

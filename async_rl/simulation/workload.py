@@ -54,6 +54,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """An engine's standstill in a weight update."""
     publish_s: float = 0.0
     """The trainer writes weights while engines go on."""
+    snapshot_s: float = 0.0
+    """With `weights.overlap`: the trainer stands still to copy its weights."""
     train_tokens_per_s: float | None = None
     """Prompts and answers; None takes 0.9 of a batch's fluid generation time for a step."""
     train_base_s: float = 0.0
@@ -75,6 +77,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             "decode_base_s",
             "decode_per_call_s",
             "sync_s",
+            "snapshot_s",
             "routing_row_bytes",
         ):
             if getattr(self, name) < 0:

@@ -14,6 +14,9 @@ An engine that fails any of this, hangs in it, or is left in the middle because 
 quarantined with its old version. The others go on, and the job does without any: `repair` brings them back.
 An engine that (re)joins loads the current version from files beside all this, holding nobody up, and serves
 only if that is still the current one.
+
+With `weights.overlap` the trainer copies its weights after each step, and everything above is done from the
+copy while it trains on. There is one copy: the next step's has to wait until it has been sent.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from async_rl.config import WeightsConfig
 from async_rl.engines.lease import Standing
@@ -64,6 +68,8 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     standstill_s: float
     """From the last moment an engine could take a call to the next, less the transfer."""
     total_s: float
+    handover_s: float
+    """The trainer could not go on: `total_s`, or with `weights.overlap` until its weights were copied."""
 
 
 class _EngineTimes(msgspec.Struct, frozen=True):
@@ -121,8 +127,9 @@ class WeightSync:
         self._generation = generation
         self._lock = NamedLock("sync lock")
         self.trainer_busy = NamedLock("trainer lock")
-        """Held from the start of a trainer step to the end of its sync: in between, the trainer's weights are
-        ahead of the version the engines know, and nobody else may publish or send them.
+        """Held while what the trainer publishes and sends is ahead of the version that engines know, so that
+        nobody else may: from the start of a step to the end of its sync, or with `weights.overlap` from the
+        copying of the weights on.
         """
         self._published: dict[int, Path] = {}
         self._readers = Counter[int]()
@@ -148,6 +155,8 @@ class WeightSync:
             self._version = version
             for left in sorted(self._directory.glob("version_*")):  # by an earlier life of the run
                 await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
+            if self._config.overlap:
+                await self._take_snapshot(version)
             if initial_path is not None:
                 self._published[version] = initial_path
             else:
@@ -156,6 +165,32 @@ class WeightSync:
                 self._buckets = await self._trainer.plan_buckets(self._config.bucket_bytes)
             await self._catch_up_all()
         self._started.set()
+
+    def training(self) -> AbstractAsyncContextManager[object]:
+        """Around a trainer step and what brings its weights on their way: nobody else uses the trainer's
+        weights meanwhile, unless there is a copy of them for that.
+        """
+        return nullcontext() if self._config.overlap else self.trainer_busy
+
+    async def hand_over(self, version: int, taken: asyncio.Event) -> SyncReport:
+        """`sync` from a copy of the trainer's weights, once the copy before it is no longer needed.
+
+        Args:
+            version: The trainer's.
+            taken: Set when the trainer may change its weights again.
+        """
+        asked = self._clock()
+        async with self.trainer_busy:
+            begin = self._clock()
+            await self._take_snapshot(version)
+            copied = self._clock()
+            self._metrics.weight_sync_seconds.labels("snapshot").observe(copied - begin)
+            taken.set()
+            return replace(await self.sync(version), handover_s=copied - asked)
+
+    async def _take_snapshot(self, version: int) -> None:
+        with waiting("snapshot", f"version {version}"):
+            await self._trainer.take_snapshot(version)
 
     async def sync(self, version: int) -> SyncReport:
         """Bring all serving engines to a new version. Those that fail are quarantined, be it all of them."""
@@ -196,6 +231,7 @@ class WeightSync:
             transfer_s=transfer_s,
             standstill_s=standstill_s,
             total_s=total_s,
+            handover_s=total_s,
         )
 
     async def catch_up(self, engine_id: str) -> None:

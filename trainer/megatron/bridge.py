@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +159,13 @@ class HFBridge:
         with together(doing=f"cannot write {final}"):
             try:
                 if dist.get_rank() == 0:
-                    self._write(tensors, final)
+                    self.write_hf(tensors, final)
             finally:
                 collections.deque(tensors, maxlen=0)  # gathering is collective: all ranks go through all
 
-    def _write(self, tensors: Iterator[tuple[str, torch.Tensor]], final: Path) -> None:
+    def write_hf(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: str | Path) -> None:
+        """Write tensors that have their Hugging Face names already, as `save_hf` does; on one rank."""
+        final = Path(directory)
         scratch = final.with_name(f".{final.name}.{os.getpid()}.tmp")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)

@@ -1,0 +1,143 @@
+"""Weights on their way while the next step runs, in virtual time, under faults and cancellations."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from async_rl.errors import TrainerError
+from async_rl.records import StepRecord, read_records
+from async_rl.simulation.scenario import FaultKind, Injection, Scenario
+from async_rl.simulation.simulate import Outcome, simulate
+from async_rl.simulation.sweep import sweep
+from async_rl.simulation.trainer import SimulatedTrainer
+from async_rl.weights.sync import SyncReport, WeightSync
+from tests.support.small_run import small_run
+
+SLOW_SEND = {"train_s": 0.3, "update_s": 0.4}
+"""The next step is over before its weights are published and loaded: it waits with its own."""
+
+SLOW_STEP = {"train_s": 2.0, "update_s": 0.1}
+
+
+def overlapping(speeds: dict[str, float], *faults: FaultKind, transport: str = "disk") -> Scenario:
+    """A small run without checkpoints in between; faults come one after the other."""
+    scenario = small_run(0)
+    weights = replace(scenario.config.weights, overlap=True, transport=transport)
+    return replace(
+        scenario,
+        config=replace(
+            scenario.config, weights=weights, trainer=replace(scenario.config.trainer, checkpoint_every=0)
+        ),
+        speeds=replace(scenario.speeds, **speeds),
+        injections=tuple(
+            Injection(step=200 + 150 * i, kind=kind, engine=i, amount=0.5) for i, kind in enumerate(faults)
+        ),
+    )
+
+
+def run(scenario: Scenario, folder: Path) -> tuple[Outcome, list[StepRecord]]:
+    outcome = simulate(scenario.seed, folder, scenario=scenario)
+    return outcome, read_records(folder / "life-0" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("transport", ["disk", "distributed"])
+def test_a_step_does_not_wait_for_the_sending_of_the_one_before(tmp_path: Path, transport: str) -> None:
+    outcome, records = run(overlapping(SLOW_STEP, transport=transport), tmp_path)
+    assert outcome.violations == ()
+    assert [record.weight_version for record in records] == [1, 2, 3, 4, 5]
+    for record in records:
+        assert record.handover_s == pytest.approx(0.1 / 4)  # the copy, and nothing else
+        assert record.sync_s > record.handover_s
+    # No batch was there to begin the next step with in the one or other place; where it was, all was hidden.
+    assert sum(record.sync_hidden_s for record in records) > 0
+    assert all(record.sync_hidden_s <= before.sync_s for before, record in pairwise(records))
+
+
+def test_one_copy_is_on_its_way_at_a_time_when_sending_takes_longer_than_a_step(tmp_path: Path) -> None:
+    outcome, records = run(overlapping(SLOW_SEND), tmp_path)
+    assert outcome.violations == ()  # the witness looks whether a copy is overwritten while it is read
+    assert max(record.handover_s for record in records) > 0.4 / 4  # it waited for the one before
+
+
+@pytest.mark.parametrize("transport", ["disk", "distributed"])
+@pytest.mark.parametrize(("dying", "speeds"), [("train_step", SLOW_SEND), ("giving", SLOW_STEP)])
+def test_nothing_is_lost_when_the_trainer_dies_while_weights_are_on_their_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: str, speeds: dict[str, float], transport: str
+) -> None:
+    """In a step or in the sending, whichever ends while the other is still going on."""
+    giving = "publish" if transport == "disk" else "send_weights"
+    busy: list[str] = []
+    deaths = [TrainerError("trainer rank 0 died"), TrainerError("and once more")]
+
+    def watch(method: str, *, dies: bool) -> None:
+        original = getattr(SimulatedTrainer, method)
+
+        async def watched(self: SimulatedTrainer, *arguments: Any) -> Any:
+            busy.append(method)
+            try:
+                answer = await original(self, *arguments)
+                if dies and len(busy) == 2 and deaths:
+                    raise deaths.pop()
+                return answer
+            finally:
+                busy.remove(method)
+
+        monkeypatch.setattr(SimulatedTrainer, method, watched)
+
+    watch("train_step", dies=dying == "train_step")
+    watch(giving, dies=dying == "giving")
+    outcome, records = run(overlapping(speeds, transport=transport), tmp_path)
+    assert outcome.violations == ()
+    assert not deaths
+    assert outcome.lives == ("finished",)  # the trainer came back in the same life
+    assert [record.step for record in records] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("fault", ["die", "publish_fails", "partial_update"])
+def test_nothing_is_lost_when_engines_or_their_weights_fail_beside_a_step(
+    tmp_path: Path, fault: FaultKind
+) -> None:
+    outcome, records = run(overlapping(SLOW_SEND, *[fault] * 4), tmp_path)
+    assert outcome.violations == ()
+    assert outcome.faults == {fault: 4}
+    assert [record.step for record in records] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("place", ["Orchestrator._train", "WeightSync.hand_over", "Orchestrator._bring"])
+def test_nothing_is_lost_when_a_run_is_cancelled_while_weights_are_on_their_way(
+    tmp_path: Path, place: str
+) -> None:
+    swept = sweep(overlapping(SLOW_SEND, "step_fails"), tmp_path, within=place)
+    assert swept.violations == []
+    assert len(swept.runs) > 1
+    assert all(run.lives[0] == "cancelled" and run.lives[-1] == "finished" for run in swept.runs[1:])
+
+
+def test_the_witness_sees_it_when_a_copy_is_made_too_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hand_over(self: WeightSync, version: int, taken: asyncio.Event) -> SyncReport:
+        await self._take_snapshot(version)
+        taken.set()
+        return await self.sync(version)
+
+    monkeypatch.setattr(WeightSync, "hand_over", hand_over)
+    outcome, _ = run(overlapping(SLOW_SEND), tmp_path)
+    assert "is overwritten while it is read" in outcome.violations[0]
+
+
+def test_the_witness_sees_it_when_engines_are_sent_what_the_trainer_has_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(self: Any, weight_version: int) -> None:
+        return None
+
+    monkeypatch.setattr("async_rl.simulation.trainer.SimulatedTrainer.take_snapshot", nothing)
+    outcome, _ = run(overlapping(SLOW_SEND, transport="distributed"), tmp_path)
+    assert outcome.violations
