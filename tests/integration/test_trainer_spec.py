@@ -1,0 +1,149 @@
+"""Which layers are built where, and in which types they are trained.
+
+TransformerEngine is not here. What can be seen without it is which spec is asked for and with which fields,
+and that the names of its parameters lead to those of Hugging Face.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from async_rl.config import LayoutConfig
+from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
+from tests.support.train_batches import random_batch
+from tests.support.trainers import gradients, started, trainer_config
+from trainer.megatron import architectures, cpu, layout
+from trainer.megatron.bridge import _te_name
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    """Two layers, the first dense."""
+    return build_tiny_qwen3_moe(
+        tmp_path_factory.mktemp("models") / "moe", num_layers=2, dense_layers=(0,), num_experts=2
+    )
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory):
+    """Likewise."""
+    path = tmp_path_factory.mktemp("models") / "deepseek"
+    return build_tiny_deepseek_v3(path, num_layers=2, num_experts=2, top_k=2, num_groups=1, top_groups=1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "installed", "taken"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_transformer_engine_is_taken_when_there_is_a_gpu_to_run_it(monkeypatch, gpu, installed, taken):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert cpu.has_transformer_engine() == taken
+
+
+def test_its_spec_and_kernels_are_asked_for_when_transformer_engine_is_taken(moe, monkeypatch):
+    asked = []
+
+    def remember(config, **fields):
+        asked.append(fields["use_transformer_engine"])
+        return "untouched"
+
+    kernels = {"moe_grouped_gemm": True, "moe_permute_fusion": True, "apply_rope_fusion": True}
+    with started(trainer_config(moe)) as worker:
+        bridge = worker.model.bridge._bridge
+        assert kernels.keys().isdisjoint(layout.transformer_config(LayoutConfig(), "none", True))
+        assert not bridge.config.moe_grouped_gemm
+        monkeypatch.setattr(architectures, "get_gpt_decoder_block_spec", remember)
+        for module in (architectures, layout):
+            monkeypatch.setattr(module, "has_transformer_engine", lambda: True)
+        assert kernels.items() <= layout.transformer_config(LayoutConfig(), "none", True).items()
+        assert bridge._get_transformer_layer_spec() == "untouched"  # attention stays TransformerEngine's
+    assert asked == [True]
+
+
+ATTENTION = (
+    *(
+        f"self_attention.{name}.weight"
+        for name in ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm")
+    ),
+    "self_attention.linear_qkv.layer_norm_weight",
+)
+LATENT_ATTENTION = (
+    "input_layernorm.weight",
+    *(f"self_attention.linear_{name}_proj.weight" for name in ("q_down", "q_up", "kv_down", "kv_up")),
+    *(f"self_attention.linear_{name}_up_proj.layer_norm_weight" for name in ("q", "kv")),
+    "self_attention.linear_proj.weight",
+)
+DENSE = ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+EXPERTS = (
+    "pre_mlp_layernorm.weight",
+    "mlp.router.weight",
+    *(f"mlp.experts.linear_fc{layer}.weight{expert}" for layer in (1, 2) for expert in (0, 1)),
+)
+SHARED_EXPERT = (
+    "mlp.router.expert_bias",
+    *(f"mlp.shared_experts.linear_fc{layer}.weight" for layer in (1, 2)),
+)
+"""Parameters of layers of the TransformerEngine spec: norms are parts of the projections behind them, experts
+of one grouped layer. Source: megatron/core/models/gpt/gpt_layer_specs.py, moe_module_specs.py."""
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "experts"),
+    [("moe", ATTENTION, EXPERTS), ("deepseek", LATENT_ATTENTION, EXPERTS + SHARED_EXPERT)],
+)
+def test_every_weight_has_its_name_when_the_spec_is_transformer_engines(request, model, attention, experts):
+    path = request.getfixturevalue(model)
+    names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
+    names += [f"decoder.layers.0.{name}" for name in attention + DENSE]
+    names += [f"decoder.layers.1.{name}" for name in attention + experts]
+    assert [_te_name(name, {"1"}, attention is LATENT_ATTENTION) for name in names] == names
+    with started(trainer_config(path)) as worker:
+        bridge = worker.model.bridge._bridge
+        found = [hf for name in names for hf in bridge._weight_name_mapping_mcore_to_hf(name)]
+    assert sorted(found) == sorted(load_file(path / "model.safetensors"))
+
+
+def parameters(worker) -> dict[str, torch.Tensor]:
+    """What the optimizer steps, by the parameter's name."""
+    return {
+        name.replace("module.", ""): getattr(p, "main_param", p).detach().clone()
+        for chunk in worker.model.chunks
+        for name, p in chunk.named_parameters()
+    }
+
+
+def test_bfloat16_is_trained_through_float32_when_steps_are_too_small_for_it(tmp_path):
+    """Six steps of 1e-5: a weight of 0.1 has its neighbour 5e-4 away in bfloat16, and would never move."""
+    path = build_tiny_qwen3_moe(tmp_path / "moe", num_layers=2)
+    exact = {
+        name: tensor.bfloat16().float() for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    save_file(exact, path / "model.safetensors", metadata={"format": "pt"})
+    batch = random_batch(layers=2)  # routing is replayed: experts are the same in both
+    norms, start, end = {}, {}, {}
+    for dtype in ("float32", "bfloat16"):
+        config = trainer_config(path, dtype=dtype, optimizer={"lr": 1e-5}, micro_batch_tokens=30)
+        with started(config) as worker:
+            start[dtype] = parameters(worker)
+            norms[dtype] = worker.train_on(batch, 1).metrics["grad_norm"]
+            assert {gradient.dtype for gradient in gradients(worker).values()} == {torch.float32}
+            for step in range(2, 7):
+                worker.train_on(batch, step)
+            end[dtype] = parameters(worker)
+            if dtype == "bfloat16":
+                published = dict(worker._export())
+                assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+                for name, p in worker.model.chunks[0].named_parameters():
+                    assert torch.equal(p, end[dtype][name.replace("module.", "")].bfloat16())
+    assert norms["bfloat16"] == pytest.approx(norms["float32"], rel=0.02)
+    away, moved = 0.0, 0.0
+    for name, expected in end["float32"].items():
+        assert end["bfloat16"][name].dtype == torch.float32
+        torch.testing.assert_close(start["bfloat16"][name], start["float32"][name], atol=0, rtol=0)
+        away += float((end["bfloat16"][name] - expected).abs().sum())
+        moved += float((expected - start["float32"][name]).abs().sum())
+    assert away < 0.1 * moved
