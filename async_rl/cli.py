@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from async_rl import __version__
 from async_rl.commands.command import Command
 from async_rl.commands.doctor import DOCTOR
+from async_rl.commands.evaluate import EVALUATE
 from async_rl.commands.export import EXPORT
 from async_rl.commands.inspect import INSPECT
 from async_rl.commands.new_loop import NEW_LOOP
@@ -26,7 +27,20 @@ from async_rl.commands.schema import SCHEMA
 from async_rl.commands.sft import SFT
 from async_rl.errors import AsyncRLError
 
-COMMANDS: tuple[Command, ...] = (NEW_LOOP, SFT, TRAIN, CHECK, PLAN, ROLLOUT, INSPECT, REPORT, EXPORT, DOCTOR, SCHEMA)
+COMMANDS: tuple[Command, ...] = (
+    NEW_LOOP,
+    SFT,
+    TRAIN,
+    CHECK,
+    PLAN,
+    ROLLOUT,
+    EVALUATE,
+    INSPECT,
+    REPORT,
+    EXPORT,
+    DOCTOR,
+    SCHEMA,
+)
 """In the order of `async-rl --help`: a day's work, from first to last."""
 
 

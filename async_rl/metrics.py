@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from async_rl.evaluation.records import EVERYTHING, EvaluationRecord
 from async_rl.instruments import Instruments, counter, gauge, histogram
 from async_rl.records import StepRecord
 
@@ -75,6 +76,52 @@ class PolicyMetrics(Instruments):
         "Learning rate of the last step.",
         source=_STEP,
         bad="Not what the config says after `trainer.optimizer.warmup_steps` steps.",
+    )
+
+
+class EvaluationMetrics(Instruments):
+    """Validation sets, as of the last evaluation."""
+
+    evaluation_reward = gauge(
+        "Mean reward over the tasks of a validation set.",
+        "set",
+        source="orchestrator, after each evaluation",
+        bad="Falls while the training reward rises: the policy fits its training tasks, or games their "
+        "reward.",
+    )
+    evaluation_pass_share = gauge(
+        "Estimated pass@k of a validation set.",
+        "set",
+        "k",
+        unit="share",
+        source="orchestrator, after each evaluation",
+        bad="pass@1 rises and pass@k of a large k falls: the policy narrows. Raise the entropy bonus, or the "
+        "KL penalty.",
+    )
+    evaluation_weight_version = gauge(
+        "Weight version of the last evaluation that came to its end.",
+        source="orchestrator, after each evaluation",
+        bad="Stays behind `trainer_weight_version` by more than `evaluation.every`: they fail, or take too "
+        "long.",
+    )
+    evaluation_seconds = histogram(
+        "Duration of an evaluation, from its first question on.",
+        buckets=(*SECONDS, 1000, 2500, 5000),
+        unit="seconds",
+        source="orchestrator, after each evaluation",
+        bad="Longer than `evaluation.every` versions take: fewer answers, or more `evaluation.engines`.",
+    )
+    evaluations_total = counter(
+        "Evaluations by result (done, missing).",
+        "result",
+        source="orchestrator, after each evaluation",
+        bad="`missing` rises: the log says why, as `evaluations.jsonl` does.",
+    )
+    evaluation_answers_total = counter(
+        "Answers of evaluations by result (scored, or why one was dropped).",
+        "result",
+        source="orchestrator, after each evaluation",
+        bad="`mixed_version` above 0: somebody else loads weights into the engines.",
     )
 
 
@@ -665,6 +712,7 @@ class HealthMetrics(Instruments):
 
 class Metrics(
     PolicyMetrics,
+    EvaluationMetrics,
     AgreementMetrics,
     FlowMetrics,
     PartialMetrics,
@@ -685,6 +733,24 @@ class Metrics(
         self.checkpoint_step.set(step)
         self.checkpoint_standstill_seconds.set(standstill_s)
         self.checkpoint_write_seconds.set(write_s)
+
+    def observe_evaluation(self, record: EvaluationRecord) -> None:
+        """Take over what the record of an evaluation says."""
+        self.evaluations_total.labels(record.status).inc()
+        for reason, count in record.dropped.items():
+            self.evaluation_answers_total.labels(reason).inc(count)
+        if record.status == "missing":
+            return
+        self.evaluation_weight_version.set(record.weight_version)
+        self.evaluation_seconds.observe(record.duration_s)
+        for name, score in record.scores.items():
+            if name == EVERYTHING:
+                self.evaluation_answers_total.labels("scored").inc(score.answers)
+            if score.reward.value is not None:
+                self.evaluation_reward.labels(name).set(score.reward.value)
+            for k, estimate in score.pass_at.items():
+                if estimate.value is not None:
+                    self.evaluation_pass_share.labels(name, k).set(estimate.value)
 
     def observe_step(self, record: StepRecord) -> None:
         """Take over what a step's record says of policy, routing, tokens and times.

@@ -180,7 +180,9 @@ async def run(
     chat = load_chat_format(config.model.path)
     metrics = Metrics()
     orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock)
-    page = Feed(config, orchestrator.now, lambda: orchestrator.records)
+    page = Feed(
+        config, orchestrator.now, lambda: orchestrator.records, lambda: orchestrator.evaluations
+    )
     host = config.metrics.host
     async with (
         watched(orchestrator.named_waits, metrics, config.doctor),
@@ -576,6 +578,9 @@ class Orchestrator:
         """An evaluation has ended: show it."""
         record = msgspec.structs.replace(record, time_s=self._clock() - (self._begin_s or self._clock()))
         self.evaluations.append(record)
+        self._metrics.observe_evaluation(record)
+        if self._trackers is not None:
+            self._trackers.log_evaluation(record)
         return record
 
     # -- the trainer's loop ----------------------------------------------------------------------------

@@ -25,6 +25,8 @@ from markupsafe import Markup
 from async_rl import __version__, yaml12
 from async_rl.config import changed_fields, load_config
 from async_rl.errors import ConfigError
+from async_rl.evaluation.records import FILE as EVALUATIONS
+from async_rl.evaluation.records import EvaluationRecord, read_evaluations
 from async_rl.page import STATIC
 from async_rl.page.charts import RECENT, sections
 from async_rl.page.drawing import compact
@@ -79,6 +81,7 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
     changed: Mapping[str, Any]
     """Settings that differ from the defaults."""
     records: Sequence[StepRecord]
+    evaluations: Sequence[EvaluationRecord]
     summary: _Ended | None
     """Of the newest life that came to its end."""
     events: Sequence[Event]
@@ -127,6 +130,7 @@ def read_run(run_dir: Path) -> RunFiles:
     try:
         tree = yaml12.load(config_file.read_text())
         records = read_records(run_dir / "metrics.jsonl")
+        evaluations = read_evaluations(run_dir / EVALUATIONS)
         summary = _decoded(run_dir / "summary.json", _Ended)
         versions = _decoded(run_dir / "versions.json", dict[str, str]) or {}
     except (msgspec.MsgspecError, ValueError) as error:
@@ -140,6 +144,7 @@ def read_run(run_dir: Path) -> RunFiles:
         config=redacted(tree),
         changed=_changed(config_file),
         records=records,
+        evaluations=evaluations,
         summary=summary,
         events=events,
         versions=versions,
@@ -200,7 +205,7 @@ def render(run: RunFiles, now: datetime) -> str:
         version=__version__,
         tiles=tiles(records, max_staleness),
         flow=_flow(run),
-        sections=sections(records, max_staleness),
+        sections=sections(records, max_staleness, run.evaluations),
         facts=_facts(run),
         recent=records[-RECENT:][::-1],
         extremes=records[-1].extremes if records else (),

@@ -655,8 +655,39 @@ HEALTH: Final = (
     ),
 )
 
+EVALUATION: Final = (
+    Panel(
+        "Reward of the validation sets",
+        "Should rise with the training reward. Where it falls while that one rises, the policy fits its "
+        "training tasks.",
+        (Query(value("evaluation_reward"), "{{set}}"),),
+    ),
+    Panel(
+        "pass@k",
+        "Share of tasks that one of k answers solves. A large k that falls while k = 1 rises: the policy "
+        "narrows.",
+        (Query(value("evaluation_pass_share"), "{{set}}, k = {{k}}"),),
+        unit="percentunit",
+        maximum=1,
+    ),
+    Panel(
+        "Evaluations",
+        "Times in the window that one ended, or was cut off; their mean duration; answers that were dropped.",
+        (
+            Query(increase("evaluations_total", "result"), "{{result}}"),
+            Query(mean("evaluation_seconds"), "seconds"),
+            Query(increase("evaluation_answers_total", "result"), "answers: {{result}}"),
+            Query(
+                f"{value('trainer_weight_version')} - {value('evaluation_weight_version')}", "versions behind"
+            ),
+        ),
+        unit="none",
+    ),
+)
+
 ROWS: Final = {
     "Flow": FLOW,
+    "Evaluation": EVALUATION,
     "Staleness": STALENESS,
     "Engines": ENGINES,
     "Weights": WEIGHTS,

@@ -170,9 +170,14 @@ def _find(reader: ArchiveReader, beginning: str) -> Row:
 
 
 def _config(run_dir: Path) -> Config | None:
-    """What the run was started with; None where it cannot be read, which costs only its details."""
+    """What the run was started with; None where it cannot be read, which costs only its details.
+
+    The answers of an evaluation are two folders below their run's.
+    """
+    folders = (run_dir, *run_dir.resolve().parents[:2])
+    found = next((folder for folder in folders if (folder / "config.yaml").is_file()), run_dir)
     try:
-        return load_config(run_dir / "config.yaml", [])
+        return load_config(found / "config.yaml", [])
     except ConfigError:
         return None
 

@@ -9,12 +9,16 @@ from typing import Final
 import msgspec
 from markupsafe import Markup
 
+from async_rl.evaluation.records import EVERYTHING, Estimate, EvaluationRecord
 from async_rl.page.drawing import Band, Chart, Line, bar_chart, line_chart, smoothed
 from async_rl.page.tiles import trainer_idle
 from async_rl.records import WINDOW, Figure, StepRecord
 
 RECENT: Final = 20
 """Steps of the second staleness histogram, and rows of the table of steps."""
+
+_MAX_SETS: Final = 6
+"""Validation sets that get a line."""
 
 _MAX_REASONS: Final = 5
 """Reasons of drops that get a line of their own, the commonest first."""
@@ -28,15 +32,21 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     charts: Sequence[Markup]
 
 
-def sections(records: Sequence[StepRecord], max_staleness: int | None) -> list[Section]:
+def sections(
+    records: Sequence[StepRecord],
+    max_staleness: int | None,
+    evaluations: Sequence[EvaluationRecord] = (),
+) -> list[Section]:
     """All charts that these records have figures for; sections without any are left out.
 
     Args:
         records: In the order of their steps.
         max_staleness: The bound, where it is known.
+        evaluations: In the order of their versions.
     """
+    validated = _validation(evaluations)
     if not records:
-        return []
+        return validated
     steps = [float(record.step) for record in records]
     drawn = [
         Section(
@@ -46,7 +56,57 @@ def sections(records: Sequence[StepRecord], max_staleness: int | None) -> list[S
         )
         for name, title, charts in _SECTIONS
     ]
-    return [section for section in drawn if section.charts]
+    first, *others = [section for section in drawn if section.charts]
+    return [first, *validated, *others]
+
+
+def _validation(evaluations: Sequence[EvaluationRecord]) -> list[Section]:
+    """Reward and pass@k of the validation sets by weight version; nothing without an evaluation."""
+    done = [record for record in evaluations if record.status == "done"]
+    if not done:
+        return []
+    versions = [float(record.weight_version) for record in done]
+    sets = sorted({name for record in done for name in record.scores})
+    if len(sets) > 1 and len([name for name in sets if "/" not in name]) <= 2:
+        sets.remove(EVERYTHING)  # one dataset, and its sources: it is all there is
+    sets = sets[:_MAX_SETS]
+
+    def column(name: str, figure: Callable[[EvaluationRecord], Estimate | None]) -> list[Figure]:
+        found = [figure(record) if name in record.scores else None for record in done]
+        return [None if estimate is None else estimate.value for estimate in found]
+
+    whole = EVERYTHING if all(EVERYTHING in record.scores for record in done) else sets[0]
+    last = done[-1].scores.get(whole)
+    reward = Chart(
+        name="validation-reward",
+        title="Validation reward",
+        note="Mean over tasks, by set. Falls while the training reward rises: the policy fits its tasks.",
+        lines=[
+            Line(
+                label=name,
+                values=column(name, lambda record, name=name: record.scores[name].reward),  # type: ignore[misc]
+                tone=tone,
+            )
+            for tone, name in enumerate(sets, 1)
+        ],
+    )
+    passed = Chart(
+        name="validation-pass",
+        title="pass@k",
+        note="Share of tasks that one of k answers solves, all sets. A large k falls: the policy narrows.",
+        floor=0.0,
+        ceiling=1.0,
+        lines=[
+            Line(
+                label=f"pass@{k}",
+                values=column(whole, lambda record, k=k: record.scores[whole].pass_at.get(k)),  # type: ignore[misc]
+                tone=tone,
+            )
+            for tone, k in enumerate(last.pass_at if last is not None else (), 1)
+        ],
+    )
+    charts = [markup for chart in (reward, passed) if (markup := line_chart(chart, versions))]
+    return [Section(name="validation", title="Does it hold on validation?", charts=charts)] if charts else []
 
 
 # -- the charts --------------------------------------------------------------------------------------------

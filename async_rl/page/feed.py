@@ -26,6 +26,7 @@ from markupsafe import Markup
 
 from async_rl import __version__
 from async_rl.config import Config
+from async_rl.evaluation.records import EvaluationRecord
 from async_rl.page.charts import RECENT, Section, sections
 from async_rl.page.tiles import Tile, tiles
 from async_rl.page.view import Now
@@ -124,6 +125,7 @@ class Feed:
         config: Config,
         look: Callable[[], Now],
         records: Callable[[], Sequence[StepRecord]],
+        evaluations: Callable[[], Sequence[EvaluationRecord]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is looked at yet.
@@ -132,12 +134,14 @@ class Feed:
             config: Of the run.
             look: Sees the run as it is; called in the event loop.
             records: All steps so far.
+            evaluations: All evaluations so far.
             clock: Monotonic seconds, of the time that drawing takes.
         """
         self._run = config.run.name
         self._max_staleness = config.rollout.max_staleness
         self._look = look
         self._records = records
+        self._evaluations = evaluations
         self._clock = clock
         self._life = f"{time.time_ns():x}"
         self._clients: dict[Client, None] = {}
@@ -213,23 +217,29 @@ class Feed:
     async def _drawn(self) -> Steps:
         """The charts of all steps so far, drawn once for all who want them, in a thread."""
         async with self._drawing:
-            records = tuple(self._records())
+            records, evaluations = tuple(self._records()), tuple(self._evaluations())
             key = f"{records[-1].step}.{records[-1].time_s:.3f}" if records else "0"
+            key += f".{len(evaluations)}" if evaluations else ""
             steps_id = f"{self._life}.{key}"
             if steps_id != self._steps.id:
                 begin_s = self._clock()
-                draw = partial(_draw, steps_id, records, self._max_staleness)
+                draw = partial(_draw, steps_id, records, self._max_staleness, evaluations)
                 self._steps = await call_in_thread(draw, name="page")
                 end_s = self._clock()
                 self._draw_again_s = end_s + (end_s - begin_s) / _DRAW_SHARE
             return self._steps
 
 
-def _draw(steps_id: str, records: Sequence[StepRecord], max_staleness: int) -> Steps:
+def _draw(
+    steps_id: str,
+    records: Sequence[StepRecord],
+    max_staleness: int,
+    evaluations: Sequence[EvaluationRecord] = (),
+) -> Steps:
     return Steps(
         id=steps_id,
         tiles=tiles(records, max_staleness),
-        sections=sections(records, max_staleness),
+        sections=sections(records, max_staleness, evaluations),
         recent=[_row(record) for record in reversed(records[-RECENT:])],
         extremes=records[-1].extremes if records else (),
     )

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, get_origin
 import msgspec
 
 from async_rl.config import Config, SGLangEngines
+from async_rl.evaluation.records import EvaluationRecord
 from async_rl.records import Figure, StepRecord, is_finite
 
 FIELDS: Final[Mapping[str, str]] = {
@@ -102,6 +103,18 @@ def figures(record: StepRecord, devices: int) -> dict[str, float]:
     found |= {f"async_rl/{field}": getattr(record, field) for field in OWN}
     for field in OWN_BY_KEY:
         found |= {f"async_rl/{field}/{key}": value for key, value in getattr(record, field).items()}
+    return {name: float(value) for name, value in found.items() if is_finite(value)}
+
+
+def evaluation_figures(record: EvaluationRecord) -> dict[str, float]:
+    """What trackers are given of an evaluation: for each set its reward and pass@k, as verl names them."""
+    found: dict[str, Figure] = {"val-aux/weight_version": record.weight_version}
+    for name, score in record.scores.items():
+        found[f"val-core/{name}/reward/mean"] = score.reward.value
+        found |= {f"val-core/{name}/pass@{k}": estimate.value for k, estimate in score.pass_at.items()}
+        found |= {f"val-aux/{name}/{part}/mean": value for part, value in score.parts.items()}
+        found[f"val-aux/{name}/tokens/mean"] = score.tokens_mean
+        found[f"val-aux/{name}/truncated_share"] = score.truncated_share
     return {name: float(value) for name, value in found.items() if is_finite(value)}
 
 

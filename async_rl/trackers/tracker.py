@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from async_rl.evaluation.records import EvaluationRecord
 from async_rl.metrics import Metrics
 from async_rl.records import StepRecord
-from async_rl.trackers.names import figures
+from async_rl.trackers.names import evaluation_figures, figures
 
 log = logging.getLogger(__name__)
 
@@ -66,17 +67,27 @@ class Trackers:
         """
         self._devices = devices
         self._couriers = [_Courier(name, make, metrics) for name, make in makers.items()]
+        self._evaluated: dict[str, float] = {}
+        """Figures of evaluations that no step has taken along yet."""
+        self._last_step = 0
 
     def log(self, record: StepRecord) -> None:
         """Hand a step to every tracker; returns at once."""
         if self._couriers:
-            metrics = figures(record, self._devices)
+            metrics = figures(record, self._devices) | self._evaluated
+            self._evaluated, self._last_step = {}, record.step
             for courier in self._couriers:
                 courier.take(record.step, metrics)
+
+    def log_evaluation(self, record: EvaluationRecord) -> None:
+        """Hand an evaluation in with the next step: trackers take no step twice, and this one is older."""
+        self._evaluated |= evaluation_figures(record)
 
     def close(self, limit_s: float = CLOSE_S) -> None:
         """Let every tracker write what it has, and close it; one that takes longer is left to itself."""
         for courier in self._couriers:
+            if self._evaluated:  # of the last version: no step comes after it
+                courier.take(self._last_step + 1, self._evaluated)
             courier.end()
         until = time.monotonic() + limit_s
         for courier in self._couriers:

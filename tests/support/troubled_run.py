@@ -31,6 +31,9 @@ TROUBLE: dict[CallFault, bytes] = {
 }
 """Faults of engines, and what counts them."""
 
+EVALUATED = b"async_rl_evaluation_reward{"
+"""What an evaluation has come to."""
+
 STILL = b"async_rl_stalls_total{"
 """What counts that the run stood still."""
 
@@ -40,7 +43,10 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
     return {
         "run": {"name": "troubled", "dir": str(folder / "runs"), "max_steps": 10_000, "drain_s": 0.2},
         "model": {"path": str(calculator / "model"), "dtype": "float32"},
-        "data": {"path": str(calculator / "data" / "tasks.jsonl")},
+        "data": {
+            "path": str(calculator / "data" / "tasks.jsonl"),
+            "validation": [{"path": str(_validation(calculator, folder))}],
+        },
         "engine": {
             "kind": "simulated",
             "num_engines": 3,
@@ -67,9 +73,18 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
         },
         "trainer": {"groups_per_batch": 4, "checkpoint_every": 2, "max_restarts": 100},
         "routing": {"flip_sample": 1.0},
+        "evaluation": {"every": 2, "at_start": True, "timeout_s": 5.0},
         "metrics": {"trackers": [f"{__name__}:BrokenTracker"]},
         "doctor": {"look_s": 0.1, "stall_s": 0.3, "blocked_s": 0.2},
     }
+
+
+def _validation(calculator: Path, folder: Path) -> Path:
+    """Some of the tasks."""
+    path = folder / "validation.jsonl"
+    lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:4]))
+    return path
 
 
 class TroubledLoop(AgentLoop):
@@ -163,7 +178,7 @@ class TroubledCluster(LocalCluster):
         self.to_come = {kind: name for kind, name in self.to_come.items() if name not in text}
         if STILL in text:
             self.found_still.set()
-        return self.found_still.is_set() and not self.to_come
+        return self.found_still.is_set() and not self.to_come and EVALUATED in text
 
     def make_trouble(self, step: int) -> None:
         """One fault of each kind that is to come, each on an engine of its own."""

@@ -20,7 +20,8 @@ LAYERS = (
     "recovery evaluation",
     "page doctor orchestrator",
     "placement simulation",
-    "reference metrics_page preflight checkup plan inspection new_loop train sft run_report commands cli",
+    "reference metrics_page preflight evaluation.alone checkup plan inspection new_loop train sft run_report "
+    "commands cli",
 )
 """A module imports from its own layer and the ones before it."""
 

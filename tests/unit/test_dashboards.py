@@ -81,7 +81,7 @@ def test_panels_have_ids_of_their_own_and_say_what_they_show(path: Path) -> None
 
 def test_the_dashboard_has_a_row_for_each_part() -> None:
     rows = [panel["title"] for panel in dashboard.dashboard()["panels"] if panel["type"] == "row"]
-    assert rows == ["Flow", "Staleness", "Engines", "Weights", "Routing", "Trainer", "Health"]
+    assert rows == ["Flow", "Evaluation", "Staleness", "Engines", "Weights", "Routing", "Trainer", "Health"]
 
 
 def test_dashboard_and_picture_are_what_the_panels_say() -> None:

@@ -1,16 +1,28 @@
 """What answers are worth, when an evaluation is due, and what is written down of it."""
 
+import json
 import math
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from async_rl.config import EvaluationConfig, parse_config
+from async_rl.engines.facts import load_facts
+from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import ConfigError
+from async_rl.evaluation.alone import evaluate
 from async_rl.evaluation.estimates import Answer, estimate, pass_at_k, scores
 from async_rl.evaluation.examiner import rollout_settings
 from async_rl.evaluation.records import EvaluationRecord, append_evaluation, read_evaluations
 from async_rl.evaluation.service import due
+from async_rl.inspection.browse import Filter, inspect
+from async_rl.metrics import Metrics
+from async_rl.page.charts import sections
+from async_rl.records import StepRecord
+from async_rl.trackers.tracker import Trackers
 
 
 def answer(task: str, reward: float, *, dataset: str = "aime", source: str = "", **parts: float) -> Answer:
@@ -127,6 +139,106 @@ def test_what_cannot_be_evaluated_is_refused(evaluation, words):
 def test_evaluation_without_a_validation_set_is_refused():
     with pytest.raises(ConfigError, match=r"data\.validation"):
         parse_config({"model": {"path": "m"}, "data": {"path": "x.jsonl"}, "evaluation": {"every": 1}})
+
+
+def record_of(version: int, **rewards: float) -> EvaluationRecord:
+    """Done, with one answer of a task in each set; `dataset` and its sources, where names have a slash."""
+    answers = [answer("t", reward, dataset=name) for name, reward in rewards.items()]
+    found = scores(answers, pass_at=(1,), pass_reward=1.0)
+    return EvaluationRecord(weight_version=version, status="done", scores=found, asked=len(answers))
+
+
+def missing_record(version: int) -> EvaluationRecord:
+    return EvaluationRecord(weight_version=version, status="missing", reason="no engine was left")
+
+
+def test_the_metrics_are_those_of_the_last_evaluation_that_came_to_its_end():
+    metrics = Metrics()
+    metrics.observe_evaluation(msgspec.structs.replace(record_of(4, aime=1.0), dropped={"mixed_version": 2}))
+    metrics.observe_evaluation(missing_record(8))
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"async_rl_evaluation{name}", labels)
+
+    assert value("_weight_version") == 4
+    assert value("_reward", set="aime") == value("_reward", set="all") == 1.0
+    assert value("_pass_share", set="aime", k="1") == 1.0
+    assert value("s_total", result="done") == value("s_total", result="missing") == 1
+    assert value("_answers_total", result="mixed_version") == 2
+    assert value("_answers_total", result="scored") == 1
+
+
+def test_trackers_are_given_an_evaluation_with_the_step_after_it_and_the_last_one_at_the_end():
+    logged: list[tuple[int, Mapping[str, float]]] = []
+
+    class Listing:
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            logged.append((step, metrics))
+
+        def close(self) -> None: ...
+
+    trackers = Trackers({"list": Listing}, Metrics(), devices=1)
+    for step in (1, 2):
+        trackers.log(StepRecord(step=step, weight_version=step, time_s=1.0))
+        trackers.log_evaluation(record_of(step, aime=float(step)))
+    trackers.close()
+    found = [(step, figures.get("val-core/aime/reward/mean")) for step, figures in logged]
+    assert found == [(1, None), (2, 1.0), (3, 2.0)]
+    assert logged[1][1]["val-aux/weight_version"] == 1
+    assert logged[1][1]["val-core/all/pass@1"] == 1.0
+
+
+def test_the_page_draws_the_sets_by_weight_version():
+    evaluations = [record_of(0, aime=0.0, code=0.5), missing_record(2), record_of(4, aime=1.0, code=0.5)]
+    steps = [StepRecord(step=n, weight_version=n, time_s=float(n), reward_mean=0.1) for n in range(1, 5)]
+    names = [section.name for section in sections(steps, 2, evaluations)]
+    assert names[1] == "validation"
+    assert "validation" not in [section.name for section in sections(steps, 2)]
+    (alone,) = sections([], 2, evaluations)
+    reward, passed = alone.charts
+    assert 'data-label="aime" data-xs="0 4" data-ys="0 1"' in reward
+    assert 'data-label="all"' in reward
+    assert 'data-label="pass@1"' in passed
+
+
+@asynccontextmanager
+async def simulated(config, log_dir):
+    facts = load_facts(config.model.path)
+    yield [SimulatedEngine(f"engine-{i}", config.engine, seed=i, facts=facts) for i in range(2)]
+
+
+def test_a_model_is_evaluated_alone_and_its_answers_can_be_inspected(calculator, tmp_path, capsys):
+    tasks = (calculator / "data" / "tasks.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "val.jsonl").write_text("".join(tasks[:3]))
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        json.dumps(
+            {
+                "model": {"path": "elsewhere"},
+                "data": {
+                    "path": str(calculator / "data" / "tasks.jsonl"),
+                    "validation": [{"path": str(tmp_path / "val.jsonl")}],
+                },
+                "engine": {"kind": "simulated", "decode_step_s": 0.0, "mean_new_tokens": 4},
+                "rollout": {"max_context_tokens": 256, "max_new_tokens": 16},
+                "evaluation": {"samples": 2, "pass_at": [1, 2]},
+            }
+        )
+    )
+    out = tmp_path / "out"
+    console = Console(width=120)
+    assert (
+        evaluate(path, [], model=calculator / "model", out=out, console=console, open_engines=simulated) == 0
+    )
+    shown = capsys.readouterr().out
+    assert "6 answers" in shown
+    assert "pass@2" in shown
+    (found,) = read_evaluations(out / "evaluations.jsonl")
+    assert (found.weight_version, found.unaccounted, found.scores["val"].tasks) == (0, 0, 3)
+    assert inspect(out, None, chosen=Filter(), console=console) == 0
+    assert "6 of the 6" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"data\.validation"):
+        evaluate(path, ["data.validation=[]"], model=calculator / "model", open_engines=simulated)
 
 
 def test_conservation_is_said_by_the_record():
