@@ -257,13 +257,14 @@ def show(rows: list[Row], title: str) -> None:
     for column in ("", "size", "p50", "p99", "reference", "its p50", "ratio", "quartiles", "target"):
         table.add_column(column, justify="left" if column in ("", "size", "reference", "target") else "right")
     for r in rows:
+        amount = _bytes if "(bytes)" in r.what else _time
         table.add_row(
             r.what,
             r.size,
-            _time(r.p50_us),
-            _time(r.p99_us),
+            amount(r.p50_us),
+            amount(r.p99_us),
             r.reference,
-            _time(r.reference_us),
+            amount(r.reference_us),
             f"{r.ratio:.2f}",
             f"{r.ratio_low:.2f}-{r.ratio_high:.2f}",
             r.target,
@@ -272,9 +273,13 @@ def show(rows: list[Row], title: str) -> None:
 
 
 def _time(microseconds: float) -> str:
-    if microseconds > 1e7:
-        return f"{microseconds / 1e6:.0f} M"
+    if microseconds >= 1e6:
+        return f"{microseconds / 1e6:.2f} s"
     return f"{microseconds / 1000:.2f} ms" if microseconds >= 100 else f"{microseconds:.2f} us"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e6:.0f} MB"
 
 
 def main() -> None:
