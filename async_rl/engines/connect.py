@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
 
 from async_rl.config import Config, SGLangEngines
 from async_rl.engines.protocol import EngineFacts
 from async_rl.engines.sglang import SGLangEngine
+from async_rl.errors import ConfigError
 
 
-def external_keys() -> tuple[str | None, str | None]:
-    """API key and admin key of servers that were not started by us: they are in the environment."""
-    return os.environ.get("ASYNC_RL_ENGINE_API_KEY"), os.environ.get("ASYNC_RL_ENGINE_ADMIN_KEY")
+def external_keys(url: str) -> tuple[str | None, str | None]:
+    """API key and admin key of a server that was not started by us: they are in the environment.
+
+    Raises:
+        ConfigError: When there is none and more than this machine can reach the server: whoever can might
+            read what is asked, and change its weights.
+    """
+    keys = os.environ.get("ASYNC_RL_ENGINE_API_KEY"), os.environ.get("ASYNC_RL_ENGINE_ADMIN_KEY")
+    if keys[0] is None and not is_loopback(urlsplit(url).hostname or ""):
+        raise ConfigError(
+            f"the server at {url} is open to other machines, and ASYNC_RL_ENGINE_API_KEY is not set: start "
+            "it with --api-key and --admin-api-key, and set that and ASYNC_RL_ENGINE_ADMIN_KEY"
+        )
+    return keys
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only its own machine reaches an address or name."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def sglang_client(

@@ -136,7 +136,11 @@ class Membership:
             self._num_joined += 1
             log.info("engine %s at %s joins", engine_id, url)
             self._members[url] = engine_id
-            self._pool.add(self._connect(engine_id, url), newcomer=True)
+            try:
+                self._pool.add(self._connect(engine_id, url), newcomer=True)
+            except ConfigError as error:
+                log.error("engine %s stays out: %s", engine_id, error)
+                del self._members[url]
         for url in leaves:
             engine_id = self._members.pop(url)
             log.info("engine %s at %s leaves", engine_id, url)

@@ -244,7 +244,7 @@ async def engines_of(config: Config, log_dir: Path) -> AsyncIterator[list[Engine
             raise ConfigError(f"engine.urls_file: {engine.urls_file} has no URL")
     if urls:
         clients: list[Engine] = [
-            sglang_client(config, f"engine-{index}", url, facts, external_keys(), None)
+            sglang_client(config, f"engine-{index}", url, facts, external_keys(url), None)
             for index, url in enumerate(urls)
         ]
         try:

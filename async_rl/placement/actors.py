@@ -14,6 +14,7 @@ import psutil
 import ray
 
 from async_rl.config import SGLangEngines, parse_config
+from async_rl.engines.connect import is_loopback
 from async_rl.engines.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 from async_rl.loading import load_object
@@ -204,11 +205,6 @@ def use_interface_of(address: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if not is_loopback(address):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # "=": exactly this one
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only its own machine reaches an address or name."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def interface_of(address: str) -> str | None:

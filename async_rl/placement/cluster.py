@@ -25,7 +25,7 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, EnvironmentNotReady, TrainerError
 from async_rl.placement.actors import EngineActor, Home, RankActor
 from async_rl.placement.ending import EXIT_LIMIT_S, end
-from async_rl.placement.places import Places
+from async_rl.placement.places import TELL_S, Places
 from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_line, made
 from async_rl.placement.rollout_workers import rollout_worker
 from async_rl.processes import Process
@@ -84,7 +84,7 @@ class RayCluster(orchestrator.Cluster):
         """See `orchestrator.Cluster`. The keys of external servers are in the environment."""
         engine = self._config.engine
         if isinstance(engine, SGLangEngines):
-            self._engines[engine_id] = self._client(engine_id, url, external_keys(), died=None)
+            self._engines[engine_id] = self._client(engine_id, url, external_keys(url), died=None)
         else:
             seed = self._config.run.seed + len(self._engines)
             self._engines[engine_id] = SimulatedEngine(engine_id, engine, seed=seed, facts=self._facts)
@@ -155,8 +155,9 @@ class RayCluster(orchestrator.Cluster):
             for rank in range(ranks)
         ]
         async with Nursery() as nursery:
-            for actor, log_path in zip(actors, log_paths, strict=True):
-                nursery.start("a trainer rank arrives", self._arrival(actor, log_path))
+            for rank, (actor, log_path) in enumerate(zip(actors, log_paths, strict=True)):
+                name = f"trainer rank {rank}"
+                nursery.start(name, self._arrival(name, actor, self._rank_places, log_path))
         trainer = RayTrainer(actors, [self._processes[actor].host for actor in actors], log_paths, config)
         plain = to_builtins(config)
         host, port = await self.open_port()
@@ -235,19 +236,25 @@ class RayCluster(orchestrator.Cluster):
             except EnvironmentNotReady as error:
                 log.warning("engine %s waits for a node: %s", engine_id, error)
 
-    async def _arrival(self, actor: Any, log_path: Path | None) -> None:
+    async def _arrival(self, name: str, actor: Any, places: Places, log_path: Path | None) -> None:
         """Wait until an actor is there, and know its process.
 
         Raises:
             EnvironmentNotReady: When its node does not see the files of the run.
         """
-        if actor not in self._processes:
+        if actor in self._processes:
+            return
+        arrives = actor.arrive.remote(self._home, None if log_path is None else str(log_path))
+        try:
             try:
-                path = None if log_path is None else str(log_path)
-                self._processes[actor] = await actor.arrive.remote(self._home, path)
-            except RayTaskError as error:
-                failure = EnvironmentNotReady(f"an actor cannot work: {last_line(error)}")
-                raise cause_of(error, failure) from error
+                async with asyncio.timeout(TELL_S):
+                    self._processes[actor] = await arrives
+            except TimeoutError:
+                log.warning("%s", await places.missed(name))
+                self._processes[actor] = await arrives
+        except RayTaskError as error:
+            failure = EnvironmentNotReady(f"{name} cannot work where it is: {last_line(error)}")
+            raise cause_of(error, failure) from error
 
     async def _stop_server(self, engine_id: str) -> bool:
         """End a server in order; False when its actor is gone, or does not answer."""
@@ -278,7 +285,7 @@ class RayCluster(orchestrator.Cluster):
             assert isinstance(config, SGLangEngines), "only a real engine is an actor"
             try:
                 async with asyncio.timeout(config.start_timeout_s):
-                    await self._arrival(actor, None)
+                    await self._arrival(engine_id, actor, self._engine_places, None)
                     url, api_key, admin_key = await actor.start.remote()
             except (RayError, TimeoutError) as error:
                 raise cause_of(error, EnvironmentNotReady(f"{engine_id} did not start: {error!r}")) from error

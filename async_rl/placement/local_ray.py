@@ -13,6 +13,9 @@ from typing import Final
 
 import ray
 from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 from ray.exceptions import RayError
 
 from async_rl.config import Config
@@ -73,10 +76,14 @@ def connect(config: Config, scratch: Path) -> None:
                 _temp_dir=str(scratch / "r"),  # Ray opens this one to all users, not its parent
             )
         else:
+            if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+                # Who sets one for a cluster means to use it; Ray would also have to be told so.
+                maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
         joins = config.placement.joins
         where = f"join the Ray cluster at {address}" if joins else "start Ray on this machine"
         raise EnvironmentNotReady(
-            f"could not {where}: {error}. Check placement.ray_address and `ray status`"
+            f"could not {where}: {error}. Check placement.ray_address and `ray status`; a cluster that is "
+            "closed by a token needs it here too, in RAY_AUTH_TOKEN"
         ) from error

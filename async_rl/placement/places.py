@@ -8,8 +8,9 @@ found them, `ready` waits.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -22,6 +23,11 @@ from async_rl.errors import EnvironmentNotReady
 
 _SLIVER: Final = 0.001
 """CPUs of a process that asks for none: a bundle must have something."""
+
+TELL_S: Final = 5.0
+"""A wait that is longer is told."""
+
+log = logging.getLogger(__name__)
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -84,17 +90,35 @@ class Places:
             self._group = placement_group([self._asked] * self._count, strategy=self._strategy)
         try:
             async with asyncio.timeout(limit_s):
-                await self._group.ready()
+                try:
+                    async with asyncio.timeout(TELL_S):
+                        await self._group.ready()
+                except TimeoutError:
+                    log.warning("%s\nWaiting for at most %s s", await self._no_room(), limit_s)
+                    await self._group.ready()
         except TimeoutError as error:
-            nodes = await asyncio.to_thread(alive_nodes)
-            message = no_room(self._what, self._asked, self._count, self._strategy, nodes)
             raise EnvironmentNotReady(
-                f"{message}\nThis was waited for placement.wait_s = {limit_s}: {self._remedy}, add nodes, or "
-                "wait longer where nodes are started on demand"
+                f"{await self._no_room()}\nThis was waited for placement.wait_s = {limit_s}: {self._remedy}, "
+                "add nodes, or wait longer where nodes are started on demand"
             ) from error
         if self._neighbours:
             table = await asyncio.to_thread(placement_group_table, self._group)
             self._order = by_node([table["bundles_to_node_id"][index] for index in range(self._count)])
+
+    async def missed(self, name: str) -> str:
+        """Why a process that has a place may not be there yet, for the log."""
+        nodes = await asyncio.to_thread(alive_nodes)
+        return "\n".join(
+            [
+                f"{name} is not there after {TELL_S:g} s: its node is slow, or lost and there is no other "
+                "yet. The cluster:",
+                *resources(self._asked, nodes),
+            ]
+        )
+
+    async def _no_room(self) -> str:
+        nodes = await asyncio.to_thread(alive_nodes)
+        return no_room(self._what, self._asked, self._count, self._strategy, nodes)
 
     def options(self, number: int) -> dict[str, Any]:
         """What an actor is started with to be at its place."""
@@ -130,27 +154,29 @@ def by_node(nodes: Sequence[str]) -> list[int]:
 
 def no_room(what: str, asked: Mapping[str, float], count: int, strategy: str, nodes: Sequence[Node]) -> str:
     """Why processes cannot be placed, with what each node has; one line a node."""
-    shown = [
-        f"  {node.name}: "
-        + (
-            ", ".join(
-                f"{node.free.get(name, 0):g} of {amount:g} {name} free"
-                for name, amount in sorted(node.total.items())
-                if name in asked or name in ("CPU", "GPU")
-            )
-            or "none of that"
-        )
-        for node in nodes
-    ]
     one = ", ".join(f"{amount:g} {name}" for name, amount in sorted(asked.items()))
     fits = sum(all(node.total.get(name, 0) >= amount for name, amount in asked.items()) for node in nodes)
     return "\n".join(
         [
             f"Ray has no room for {count} x {what} ({one} each on one node, {strategy}); "
             f"{fits} of {len(nodes)} nodes are large enough for one:",
-            *shown,
+            *resources(asked, nodes),
         ]
     )
+
+
+def resources(asked: Iterable[str], nodes: Sequence[Node]) -> list[str]:
+    """What there is of what was asked for, and of CPUs and GPUs; one line a node."""
+    wanted = {"CPU", "GPU", *asked}
+    return [
+        f"  {node.name}: "
+        + ", ".join(
+            f"{node.free.get(name, 0):g} of {amount:g} {name} free"
+            for name, amount in sorted(node.total.items())
+            if name in wanted
+        )
+        for node in nodes
+    ]
 
 
 def alive_nodes() -> list[Node]:

@@ -1,0 +1,100 @@
+"""Where processes go in a cluster, and what is said when there is no room."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from async_rl.engines.connect import external_keys, is_loopback
+from async_rl.errors import ConfigError, EnvironmentNotReady
+from async_rl.placement.actors import Frame, Home, go_to_work, interface_of
+from async_rl.placement.places import Node, by_node, no_room
+
+
+@pytest.mark.parametrize(
+    ("nodes", "order"),
+    [
+        ("a", [0]),
+        ("abab", [0, 2, 1, 3]),
+        ("abbcbb", [1, 2, 4, 5, 0, 3]),  # the fullest first: groups of 2 and 4 do not straddle it
+        ("cbcb", [0, 2, 1, 3]),  # not by name
+    ],
+)
+def test_ranks_of_a_node_are_neighbours_when_places_are_mixed(nodes, order):
+    assert by_node(list(nodes)) == order
+
+
+def test_the_refusal_names_what_was_asked_and_what_each_node_has_when_there_is_no_room():
+    nodes = [
+        Node("10.0.0.1", {"CPU": 4, "memory": 1e9, "GPU": 2}, {"CPU": 4, "GPU": 1}),
+        Node("10.0.0.2", {"CPU": 4, "GPU": 8, "engines": 1}, {"CPU": 0.5}),
+    ]
+    lines = no_room("engine", {"GPU": 4, "CPU": 1, "engines": 1}, 3, "SPREAD", nodes).splitlines()
+    assert lines == [
+        "Ray has no room for 3 x engine (1 CPU, 4 GPU, 1 engines each on one node, SPREAD); 1 of 2 nodes are "
+        "large enough for one:",
+        "  10.0.0.1: 4 of 4 CPU free, 1 of 2 GPU free",
+        "  10.0.0.2: 0.5 of 4 CPU free, 0 of 8 GPU free, 0 of 1 engines free",
+    ]
+
+
+def test_a_frame_is_read_by_its_path_and_goes_with_its_owner():
+    frame = Frame(b"some rows" * 1000)
+    path = Path(frame.path)
+    assert path.read_bytes() == b"some rows" * 1000
+    number = int(path.name)
+    del frame
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+@pytest.mark.parametrize("found", [None, "the word of another run"])
+def test_an_actor_refuses_its_node_when_the_run_folder_is_not_the_drivers(tmp_path, monkeypatch, found):
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0o077)
+    os.umask(before)
+    sign = tmp_path / ".shared"
+    if found is not None:
+        sign.write_text(found)
+    try:
+        with pytest.raises(
+            EnvironmentNotReady, match=r"node 10\.0\.0\.7 does not see what the driver writes"
+        ):
+            go_to_work(Home(str(tmp_path), str(sign), "my word", "driver"), "10.0.0.7")
+        sign.write_text("my word")
+        go_to_work(Home(str(tmp_path), ".shared", "my word", "driver"), "10.0.0.7")
+    finally:
+        os.umask(before)
+
+
+def test_an_actor_refuses_its_node_when_the_working_folder_is_not_there(tmp_path):
+    before = os.umask(0o077)
+    os.umask(before)
+    try:
+        with pytest.raises(EnvironmentNotReady, match=r"node 10\.0\.0\.7 has no folder"):
+            go_to_work(Home(str(tmp_path / "none"), "sign", "word", "driver"), "10.0.0.7")
+    finally:
+        os.umask(before)
+
+
+def test_the_interface_is_found_when_the_address_is_in_its_network():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("127.0.0.9") == "lo"
+    assert interface_of("203.0.113.9") is None
+
+
+def test_a_server_beyond_this_machine_is_refused_when_there_is_no_key_for_it(monkeypatch):
+    monkeypatch.delenv("ASYNC_RL_ENGINE_API_KEY", raising=False)
+    monkeypatch.delenv("ASYNC_RL_ENGINE_ADMIN_KEY", raising=False)
+    assert external_keys("http://127.0.0.7:30000") == (None, None)
+    with pytest.raises(ConfigError, match=r"http://10\.0\.0\.7:30000 is open to other machines"):
+        external_keys("http://10.0.0.7:30000")
+    monkeypatch.setenv("ASYNC_RL_ENGINE_API_KEY", "k")
+    assert external_keys("http://10.0.0.7:30000") == ("k", None)
+
+
+@pytest.mark.parametrize(
+    ("host", "own"), [("127.0.0.3", True), ("localhost", True), ("::1", True), ("10.0.0.1", False)]
+)
+def test_only_loopback_addresses_are_told_to_be_of_this_machine(host, own):
+    assert is_loopback(host) is own
