@@ -563,6 +563,20 @@ class EngineMetrics(Instruments):
         source=_BATCH,
         bad="High: rollouts wait for the trainer. More ranks, or fewer engines.",
     )
+    hand_over_to_trainer_seconds = histogram(
+        "Shared devices: from the end of the engines' turn to the trainer's memory being back.",
+        buckets=SECONDS,
+        unit="seconds",
+        source="sharing, once a turn",
+        bad="Far above the time to copy the trainer's state: an engine does not stop; docs/shared-gpus.md.",
+    )
+    hand_over_to_engines_seconds = histogram(
+        "Shared devices: from the last step of the trainer's turn to all engines serving its weights.",
+        buckets=SECONDS,
+        unit="seconds",
+        source="sharing, once a turn",
+        bad="Mostly the publishing and loading of weights: put the run folder on a fast disk.",
+    )
     engine_standstill_seconds = histogram(
         "Time an engine took no requests in a weight update, beyond the transfer itself.",
         buckets=SECONDS,

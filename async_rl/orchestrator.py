@@ -84,6 +84,7 @@ from async_rl.report import Progress
 from async_rl.rollout.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.remote.messages import Link
+from async_rl.sharing import Devices, OwnDevices, SharedDevices
 from async_rl.supervision import Nursery, first_error, services
 from async_rl.trackers.choice import tracking
 from async_rl.trackers.tracker import Trackers
@@ -126,6 +127,10 @@ class Cluster(Protocol):
 
     async def disconnect_engine(self, engine_id: str) -> None:
         """Let go of a server that has left the job; it runs on."""
+        ...
+
+    async def stop_engine(self, engine_id: str) -> None:
+        """End a failed engine, whatever its state, so that what it held of a device is free."""
         ...
 
     async def restart_engine(self, engine_id: str) -> None:
@@ -246,6 +251,11 @@ class Orchestrator:
         self._phase = "starting"
         self._pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
         self._health = HealthWatch(self._pool, config.engine, metrics, clock)
+        self._devices: Devices = OwnDevices()
+        if config.placement.shared:
+            self._devices = SharedDevices(
+                self._pool, cluster.stop_engine, metrics, clock, timeout_s=config.weights.timeout_s
+            )
         self._repair = Repair(
             self._pool,
             cluster.restart_engine,
@@ -254,6 +264,7 @@ class Orchestrator:
             metrics,
             clock,
             seed=config.run.seed,
+            turns=self._devices.turns,
         )
         self._membership: Membership | None = None
         self._sync: WeightSync | None = None
@@ -329,15 +340,11 @@ class Orchestrator:
     ) -> Summary:
         """See the module's `run`; `trackers` are given every step, `validation` is what is evaluated."""
         self._trackers = trackers
-        async with services(doctor=self._doctor.run), Nursery() as nursery:
-            starting_engines = nursery.start("engines", self._start_engines())
-            starting_trainer = nursery.start("trainer", self._start_trainer())
-        for engine in starting_engines.result():
-            self._pool.add(engine)
+        async with services(doctor=self._doctor.run):
+            trainer = await self._start_both()
         if isinstance(num_reserved := self._config.evaluation.engines, int) and validation:
-            for engine in starting_engines.result()[-num_reserved:]:
+            for engine in self._pool.engines()[-num_reserved:]:
                 self._pool.reserve(engine.engine_id)
-        trainer = starting_trainer.result()
         while True:
             # A trainer that came back starts from its checkpoint as a new driver does: with all that hangs on
             # the trainer's step made anew from the run's folder, and the engines brought back to it.
@@ -425,6 +432,7 @@ class Orchestrator:
             lost = self._unsettled or self._trainer is None or _of_the_trainer(first_error(group))
             if self._step > self._saved_step and not lost:
                 self._enter("writing a checkpoint before the run ends with an error", progress)
+                await self._devices.to_trainer(trainer)
                 await self._save_last(trainer)
             raise
         return None
@@ -440,7 +448,8 @@ class Orchestrator:
         """All that needs the trainer, up to its end; returns when the last step ended."""
         self._enter("bringing engines to the trainer's weights", progress)
         with waiting("weight update", str(self._step)):
-            await sync.start(self._step, Path(self._config.model.path) if self._step == 0 else None)
+            path = Path(self._config.model.path) if self._step == 0 else None
+            await self._devices.start(sync, trainer, self._step, path)
         if self._begin_s is None:
             # Seconds and tokens of earlier lives count on, so that shares and rates are of the whole run.
             self._begin_s = self._clock() - (self._records[-1].time_s if self._records else 0.0)
@@ -457,6 +466,7 @@ class Orchestrator:
         ended_s = self._clock()
         self._enter("writing the checkpoint and the Hugging Face export", progress)
         queue.stop()
+        await self._devices.to_trainer(trainer)
         await self._save_last(trainer)
         with waiting("export"):
             await trainer.publish(str(self._dir / "hf"), self._step)
@@ -495,9 +505,21 @@ class Orchestrator:
 
     # -- start-up --------------------------------------------------------------------------------------
 
-    async def _start_engines(self) -> list[Engine]:
+    async def _start_both(self) -> Trainer:
+        """Start engines and trainer at the same time; on devices that they share, one after the other."""
+        if self._devices.shared:
+            await self._start_engines()
+            await self._devices.clear()
+            return await self._start_trainer()
+        async with Nursery() as nursery:
+            nursery.start("engines", self._start_engines())
+            starting_trainer = nursery.start("trainer", self._start_trainer())
+        return starting_trainer.result()
+
+    async def _start_engines(self) -> None:
         with waiting("engine start"):
-            return await self._cluster.start_engines()
+            for engine in await self._cluster.start_engines():
+                self._pool.add(engine)
 
     async def _start_trainer(self) -> Trainer:
         """Start all ranks from the newest checkpoint, and take up the records of the steps before it."""
@@ -531,6 +553,7 @@ class Orchestrator:
             self._metrics.trainer_restarts_total.inc()
             self._enter("restarting the trainer from its newest checkpoint", progress)
             try:
+                await self._devices.clear()
                 await self._start_trainer()
             except (TrainerError, EnvironmentNotReady) as error:
                 cause = error
@@ -608,6 +631,7 @@ class Orchestrator:
                 if batch is None:
                     break
                 wait_s = self._clock() - wait_begin
+                await self._devices.to_trainer(trainer)
                 async with sync.training():
                     train_begin = self._clock()
                     self._unsettled = True
@@ -626,14 +650,17 @@ class Orchestrator:
                         sync_hidden_s=max(0.0, min(self._clock(), pace.synced_s) - train_begin),
                     )
                     pace.synced_s = math.inf
+                    due = bool(every) and step % every == 0
+                    if due and self._devices.shared:
+                        await self._save(trainer)  # while it has its state where it can be copied from
                     taken = asyncio.Event()
-                    bringing = self._bring(done, taken, sync, queue, pace, progress)
+                    bringing = self._bring(done, taken, trainer, sync, queue, pace, progress)
                     if not config.weights.overlap:
                         await bringing
                     else:
                         syncing = syncs.start(f"weight sync {step}", bringing)
                         await taken.wait()
-                if every and step % every == 0:
+                if due and not self._devices.shared:
                     if config.weights.overlap:
                         await syncing  # what a checkpoint has is written down in metrics.jsonl
                     await self._save(trainer)
@@ -642,6 +669,7 @@ class Orchestrator:
         self,
         done: _Done,
         taken: asyncio.Event,
+        trainer: Trainer,
         sync: WeightSync,
         queue: TrajectoryQueue,
         pace: _Pace,
@@ -653,7 +681,7 @@ class Orchestrator:
             if self._config.weights.overlap:
                 report = await sync.hand_over(step, taken)
             else:
-                report = await sync.sync(step)
+                report = await self._devices.to_engines(sync, trainer, step)
         queue.advance(step)
         now, sampled = self._clock(), _value(self._metrics.sampled_tokens_total)
         pace.waited_s += done.wait_s

@@ -15,9 +15,10 @@ from itertools import chain
 from typing import Any
 
 from async_rl.chat import ChatFormat, has_tokenizer, load_chat_format
-from async_rl.config import Config
+from async_rl.config import Config, SGLangEngines
 from async_rl.engines.facts import load_facts
-from async_rl.errors import ConfigError
+from async_rl.engines.server import detect_device
+from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.metrics import Metrics
 from async_rl.orchestrator import check_model
 from async_rl.report import derived_bounds
@@ -66,6 +67,7 @@ def check(config: Config) -> list[str]:
     )
     return [
         f"model: {model}, context {facts.context_length} tokens",
+        *_of_sharing(config),
         *(_of_template(chat) if chat is not None else ()),
         f"data: {len(tasks)} tasks",
         *(f"data: {_described(dataset)}" for dataset in tasks.datasets),
@@ -80,6 +82,24 @@ def check(config: Config) -> list[str]:
 def _findings(loop: Any, chat: ChatFormat | None) -> list[str]:
     """What an agent loop says of itself, if it has a `check`: see `agent_loops.base.AgentLoop.check`."""
     return list(loop.check(chat.template)) if chat is not None and hasattr(loop, "check") else []
+
+
+def _of_sharing(config: Config) -> list[str]:
+    """Whether engines and trainer can take turns on the devices of this machine."""
+    if not config.placement.shared:
+        return []
+    if isinstance(config.engine, SGLangEngines) and _device(config.engine) == "cuda":
+        if importlib.util.find_spec("torch_memory_saver") is None:
+            raise EnvironmentNotReady(
+                "placement.shared: SGLang gives device memory back by torch-memory-saver, which is not "
+                "installed here: `pip install torch-memory-saver`, or set placement.shared=false"
+            )
+        return ["devices: shared; engines hold nothing while the trainer works, and the other way round"]
+    return ["devices: engines and trainer take turns, but this machine has no GPU memory to share"]
+
+
+def _device(engine: SGLangEngines) -> str:
+    return detect_device() if engine.device == "auto" else engine.device
 
 
 def _of_template(chat: ChatFormat) -> list[str]:

@@ -16,6 +16,7 @@ from async_rl.config.service import (
     RunConfig,
 )
 from async_rl.config.sft import SftConfig
+from async_rl.config.sharing import check_sharing
 from async_rl.config.trainer import TrainerConfig
 
 
@@ -141,6 +142,8 @@ class Config(Strict, frozen=True, kw_only=True):
                 "routing.merge=splice, or interrupt by abort or retract"
             )
         self._check_evaluation()
+        if self.placement.shared:
+            check_sharing(self)
 
     def _check_evaluation(self) -> None:
         evaluation, engine = self.evaluation, self.engine

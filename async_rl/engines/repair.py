@@ -26,6 +26,7 @@ import msgspec
 from async_rl.config import EnginesConfig
 from async_rl.engines.lease import EngineState
 from async_rl.engines.pool import EnginePool
+from async_rl.engines.turns import Turns
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady
 from async_rl.metrics import Metrics
 from async_rl.supervision import Nursery
@@ -97,6 +98,7 @@ class Repair:
         clock: Callable[[], float],
         *,
         seed: int,
+        turns: Turns | None = None,
     ) -> None:
         """Wire the parts.
 
@@ -108,6 +110,7 @@ class Repair:
             metrics: Restarts by result.
             clock: Monotonic seconds.
             seed: Of the jitter.
+            turns: When an engine may be started; None lets it at any time.
         """
         self._pool = pool
         self._restart = restart
@@ -116,6 +119,7 @@ class Repair:
         self._metrics = metrics
         self._clock = clock
         self._seed = seed
+        self._turns = turns or Turns()
         self._restarts: dict[str, Restarts] = {}
         self._under_way: set[str] = set()
 
@@ -148,8 +152,9 @@ class Repair:
                     await asyncio.sleep(verdict.delay_s)
                 if verdict.exhausted or not self._pool.needs_repair(engine_id):
                     continue
-                restarts.note(self._clock())
-                await self._try(engine_id)
+                async with self._turns.guest():
+                    restarts.note(self._clock())
+                    await self._try(engine_id)
         finally:
             self._under_way.discard(engine_id)
 
@@ -188,6 +193,7 @@ class Repair:
             with waiting("idle"):
                 while self._some_serve():
                     await self._pool.changed()
+                await self._turns.of_engines()  # before, nobody can be brought back
             engines = self._pool.engines()
             if not engines or any(self._pool.error_of(e.engine_id) for e in engines):  # none just joins
                 log.warning("no engine serves; the run ends after engine.max_outage_s = %s of it", limit_s)
@@ -196,6 +202,8 @@ class Repair:
                     while not self._some_serve():
                         await self._pool.changed()
             except TimeoutError:
+                if not self._turns.engines_may_start:
+                    continue
                 causes = "; ".join(str(self._pool.error_of(e.engine_id)) for e in self._pool.engines())
                 raise EngineError(
                     f"no engine has served for engine.max_outage_s = {limit_s}: {causes or 'there is none'}"

@@ -465,31 +465,29 @@ class SimulatedEngine:
         self._check_alive()
         if self._calls or self.missing.intersection(parts):
             self._die_of(f"giving {parts} back, with {len(self._calls)} calls and without {self.missing}")
-        fault = self._next_fault(_MEMORY_FAULTS)
-        self.missing.update(parts)
         if "kv_cache" in parts:
             self._pages.clear()
-        await self._fail_in_memory(fault)
+        await self._may_change_memory()
+        self.missing.update(parts)
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
         """See `Engine.resume_memory`."""
         self._check_alive()
         if not self.missing.issuperset(parts):
             self._die_of(f"taking {parts}, without {self.missing}")
-        fault = self._next_fault(_MEMORY_FAULTS)
-        self.missing.difference_update(parts)
+        self.missing.difference_update(parts)  # also when it fails: of the two what the other side minds
         if "weights" in parts:
             self._version = -1  # there is nothing of use in it yet
-        await self._fail_in_memory(fault)
+        await self._may_change_memory()
 
     def _die_of(self, what: str) -> NoReturn:
         """It was asked what no server survives."""
         self.die()
         raise EngineError(f"{self._engine_id} died of {what}")
 
-    async def _fail_in_memory(self, fault: Fault | None) -> None:
-        """What becomes of a change of memory: the time it takes, and the fault that it meets."""
-        deaths = self._deaths
+    async def _may_change_memory(self) -> None:
+        """The time that a change of memory takes, and the fault that it meets."""
+        fault, deaths = self._next_fault(_MEMORY_FAULTS), self._deaths
         await asyncio.sleep(self._update_s / 4)
         self._check_alive(deaths)
         if fault is not None and fault.kind == "hang_memory":

@@ -77,7 +77,7 @@ class Turns:
         """The block starts an engine: it waits for the engines' turn, and the trainer's waits for it."""
         while not self.engines_may_start:
             with waiting("devices", why=lambda: f"it is the turn {self.turn!r}"):
-                await self._engines.wait()
+                await self.of_engines()
         self._guests += 1
         self._empty.clear()
         try:
@@ -86,6 +86,10 @@ class Turns:
             self._guests -= 1
             if not self._guests:
                 self._empty.set()
+
+    async def of_engines(self) -> None:
+        """Wait for the engines' turn."""
+        await self._engines.wait()
 
     async def without_guests(self) -> None:
         """Wait until nobody starts an engine. Nobody begins to, unless it is the engines' turn."""

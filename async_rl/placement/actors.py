@@ -18,6 +18,7 @@ from async_rl.engines.connect import is_loopback
 from async_rl.engines.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 from async_rl.loading import load_object
+from async_rl.placement.shared import Device
 from async_rl.processes import Process, die_with_parent, this_process
 
 
@@ -56,8 +57,10 @@ class Actor:
 class RankActor(Actor):
     """One trainer rank in a process of its own."""
 
-    def __init__(self, cpus: float) -> None:
+    def __init__(self, cpus: float, gpu: str | None = None) -> None:
         die_with_parent()
+        if gpu is not None:  # one that it shares with an engine, to which Ray has given it
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         # Several ranks of OpenMP threads that spin for each other stall a machine of few cores for seconds.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
         self._worker: Any = None
@@ -104,6 +107,7 @@ class EngineActor(Actor):
             index=index,
             log_dir=Path(log_dir),
             seed=parsed.run.seed,
+            shared=parsed.placement.shared,
             node_address=node_address(),
         )
 
@@ -121,6 +125,11 @@ class EngineActor(Actor):
                 "where the driver does not reach it: set engine.host=auto"
             )
         return process
+
+    async def devices(self) -> list[Device]:
+        """The GPUs that Ray has given to its server."""
+        context = ray.get_runtime_context()
+        return [Device(context.get_node_id(), gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
 
     async def start(self) -> tuple[str, str, str]:
         """Start (again); URL, API key and admin key."""

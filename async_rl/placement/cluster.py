@@ -28,6 +28,7 @@ from async_rl.placement.ending import EXIT_LIMIT_S, end
 from async_rl.placement.places import TELL_S, Places
 from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_line, made
 from async_rl.placement.rollout_workers import rollout_worker
+from async_rl.placement.shared import Device, assign, beside
 from async_rl.processes import Process
 from async_rl.rollout.remote.messages import Link
 from async_rl.supervision import Nursery
@@ -95,6 +96,13 @@ class RayCluster(orchestrator.Cluster):
         """See `orchestrator.Cluster`."""
         await self._engines.pop(engine_id).close()
 
+    async def stop_engine(self, engine_id: str) -> None:
+        """Stop a server process; an actor that does not is made anew. An external server runs on."""
+        if engine_id in self._engine_actors and not await self._stop_server(engine_id):
+            await self._end(self._engine_actors[engine_id])
+            index = list(self._engine_actors).index(engine_id)
+            self._engine_actors[engine_id] = self._engine_actor(index)
+
     async def restart_engine(self, engine_id: str) -> None:
         """Stop the server process and start it anew; an external server is only waited for."""
         engine = self._engines[engine_id]
@@ -102,10 +110,7 @@ class RayCluster(orchestrator.Cluster):
             if isinstance(engine, SimulatedEngine):
                 engine.restart()
             else:
-                if engine_id in self._engine_actors and not await self._stop_server(engine_id):
-                    await self._end(self._engine_actors[engine_id])
-                    index = list(self._engine_actors).index(engine_id)
-                    self._engine_actors[engine_id] = self._engine_actor(index)
+                await self.stop_engine(engine_id)
                 await self._place_again(engine_id)
                 await self._start_engine(engine_id)
         except RayError as error:
@@ -150,9 +155,12 @@ class RayCluster(orchestrator.Cluster):
         threads = {WEIGHTS: 1} if config.weights.overlap else {}
         actor_class = ray.remote(concurrency_groups=threads)(RankActor)  # type: ignore[call-overload]
         log_paths = [self._logs / f"trainer-{rank}.log" for rank in range(ranks)]
+        devices = await self._shared_devices(ranks)
         actors = self._rank_actors = [
-            actor_class.options(**self._rank_places.options(rank)).remote(config.placement.cpus_per_rank)
-            for rank in range(ranks)
+            actor_class.options(**self._rank_places.options(rank) | beside(device)).remote(
+                config.placement.cpus_per_rank, device and device.gpu
+            )
+            for rank, device in enumerate(devices)
         ]
         async with Nursery() as nursery:
             for rank, (actor, log_path) in enumerate(zip(actors, log_paths, strict=True)):
@@ -168,6 +176,13 @@ class RayCluster(orchestrator.Cluster):
                     made(actor, config.trainer.worker, plain, rank, ranks, f"{host}:{port}"),
                 )
         return trainer
+
+    async def _shared_devices(self, ranks: int) -> list[Device | None]:
+        """The GPU that each rank shares with an engine; None where it has its own, or there are none."""
+        if not (self._config.placement.shared and uses_gpus(self._config.trainer.device)):
+            return [None] * ranks
+        asked = [actor.devices.remote() for actor in self._engine_actors.values()]
+        return list(assign([await devices for devices in asked], ranks))
 
     async def open_port(self) -> tuple[str, int]:
         """Where rank 0 of the trainer and an engine can meet: on rank 0's node."""
@@ -218,7 +233,7 @@ class RayCluster(orchestrator.Cluster):
         trainer, placement = self._config.trainer, self._config.placement
         gpus = placement.gpus_per_rank
         if gpus is None:
-            gpus = 1.0 if uses_gpus(trainer.device) else 0.0
+            gpus = 1.0 if uses_gpus(trainer.device) and not placement.shared else 0.0
         return Places(
             "trainer rank",
             {"CPU": placement.cpus_per_rank, "GPU": gpus, **placement.resources_per_rank},

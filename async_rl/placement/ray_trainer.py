@@ -86,6 +86,14 @@ class RayTrainer(Trainer):
         )
         return payloads
 
+    async def offload(self) -> None:
+        """See `TrainerRank.offload`."""
+        await self._all(self._config.weights.timeout_s, "offload")
+
+    async def reload(self) -> None:
+        """See `TrainerRank.reload`."""
+        await self._all(self._config.weights.timeout_s, "reload")
+
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """See `TrainerRank.save_checkpoint`."""
         await self._all(self._config.trainer.step_timeout_s, "save_checkpoint", directory, extra)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from async_rl.config import changed_fields
-from async_rl.simulation.scenario import Scenario, branching, draw
+from async_rl.simulation.scenario import Scenario, branching, draw, sharing
 from async_rl.simulation.simulate import Outcome, simulate
 from async_rl.simulation.sweep import Place, Sweep, sweep
 
@@ -35,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--awaits", action="store_true", help="cancel each seed's run at all its awaits")
     parser.add_argument("--branches", action="store_true", help="with agent loops that branch")
+    parser.add_argument("--shared", action="store_true", help="on devices that engines and trainer share")
     options = parser.parse_args(arguments)
-    run = run_branching_seed if options.branches else run_seed
+    run = run_branching_seed if options.branches else run_shared_seed if options.shared else run_seed
     seeds = range(options.start, options.start + options.seeds)
     if options.awaits:
         return _sweep(seeds, options.jobs)
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(summary(outcomes, time.perf_counter() - begin_s)))
     for outcome in failed:
         how = f"--start {outcome.seed} --seeds 1{' --branches' if options.branches else ''}"
+        how += " --shared" if options.shared else ""
         print(f"seed {outcome.seed} failed; replay it: python -m async_rl.simulation {how}")
     return int(bool(failed))
 
@@ -98,6 +100,11 @@ def run_seed(seed: int) -> Outcome:
 def run_branching_seed(seed: int) -> Outcome:
     """The same with agent loops that branch."""
     return _run(branching(draw(seed)))
+
+
+def run_shared_seed(seed: int) -> Outcome:
+    """The same on devices that engines and trainer share."""
+    return _run(sharing(draw(seed)))
 
 
 def _run(scenario: Scenario) -> Outcome:

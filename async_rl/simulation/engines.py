@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
-from typing import Final, cast, get_args
+from typing import Final, NoReturn, cast, get_args
 
 import msgspec
 
@@ -28,6 +28,7 @@ from async_rl.engines.protocol import (
     GenerateRequest,
     GroupInvite,
     InterruptMode,
+    MemoryPart,
     TensorUpdate,
     WeightUpdate,
 )
@@ -101,6 +102,11 @@ class FaultyEngine(SimulatedEngine):
         return self._version
 
     @property
+    def holds_memory(self) -> bool:
+        """Whether its process lives and holds anything."""
+        return not self._dead and len(self.missing) < len(get_args(MemoryPart))
+
+    @property
     def num_streams(self) -> int:
         """Calls that the driver has open."""
         return self._streams
@@ -128,7 +134,7 @@ class FaultyEngine(SimulatedEngine):
             self.faults.append(Fault(kind, after_tokens=int(8 * injection.amount)))
         elif kind == "disconnect":
             self._call_faults.append(kind)
-        elif kind in ("refuse_flush", "partial_update"):
+        elif kind in ("refuse_flush", "partial_update", "refuse_memory", "hang_memory"):
             self.faults.append(Fault(kind))
         elif kind in ("late_error", "no_op_update", "hang_update", "die_in_update"):
             self._update_faults_to_come.append(kind)
@@ -270,6 +276,20 @@ class FaultyEngine(SimulatedEngine):
         if found != str(update.weight_version):
             self._witness.fail(f"{self._engine_id} reads {found} for version {update.weight_version}")
 
+    async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.release_memory`."""
+        await self._answering()
+        await super().release_memory(parts)
+
+    async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.resume_memory`."""
+        await self._answering()
+        await super().resume_memory(parts)
+
+    def _die_of(self, what: str) -> NoReturn:
+        self._witness.fail(f"{self._engine_id} dies of what it was asked: {what}")
+        super()._die_of(what)
+
     async def health(self) -> EngineHealth:
         """See `Engine.health`."""
         await self._answering()
@@ -328,6 +348,14 @@ class SimulatedCluster:
         else:
             self.trainer.faults.append(kind)  # type: ignore[arg-type]
 
+    def look_at_devices(self) -> None:
+        """Where devices are shared, nobody holds memory beside somebody else."""
+        if not self._scenario.config.placement.shared or self.trainer.offloaded:
+            return
+        holding = [e.engine_id for e in self.engines if e.holds_memory]
+        if holding:
+            self._witness.fail(f"out of memory: the trainer holds it, and so do {holding}")
+
     async def start_engines(self) -> list[Engine]:
         """See `Cluster.start_engines`."""
         await asyncio.sleep(self._scenario.speeds.restart_s)
@@ -344,6 +372,10 @@ class SimulatedCluster:
 
     async def disconnect_engine(self, engine_id: str) -> None:
         """See `Cluster.disconnect_engine`."""
+
+    async def stop_engine(self, engine_id: str) -> None:
+        """See `Cluster.stop_engine`."""
+        next(engine for engine in self.engines if engine.engine_id == engine_id).die()
 
     async def restart_engine(self, engine_id: str) -> None:
         """See `Cluster.restart_engine`."""

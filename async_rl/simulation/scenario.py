@@ -29,7 +29,20 @@ DiskFault = Literal["disk_full", "corrupt_frame"]
 ClockFault = Literal["clock_jump"]
 WorkerFault = Literal["kill_worker", "mute_worker"]
 """Only where there are rollout workers, see `with_workers`."""
-FaultKind = CallFault | UpdateFault | EngineFault | TrainerFault | DiskFault | ClockFault | WorkerFault
+MemoryFault = Literal["refuse_memory", "hang_memory"]
+OffloadFault = Literal["offload_fails", "reload_fails"]
+"""The last two of engines and trainer that share their devices; of no use elsewhere."""
+FaultKind = (
+    CallFault
+    | UpdateFault
+    | EngineFault
+    | TrainerFault
+    | DiskFault
+    | ClockFault
+    | MemoryFault
+    | OffloadFault
+    | WorkerFault
+)
 
 Ending = Literal["kill", "kill_on_disk", "cancel", "stop"]
 """What ends a life of the driver: killed between two callbacks or between two operations on its disk,
@@ -41,7 +54,9 @@ FAULTS: Final[tuple[FaultKind, ...]] = tuple(
     for kind in get_args(family)
 )
 
-ENGINE_FAULTS: Final = frozenset((*get_args(CallFault), *get_args(UpdateFault), *get_args(EngineFault)))
+ENGINE_FAULTS: Final = frozenset(
+    (*get_args(CallFault), *get_args(UpdateFault), *get_args(EngineFault), *get_args(MemoryFault))
+)
 """Of engines and the network to them."""
 
 FACTS: Final = EngineFacts(
@@ -133,6 +148,23 @@ def branching(scenario: Scenario) -> Scenario:
         ]
         tasks.append(replace(task, metadata={**task.metadata, "turns": turns}))
     return replace(scenario, config=replace(scenario.config, rollout=rollout), tasks=tuple(tasks))
+
+
+def sharing(scenario: Scenario) -> Scenario:
+    """The same on devices that engines and trainer share; some of what goes wrong does so as they change."""
+    rng = random.Random(f"shared {scenario.seed}")
+    weights = replace(
+        scenario.config.weights, transport="disk", interrupt="abort", rolling=False, overlap=False
+    )
+    config = replace(
+        scenario.config, weights=weights, placement=replace(scenario.config.placement, shared=True)
+    )
+    kinds = (*get_args(MemoryFault), *get_args(OffloadFault))
+    injections = tuple(
+        replace(injection, kind=rng.choice(kinds)) if rng.random() < 0.4 else injection
+        for injection in scenario.injections
+    )
+    return replace(scenario, config=config, injections=injections)
 
 
 def with_workers(scenario: Scenario) -> Scenario:

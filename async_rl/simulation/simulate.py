@@ -47,6 +47,7 @@ from async_rl.simulation.scenario import (
     FACTS,
     Death,
     Injection,
+    OffloadFault,
     Scenario,
     TrainerFault,
     draw,
@@ -263,7 +264,7 @@ class _Simulation:
         if isinstance(cause, InvariantError) or not isinstance(cause, AsyncRLError):
             allowed = False
         elif isinstance(cause, TrainerError):
-            allowed = bool(met & set(get_args(TrainerFault)))
+            allowed = bool(met & {*get_args(TrainerFault), *get_args(OffloadFault)})
         elif isinstance(cause, EngineError | EnvironmentNotReady):
             # A clock that jumps lets everything run past its time.
             allowed = bool(met & {*ENGINE_FAULTS, "clock_jump"})
@@ -320,6 +321,7 @@ class _Simulation:
             self._die(self._death)
         if self._life_steps % _LOOK_EVERY == 0:
             self._orchestrator.look(self._witness)
+            self._cluster.look_at_devices()
         if self._witness.violations:
             self._ended = "halted"
             raise _Halt

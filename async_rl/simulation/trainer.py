@@ -15,7 +15,7 @@ from async_rl.codec import read_frame
 from async_rl.config import Config
 from async_rl.engines.protocol import GroupInvite, TensorSpec
 from async_rl.errors import TrainerError, WeightSyncError
-from async_rl.simulation.scenario import Speeds, TrainerFault
+from async_rl.simulation.scenario import OffloadFault, Speeds, TrainerFault
 from async_rl.simulation.witness import Witness
 from async_rl.training import FIGURES, Saved, StepResult, TrainerState
 from async_rl.types import TrainBatch
@@ -109,11 +109,13 @@ class SimulatedTrainer:
         self._broadcasts = broadcasts
         self._look = look
         self._step = 0
+        self.offloaded = True
+        """Whether it holds nothing of its devices; before `setup` there is no process."""
         self._writing: _Writing | None = None
         self._snapshot: int | None = None
         """The version of the copy."""
         self._readers = 0
-        self.faults: list[TrainerFault] = []
+        self.faults: list[TrainerFault | OffloadFault] = []
         """To come, in order."""
 
     @property
@@ -125,14 +127,16 @@ class SimulatedTrainer:
         """See `TrainerRank.setup`."""
         path = Path(checkpoint_dir or "") / "latest.json"
         self._step = msgspec.json.decode(path.read_bytes())["step"] if path.exists() else 0
-        self._writing = None
         self._snapshot, self._readers = None, 0
+        self._writing = None
         self._witness.restored(self._step)
+        self.offloaded = False
         return TrainerState(step=self._step)
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
         """See `TrainerRank.train_step`."""
         self._look()
+        self._needs_memory("train")
         fault = self._fault("step_fails", "step_is_nan", "step_is_slow")
         slow = 10.0 if fault == "step_is_slow" else 1.0
         batch = read_frame(batch_path, TrainBatch)
@@ -179,6 +183,7 @@ class SimulatedTrainer:
     async def publish(self, directory: str, weight_version: int) -> None:
         """See `TrainerRank.publish`."""
         fault = self._fault("publish_fails")
+        self._needs_memory("publish")
         async with self._giving_away() as version:
             await asyncio.sleep(self._speeds.update_s)
             if fault is not None:
@@ -187,9 +192,30 @@ class SimulatedTrainer:
                 self._witness.fail(f"version {weight_version} is published from weights of {version()}")
             _write(Path(directory) / "weights", str(weight_version).encode())
 
+    async def offload(self) -> None:
+        """See `TrainerRank.offload`."""
+        if self._fault("offload_fails"):
+            raise TrainerError("the simulated trainer could not move its memory to the host")
+        try:
+            await asyncio.sleep(self._speeds.update_s / 4)
+        finally:
+            self.offloaded = True  # remote ranks go on, whoever no longer waits for them
+
+    async def reload(self) -> None:
+        """See `TrainerRank.reload`."""
+        if self._fault("reload_fails"):
+            raise TrainerError("the simulated trainer could not take its memory back")
+        self.offloaded = False
+        await asyncio.sleep(self._speeds.update_s / 4)
+
+    def _needs_memory(self, doing: str) -> None:
+        if self.offloaded:
+            self._witness.fail(f"the trainer is to {doing}, and its memory is on the host")
+
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """See `TrainerRank.save_checkpoint`."""
         self._look()
+        self._needs_memory("copy its state")
         await asyncio.sleep(self._speeds.train_s / 8)
         if extra["weight_version"] != self._step:
             self._witness.fail(f"the checkpoint {extra} is of a trainer at step {self._step}")
@@ -252,7 +278,7 @@ class SimulatedTrainer:
     async def close(self) -> None:
         """See `TrainerRank.close`."""
 
-    def _fault(self, *kinds: TrainerFault) -> TrainerFault | None:
+    def _fault(self, *kinds: TrainerFault | OffloadFault) -> TrainerFault | OffloadFault | None:
         for index, kind in enumerate(self.faults):
             if kind in kinds:
                 self._witness.met(kind)

@@ -144,12 +144,13 @@ class WeightSync:
         self._held: dict[str, Standing | None] = {}
         """How each engine stood when it was stopped for the last update."""
 
-    async def start(self, version: int, initial_path: Path | None) -> None:
+    async def start(self, version: int, initial_path: Path | None, *, bring: bool = True) -> None:
         """Bring every engine to the version that training starts from.
 
         Args:
             version: The trainer's version.
             initial_path: Files that hold it already (the model itself, at version 0), or None to publish.
+            bring: Whether to bring them; else `load` does, one by one.
         """
         async with self._lock:
             self._version = version
@@ -163,8 +164,36 @@ class WeightSync:
                 await self._publish_files(version)
             if self._config.transport != "disk":
                 self._buckets = await self._trainer.plan_buckets(self._config.bucket_bytes)
-            await self._catch_up_all()
+            if bring:
+                await self._catch_up_all()
         self._started.set()
+
+    # -- engines that share their devices with the trainer: `sharing` says when ---------------------------
+
+    async def publish(self, version: int) -> None:
+        """Make a version the current one, with files of it, that engines are then brought to one by one."""
+        async with self._lock:
+            if version not in self._published:
+                await self._publish_files(version)
+            self._version = version
+            await self._clear_away()
+
+    async def load(self, engine: Engine) -> None:
+        """Load the current version into an engine that has nothing of use in its memory; read it back.
+
+        Raises:
+            EngineError: When it does not take it. Its caller bounds the time.
+        """
+        version = self._version
+        with self._reading(version) as path:
+            await engine.update_weights(DiskUpdate(weight_version=version, path=str(path)), flush=True)
+        await self._attest(engine, version)
+
+    def serve(self, engine: Engine) -> None:
+        """Let an engine serve that has been loaded so."""
+        self._pool.serve(engine.engine_id, self._version)
+
+    # -- engines of their own -----------------------------------------------------------------------------
 
     def training(self) -> AbstractAsyncContextManager[object]:
         """Around a trainer step and what brings its weights on their way: nobody else uses the trainer's

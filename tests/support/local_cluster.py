@@ -127,6 +127,9 @@ class LocalCluster:
     async def disconnect_engine(self, engine_id: str) -> None:
         self.left.append(engine_id)
 
+    async def stop_engine(self, engine_id: str) -> None:
+        next(e for e in self.engines if e.engine_id == engine_id).die()
+
     async def restart_engine(self, engine_id: str) -> None:
         self.restarts.append(engine_id)
         next(e for e in self.engines if e.engine_id == engine_id).restart()

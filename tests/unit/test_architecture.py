@@ -15,7 +15,7 @@ LAYERS = (
     "config routing staleness codec instruments waits processes supervision threads workers loading chat "
     "rewrites records engines.protocol training",
     "evaluation.records evaluation.estimates metrics endpoints discovery trackers report diagnosis watchdog "
-    "engines queue weights",
+    "engines queue weights sharing",
     "rollout openai_api",
     "recovery evaluation",
     "page doctor orchestrator",
