@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_rl.config import LayoutConfig
+from async_rl.config import LayoutConfig, parse_config
+from async_rl.errors import ConfigError
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, started, trainer_config
 from trainer.megatron import architectures, cpu, layout
-from trainer.megatron.bridge import _te_name
+from trainer.megatron.bridge import HFBridge, _te_name
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -62,6 +63,26 @@ def test_its_spec_and_kernels_are_asked_for_when_transformer_engine_is_taken(moe
         assert kernels.items() <= layout.transformer_config(LayoutConfig(), "none", True).items()
         assert bridge._get_transformer_layer_spec() == "untouched"  # attention stays TransformerEngine's
     assert asked == [True]
+
+
+@pytest.mark.parametrize(
+    ("layout_", "words"),
+    [
+        ({"first_stage_layers": 1}, "pp is 1: only stages of a pipeline can differ"),
+        ({"vpp": 2}, "pp is 1: only a pipeline can be interleaved"),
+        ({"pp": 2, "tp": 2}, r"multiple of tp\*pp\*cp = 4"),
+    ],
+)
+def test_a_layout_is_refused_when_its_parts_do_not_go_together(moe, layout_, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_config(trainer_config(moe, num_ranks=2, layout=layout_))
+
+
+def test_a_layout_is_refused_when_the_stages_do_not_hold_all_layers(moe):
+    with started(trainer_config(moe)):
+        fields = layout.transformer_config(LayoutConfig(pp=2, first_stage_layers=5), "none", replay=False)
+        with pytest.raises(ConfigError, match=r"cannot be laid out by trainer\.layout: Mismatch"):
+            HFBridge(str(moe), torch.float32, **fields)
 
 
 ATTENTION = (
