@@ -20,7 +20,7 @@ from trainer.megatron.replay import TopKRouter, local_rows
 
 pytestmark = [
     pytest.mark.megatron,
-    pytest.mark.timeout(400),  # four processes import everything and come up often, for all tests
+    pytest.mark.timeout(600),  # four processes import everything and come up often, for all tests
     pytest.mark.filterwarnings("ignore:::megatron"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
