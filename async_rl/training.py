@@ -116,6 +116,14 @@ class TrainerRank(Protocol):
         """Broadcast the current weights, bucket by bucket, into each of the groups."""
         ...
 
+    def checksums(self) -> dict[str, str]:
+        """Sums over the current weights, under an engine's names, as an engine makes them.
+
+        Returns:
+            On rank 0, for engines on a CPU; else nothing.
+        """
+        ...
+
     def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """Put one bucket of the current weights where processes of rank 0's host can read it.
 
@@ -191,6 +199,10 @@ class Trainer(Protocol):
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """See `TrainerRank.send_weights`."""
+        ...
+
+    async def checksums(self) -> dict[str, str]:
+        """See `TrainerRank.checksums`."""
         ...
 
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:

@@ -23,6 +23,7 @@ from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
 from async_rl.weights.relay import BUFFERS
 from async_rl.weights.shared import payload_for, shared_buffer
+from trainer.checksums import sum_up
 
 Export = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """Starts a pass over all tensors under their Hugging Face names, in the same order each time."""
@@ -75,6 +76,15 @@ class WeightExport:
                 self._check(specs)
             self._specs = specs
         return self._specs
+
+    def checksums(self) -> dict[str, str]:
+        """See `TrainerRank.checksums`."""
+        tensors = self._export()
+        try:
+            # An engine on a GPU sums there, in another way.
+            return sum_up(tensors) if self._rank == 0 and self._device.type == "cpu" else {}
+        finally:
+            collections.deque(tensors, maxlen=0)
 
     # -- broadcast
 

@@ -62,8 +62,8 @@ from trainer.penalties import kl_estimate
 from trainer.ranks import together
 from trainer.schedule import linear_warmup
 from trainer.sequences import Sequences
-from trainer.snapshot import Snapshot
 from trainer.served import check_exported, served_specs
+from trainer.snapshot import Snapshot
 from trainer.sums import SUMS, Tokens, means, policy_sums
 
 log = logging.getLogger(__name__)
@@ -504,6 +504,10 @@ class TrainerWorker:
     def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """Put one bucket where processes of rank 0's host can read it; see `TrainerRank.share_bucket`."""
         return self.weights.share(number, bucket_bytes, copies)
+
+    def checksums(self) -> dict[str, str]:
+        """Sums over the weights as an engine makes them; see `TrainerRank.checksums`."""
+        return self.weights.checksums()
 
     def _check_exported(self, specs: Sequence[TensorSpec]) -> None:
         model = self._config.model

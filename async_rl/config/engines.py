@@ -253,5 +253,14 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
         ),
     ] = "host"
     bucket_bytes: Annotated[int, Meta(ge=1 << 16, description="Size of a bucket, bytes.")] = 256 << 20
+    verify: Annotated[
+        Literal["version", "checksum"],
+        Meta(
+            description=(
+                "What is read back from an engine after an update: `version`: the version that it reports; "
+                "`checksum`: also sums over all its weights, compared between engines and with the trainer's."
+            )
+        ),
+    ] = "version"
     keep_versions: Annotated[int, Meta(ge=1, description="Published versions kept on disk.")] = 2
     timeout_s: Annotated[float, Meta(gt=0, description="Longest update of one engine, seconds.")] = 300.0

@@ -187,6 +187,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def checksums(self) -> tuple[dict[str, str], ...]:
+        """Of each of its ranks: a sum over every parameter, by name. Reads all weights."""
+        ...
+
     async def health(self) -> EngineHealth:
         """Ask cheaply, without generating. Raises `EngineError` when there is no answer."""
         ...

@@ -84,6 +84,14 @@ class _Answer(msgspec.Struct):
     error: Any = None
 
 
+class _RankSums(msgspec.Struct):
+    checksums: dict[str, str]
+
+
+class _WeightSums(msgspec.Struct):
+    ranks: list[_RankSums]
+
+
 class _ModelInfo(msgspec.Struct):
     model_path: str = ""
     weight_version: str | None = None
@@ -441,6 +449,14 @@ class SGLangEngine:
                 f"{text.strip()}. Interrupt it by abort or retract before an update"
             )
 
+    async def checksums(self) -> tuple[dict[str, str], ...]:
+        """See `Engine.checksums`. Bounded in time by its caller."""
+        status, text = await self._post("weights_checker", {"action": "checksum"})
+        if status != 200:
+            raise EngineError(f"{self._engine_id} answered {status} to /weights_checker: {text[:300]!r}")
+        ranks = self._parse(text, "weights_checker", _WeightSums).ranks
+        return tuple(rank.checksums for rank in ranks)
+
     # -- memory -------------------------------------------------------------------------------------------
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
@@ -599,6 +615,12 @@ class SGLangEngine:
             raise WeightSyncError(f"{self._engine_id} refused /{endpoint} ({status}): {_words(answer)}")
 
     async def _control(self, endpoint: str, body: dict[str, Any]) -> tuple[int, _Answer]:
+        status, text = await self._post(endpoint, body)
+        if text in (b"", b"null"):  # the endpoints of memory have nothing to say
+            return status, _Answer()
+        return status, self._parse(text, endpoint, _Answer)
+
+    async def _post(self, endpoint: str, body: dict[str, Any]) -> tuple[int, bytes]:
         try:
             async with self._open().post(
                 self._url / endpoint, data=_encode(body), headers=self._admin_headers
@@ -608,9 +630,7 @@ class SGLangEngine:
             raise EngineError(f"{self._engine_id} at {self._url} cannot be reached: {e!r}") from e
         if response.status in (401, 403):
             raise EngineError(f"{self._engine_id} refuses our admin key for /{endpoint}")
-        if text in (b"", b"null"):  # the endpoints of memory have nothing to say
-            return response.status, _Answer()
-        return response.status, self._parse(text, endpoint, _Answer)
+        return response.status, text
 
     def _parse(self, text: bytes, endpoint: str, kind: type[T]) -> T:
         try:

@@ -519,6 +519,11 @@ class SimulatedEngine:
         if flush:
             self._pages.clear()
 
+    async def checksums(self) -> tuple[dict[str, str], ...]:
+        """See `Engine.checksums`."""
+        self._check_alive()
+        return ({"weights": str(self._version)},)
+
     # -- health -------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:

@@ -79,6 +79,11 @@ class RayTrainer(Trainer):
         # The ranks bound each broadcast themselves and leave dead engines out; this is for a dead trainer.
         await self._beside(2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes)
 
+    async def checksums(self) -> dict[str, str]:
+        """See `TrainerRank.checksums`."""
+        sums: dict[str, str] = await self._all(self._config.weights.timeout_s, "checksums")
+        return sums
+
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """See `TrainerRank.share_bucket`."""
         payloads: list[bytes] = await self._beside(

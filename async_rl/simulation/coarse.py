@@ -357,6 +357,10 @@ class CoarseEngine:
 
     # -- health -----------------------------------------------------------------------------------------
 
+    async def checksums(self) -> tuple[dict[str, str], ...]:
+        """See `Engine.checksums`."""
+        return ({"weights": str(self._version)},)
+
     async def health(self) -> EngineHealth:
         """See `Engine.health`."""
         return EngineHealth(weight_version=self._version)

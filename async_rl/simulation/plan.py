@@ -384,6 +384,9 @@ class _Trainer:
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None: ...
 
+    async def checksums(self) -> dict[str, str]:
+        return {}
+
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         return [b""] * copies
 

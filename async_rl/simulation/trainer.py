@@ -267,6 +267,11 @@ class SimulatedTrainer:
         if group_names and not any(reached):
             raise WeightSyncError(f"every weight-update group failed: {', '.join(group_names)}")
 
+    async def checksums(self) -> dict[str, str]:
+        """See `TrainerRank.checksums`."""
+        await asyncio.sleep(self._speeds.update_s / 4)
+        return {"weights": str(self._step)}
+
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """See `TrainerRank.share_bucket`: what is shared says which version it is of."""
         if self._snapshot is not None and number and self._fault("publish_fails"):

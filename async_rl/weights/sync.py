@@ -50,6 +50,7 @@ from async_rl.metrics import Metrics
 from async_rl.supervision import Nursery, first_error
 from async_rl.training import Trainer
 from async_rl.waits import NamedLock, waiting
+from async_rl.weights.checksums import Comparison
 from async_rl.weights.relay import Relay
 
 log = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class WeightSync:
         self._started = asyncio.Event()
         self._buckets: tuple[tuple[TensorSpec, ...], ...] = ()
         self._groups: dict[str, str] = {}
+        self._comparison = Comparison()
         self._relay: Relay[Mapping[str, Sequence[bytes]]]
         """Of the wave that is being updated."""
         self._num_groups = 0
@@ -164,6 +166,7 @@ class WeightSync:
                 await self._publish_files(version)
             if self._config.transport != "disk":
                 self._buckets = await self._trainer.plan_buckets(self._config.bucket_bytes)
+            await self._expect_sums(version)
             if bring:
                 await self._catch_up_all()
         self._started.set()
@@ -175,6 +178,7 @@ class WeightSync:
         async with self._lock:
             if version not in self._published:
                 await self._publish_files(version)
+            await self._expect_sums(version)
             self._version = version
             await self._clear_away()
 
@@ -187,7 +191,7 @@ class WeightSync:
         version = self._version
         with self._reading(version) as path:
             await engine.update_weights(DiskUpdate(weight_version=version, path=str(path)), flush=True)
-        await self._attest(engine, version)
+        await self._attest(engine, version, from_files=True)
 
     def serve(self, engine: Engine) -> None:
         """Let an engine serve that has been loaded so."""
@@ -227,6 +231,7 @@ class WeightSync:
             begin = self._clock()
             if self._config.transport == "disk":
                 await self._publish_files(version)
+            await self._expect_sums(version)
             published = self._clock()
             # No await in between: whoever joins serves the old version and is among these, or loads the new.
             self._version = version
@@ -418,7 +423,8 @@ class WeightSync:
             flush = self._config.interrupt != "in_place"
             await engine.update_weights(self._update_for(engine, version), flush=flush)
             transferred = self._clock()
-            await self._attest(engine, version)
+            from_files = self._config.transport == "disk"
+            await self._attest(engine, version, from_files=from_files)
             await engine.resume_generation(self._config.interrupt)
             served = self._is_held(engine) and self._pool.serve(
                 engine.engine_id, version, keeps_cache=not flush
@@ -482,13 +488,32 @@ class WeightSync:
             raise WeightSyncError(f"engine {engine.engine_id} has joined no weight-update group")
         return DistributedUpdate(weight_version=version, group_name=group, buckets=self._buckets)
 
-    async def _attest(self, engine: Engine, version: int) -> None:
+    async def _attest(self, engine: Engine, version: int, *, from_files: bool) -> None:
+        """Read back what an engine has; others that prove to have something else are quarantined."""
         health = await engine.health()
         if health.weight_version != version:
             raise VersionMismatch(
                 f"engine {engine.engine_id} reports weight version {health.weight_version} after an "
                 f"update to {version}"
             )
+        if self._config.verify == "version":
+            return
+        sums = await engine.checksums()
+        wrong = self._comparison.report(engine.engine_id, version, sums, from_files=from_files)
+        errors = {
+            engine_id: VersionMismatch(f"engine {engine_id} has not version {version}: {words}")
+            for engine_id, words in wrong.items()
+        }
+        mine = errors.pop(engine.engine_id, None)
+        for engine_id, error in errors.items():
+            self._pool.quarantine(engine_id, error)
+        if mine is not None:
+            raise mine
+
+    async def _expect_sums(self, version: int) -> None:
+        """What the trainer's weights sum to. Nobody changes them meanwhile."""
+        if self._config.verify == "checksum":
+            self._comparison.expect(version, await self._trainer.checksums())
 
     async def _catch_up_all(self) -> None:
         """Bring up all engines that have joined; one that fails fails the start of a run, not a restart."""
@@ -527,7 +552,7 @@ class WeightSync:
                     await engine.update_weights(
                         DiskUpdate(weight_version=version, path=str(path)), flush=True
                     )
-                await self._attest(engine, version)
+                await self._attest(engine, version, from_files=True)
         return standing
 
     async def _serve(self, engine: Engine, loaded: Standing | None) -> None:

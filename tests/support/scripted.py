@@ -68,6 +68,8 @@ class ScriptedEngine:
         self.error: Exception | None = None
         self.lie: int | None = None
         self.buckets: list[list[bytes]] = []
+        self.fused: str | None = None
+        """What a parameter sums to in place of the version."""
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
         # The session's buffer goes on changing after the call.
@@ -108,6 +110,10 @@ class ScriptedEngine:
         self._step("health")
         return EngineHealth(weight_version=self.weight_version if self.lie is None else self.lie)
 
+    async def checksums(self) -> tuple[dict[str, str], ...]:
+        self._step("sums")
+        return ({"w": str(self.weight_version), "fused": self.fused or str(self.weight_version)},)
+
     async def wait_ready(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -125,12 +131,16 @@ class RecordingTrainer:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.sums_to: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         async def call(*arguments: Any) -> Any:
             self.calls.append((name, arguments))
             if name == "plan_buckets":
                 return tuple((TensorSpec(name=name, dtype="float32", shape=(2,)),) for name in ("w", "v"))
+            if name == "checksums":
+                published = [arguments[1] for name, arguments in self.calls if name == "publish"]
+                return {"w": str(self.sums_to if self.sums_to is not None else max(published, default=0))}
             if name == "share_bucket":
                 number, _, copies = arguments
                 return [f"{number}.{copy}".encode() for copy in range(copies)]

@@ -447,3 +447,58 @@ async def test_the_group_is_closed_when_an_engine_leaves(tmp_path):
     assert ("close_weight_group", (group,)) in bench.trainer.calls
     await bench.sync.sync(1)
     assert bench.serving() == {"engine-1": 1}
+
+
+# -- checksums -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
+async def test_an_engine_is_quarantined_when_its_weights_sum_to_something_else(tmp_path, transport):
+    """It says that it has the version, and has half of it."""
+    bench = Bench(tmp_path, transport=transport, verify="checksum")
+    await bench.start()
+    bench.trainer.sums_to = 1
+    update = bench.engines[1].update_weights
+
+    async def halfway(change, *, flush):
+        await update(change, flush=flush)
+        bench.engines[1].fused = "half"
+
+    bench.engines[1].update_weights = halfway  # type: ignore[method-assign]
+    await bench.sync.sync(1)
+    assert bench.serving() == {"engine-0": 1}
+    assert "fused of rank 0 sums to half, and to 1 on engine-0" in str(bench.pool.error_of("engine-1"))
+
+
+async def test_all_are_quarantined_when_they_agree_and_the_trainer_does_not(tmp_path):
+    bench = Bench(tmp_path, transport="tensor", verify="checksum")
+    await bench.start()
+    bench.trainer.sums_to = 7
+    await bench.sync.sync(1)
+    assert bench.serving() == {}
+    assert "w sums to 1, and to 7 in the trainer" in str(bench.pool.error_of("engine-0"))
+
+
+async def test_an_engine_that_serves_is_quarantined_when_another_has_loaded_files_that_sum_differently(
+    tmp_path,
+):
+    bench = Bench(tmp_path, transport="tensor", verify="checksum")
+    await bench.start()
+    bench.trainer.sums_to = 1
+    bench.engines[0].fused = "wrong"
+    bench.engines[1].fail_in, bench.engines[1].error = "interrupt", EngineError("gone")
+    await bench.sync.sync(1)
+    assert bench.serving() == {"engine-0": 1}
+    bench.engines[1].fail_in = None
+    bench.pool.rejoin("engine-1")
+    await bench.sync.catch_up("engine-1")
+    assert bench.serving() == {"engine-1": 1}
+    assert "fused of rank 0 sums to wrong" in str(bench.pool.error_of("engine-0"))
+
+
+async def test_no_sums_are_made_when_only_versions_are_verified(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.start()
+    await bench.sync.sync(1)
+    assert "sums" not in bench.engines[0].log
+    assert "checksums" not in [name for name, _ in bench.trainer.calls]
