@@ -171,6 +171,12 @@ def bottleneck(plan: Plan, config: Config, workload: Workload) -> str:
     }
     worst = max(losses, key=lambda name: losses[name])
     slots = plan.engines * plan.slots
+    waits_for_syncs = plan.trainer_syncs > 0.05 and plan.trainer_syncs > plan.trainer_waits
+    if waits_for_syncs and not config.weights.overlap and config.rollout.max_staleness:
+        return (
+            f"Weight updates, for the trainer: it stands still {plan.trainer_syncs:.0%} of the time until "
+            "engines have its weights; weights.overlap=true sends them while the next step runs."
+        )
     if plan.trainer_waits < 0.02 and busy > 0.8:
         return (
             f"The trainer: it trains {busy:.0%} of the time and batches wait for it; add trainer ranks, or "
@@ -297,6 +303,7 @@ def _assumptions(w: Workload) -> str:
         else f"answers lognormal, mean {w.mean_tokens:,.0f}, sigma {w.sigma}, cut at {w.max_tokens:,}"
     )
     turns = f", in {w.turns} turns with {w.tool_tokens} tokens of a tool after {w.tool_s} s" * (w.turns > 1)
+    copying = f", copying {w.snapshot_s:.3g} s" * (w.snapshot_s > 0)
     trainer = (
         "a step takes 0.9 of its fluid generation time"
         if w.train_tokens_per_s is None
@@ -305,8 +312,8 @@ def _assumptions(w: Workload) -> str:
     return (
         f"Assumed: prompts of {w.prompt_tokens:,} tokens; {answers}{turns}; a decode step of "
         f"{w.decode_base_s * 1e3:.3g} + {w.decode_per_call_s * 1e3:.3g} · calls ms; prefill "
-        f"{w.prefill_tokens_per_s:,.0f} tokens/s; {trainer}; publishing {w.publish_s:.3g} s, standstill of "
-        f"an update {w.sync_s:.3g} s; {w.routing_row_bytes} bytes of routing rows a token."
+        f"{w.prefill_tokens_per_s:,.0f} tokens/s; {trainer}; publishing {w.publish_s:.3g} s{copying}, "
+        f"standstill of an update {w.sync_s:.3g} s; {w.routing_row_bytes} bytes of routing rows a token."
     )
 
 

@@ -22,6 +22,7 @@ _FIGURES = (
     ("prefill-tokens-per-s", float, "prefill speed of an engine"),
     ("sync-s", float, "an engine's standstill in a weight update, seconds"),
     ("publish-s", float, "seconds in which the trainer writes weights while engines go on"),
+    ("snapshot-s", float, "seconds in which it stands still to copy them (weights.overlap)"),
     ("train-tokens-per-s", float, "trainer speed; default: 0.9 of a batch's fluid generation time a step"),
     ("train-base-s", float, "seconds of a trainer step of any size"),
     ("routing-row-bytes", int, "of one token; default: what model.path says, when it is there"),

@@ -80,6 +80,21 @@ def test_too_small_a_queue_is_named_when_the_plan_needs_more(
     assert "queue.max_bytes = 1 MB" in plan["bottleneck"]
 
 
+def test_overlap_is_advised_when_the_trainer_stands_still_for_weight_updates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_run(tmp_path))
+    command = ["plan", path, *QUICK, "--versions", "8", "--publish-s", "5", "--train-base-s", "10"]
+    still: list[float] = []
+    for overlap, advised in (("false", True), ("true", False)):
+        assert main([*command, f"weights.overlap={overlap}"]) == 0
+        out = capsys.readouterr().out
+        assert ("weights.overlap=true" in out) is advised
+        line = next(line for line in out.splitlines() if "during weight updates" in line)
+        still.append(float(line.split()[-2].removesuffix("%")))
+    assert still[1] < still[0] / 2
+
+
 def test_speeds_and_lengths_are_those_of_a_past_run_after_its_first_steps(tmp_path: Path) -> None:
     config = load_config(
         write_run(tmp_path), ["engine.num_engines=2", "rollout.max_concurrent_trajectories=16"]
