@@ -119,7 +119,15 @@ class SGLangEngines(EnginesConfig, frozen=True, kw_only=True, tag_field="kind", 
         Literal["auto", "cuda", "cpu"], Meta(description="`auto` takes the GPU where torch sees one.")
     ] = "auto"
     tp_size: Annotated[int, Meta(ge=1, description="Tensor-parallel size of one engine.")] = 1
-    host: Annotated[str, Meta(description="Address the servers bind to.")] = "127.0.0.1"
+    host: Annotated[
+        str,
+        Meta(
+            description=(
+                "Address the servers bind to; `auto` takes the loopback interface where Ray is of this "
+                "machine alone, and in a cluster the address of each server's node."
+            )
+        ),
+    ] = "auto"
     context_length: Annotated[
         PositiveInt | None, Meta(description="Context length of the server; null takes the model's.")
     ] = None

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -27,7 +28,9 @@ class RayTrainer(Trainer):
         self._log_paths = log_paths
         self._config = config
         here = ray.get_runtime_context().get_node_id()
-        self._remote = [node != here for node in nodes]
+        self._nodes = nodes
+        self._holders = {node: nodes.index(node) for node in nodes if node != here}
+        """By node other than the driver's: the rank that holds batches for all ranks there."""
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """See `TrainerRank.setup`."""
@@ -36,20 +39,30 @@ class RayTrainer(Trainer):
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
         """See `TrainerRank.train_step`."""
-        frame = None
-        if any(self._remote):
-            frame = await asyncio.to_thread(lambda: ray.put(Path(batch_path).read_bytes()))
+        limit_s = self._config.trainer.step_timeout_s
+        paths = await self._deliver(limit_s, batch_path) if self._holders else {}
         result: StepResult = await self._gather(
-            self._config.trainer.step_timeout_s,
+            limit_s,
             "train_step",
             [
-                actor.train_on_copy.remote(frame, step)
-                if remote
-                else actor.call.remote("train_step", batch_path, step)
-                for actor, remote in zip(self._actors, self._remote, strict=True)
+                actor.call.remote("train_step", paths.get(node, batch_path), step)
+                for actor, node in zip(self._actors, self._nodes, strict=True)
             ],
         )
         return result
+
+    async def _deliver(self, limit_s: float, batch_path: str) -> dict[str, str]:
+        """Bring a batch to the other nodes, once to each; its path by node.
+
+        Ray's store gets it once, and sends it to a node when its holder asks; the object goes with this call.
+        """
+        frame = await asyncio.to_thread(lambda: ray.put(np.fromfile(batch_path, np.uint8)))
+        answers = await self._answers(
+            limit_s,
+            "the arrival of a batch",
+            {rank: self._actors[rank].hold.remote(frame) for rank in self._holders.values()},
+        )
+        return dict(zip(self._holders, answers, strict=True))
 
     async def take_snapshot(self, weight_version: int) -> None:
         """See `TrainerRank.take_snapshot`."""
@@ -126,6 +139,10 @@ class RayTrainer(Trainer):
 
     async def _gather(self, limit_s: float, method: str, references: list[Any]) -> Any:
         """Wait for all ranks; rank 0's answer. The first rank that fails fails the call."""
+        return (await self._answers(limit_s, method, dict(enumerate(references))))[0]
+
+    async def _answers(self, limit_s: float, method: str, references: dict[int, Any]) -> list[Any]:
+        """Wait for some ranks; their answers. The first rank that fails fails the call."""
 
         async def answer(rank: int, reference: Any) -> Any:
             try:
@@ -145,13 +162,13 @@ class RayTrainer(Trainer):
                 async with Nursery() as ranks:
                     answers = [
                         ranks.start(f"trainer rank {rank}", answer(rank, reference))
-                        for rank, reference in enumerate(references)
+                        for rank, reference in references.items()
                     ]
         except TimeoutError as error:
             raise TrainerError(
                 f"the trainer took more than {limit_s} s for {method}; see {self._log_paths[0]}"
             ) from error
-        return answers[0].result()
+        return [task.result() for task in answers]
 
 
 async def made(actor: Any, *arguments: Any) -> None:
