@@ -173,7 +173,8 @@ def run_folder(config: Config) -> Iterator[Path]:
     """Make the run's folder, write the resolved config into it and keep other runs out of it.
 
     Raises:
-        ConfigError: Another process runs in it, or it has checkpoints and `run.resume` is `never`.
+        ConfigError: Another process runs in it, or `run.resume` is `never` and it has checkpoints, or `must`
+            and it has none.
     """
     folder = Path(config.run.dir) / config.run.name
     try:
@@ -187,6 +188,11 @@ def run_folder(config: Config) -> Iterator[Path]:
         raise ConfigError(
             f"run.resume is never, but {folder} has checkpoints: choose another run.name, remove the folder, "
             f"or set run.resume=auto to continue from them"
+        )
+    if config.run.resume == "must" and not any((folder / "checkpoints").glob("step_*")):
+        raise ConfigError(
+            f"run.resume is must, but there is no checkpoint in {folder / 'checkpoints'}: look at run.dir "
+            "and run.name, or set run.resume=auto to begin there"
         )
     with (folder / ".lock").open("w") as lock:
         try:

@@ -400,12 +400,13 @@ WEIGHTS: Final = (
     ),
     Panel(
         "Versions behind the trainer",
-        "By engine: 0 or 1, unless it is quarantined.",
+        "By engine: 0 or 1, unless it is quarantined. By checkpoint: the steps that a crash would cost.",
         (
             Query(
                 f"{value('trainer_weight_version')} - on (run) group_right {value('engine_weight_version')}",
                 "{{engine}}",
             ),
+            Query(f"{value('trainer_weight_version')} - {value('checkpoint_step')}", "newest checkpoint"),
         ),
         unit="none",
         limits=((2, RED),),
@@ -558,14 +559,16 @@ TRAINER: Final = (
         unit="sci",
     ),
     Panel(
-        "Step and wait, mean",
-        "The wait is for a batch.",
+        "Step and wait, mean; the last checkpoint",
+        "The wait is for a batch. For a checkpoint the trainer stands still while its state is copied; it is "
+        "written beside the steps.",
         (
             Query(mean("train_step_seconds"), "step"),
             Query(mean("batch_wait_seconds"), "wait"),
+            Query(value("checkpoint_standstill_seconds"), "checkpoint: standstill"),
+            Query(value("checkpoint_write_seconds"), "checkpoint: written beside"),
         ),
         unit="s",
-        stacked=True,
         colors={"step": GREEN, "wait": GREY},
     ),
     Panel(
@@ -626,6 +629,7 @@ HEALTH: Final = (
             Query(increase("event_loop_blocked_total"), "event loop blocked"),
             Query(increase("trainer_restarts_total"), "trainer restarted"),
             Query(increase("rollout_worker_restarts_total"), "rollout worker restarted"),
+            Query(increase("checkpoint_failures_total"), "checkpoint failed"),
             Query(increase("updates_skipped_total"), "update skipped"),
             Query(increase("tracker_steps_lost_total", "tracker"), "not in {{tracker}}"),
         ),

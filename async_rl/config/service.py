@@ -19,9 +19,12 @@ class RunConfig(Strict, frozen=True, kw_only=True):
         100
     )
     resume: Annotated[
-        Literal["auto", "never"],
+        Literal["auto", "never", "must"],
         Meta(
-            description="`auto` continues from the newest checkpoint of the run folder; `never` refuses one."
+            description=(
+                "`auto` continues from the newest whole checkpoint of the run folder, or begins; `never` "
+                "refuses one, `must` wants one."
+            )
         ),
     ] = "auto"
     drain_s: Annotated[

@@ -97,6 +97,15 @@ def test_a_second_life_is_refused_when_resume_is_never(tmp_path: Path) -> None:
     assert train(path, ["run.resume=auto"], finishes) == 0
 
 
+def test_a_first_life_is_refused_when_resume_is_must(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
+    with pytest.raises(ConfigError, match=r"run\.resume is must, but there is no checkpoint in .*tiny"):
+        train(path, ["run.resume=must"], finishes)
+    (checkpoints / "step_00000002").mkdir()
+    assert train(path, ["run.resume=must"], finishes) == 0
+
+
 def test_a_folder_is_refused_while_another_process_runs_in_it(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     assert train(path, [], finishes) == 0
