@@ -1,10 +1,10 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup tools quickstart test check bench simulate monitor prometheus docs chaos
+.PHONY: help setup tools quickstart test check bench simulate monitor prometheus docs chaos gpu-proof
 BIN := .venv/bin
 
 help:  ## List the targets.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## Make .venv as requirements/ pins it (instant when it is current).
 	@scripts/setup.sh
@@ -20,6 +20,11 @@ test: setup tools  ## Set up and run all tests (under 15 minutes on 2 cores).
 
 chaos: setup  ## Kill and stop processes of the real loop for a while (SEED=0 MINUTES=5).
 	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),5)
+
+PYTHON ?= $(BIN)/python
+
+gpu-proof:  ## Run on a GPU what needs one, as a table (PYTHON=, JSON=FILE; exit code 3 without a GPU).
+	@$(PYTHON) -m tests.gpu $(if $(JSON),--json $(JSON))
 
 check: setup  ## Formatting, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

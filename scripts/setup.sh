@@ -35,7 +35,7 @@ find_python() {
 }
 
 # What a finished environment was made from. The folder counts because an environment cannot be moved.
-fingerprint() { { pwd; "$1" -c 'import sys; print(sys.version)'; cat requirements/*.txt; } 2>/dev/null | sha256sum; }
+fingerprint() { { pwd; "$1" -c 'import sys; print(sys.version)'; cat requirements/{cpu-nodeps,cpu,dev,torch}.txt; } 2>/dev/null | sha256sum; }
 
 is_current() { [[ -f $1 && $(<"$1") == "$2" ]]; }
 

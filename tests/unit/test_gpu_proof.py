@@ -1,0 +1,103 @@
+"""`make gpu-proof` where there is no GPU, and what becomes of its cases where there is one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.gpu.proof import Case, Recorder, exit_code, show, write
+
+ROOT = Path(__file__).parents[2]
+SUITE = '''
+import pytest
+
+def test_it_holds(record_property):
+    """What it proves.
+
+    More words.
+    """
+    record_property("speed", "3 GiB/s")
+
+def test_it_breaks():
+    """A thing that is not so."""
+    assert 1 + 1 == 3
+
+def test_it_is_left_out():
+    """A thing that nobody looked at."""
+    pytest.skip("no such kernel")
+
+@pytest.mark.gpus(2)
+@pytest.mark.skip(reason="needs 2 CUDA devices")
+def test_it_needs_two():
+    """A thing between two devices."""
+'''
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    """Of a suite that was run as the proof runs its own."""
+    path = tmp_path_factory.mktemp("suite") / "test_suite.py"
+    path.write_text(SUITE)
+    recorder = Recorder(num_gpus=1)
+    config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(path.parent)]
+    pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *config, str(path)], [recorder])
+    return list(recorder.cases.values())
+
+
+def test_each_case_has_a_verdict_and_what_it_measured_when_a_suite_was_run(cases: list[Case]) -> None:
+    assert {case.name: case.verdict for case in cases} == {
+        "test_it_holds": "held",
+        "test_it_breaks": "failed",
+        "test_it_is_left_out": "did not run",
+        "test_it_needs_two": "needs more GPUs",
+    }
+    held, broken, left_out, _ = cases
+    assert (held.title, held.figures) == ("What it proves.", {"speed": "3 GiB/s"})
+    assert "1 + 1" in broken.why
+    assert "no such kernel" in left_out.why
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        (("held", "held"), 0),
+        (("held", "needs more GPUs"), 0),
+        (("held", "failed"), 1),
+        (("held", "did not run"), 1),
+        (("needs more GPUs",), 1),
+        ((), 1),
+    ],
+)
+def test_the_exit_code_is_0_only_when_every_case_that_could_run_held(verdicts, code: int) -> None:
+    assert exit_code([Case("a", "A.", verdict=verdict) for verdict in verdicts]) == code
+
+
+def test_the_table_and_the_file_say_the_same(cases: list[Case], tmp_path: Path) -> None:
+    text = StringIO()
+    show(cases, "a machine", Console(file=text, width=160))
+    for words in ("What it proves.", "3 GiB/s", "needs more GPUs", "1 of 3 cases held", "no such kernel"):
+        assert words in text.getvalue()
+    write(cases, {"GPU": "none"}, tmp_path / "proof.json")
+    document = json.loads((tmp_path / "proof.json").read_text())
+    assert document["exit_code"] == 1
+    assert [case["verdict"] for case in document["cases"]] == [case.verdict for case in cases]
+    assert document["cases"][0]["figures"] == {"speed": "3 GiB/s"}
+
+
+def test_the_command_says_that_there_is_no_gpu_and_ends_with_the_documented_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 3
+    assert "sees no GPU" in done.stderr
+    assert "requirements/gpu.txt" in done.stderr
