@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from async_rl.config import changed_fields
-from async_rl.simulation.scenario import Scenario, branching, draw, sharing
+from async_rl.simulation.scenario import Scenario, branching, draw, sharing, with_workers
 from async_rl.simulation.simulate import Outcome, simulate
 from async_rl.simulation.sweep import Place, Sweep, sweep
 
@@ -35,9 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--awaits", action="store_true", help="cancel each seed's run at all its awaits")
     parser.add_argument("--branches", action="store_true", help="with agent loops that branch")
+    parser.add_argument(
+        "--workers", action="store_true", help="with loops, every other branching, in workers"
+    )
     parser.add_argument("--shared", action="store_true", help="on devices that engines and trainer share")
     options = parser.parse_args(arguments)
     run = run_branching_seed if options.branches else run_shared_seed if options.shared else run_seed
+    run = run_worker_seed if options.workers else run
     seeds = range(options.start, options.start + options.seeds)
     if options.awaits:
         return _sweep(seeds, options.jobs)
@@ -58,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print()
     print("\n".join(summary(outcomes, time.perf_counter() - begin_s)))
     for outcome in failed:
-        how = f"--start {outcome.seed} --seeds 1{' --branches' if options.branches else ''}"
+        how = f"--start {outcome.seed} --seeds 1"
+        how += " --branches" if options.branches else ""
+        how += " --workers" if options.workers else ""
         how += " --shared" if options.shared else ""
         print(f"seed {outcome.seed} failed; replay it: python -m async_rl.simulation {how}")
     return int(bool(failed))
@@ -105,6 +111,11 @@ def run_branching_seed(seed: int) -> Outcome:
 def run_shared_seed(seed: int) -> Outcome:
     """The same on devices that engines and trainer share."""
     return _run(sharing(draw(seed)))
+
+
+def run_worker_seed(seed: int) -> Outcome:
+    """The same with agent loops in rollout workers; those of odd seeds branch."""
+    return _run(with_workers(branching(draw(seed)) if seed % 2 else draw(seed)))
 
 
 def _run(scenario: Scenario) -> Outcome:

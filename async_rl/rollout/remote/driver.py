@@ -30,7 +30,6 @@ from async_rl.rollout.remote.messages import (
     Cut,
     Ended,
     Failed,
-    Failure,
     Grow,
     Link,
     Message,
@@ -253,7 +252,7 @@ class RolloutWorkers(Stage):
             assert isinstance(answer, Scored), "the only answer to a Score"
             if answer.failure is not None:
                 raise answer.failure.error
-            return [_score(score) for score in answer.scores]
+            return [RewardError(w.failure.text) if w.failure else w.parts for w in answer.scores]
         raise AssertionError("the last try raises or returns")
 
     async def _seat(self) -> _Worker:
@@ -344,7 +343,3 @@ class RolloutWorkers(Stage):
                     f"it has said nothing for rollout.worker_stall_s = {limit_s}: code that blocks its event "
                     "loop, which its log names, must be a plain function, which gets a thread, or await"
                 )
-
-
-def _score(score: dict[str, float] | Failure) -> dict[str, float] | RewardError:
-    return score if isinstance(score, dict) else RewardError(score.text)

@@ -20,7 +20,7 @@ import logging
 import secrets
 import struct
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 from async_rl.errors import EnvironmentNotReady, WorkerLost
@@ -136,18 +136,17 @@ async def connect(host: str, port: int, key: bytes) -> StreamLink:
     Raises:
         EnvironmentNotReady: The driver is not there, or somebody else is.
     """
+    nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
-        async with asyncio.timeout(_HANDSHAKE_S):
+        async with asyncio.timeout(_HANDSHAKE_S), AsyncExitStack() as unless_known:
             reader, writer = await asyncio.open_connection(host, port, limit=_BUFFER_BYTES)
-            asked = await _read(reader)
-            nonce = secrets.token_bytes(_NONCE_BYTES)
-            writer.write(_proof(key, b"worker", asked) + nonce)
-            proof = await _read(reader)
+            unless_known.callback(writer.close)
+            writer.write(_proof(key, b"worker", await _read(reader)) + nonce)
+            if not hmac.compare_digest(await _read(reader), _proof(key, b"driver", nonce)):
+                raise PermissionError("it has not the key")
+            unless_known.pop_all()
     except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-        raise EnvironmentNotReady(f"the driver at {host}:{port} does not answer: {error!r}") from error
-    if not hmac.compare_digest(proof, _proof(key, b"driver", nonce)):
-        writer.close()
-        raise EnvironmentNotReady(f"who answers at {host}:{port} is not the driver: it has not the key")
+        raise EnvironmentNotReady(f"the driver at {host}:{port} does not let us in: {error!r}") from error
     return StreamLink(reader, writer)
 
 

@@ -152,12 +152,19 @@ class Failed(Message, frozen=True, kw_only=True, eq=False):
 
 
 class Scored(Message, frozen=True, kw_only=True, eq=False):
-    """The rewards of a group: parts, or why there are none."""
+    """The rewards of a group."""
 
     ask: int
-    scores: tuple[dict[str, float] | Failure, ...] = ()
+    scores: tuple[Worth, ...] = ()
     failure: Failure | None = None
     """Of the call as a whole."""
+
+
+class Worth(msgspec.Struct, frozen=True, kw_only=True):
+    """The reward of one trajectory, or why there is none."""
+
+    parts: dict[str, float] = {}
+    failure: Failure | None = None
 
 
 class Pulse(Message, frozen=True, kw_only=True, eq=False):

@@ -37,6 +37,7 @@ from async_rl.rollout.remote.messages import (
     Score,
     Scored,
     Stop,
+    Worth,
     Wrote,
 )
 from async_rl.rollout.remote.session import Desk, RemoteSession
@@ -159,7 +160,9 @@ class RolloutWorker:
             except AsyncRLError as error:
                 self._link.post(Scored(ask=order.ask, failure=Failure.of(error)))
                 return
-            told = (Failure.of(s) if isinstance(s, RewardError) else s for s in scores)
+            told = (
+                Worth(failure=Failure.of(s)) if isinstance(s, RewardError) else Worth(parts=s) for s in scores
+            )
             self._link.post(Scored(ask=order.ask, scores=tuple(told)))
 
     async def _pulse(self) -> None:

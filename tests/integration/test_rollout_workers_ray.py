@@ -1,0 +1,59 @@
+"""Rollout workers as Ray actors, one of which dies in the middle of a turn; models are left out."""
+
+import asyncio
+import os
+import sqlite3
+
+import pytest
+
+from async_rl import placement
+from async_rl.queue.ledger import Ledger
+from tests.simulation.test_loop import assert_conserved, make_config
+from tests.support.fateful_loop import FATE
+from tests.support.mortal_rank import PLAN
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+
+async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
+    calculator, tmp_path, monkeypatch, caplog
+):
+    plan, fate = tmp_path / "deaths.json", tmp_path / "fate"
+    plan.write_text("[]")
+    fate.mkdir()
+    monkeypatch.setenv(PLAN, str(plan))
+    monkeypatch.setenv(FATE, str(fate))
+    config = make_config(
+        calculator,
+        tmp_path,
+        "rollout.num_workers=2",
+        "rollout.worker_stall_s=60",
+        "rollout.agent_loop=tests.support.fateful_loop:FatefulLoop",
+        "rollout.reward=tests.support.fateful_loop:rewarded",
+        "rollout.max_attempts=1",
+        "trainer.worker=tests.support.mortal_rank:MortalRank",
+        "run.max_steps=4",
+    )
+    run_dir = tmp_path / "sim"
+    for name in ("checkpoints", "logs"):
+        (run_dir / name).mkdir(parents=True)
+    caplog.set_level("INFO", "async_rl")
+    summary = await placement.run(config, run_dir, asyncio.Event())
+    assert summary.weight_versions == 4
+    assert summary.trajectories.trained == 4 * 16
+    assert summary.trajectories.dropped == {}  # with one attempt each: nobody's attempt failed
+    assert_conserved(summary)
+    died = (fate / "died").read_text()
+    assert f"trajectory {died} goes on elsewhere" in caplog.text
+    assert "it is started again, and what it played is played on by others" in caplog.text
+    processes = {int(path.name.partition("-")[2]) for path in fate.glob("process-*")}
+    assert len(processes) >= 2
+    assert os.getpid() not in processes  # neither loops nor rewards run in the driver
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    assert ledger.audit().holds
+    ledger.close()
+    with sqlite3.connect(run_dir / "ledger.sqlite") as database:
+        assert database.execute(
+            "SELECT state FROM trajectories WHERE trajectory_id = ?", (died,)
+        ).fetchall() in ([("trained",)], [])  # folded into a count once a checkpoint has it
+    database.close()

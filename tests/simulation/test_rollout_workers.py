@@ -1,0 +1,60 @@
+"""The whole program with agent loops in rollout workers, which are killed, fall silent, and are cancelled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from async_rl.queue.journal import Entry
+from async_rl.queue.journal_file import Journalled
+from async_rl.simulation.__main__ import run_worker_seed
+from async_rl.simulation.scenario import FaultKind, Scenario, WorkerFault, branching
+from async_rl.simulation.simulate import simulate
+from async_rl.simulation.sweep import sweep
+from tests.support.small_run import small_run
+
+
+def with_two_workers(scenario: Scenario) -> Scenario:
+    rollout = replace(scenario.config.rollout, num_workers=2, worker_stall_s=3.0)
+    return replace(scenario, config=replace(scenario.config, rollout=rollout))
+
+
+def test_nothing_is_lost_stale_or_stuck_when_loops_run_in_workers() -> None:
+    outcomes = {seed: run_worker_seed(seed) for seed in range(6)}
+    failed = {seed: outcome.violations for seed, outcome in outcomes.items() if outcome.violations}
+    assert failed == {}, f"python -m async_rl.simulation --workers --seeds 1 --start {min(failed)}"
+    faults = sum((Counter(outcome.faults) for outcome in outcomes.values()), Counter[str]())
+    assert faults["kill_worker"] > 0
+    assert faults["mute_worker"] > 0
+
+
+def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken_over: list[Journalled] = []
+    left = Entry.left.fget
+    assert left is not None
+
+    def note(entry: Entry) -> Journalled:
+        taken_over.append(left(entry))
+        return taken_over[-1]
+
+    monkeypatch.setattr(Entry, "left", property(note))
+    faults: tuple[FaultKind, ...] = ("kill_worker", "mute_worker", "die_in_call")
+    scenario = with_two_workers(branching(small_run(3, faults, death="kill")))
+    outcome = simulate(0, tmp_path, scenario=scenario)
+    assert outcome.violations == ()
+    assert outcome.lives[-1] == "finished"
+    assert any("." in state.trajectory_id and state.num_sampled_tokens for state in taken_over)
+
+
+@pytest.mark.parametrize("within", ["RolloutWorkers._keep", "RolloutWorkers._attend", "RemoteSession._write"])
+def test_nothing_is_lost_when_a_run_with_workers_is_cancelled(tmp_path: Path, within: str) -> None:
+    faults: tuple[WorkerFault, ...] = ("kill_worker", "mute_worker")
+    swept = sweep(with_two_workers(small_run(0, faults)), tmp_path, within=within)
+    assert swept.violations == []
+    assert len(swept.runs) > 1
+    assert all(run.lives[0] == "cancelled" and run.lives[-1] == "finished" for run in swept.runs[1:])

@@ -1,0 +1,38 @@
+"""An agent loop that ends its process in the middle of a turn, once in all processes of a test."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from async_rl.rollout.api import Session
+from async_rl.types import Task
+
+FATE = "ASYNC_RL_TEST_FATE"
+"""Environment variable: a folder in which the deaths and the processes of loops are written down."""
+
+
+class FatefulLoop:
+    """One turn; the first loop that sees one grow dies with its process."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        folder = Path(os.environ[FATE])
+        (folder / f"process-{os.getpid()}").touch()
+
+        def die(text: str) -> None:
+            try:
+                (folder / "died").touch(exist_ok=False)
+            except FileExistsError:
+                return
+            (folder / "died").write_text(session.trajectory_id)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        session.start(task.messages)
+        await session.generate(on_text=die)
+        session.annotate(process=os.getpid())
+
+
+def rewarded(task: Task, completion: Any) -> float:
+    """Also says where it is called."""
+    (Path(os.environ[FATE]) / f"process-{os.getpid()}").touch()
+    return float(len(completion.text) % 7)

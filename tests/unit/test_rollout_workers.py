@@ -1,0 +1,431 @@
+"""The protocol between driver and rollout workers, in virtual time; the link over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import pytest
+
+from async_rl.chat import ChatFormat
+from async_rl.config import Config, parse_config
+from async_rl.errors import AgentLoopError, EnvironmentNotReady, PromptTooLong, RewardError, WorkerLost
+from async_rl.metrics import Metrics
+from async_rl.placement.rollout_workers import shared_out
+from async_rl.queue.journal import Entry, Journal
+from async_rl.rollout.api import Session
+from async_rl.rollout.playing import Played, close
+from async_rl.rollout.remote.counts import Increments, add
+from async_rl.rollout.remote.driver import RolloutWorkers
+from async_rl.rollout.remote.link import connect, door
+from async_rl.rollout.remote.messages import Count, Cut, Failure, Play, Pulse, Stop
+from async_rl.rollout.remote.mirror import Mirror
+from async_rl.rollout.session import RolloutSession
+from async_rl.rollout.stage import Here
+from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
+from async_rl.simulation.workers import SimulatedWorkers
+from async_rl.types import Completion, Sampled, Task, Trajectory
+from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
+
+HERE = __name__
+TASK = Task(task_id="t", messages=[{"role": "user", "content": "hi"}])
+
+
+class OneTurn:
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        await session.generate()
+
+
+class Everything:
+    """What a loop may do, but for failing."""
+
+    async def run(self, task: Task, session: Session) -> str:
+        session.start(task.messages)
+        heard: list[str] = []
+        turn = await session.generate(max_new_tokens=4, on_text=heard.append)
+        assert "".join(heard).split() == turn.text.split()
+        session.annotate(length=len(turn.token_ids), left=session.remaining_tokens)
+        session.add_tool_result({"found": 3}, name="search")
+        async with session.branch() as other:
+            other.add_messages([{"role": "user", "content": "another way?"}])
+            await other.generate(max_new_tokens=3)
+            async with other.branch() as deeper:
+                await deeper.generate(max_new_tokens=2)
+        async with session.conversation() as helper:
+            helper.start(task.messages)
+            await helper.generate(max_new_tokens=5)
+            helper.speak_for_all()
+        await session.generate(max_new_tokens=2)
+        session.add_messages([{"role": "user", "content": "bye"}])
+        return "max_turns"
+
+
+class Impatient:
+    """Leaves a turn in the middle, and goes on."""
+
+    sessions: ClassVar[list[Any]] = []
+
+    async def run(self, task: Task, session: Session) -> None:
+        Impatient.sessions.append(session)
+        session.start(task.messages)
+        try:
+            async with asyncio.timeout(0.055):
+                await session.generate()
+        except TimeoutError:
+            await session.generate(max_new_tokens=3)
+
+
+class TooTalkative:
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        await session.generate(max_new_tokens=1)
+        session.add_messages([{"role": "user", "content": "so much"}] * 100)
+
+
+class OurOwnError(AgentLoopError):
+    """A class that the driver does not have."""
+
+
+class Raising:
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        raise OurOwnError("the cat is on the keyboard")
+
+
+def reward(task: Task, completion: Completion) -> float:
+    return float(completion.token_ids.sum() % 97)
+
+
+def group_reward(task: Task, completions: list[Completion]) -> list[float]:
+    return [float(completion.token_ids.sum() % 89) for completion in completions]
+
+
+def config_of(loop: str = "OneTurn", **rollout: Any) -> Config:
+    tree = {
+        "model": {"path": "model"},
+        "data": {"path": "tasks"},
+        "engine": {"kind": "simulated"},
+        "rollout": {
+            "agent_loop": f"{HERE}:{loop}",
+            "reward": f"{HERE}:reward",
+            "max_context_tokens": 64,
+            "max_new_tokens": 16,
+            "max_branches": 4,
+            "num_workers": 1,
+            "worker_stall_s": 8.0,
+            **rollout,
+        },
+    }
+    return parse_config(tree)
+
+
+class Troupe:
+    """Rollout workers in front of a simulated engine that decodes a token in 10 ms."""
+
+    def __init__(self, loop: str = "OneTurn", *, delay_s: float = 0.001, **rollout: Any) -> None:
+        self.config = config_of(loop, **rollout)
+        self.policy = Watched(stop_at=[17, 23])
+        self.bench = Bench(simulated(self.policy, decode_step_s=0.01, prefill_tokens_per_s=1e9))
+        self.metrics = self.bench.metrics
+        chat = cast(ChatFormat, PlainChat())
+        self.processes = SimulatedWorkers(self.config, chat, delay_s=lambda: delay_s)
+        self.stage = RolloutWorkers(self.config.rollout, self.processes.open, self.metrics)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Troupe:
+        await self._stack.enter_async_context(self.stage)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stack.aclose()
+
+    def session(
+        self, entry: Entry | None = None, kind: type[RolloutSession] = Mirror, name: str = "0" * 32
+    ) -> Any:
+        """One that the stage may play."""
+        self.entries = {name: entry or Entry(name)}
+
+        def open_branch(branch: str, inherited: Any) -> Entry:
+            self.entries[branch] = Entry(branch, inherited=inherited)
+            return self.entries[branch]
+
+        return kind(
+            task=TASK,
+            trajectory_id=name,
+            group_id="g",
+            pool=self.bench.pool,
+            chat=self.bench.chat,
+            facts=FACTS,
+            rollout=self.config.rollout,
+            routing_config=self.config.routing,
+            interrupt="abort",
+            metrics=self.metrics,
+            new_id=self.bench.session._new_id,
+            clock=lambda: 0.0,
+            entry=self.entries[name],
+            open_branch=open_branch,
+        )
+
+
+def told(trajectory: Trajectory) -> tuple[Any, ...]:
+    """Everything of a trajectory that does not depend on how quick anything is."""
+    outcome = trajectory.outcome
+    turns = [(t.start, t.end, t.finish_reason, t.metadata) for t in trajectory.turns]
+    segments = [(type(s).__name__, s.token_ids.tolist()) for s in trajectory.segments]
+    counts = (outcome.stop_reason, outcome.num_turns, outcome.num_tool_calls, outcome.num_tool_errors)
+    return trajectory.trajectory_id, segments, turns, counts, outcome.reward_parts, trajectory.num_inherited
+
+
+@in_virtual_time
+async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
+    async with Troupe("Everything") as troupe:
+        there = await close(await troupe.stage.play(TASK, troupe.session()))
+    troupe = Troupe("Everything")
+    chat = cast(ChatFormat, PlainChat())
+    async with Here(troupe.config, chat=chat, metrics=troupe.metrics, clock=lambda: 0.0) as here:
+        local = await close(await here.play(TASK, troupe.session(kind=RolloutSession)))
+    assert [told(trajectory) for trajectory in there] == [told(trajectory) for trajectory in local]
+    assert [len(t.trajectory_id.split(".")) for t in there] == [1, 2, 3, 2]
+    assert there[0].turns[0].metadata["length"] == 4
+    assert len({trajectory.outcome.reward for trajectory in there}) == 1  # one spoke for all
+
+
+@in_virtual_time
+async def test_both_halves_have_the_same_tokens_when_a_loop_leaves_its_turn() -> None:
+    Impatient.sessions.clear()
+    async with Troupe("Impatient") as troupe:
+        (trajectory,) = await close(await troupe.stage.play(TASK, troupe.session()))
+    (theirs,) = Impatient.sessions
+    assert theirs._buffer[: theirs._length].tolist() == trajectory.token_ids.tolist()
+    cut, whole = trajectory.sampled
+    assert 0 < len(cut.token_ids) < 10
+    assert len(whole.token_ids) == 3
+    assert len(trajectory.turns) == 1  # that of the second call
+
+
+async def _undisturbed() -> list[int]:
+    async with Troupe() as troupe:
+        (trajectory,) = await close(await troupe.stage.play(TASK, troupe.session()))
+    return trajectory.token_ids.tolist()
+
+
+@pytest.mark.parametrize("how", ["kill", "mute"])
+@in_virtual_time
+async def test_nothing_sampled_is_lost_when_a_worker_ends_in_a_turn(how: str) -> None:
+    async with Troupe(num_workers=2) as troupe, asyncio.TaskGroup() as tasks:
+        session = troupe.session()
+        playing = tasks.create_task(_lost(troupe.stage.play(TASK, session)))
+        await troupe.policy.reaches(12)
+        assert sum(map(getattr(troupe.processes, how), (0, 1))) == 2  # whoever has it
+        error = await playing
+        assert "rollout-worker-" in str(error)
+        (entry,) = troupe.entries.values()
+        sampled = sum(len(s.token_ids) for s in entry.left.segments if isinstance(s, Sampled))
+        assert sampled == 10 if how == "mute" else sampled >= 5  # a turn goes on while its worker is silent
+        again = troupe.session(Entry(session.trajectory_id, replay=entry.left))
+        (trajectory,) = await close(await troupe.stage.play(TASK, again))
+        restarts = troupe.bench.counted("rollout_worker_restarts_total")
+    assert trajectory.token_ids.tolist() == await _undisturbed()
+    assert troupe.bench.counted("resumed_tokens_total") == sampled
+    assert restarts == 2
+
+
+async def _lost(work: Any) -> WorkerLost:
+    with pytest.raises(WorkerLost) as error:
+        await work
+    return error.value
+
+
+@in_virtual_time
+async def test_workers_are_not_blamed_when_the_driver_stands_still() -> None:
+    async with Troupe() as troupe:
+        await asyncio.sleep(1.0)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        for _ in range(5):
+            loop.jump(100.0)
+            await asyncio.sleep(0.5)
+        await troupe.stage.play(TASK, troupe.session())
+        assert len(troupe.processes.metrics) == 1  # that worker, in its first life
+
+
+@in_virtual_time
+async def test_the_driver_says_who_plays_and_what_is_awaited_there() -> None:
+    async with Troupe() as troupe, asyncio.TaskGroup() as tasks:
+        await asyncio.sleep(1.0)
+        (worker,) = troupe.stage._live.values()
+        troupe.bench.pool.hold("engine-0")
+        playing = tasks.create_task(troupe.stage.play(TASK, troupe.session()))
+        await asyncio.sleep(20.0)
+        assert "a turn of the policy for" in worker.waits["0" * 32]
+        troupe.bench.pool.serve("engine-0", 0)
+        await playing
+
+
+@pytest.mark.parametrize(
+    ("loop", "kind", "words"),
+    [
+        ("Raising", AgentLoopError, "the cat is on the keyboard"),
+        ("TooTalkative", None, ""),
+    ],
+)
+@in_virtual_time
+async def test_a_loop_fails_or_ends_in_the_driver_as_it_did_in_its_worker(
+    loop: str, kind: type[Exception] | None, words: str
+) -> None:
+    async with Troupe(loop) as troupe:
+        if kind is None:
+            (trajectory,) = await close(await troupe.stage.play(TASK, troupe.session()))
+            assert trajectory.outcome.stop_reason == "length"
+        else:
+            with pytest.raises(kind, match=words):
+                await troupe.stage.play(TASK, troupe.session())
+
+
+def test_errors_cross_the_link_as_what_they_are() -> None:
+    for error in (PromptTooLong("long"), RewardError("none")):
+        there = Failure.of(error).error
+        assert type(there) is type(error)
+        assert str(there) == str(error)
+    assert type(Failure.of(OurOwnError("own")).error) is AgentLoopError
+    assert "KeyError" in str(Failure.of(KeyError("k")).error)
+
+
+@in_virtual_time
+async def test_a_group_is_scored_by_another_worker_when_one_ends() -> None:
+    async with Troupe(num_workers=2, reward=f"{HERE}:group_reward") as troupe:
+        (played,) = await troupe.stage.play(TASK, troupe.session())
+        assert isinstance(played, Played)
+        assert played.parts is None
+        assert played.completion is not None
+        (trajectory,) = await close([played])
+        assert played.completion.token_ids.tolist() == trajectory.token_ids.tolist()
+        async with asyncio.TaskGroup() as tasks:
+            scoring = tasks.create_task(troupe.stage.score_group(TASK, [played.completion] * 2))
+            await asyncio.sleep(0)  # it has asked one
+            (busy,) = (w.name for w in troupe.stage._live.values() if w.inboxes)
+            troupe.processes.ends[busy].lose("it was killed")
+        expected = float(trajectory.token_ids.sum() % 89)
+        assert await scoring == [{"reward": expected}] * 2
+
+
+def test_counts_of_workers_are_added_to_those_of_the_driver() -> None:
+    theirs, ours = Metrics(), Metrics()
+    increments = Increments(theirs)
+    theirs.tool_calls_total.labels("search", "ok").inc(2)
+    theirs.tool_seconds.labels("search").observe(0.3)
+    ours.tool_calls_total.labels("search", "ok").inc()
+    add(increments.since_last(), ours)
+    theirs.tool_seconds.labels("search").observe(700.0)
+    add(increments.since_last(), ours)
+    assert increments.since_last() == ()
+    add([Count(name="of_another_version", labels=(), value=1.0)], ours)
+
+    def counted(name: str, **labels: str) -> float | None:
+        return ours.registry.get_sample_value(f"async_rl_{name}", {"tool": "search", **labels})
+
+    assert counted("tool_calls_total", status="ok") == 3
+    assert counted("tool_seconds_count") == 2
+    assert counted("tool_seconds_sum") == pytest.approx(700.3)
+    assert counted("tool_seconds_bucket", le="0.5") == 1
+
+
+def test_the_journal_has_all_tokens_when_an_attempt_goes_on_elsewhere(tmp_path: Path) -> None:
+    name = "a" * 32
+
+    def sampled(*token_ids: int) -> Sampled:
+        return Sampled(
+            token_ids=np.array(token_ids, np.int32),
+            rollout_log_probs=np.zeros(len(token_ids), np.float32),
+            weight_version=0,
+            engine_id="e",
+            finish_reason="abort",
+        )
+
+    journal = Journal(tmp_path)
+    journal.restore([], 0)
+    entry = journal.open(name)
+    entry.begin_turn(0, 9, ())
+    entry.segments.append(sampled(1, 2))
+    journal.write()
+    entry.segments.append(sampled(3))  # not in the file yet, and its worker ends
+    again = journal.open(name, 1, entry.left)
+    journal.write()
+    assert again.news() is None  # it is said once
+    journal.close()
+    left = Journal(tmp_path).restore([name], 0)[name]
+    assert [token for segment in left.segments for token in segment.token_ids.tolist()] == [1, 2, 3]
+
+
+def test_limits_of_rewards_are_parted_among_workers() -> None:
+    judge = {"kind": "http", "url": "http://127.0.0.1:1", "max_concurrent": 64}
+    slow = {"kind": "function", "function": f"{HERE}:reward", "max_concurrent": 1}
+    free = {"kind": "function", "function": f"{HERE}:reward"}
+    config = config_of(num_workers=4, rewards={"judge": judge, "slow": slow, "free": free})
+    parted = shared_out(config).rollout.rewards
+    assert {name: each.max_concurrent for name, each in parted.items()} == {
+        "judge": 16,
+        "slow": 1,
+        "free": None,
+    }
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
+    async with door("127.0.0.1") as listening, asyncio.TaskGroup() as tasks:
+        worker = tasks.create_task(connect("127.0.0.1", listening.port, listening.key))
+        ours, theirs = await listening.link(), await worker
+    play = Play(play=1, task=Task(task_id="t", messages=TASK.messages, answer={"a": [1]}), trajectory_id="x")
+    for message in (play, Cut(play=1, name="é" * 100_000), Stop(play=2)):
+        ours.post(message)
+    theirs.post(Pulse(waits={"x": "tool"}))
+    assert (await theirs.receive()).task == play.task  # type: ignore[attr-defined]
+    assert len((await theirs.receive()).name) == 100_000  # type: ignore[attr-defined]
+    assert isinstance(await theirs.receive(), Stop)
+    assert isinstance(await ours.receive(), Pulse)
+    ours.close()
+    with pytest.raises(WorkerLost):
+        await theirs.receive()
+    theirs.close()
+
+
+async def test_nobody_is_let_in_without_the_key() -> None:
+    async with door("127.0.0.1") as listening:
+        with pytest.raises(EnvironmentNotReady):
+            await connect("127.0.0.1", listening.port, b"another key")
+        assert not listening._link.done()
+        async with asyncio.TaskGroup() as tasks:
+            worker = tasks.create_task(connect("127.0.0.1", listening.port, listening.key))
+            (await listening.link()).close()
+        worker.result().close()
+
+
+@pytest.mark.parametrize(
+    "data", [struct.pack("<Q", 1 << 40), struct.pack("<Q", 64) + bytes(64), b"\x01"], ids=len
+)
+async def test_a_link_is_lost_when_what_comes_is_no_message(data: bytes) -> None:
+    async with door("127.0.0.1") as listening, asyncio.TaskGroup() as tasks:
+        worker = tasks.create_task(connect("127.0.0.1", listening.port, listening.key))
+        ours, theirs = await listening.link(), await worker
+    theirs._writer.write(data)
+    theirs._writer.write_eof()
+    with pytest.raises(WorkerLost):
+        await ours.receive()
+    ours.close()
+    theirs.close()
+
+
+@in_virtual_time
+async def test_a_worker_is_lost_that_says_what_is_not_for_it_to_say() -> None:
+    async with Troupe() as troupe:
+        await asyncio.sleep(1.0)
+        troupe.processes.ends["rollout-worker-0"].post(Stop(play=1))
+        await asyncio.sleep(5.0)
+        assert troupe.bench.counted("rollout_worker_restarts_total") == 1
