@@ -280,6 +280,9 @@ class WeightSync:
         engine = next((e for e in self._pool.engines() if e.engine_id == engine_id), None)
         if engine is None:
             return  # it has left
+        standing = self._pool.standing_of(engine_id)
+        if standing is not None and standing.state is EngineState.SERVING:
+            return  # it was back before `start` looked who is there, and has been brought by that
         on_demand = self._config.transport != "disk"  # only then are there no files of every version
         for _ in range(_CHASES):
             if on_demand:
