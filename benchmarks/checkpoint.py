@@ -104,7 +104,6 @@ def torch_save(worker: TrainerWorker, path: Path) -> None:
 def measure(worker: TrainerWorker, folder: Path, turns: int) -> list[Row]:
     """All rows, in turns after one that is thrown away."""
     data, step = batch(), 1
-    num_bytes = sum(part.data.nbytes for part in shards.to_save(worker.model))
     times: dict[str, list[float]] = {
         name: [] for name in ("step", "copy", "beside", "written", "waited", "torch.save")
     }
@@ -129,6 +128,7 @@ def measure(worker: TrainerWorker, folder: Path, turns: int) -> list[Row]:
         if turn:
             for name, value in seen.items():
                 times[name].append(value)
+    num_bytes = worker.saved_checkpoint(wait=True).num_bytes
     size = f"{num_bytes / 1e6:.0f} MB"
     rate = {name: f"{num_bytes / np.median(times[name]) / 1e6:.0f} MB/s" for name in ("waited", "torch.save")}
     return [
@@ -174,7 +174,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     folder = Path(tempfile.mkdtemp(prefix="async-rl-benchmark-"))
     try:
-        model = build_model(folder / "model", 256 if options.quick else 512, 4 if options.quick else 8)
+        model = build_model(folder / "model", 256 if options.quick else 384, 4 if options.quick else 6)
         config = {
             "model": {"path": str(model), "dtype": "bfloat16"},
             "data": {"path": "unused.jsonl"},
@@ -184,7 +184,7 @@ def main() -> None:
         }
         worker = TrainerWorker(config, 0, 1, "")
         worker.setup(None)
-        rows = measure(worker, folder / "checkpoints", 3 if options.quick else 9)
+        rows = measure(worker, folder / "checkpoints", 3 if options.quick else 5)
         worker.close()
     finally:
         shutil.rmtree(folder)
