@@ -185,9 +185,7 @@ async def run(
     chat = load_chat_format(config.model.path)
     metrics = Metrics()
     orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock)
-    page = Feed(
-        config, orchestrator.now, lambda: orchestrator.records, lambda: orchestrator.evaluations
-    )
+    page = Feed(config, orchestrator.now, lambda: orchestrator.records, lambda: orchestrator.evaluations)
     host = config.metrics.host
     async with (
         watched(orchestrator.named_waits, metrics, config.doctor),
@@ -578,7 +576,7 @@ class Orchestrator:
             generation=self._trainer_failures,
         )
 
-    # -- evaluation ------------------------------------------------------------------------------------
+    # -- evaluation --------------------------------------------------------------------------------------
 
     def _evaluate_with(self, examiner: Examiner, sync: WeightSync) -> EvaluationService:
         self.evaluations = [r for r in self.evaluations if r.weight_version <= self._step]
@@ -624,10 +622,11 @@ class Orchestrator:
         pace = _Pace(begin_s=begin, recorded_s=self._clock(), sampled=_value(metrics.sampled_tokens_total))
         step, every = self._step, config.trainer.checkpoint_every
         metrics.trainer_weight_version.set(step)
+        ahead: TakenBatch | None = None  # ready in the trainer's turn on shared devices
         async with Nursery() as syncs:
-            while step < config.run.max_steps and not self._stop.is_set():
+            while step < config.run.max_steps and (ahead is not None or not self._stop.is_set()):
                 wait_begin = self._clock()
-                batch = await queue.take(step)
+                batch = ahead or await queue.take(step)
                 if batch is None:
                     break
                 wait_s = self._clock() - wait_begin
@@ -653,6 +652,12 @@ class Orchestrator:
                     due = bool(every) and step % every == 0
                     if due and self._devices.shared:
                         await self._save(trainer)  # while it has its state where it can be copied from
+                    ahead = None
+                    if self._devices.shared and step < config.run.max_steps:
+                        ahead = await queue.take(step, wait=False)
+                    if ahead is not None:
+                        self._write_down(done, SyncReport.none(step), queue, pace, progress)
+                        continue
                     taken = asyncio.Event()
                     bringing = self._bring(done, taken, trainer, sync, queue, pace, progress)
                     if not config.weights.overlap:
@@ -683,6 +688,17 @@ class Orchestrator:
             else:
                 report = await self._devices.to_engines(sync, trainer, step)
         queue.advance(step)
+        self._write_down(done, report, queue, pace, progress)
+
+    def _write_down(
+        self,
+        done: _Done,
+        report: SyncReport,
+        queue: TrajectoryQueue,
+        pace: _Pace,
+        progress: Progress | None,
+    ) -> None:
+        """A step is done, and its weights have gone where they were to go."""
         now, sampled = self._clock(), _value(self._metrics.sampled_tokens_total)
         pace.waited_s += done.wait_s
         record = _record(

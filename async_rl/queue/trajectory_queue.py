@@ -431,11 +431,17 @@ class TrajectoryQueue:
             work.cancel()
         self.drop_group(group_id, reason)
 
-    async def take(self, version: int) -> TakenBatch | None:
+    async def take(self, version: int, *, wait: bool = True) -> TakenBatch | None:
         """Wait for the next batch, consumed at `version`, and pack it. One caller at a time.
 
+        Args:
+            version: The trainer's.
+            wait: Whether to wait for one; else only one is taken that is ready, for which no group in flight
+                is given up.
+
         Returns:
-            None when the queue was stopped, or when the data has ended and no batch can be filled any more.
+            None when the queue was stopped, when the data has ended and no batch can be filled any more, or
+            when there is none and `wait` is off.
 
         Raises:
             InvariantError: When a trajectory in it would exceed the bound.
@@ -444,13 +450,15 @@ class TrajectoryQueue:
         self._admission.next = version
         self._renew_deadlines()
         while not self._stopped:
+            if not wait and self._backlog.awaited(version):
+                return None  # they would be given up, or waited for
             self._drop_overdue(version)
             chosen = self._backlog.select(version)
             if chosen is not None:
                 batch = await self._pack_off_loop(version, chosen)
                 if batch is not None:
                     return batch
-            elif self._ended and not self._backlog.num_in_flight:
+            elif not wait or (self._ended and not self._backlog.num_in_flight):
                 return None
             else:
                 await self._change("batch", self._why_take)

@@ -72,6 +72,18 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     handover_s: float
     """The trainer could not go on: `total_s`, or with `weights.overlap` until its weights were copied."""
 
+    @classmethod
+    def none(cls, version: int) -> SyncReport:
+        """Of a version that no engine is to serve."""
+        return cls(
+            weight_version=version,
+            publish_s=0.0,
+            transfer_s=0.0,
+            standstill_s=0.0,
+            total_s=0.0,
+            handover_s=0.0,
+        )
+
 
 class _EngineTimes(msgspec.Struct, frozen=True):
     engine_id: str

@@ -47,6 +47,8 @@ def test_interrupted_answers_go_on_after_the_trainers_turn(tmp_path: Path) -> No
     records = read_records(tmp_path / "0" / "life-0" / "metrics.jsonl")
     assert sum(record.interrupted for record in records) > 0
     assert max(record.staleness_max for record in records) > 0
+    assert any(record.sync_s == 0 for record in records)  # batches that were ready are trained in one turn
+    assert records[-1].sync_s > 0
 
 
 @pytest.mark.parametrize(

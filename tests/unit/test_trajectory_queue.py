@@ -364,6 +364,24 @@ async def test_groups_that_are_due_are_given_up_when_batches_do_not_wait(tmp_pat
     run.queue.close()
 
 
+@pytest.mark.parametrize("overage", ["wait", "drop"])
+async def test_a_batch_that_is_not_waited_for_costs_no_group_in_flight(tmp_path: Path, overage: str) -> None:
+    run = Run(tmp_path, overage=overage, groups_per_batch=1)
+    assert await run.queue.take(0, wait=False) is None  # there is nothing
+    due = Work(oldest=0, **{"due-0": 77})
+    run.queue.dispatched("due", "task", 0, ["due-0"], 0, due)
+    run.next = 1
+    run.queue.advance(1)
+    await run.ready("fresh", version=1)
+    assert await run.queue.take(1, wait=False) is None
+    assert not due.cancelled
+    run.queue.give_up("due", "test")
+    batch = await run.queue.take(1, wait=False)
+    assert batch is not None
+    assert batch.group_ids == ("fresh",)
+    run.queue.close()
+
+
 async def mixed(run: Run, name: str, *ages: tuple[tuple[int, int], ...]) -> None:
     """Put a group; each trajectory of (tokens, version) spans."""
     ids = [f"{name}-{i}" for i in range(len(ages))]
