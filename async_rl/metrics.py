@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from async_rl.evaluation.records import EVERYTHING, EvaluationRecord
+from async_rl.evaluation.records import EvaluationRecord
 from async_rl.instruments import Instruments, counter, gauge, histogram
 from async_rl.records import StepRecord
 

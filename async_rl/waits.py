@@ -69,10 +69,10 @@ disk: frames being written, read and packed.  room: bytes in the spool.
 reward queue: one of the calls that a reward may have at a time.
 drain: running work while the run stops.  slot: one of `rollout.max_concurrent_trajectories`.
 rollout worker: that one is up.  turn: in a rollout worker, of the policy; the driver knows what it waits for.
-evaluation: of a weight version, or a place in it.
 devices: that it is one's turn on devices that engines and trainer share.
 hand-over: that the trainer has moved its memory, to the host or back.
 engine: one that serves.  engine start, engine update: of a certain one.
+evaluation: of a weight version, or a place in it.
 publish, send weights, snapshot: by the trainer, of its weights.  weight update: of all engines.
 routing: the rows of a finished trajectory.
 sync lock, trainer lock: that nobody else updates engines, or uses the trainer.

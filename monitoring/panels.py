@@ -385,6 +385,8 @@ WEIGHTS: Final = (
                 f"{rate('weight_sync_hidden_seconds_total')} / {rate('train_step_seconds_count')}",
                 "hidden behind a step",
             ),
+            Query(mean("hand_over_to_trainer_seconds"), "shared devices: to the trainer"),
+            Query(mean("hand_over_to_engines_seconds"), "shared devices: to the engines"),
         ),
         unit="s",
     ),

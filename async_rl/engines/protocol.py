@@ -187,6 +187,19 @@ class Engine(Protocol):
         """
         ...
 
+    async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """Give device memory back; what was in it is lost. Called by `engines.memory` alone: an engine dies
+        when it is asked while anything runs, or for what it does not hold.
+
+        Raises:
+            EngineError: When it did not; what it holds is then unknown.
+        """
+        ...
+
+    async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """Take it again, with nothing of use in it. Likewise: an engine dies when it holds it already."""
+        ...
+
     async def checksums(self) -> tuple[dict[str, str], ...]:
         """Of each of its ranks: a sum over every parameter, by name. Reads all weights."""
         ...
@@ -201,19 +214,6 @@ class Engine(Protocol):
         Raises:
             EnvironmentNotReady: With the engine's last words, when it will not answer.
         """
-        ...
-
-    async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """Give device memory back; what was in it is lost. Called by `engines.memory` alone: an engine dies
-        when it is asked while anything runs, or for what it does not hold.
-
-        Raises:
-            EngineError: When it did not; what it holds is then unknown.
-        """
-        ...
-
-    async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """Take it again, with nothing of use in it. Likewise: an engine dies when it holds it already."""
         ...
 
     async def close(self) -> None:
