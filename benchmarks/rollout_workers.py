@@ -1,0 +1,218 @@
+"""What agent loops cost the driver: in it, beside one worker and beside two, in turns.
+
+    python benchmarks/rollout_workers.py [--quick] [--json FILE]
+
+Trajectories of three turns of 16 tokens on simulated engines that take no time, 64 at once; between two turns
+the loop computes for so many milliseconds, as a parser or a checker of the user's would. Reported
+are processor time of the driver a turn and turns a second; ratios are of the same round, with their smallest
+and largest. With two cores for three processes only the driver's processor time says something: what a turn
+takes on the wall is bounded by the cores that loops may use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+from typing import Any, cast
+
+import msgspec
+
+from async_rl.chat import ChatFormat
+from async_rl.config import Config, SimulatedEngines, parse_config
+from async_rl.engines.pool import EnginePool
+from async_rl.engines.simulated import SimulatedEngine
+from async_rl.metrics import Metrics
+from async_rl.processes import die_with_parent
+from async_rl.rollout.api import Session
+from async_rl.rollout.playing import close
+from async_rl.rollout.remote.driver import RolloutWorkers
+from async_rl.rollout.remote.link import connect, door
+from async_rl.rollout.remote.messages import Link
+from async_rl.rollout.remote.worker import RolloutWorker
+from async_rl.rollout.stage import Here, Stage
+from async_rl.simulation.scenario import FACTS
+from async_rl.simulation.users import SimulatedChat
+from async_rl.supervision import Nursery
+from async_rl.types import Completion, Task
+
+TURNS = 3
+CONCURRENT = 64
+CHAT = cast(ChatFormat, SimulatedChat())
+PROMPT = " ".join(str(5 + number % 300) for number in range(256))
+
+
+class Computing:
+    """Three turns; computes after each of them."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        """See `agent_loops`."""
+        session.start(task.messages)
+        for _ in range(TURNS):
+            await session.generate(max_new_tokens=16)
+            end_s = time.thread_time() + task.metadata["compute_s"]
+            while time.thread_time() < end_s:
+                pass
+            session.add_messages([{"role": "user", "content": "7 8 9"}])
+
+
+async def reward(task: Task, completion: Completion) -> float:
+    """Nothing."""
+    return 0.0
+
+
+class Cost(msgspec.Struct):
+    """Of one run."""
+
+    cpu_us: float
+    """Of the driver, a turn."""
+    turns_per_s: float
+
+
+def config_of(workers: int) -> Config:
+    """Of a run with so many workers."""
+    return parse_config(
+        {
+            "model": {"path": "unused"},
+            "data": {"path": "unused"},
+            "engine": {"kind": "simulated", "decode_step_s": 0.0, "prefill_tokens_per_s": 1e9},
+            "rollout": {
+                "agent_loop": "benchmarks.rollout_workers:Computing",
+                "reward": "benchmarks.rollout_workers:reward",
+                "max_context_tokens": 1024,
+                "max_new_tokens": 16,
+                "num_workers": workers,
+            },
+            "routing": {"replay": "off"},
+        }
+    )
+
+
+def work(workers: int, port: int, key: bytes) -> None:
+    """The process of a worker."""
+
+    async def run() -> None:
+        worker = RolloutWorker(config_of(workers), chat=CHAT, metrics=Metrics(), clock=time.monotonic)
+        await worker.run(await connect("127.0.0.1", port, key))
+
+    die_with_parent()
+    asyncio.run(run())
+
+
+async def measure(workers: int, compute_s: float, trajectories: int) -> Cost:
+    """Play so many trajectories, after a few to warm up."""
+    config, metrics, ids = config_of(workers), Metrics(), count()
+    assert isinstance(config.engine, SimulatedEngines)
+
+    @asynccontextmanager
+    async def open_worker(name: str) -> AsyncIterator[Link]:
+        async with door("127.0.0.1") as listening:
+            spawn = multiprocessing.get_context("spawn")
+            process = spawn.Process(target=work, args=(workers, listening.port, listening.key))
+            process.start()
+            link = await listening.link()
+        try:
+            yield link
+        finally:
+            link.close()
+            await asyncio.to_thread(process.join)
+
+    pool = EnginePool(metrics, time.monotonic)
+    for index in range(4):
+        pool.add(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
+        pool.serve(f"engine-{index}", 0)
+    stage: Stage = (
+        RolloutWorkers(config.rollout, open_worker, metrics)
+        if workers
+        else Here(config, chat=CHAT, metrics=metrics, clock=time.monotonic)
+    )
+    task = Task(
+        task_id="t", messages=[{"role": "user", "content": PROMPT}], metadata={"compute_s": compute_s}
+    )
+
+    async def play(number: int) -> None:
+        for _ in range(number):
+            session = stage.session(
+                task=task,
+                trajectory_id=f"{next(ids):032x}",
+                group_id="g",
+                pool=pool,
+                chat=CHAT,
+                facts=FACTS,
+                rollout=config.rollout,
+                routing_config=config.routing,
+                interrupt="abort",
+                metrics=metrics,
+                new_id=lambda: f"{next(ids):032x}",
+                clock=time.monotonic,
+            )
+            await close(await stage.play(task, session))
+
+    async def all_play(number: int) -> None:
+        async with Nursery() as players:
+            for player in range(CONCURRENT):
+                players.start(f"player {player}", play(max(1, number // CONCURRENT)))
+
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(stage)
+        await all_play(CONCURRENT)
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        await all_play(trajectories)
+        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+    turns = max(1, trajectories // CONCURRENT) * CONCURRENT * TURNS
+    return Cost(cpu_us=1e6 * cpu_s / turns, turns_per_s=turns / wall_s)
+
+
+def compare(compute_ms: float, rounds: int, trajectories: int) -> list[dict[str, Any]]:
+    """With no worker, one and two, in turns."""
+    found: dict[int, list[Cost]] = {0: [], 1: [], 2: []}
+    for _ in range(rounds):
+        for workers, costs in found.items():
+            costs.append(asyncio.run(measure(workers, compute_ms / 1e3, trajectories)))
+    rows = []
+    for workers, costs in found.items():
+        ratios = [cost.cpu_us / here.cpu_us for cost, here in zip(costs, found[0], strict=True)]
+        rows.append(
+            {
+                "compute_ms": compute_ms,
+                "workers": workers,
+                "driver_cpu_us_per_turn": round(statistics.median(c.cpu_us for c in costs)),
+                "of_no_worker": round(statistics.median(ratios), 2),
+                "smallest": round(min(ratios), 2),
+                "largest": round(max(ratios), 2),
+                "turns_per_s": round(statistics.median(c.turns_per_s for c in costs)),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer trajectories and rounds")
+    parser.add_argument("--json", help="write the rows here as well")
+    options = parser.parse_args()
+    rounds, trajectories = (3, 128) if options.quick else (7, 1024)
+    rows = [row for compute_ms in (0.0, 2.0) for row in compare(compute_ms, rounds, trajectories)]
+    print(
+        f"{'user code a turn':>18}{'workers':>9}{'driver CPU a turn':>19}{'of 0 workers':>22}{'turns/s':>10}"
+    )
+    for row in rows:
+        spread = f"{row['of_no_worker']} ({row['smallest']} to {row['largest']})"
+        print(
+            f"{row['compute_ms']:>15} ms{row['workers']:>9}{row['driver_cpu_us_per_turn']:>16} us"
+            f"{spread:>22}{row['turns_per_s']:>10}"
+        )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
