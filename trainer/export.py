@@ -127,16 +127,23 @@ class WeightExport:
         for number, bucket in enumerate(buckets):
             of_bucket, data = itertools.islice(tensors, len(bucket)), None
             try:
+                self.make_room(buckets)
                 if self._rank == 0:
-                    self._make_room(largest_of(buckets))
                     (data,) = fill_buckets(of_bucket, [bucket], [self._buffers[number % BUFFERS]])
             finally:
                 collections.deque(of_bucket, maxlen=0)
             yield data
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Buffers are kept from update to update: fresh pages cost more than to copy into old ones."""
-        if not self._buffers or len(self._buffers[0]) < num_bytes:
+    def make_room(self, buckets: Sequence[Sequence[TensorSpec]]) -> None:
+        """Allocate what `share` fills, on rank 0.
+
+        The buffers are kept from update to update: fresh pages cost more than to copy into old ones.
+
+        Raises:
+            WeightSyncError: When there is not enough shared memory.
+        """
+        num_bytes = largest_of(buckets)
+        if self._rank == 0 and (not self._buffers or len(self._buffers[0]) < num_bytes):
             self._buffers.clear()
             self._buffers += [shared_buffer(num_bytes, torch.device("cpu")) for _ in range(BUFFERS)]
 

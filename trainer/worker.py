@@ -495,7 +495,10 @@ class TrainerWorker:
 
     def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
         """What `send_weights` will broadcast, in its order."""
-        return self.weights.plan(bucket_bytes)
+        buckets = self.weights.plan(bucket_bytes)
+        if self._config.weights.transport == "tensor":
+            self.weights.make_room(buckets)  # now, rather than in the first update
+        return buckets
 
     def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """Broadcast the current weights, bucket by bucket, into each of the groups."""

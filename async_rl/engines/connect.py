@@ -28,6 +28,19 @@ def external_keys(url: str) -> tuple[str | None, str | None]:
     return keys
 
 
+def check_same_host(config: Config, url: str) -> None:
+    """Refuse a server that cannot open memory of this host when that is how weights are sent.
+
+    Raises:
+        ConfigError: With `weights.transport: tensor`, unless the URL is of this host.
+    """
+    if config.weights.transport == "tensor" and not is_loopback(urlsplit(url).hostname or ""):
+        raise ConfigError(
+            f"weights.transport is tensor, which needs engines on trainer rank 0's host, and {url} may be "
+            "on another: set weights.transport to distributed or disk"
+        )
+
+
 def is_loopback(host: str) -> bool:
     """Whether only its own machine reaches an address or name."""
     return host in ("localhost", "::1") or host.startswith("127.")

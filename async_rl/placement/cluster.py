@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from async_rl import orchestrator
 from async_rl.config import Config, SGLangEngines, to_builtins
-from async_rl.engines.connect import external_keys, sglang_client
+from async_rl.engines.connect import check_same_host, external_keys, sglang_client
 from async_rl.engines.facts import load_facts
 from async_rl.engines.protocol import Engine
 from async_rl.engines.server import SGLangServer
@@ -85,6 +85,7 @@ class RayCluster(orchestrator.Cluster):
         """See `orchestrator.Cluster`. The keys of external servers are in the environment."""
         engine = self._config.engine
         if isinstance(engine, SGLangEngines):
+            check_same_host(self._config, url)
             self._engines[engine_id] = self._client(engine_id, url, external_keys(url), died=None)
         else:
             seed = self._config.run.seed + len(self._engines)
@@ -141,7 +142,9 @@ class RayCluster(orchestrator.Cluster):
         try:
             async with asyncio.timeout(limit_s):
                 await self._end(*self._rank_actors)
-                return await self._start_ranks()
+                trainer = await self._start_ranks()
+                self._check_memory_is_shared()
+                return trainer
         except RayError as error:
             raise EnvironmentNotReady(f"the trainer's ranks did not start: {last_line(error)}") from error
         except TimeoutError as error:
@@ -176,6 +179,22 @@ class RayCluster(orchestrator.Cluster):
                     made(actor, config.trainer.worker, plain, rank, ranks, f"{host}:{port}"),
                 )
         return trainer
+
+    def _check_memory_is_shared(self) -> None:
+        """`weights.transport: tensor` names memory of rank 0's host: a server that cannot open it dies of it.
+
+        Raises:
+            EnvironmentNotReady: When an engine is on another host.
+        """
+        if self._config.weights.transport != "tensor":
+            return
+        host = self._processes[self._rank_actors[0]].host
+        for engine_id, actor in self._engine_actors.items():
+            if self._processes[actor].host != host:
+                raise EnvironmentNotReady(
+                    f"weights.transport is tensor, but {engine_id} is not on the host of trainer rank 0: set "
+                    "weights.transport to distributed or disk, or place them on one node"
+                )
 
     async def _shared_devices(self, ranks: int) -> list[Device | None]:
         """The GPU that each rank shares with an engine; None where it has its own, or there are none."""

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from async_rl.config import ModelConfig, SGLangEngines
 from async_rl.engines.facts import load_facts
 from async_rl.engines.server import SGLangServer
@@ -83,6 +85,19 @@ class SGLangWorld:
             await engine.wait_ready()
         finally:
             await engine.close()
+
+
+def in_trainer_order(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As a trainer exports weights: queries, keys, values; gate, up, down; experts by number."""
+    first = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1, "down_proj": 2}
+
+    def place(name: str) -> list[tuple[int, int, str]]:
+        return [
+            (0, int(part), "") if part.isdigit() else (1, first.get(part, len(first)), part)
+            for part in name.split(".")
+        ]
+
+    return {name: tensors[name] for name in sorted(tensors, key=place)}
 
 
 def _never_stop(model: Path) -> None:

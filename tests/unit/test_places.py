@@ -3,12 +3,14 @@
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from async_rl.engines.connect import external_keys, is_loopback
+from async_rl.engines.connect import check_same_host, external_keys, is_loopback
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.placement.actors import Frame, Home, go_to_work, interface_of
 from async_rl.placement.places import Node, by_node, no_room
+from tests.support.run_config import config_of
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,17 @@ def test_a_server_beyond_this_machine_is_refused_when_there_is_no_key_for_it(mon
         external_keys("http://10.0.0.7:30000")
     monkeypatch.setenv("ASYNC_RL_ENGINE_API_KEY", "k")
     assert external_keys("http://10.0.0.7:30000") == ("k", None)
+
+
+def test_a_server_beyond_this_machine_is_refused_when_weights_are_sent_through_memory():
+    config = config_of()
+    check_same_host(config, "http://10.0.0.7:30000")
+    shared = msgspec.structs.replace(
+        config, weights=msgspec.structs.replace(config.weights, transport="tensor")
+    )
+    check_same_host(shared, "http://127.0.0.1:30000")
+    with pytest.raises(ConfigError, match=r"set weights\.transport to distributed or disk"):
+        check_same_host(shared, "http://10.0.0.7:30000")
 
 
 @pytest.mark.parametrize(
