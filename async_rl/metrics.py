@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 from async_rl.evaluation.records import EVERYTHING, EvaluationRecord
-from async_rl.evaluation.records import EvaluationRecord
 from async_rl.instruments import Instruments, counter, gauge, histogram
 from async_rl.records import StepRecord
 
@@ -676,8 +675,8 @@ class HealthMetrics(Instruments):
     rollout_worker_restarts_total = counter(
         "Times a rollout worker was started again.",
         source="rollout.remote.driver, when one has ended or fallen silent",
-        bad="Rises: user code ends its process or blocks its event loop; the log names the worker, and its own "
-        "log the code. What it played goes on in another.",
+        bad="Rises: user code ends its process or blocks its event loop; the log names the worker, and its "
+        "own log the code. What it played goes on in another.",
     )
     seconds_since_progress = gauge(
         "Seconds since a token, the end of a trajectory, a step or an engine that serves.",

@@ -156,7 +156,7 @@ class TrainerRank(Protocol):
         ...
 
     def saved_checkpoint(self, wait: bool) -> Saved:
-        """Say what became of it, and `wait` until it stands or has failed: a folder appears when it is whole."""
+        """Say what became of it, and `wait` until it stands or has failed: its folder appears when whole."""
         ...
 
     def close(self) -> None:
@@ -207,6 +207,7 @@ class Trainer(Protocol):
 
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """See `TrainerRank.share_bucket`."""
+        ...
 
     async def offload(self) -> None:
         """See `TrainerRank.offload`."""

@@ -5,10 +5,10 @@
  gradients                                       storage ─► nothing       ─► zeros
 ```
 
-It works on storages, not on tensors: each is emptied in its place and later given its bytes again. A tensor is
-a view of a storage, and Megatron has many of one (`main_grad`, the shards of main parameters, parameters as
-views of a distributed optimizer's buffer): all of them are whole again without being known here. What there
-is to move is looked up each time, because optimizers make their moments in their first step.
+It works on storages, not on tensors: each is emptied in its place and later given its bytes again. A tensor
+is a view of a storage, and Megatron has many of one (`main_grad`, the shards of main parameters, parameters
+as views of a distributed optimizer's buffer): all of them are whole again without being known here. What
+there is to move is looked up each time, because optimizers make their moments in their first step.
 
 Gradients are not kept: `MegatronModel.run` sets them to zero before it adds to them, and a turn ends after
 the optimizer's step, never between the two.
