@@ -145,6 +145,7 @@ class HFBridge:
             if name not in names:
                 names.add(name)
                 yield name, tensor
+            del tensor  # the next one is gathered without it
 
     def save_hf(self, models: list[torch.nn.Module], directory: str | Path) -> None:
         """Write a complete Hugging Face folder: weights, config, tokenizer, generation config.
