@@ -42,7 +42,9 @@ Where a premise is broken (an engine answers with weights older than it said), w
 done, and what is past its deadline is dropped, or masked: the bound still holds, nothing stands still.
 
 While a batch is being trained the next version to be consumed is v+1 and engines serve v: the lag is 1, and
-the slots of that batch open when the engines serve v+1. Nothing is born stale.
+the slots of that batch open when the engines serve v+1. Nothing is born stale. Where v is still on its way
+to the engines while it trains (`weights.overlap`), they serve v-1: the lag is 2, and 1 to 4 hold as for any
+other. With η = 0 nothing is admitted then, and the wait ends when v has arrived, which needs no batch.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ from trainer.ranks import together
 from trainer.schedule import linear_warmup
 from trainer.sequences import Sequences
 from trainer.served import check_exported, served_specs
-from trainer.snapshot import Snapshot
+from trainer.snapshot import Snapshot, beside_training
 from trainer.sums import SUMS, Tokens, means, policy_sums
 
 log = logging.getLogger(__name__)
@@ -483,7 +484,8 @@ class TrainerWorker:
         if self._snapshot is None:
             self.model.bridge.save_hf(self.model.chunks, directory)
         else:
-            self.model.bridge.write_hf(self._snapshot.tensors(), directory)
+            with beside_training(self.model.device):
+                self.model.bridge.write_hf(self._snapshot.tensors(), directory)
 
     def open_weight_group(self, invite: GroupInvite) -> None:
         """Rank 0 joins a weight-update group; the others return at once."""
@@ -502,11 +504,17 @@ class TrainerWorker:
 
     def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """Broadcast the current weights, bucket by bucket, into each of the groups."""
-        self.weights.send(group_names, bucket_bytes)
+        with self._beside_training():
+            self.weights.send(group_names, bucket_bytes)
 
     def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """Put one bucket where processes of rank 0's host can read it; see `TrainerRank.share_bucket`."""
-        return self.weights.share(number, bucket_bytes, copies)
+        with self._beside_training():
+            return self.weights.share(number, bucket_bytes, copies)
+
+    def _beside_training(self) -> AbstractContextManager[None]:
+        """Around what is done with the copy: the thread that trains may be busy with the next step."""
+        return nullcontext() if self._snapshot is None else beside_training(self.model.device)
 
     def checksums(self) -> dict[str, str]:
         """Sums over the weights as an engine makes them; see `TrainerRank.checksums`."""
