@@ -137,6 +137,7 @@ async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
         calculator,
         tmp_path,
         "weights.transport=distributed",
+        "weights.overlap=true",
         "weights.bucket_bytes=262144",
         "engine.max_running_requests=16",
         "rollout.max_new_tokens=96",
