@@ -1,0 +1,150 @@
+"""A run on a Ray cluster of several nodes, one of which is taken away in the middle; models are left out."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from async_rl import placement
+from async_rl.config import Config
+from async_rl.queue.ledger import Ledger
+from async_rl.records import StepRecord
+from async_rl.report import Progress
+from async_rl.supervision import Nursery
+from async_rl.training import StepResult
+from tests.simulation.test_loop import assert_conserved, make_config
+from tests.support.mortal_rank import PLAN, MortalRank
+from tests.support.quick_server import QuickServer
+from tests.support.ray_nodes import RayNodes
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+class Lines(logging.Handler):
+    """Lets a test wait for a line of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._more = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self._loop.call_soon_threadsafe(self._more.set)
+
+    async def seen(self, *texts: str) -> None:
+        """Wait until a line has one of the texts in it."""
+        while not any(text in line for line in self.lines for text in texts):
+            self._more.clear()
+            await self._more.wait()
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
+    plan = tmp_path_factory.mktemp("plan") / "deaths.json"
+    plan.write_text("[]")
+    with RayNodes(**{PLAN: str(plan)}) as nodes:
+        nodes.start()  # the driver's
+        for _ in range(2):  # room for one engine more on each than there will be, and for all ranks
+            nodes.start(engines=2, trainer=2)
+        yield nodes
+
+
+class DistantRank(MortalRank):
+    """Writes down where it reads its batches."""
+
+    def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
+        super().__init__(config, rank, world_size, init_address)
+        self._paths = Path(config["run"]["dir"]) / f"paths-{rank}"
+
+    def train_step(self, batch_path: str, step: int) -> StepResult:
+        with self._paths.open("a") as file:
+            file.write(f"{step} {batch_path}\n")
+        return super().train_step(batch_path, step)
+
+
+class Steps(Progress):
+    """Lets a test wait for a step."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True))
+        self._done = 0
+        self._waiters: list[tuple[int, asyncio.Event]] = []
+
+    def step(self, record: StepRecord) -> None:
+        self._done = record.step
+        for wanted, event in self._waiters:
+            if self._done >= wanted:
+                event.set()
+
+    async def more(self, count: int) -> None:
+        """Wait until so many more steps are done."""
+        event = asyncio.Event()
+        self._waiters.append((self._done + count, event))
+        await event.wait()
+
+
+@pytest.fixture
+def cluster_config(nodes: RayNodes, calculator: Path, tmp_path: Path):
+    def config(*overrides: str) -> tuple[Config, Path]:
+        made = make_config(
+            calculator,
+            tmp_path,
+            "engine={kind: sglang, num_engines: 2, device: cpu, restart_delay_s: 0.1, max_restarts: 100}",
+            f"placement.ray_address={nodes.address}",
+            "placement.wait_s=200",
+            "placement.resources_per_engine={engines: 1}",
+            "placement.resources_per_rank={trainer: 1}",
+            "routing.replay=off",
+            f"trainer.worker={__name__}:DistantRank",
+            "trainer.num_ranks=2",
+            "trainer.device=cpu",
+            "trainer.max_restarts=100",
+            *overrides,
+        )
+        run_dir = tmp_path / made.run.name
+        for name in ("checkpoints", "logs"):
+            (run_dir / name).mkdir(parents=True)
+        return made, run_dir
+
+    return config
+
+
+async def test_a_run_goes_on_elsewhere_when_a_node_with_ranks_and_an_engine_is_taken_away(
+    nodes, cluster_config, tmp_path
+):
+    config, run_dir = cluster_config("run.max_steps=100000")
+    stop, steps = asyncio.Event(), Steps()
+    lines = Lines()
+
+    async def take_a_node_away() -> None:
+        await steps.more(2)
+        batch = Path((tmp_path / "paths-0").read_text().split()[1])
+        rank = int(batch.parts[2])  # /proc/<pid>/fd/<number>
+        nodes.take_away(nodes.node_of(rank))
+        await lines.seen("the trainer is back at step")
+        await lines.seen("engine engine-0 is back", "engine engine-1 is back")
+        await steps.more(2)
+        stop.set()
+
+    log = logging.getLogger("async_rl")
+    log.addHandler(lines)
+    try:
+        async with Nursery() as nursery:
+            run = nursery.start("run", placement.run(config, run_dir, stop, steps, QuickServer))
+            nursery.start("fault", take_a_node_away())
+    finally:
+        log.removeHandler(lines)
+    summary = run.result()
+    assert_conserved(summary)
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    assert ledger.audit().holds
+    ledger.close()
+    paths = [dict(map(str.split, (tmp_path / f"paths-{rank}").read_text().splitlines())) for rank in (0, 1)]
+    assert paths[0] == paths[1]  # one copy a node; by step, of which the last try counts
+    assert all(path.startswith("/proc/") for path in paths[0].values())

@@ -1,0 +1,119 @@
+"""A Ray cluster of several nodes inside this machine: each has an address of its own in 127.0.0.0/8."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from async_rl.engines.server import free_port
+
+_RAY = Path(sys.executable).with_name("ray")
+_TRIES = 4
+
+
+class RayNodes:
+    """Nodes as `ray start` makes them, closed by a token.
+
+    Example:
+        >>> with RayNodes() as nodes:
+        ...     nodes.start()
+        ...     other = nodes.start(engines=1)
+        ...     nodes.take_away(other)
+    """
+
+    def __init__(self, **environment: str) -> None:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray reads it once a process
+        self.environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+            "RAY_gcs_server_port_wait_time_s": "120",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+        self.address = ""
+        """Of the head, once there is one."""
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="n", ignore_cleanup_errors=True)
+
+    def start(self, **resources: float) -> str:
+        """Start a node, the head if it is the first, and wait until it is there; its address.
+
+        Ray gives a node half a minute to come up, which is little on a machine with other work: it gets
+        another try.
+        """
+        for _ in range(_TRIES):
+            own = f"127.0.0.{2 + len(self.nodes)}"
+            port = free_port(own)
+            process = self.nodes[own] = self._start(own, port, resources)
+            assert process.stdout is not None
+            said = []
+            for line in process.stdout:
+                said.append(line.decode())
+                if "Ray runtime started" in said[-1]:
+                    self.address = self.address or f"{own}:{port}"
+                    return own
+            process.wait()
+        raise AssertionError("a node did not start: " + "".join(said))
+
+    def _start(self, own: str, port: int, resources: dict[str, float]) -> subprocess.Popen[bytes]:
+        head = ["--head", f"--port={port}", "--include-dashboard=false"]
+        role = ["--address", self.address] if self.address else head
+        folder = Path(self._folder.name) / own
+        folder.mkdir()
+        return subprocess.Popen(
+            [
+                *(_RAY, "start", "--block", "--disable-usage-stats", *role),
+                *(f"--node-ip-address={own}", "--num-cpus=1", f"--object-store-memory={80 << 20}"),
+                *(f"--temp-dir={folder}", f"--resources={json.dumps(resources)}"),
+            ],
+            env={**os.environ, **self.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def node_of(self, pid: int) -> str:
+        """Which node an actor's process is on."""
+        raylet = psutil.Process(pid).parents()[0].cmdline()
+        return next(word.partition("=")[2] for word in raylet if word.startswith("--node_ip_address="))
+
+    def take_away(self, node: str) -> None:
+        """End a node and all that runs on it, as a preempted machine does: its raylet still says goodbye."""
+        process = self.nodes[node]
+        family = psutil.Process(process.pid).children(recursive=True)
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                # One that is killed is missed after a quarter of a minute, one that is asked to end says so.
+                if one.name() == "raylet":
+                    one.terminate()
+                else:
+                    one.kill()
+        process.kill()
+        process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.nodes.values():
+            if process.poll() is None:
+                for one in psutil.Process(process.pid).children(recursive=True):
+                    with suppress(psutil.NoSuchProcess):
+                        one.kill()
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        self._folder.cleanup()
