@@ -557,6 +557,7 @@ class TrainerWorker:
         """Let what is being written end, and leave all process groups."""
         if self._saver is not None:
             self._saver.close()
+            self._saver = None  # it holds the model
         if self._weights is not None:
             self._weights.close()
         if self._model is not None:
