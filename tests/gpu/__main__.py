@@ -32,13 +32,18 @@ def main() -> int:
         print(f"gpu-proof: {error}", file=sys.stderr)
         return error.exit_code
     recorder = Recorder(num_gpus)
-    here = str(Path(__file__).parent)
-    pytest.main(["-q", "-p", "no:xdist", "--no-header", "--timeout=900", "-k", options.k, here], [recorder])
+    run(recorder, options.k)
     cases = list(recorder.cases.values())
     show(cases, ", ".join(f"{name} {value}" for name, value in machine.items()), Console())
     if options.json is not None:
         write(cases, machine, options.json)
     return exit_code(cases)
+
+
+def run(recorder: Recorder, only: str = "") -> None:
+    """Run the suite, one case after the other."""
+    here = str(Path(__file__).parent)
+    pytest.main(["-q", "--no-header", "--timeout=900", "-k", only, here], [recorder])
 
 
 def describe() -> tuple[dict[str, str], int]:

@@ -9,8 +9,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
+from tests.gpu.__main__ import run
 from tests.gpu.proof import Case, Recorder, exit_code, show, write
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +48,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     path.write_text(SUITE)
     recorder = Recorder(num_gpus=1)
     config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(path.parent)]
-    pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *config, str(path)], [recorder])
+    pytest.main(["-q", "-p", "no:cacheprovider", *config, str(path)], [recorder])
     return list(recorder.cases.values())
 
 
@@ -88,6 +90,16 @@ def test_the_table_and_the_file_say_the_same(cases: list[Case], tmp_path: Path) 
     assert document["exit_code"] == 1
     assert [case["verdict"] for case in document["cases"]] == [case.verdict for case in cases]
     assert document["cases"][0]["figures"] == {"speed": "3 GiB/s"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is `make gpu-proof`")
+def test_every_case_is_collected_and_left_out_when_there_is_no_gpu() -> None:
+    recorder = Recorder(num_gpus=1)
+    run(recorder)
+    verdicts = [case.verdict for case in recorder.cases.values()]
+    assert sorted(set(verdicts)) == ["did not run", "needs more GPUs"]
+    assert len(verdicts) >= 9
+    assert all("CUDA devices" in c.why for c in recorder.cases.values() if c.verdict == "did not run")
 
 
 def test_the_command_says_that_there_is_no_gpu_and_ends_with_the_documented_code() -> None:
