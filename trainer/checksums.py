@@ -25,6 +25,11 @@ _FUSED: Final = (
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
 )
 
+_OF_VOCABULARY: Final = ("embed_tokens.weight", "lm_head.weight")
+
+_VOCABULARY_MULTIPLE: Final = 64
+"""An engine fills these up with rows of zeros; `DEFAULT_VOCAB_PADDING_SIZE` of SGLang."""
+
 
 def sum_up(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """The first 8 bytes of SHA-256 over each parameter of an engine, as hexadecimal digits.
@@ -35,7 +40,10 @@ def sum_up(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     hashes = {}
     for name, tensor in tensors:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        hashes.setdefault(_parameter(name), hashlib.sha256()).update(memoryview(data))
+        found = hashes.setdefault(_parameter(name), hashlib.sha256())
+        found.update(memoryview(data))
+        if name.endswith(_OF_VOCABULARY):
+            found.update(bytes(-len(tensor) % _VOCABULARY_MULTIPLE * tensor[0].nbytes))
     return {name: found.hexdigest()[:16] for name, found in hashes.items()}
 
 

@@ -89,6 +89,14 @@ def test_experts_are_summed_as_two_parameters_when_they_come_one_by_one():
     }
 
 
+def test_rows_of_zeros_fill_the_vocabulary_up_when_it_is_no_multiple_of_64():
+    head, full = torch.randn(70, 2), torch.randn(128, 2)
+    assert sum_up([("lm_head.weight", head), ("model.embed_tokens.weight", full)]) == {
+        "lm_head.weight": sha(head, torch.zeros(58, 2)),
+        "model.embed_tokens.weight": sha(full),
+    }
+
+
 def test_a_tensor_keeps_its_name_when_nothing_is_fused():
     norm = torch.randn(4).bfloat16()
     assert sum_up([("model.norm.weight", norm)]) == {"model.norm.weight": sha(norm.view(torch.uint8))}
