@@ -116,8 +116,9 @@ def cluster_config(nodes: RayNodes, calculator: Path, tmp_path: Path):
 
 
 async def test_a_run_goes_on_elsewhere_when_a_node_with_ranks_and_an_engine_is_taken_away(
-    nodes, cluster_config, tmp_path
+    nodes, cluster_config, tmp_path, caplog
 ):
+    caplog.set_level(logging.INFO, logger="async_rl")  # events are lines of that level
     config, run_dir = cluster_config("run.max_steps=100000")
     stop, steps = asyncio.Event(), Steps()
     lines = Lines()
