@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -14,14 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engines.protocol import DiskUpdate, DistributedUpdate, GroupInvite
+from async_rl.engines.protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
 from async_rl.engines.server import SGLangServer, free_port
 from async_rl.engines.sglang import SGLangEngine
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, WeightSyncError
-from async_rl.weights.broadcast import WeightGroup, send_buckets
-from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
 from tests.support.engine_calls import Call, call, request
-from tests.support.sglang_world import SGLangWorld
+from tests.support.sglang_world import SGLangWorld, in_trainer_order
+from trainer.export import WeightExport
 
 pytestmark = pytest.mark.sglang
 
@@ -37,39 +37,100 @@ async def engine(sglang_world: SGLangWorld):
     await made.close()
 
 
-async def test_the_weights_are_the_senders_when_they_are_broadcast(
-    sglang_world: SGLangWorld, engine: SGLangEngine
+BUCKET_BYTES = 64 << 10
+
+
+class Sender:
+    """What the trainer has of weights, for the transports that send them piece by piece."""
+
+    def __init__(self, weights: Path) -> None:
+        self.tensors = in_trainer_order(load_file(weights / "model.safetensors"))
+        self.export = WeightExport(
+            lambda: iter(self.tensors.items()),
+            0,
+            torch.device("cpu"),
+            check=lambda specs: None,
+            group_timeout_s=30.0,
+        )
+        self.plan = self.export.plan(BUCKET_BYTES)
+
+    async def broadcast(self, engine: SGLangEngine, version: int) -> None:
+        invite = GroupInvite(
+            group_name="test",
+            backend="gloo",
+            host="127.0.0.1",
+            port=free_port("127.0.0.1"),
+            world_size=2,
+            rank_offset=1,
+        )
+        await asyncio.gather(
+            asyncio.to_thread(self.export.open_group, invite), engine.join_weight_group(invite)
+        )
+        update = DistributedUpdate(weight_version=version, group_name="test", buckets=self.plan)
+        await asyncio.gather(
+            asyncio.to_thread(self.export.send, ["test"], BUCKET_BYTES),
+            engine.update_weights(update, flush=True),
+        )
+        await asyncio.gather(
+            asyncio.to_thread(self.export.close_group, "test"), engine.leave_weight_group("test")
+        )
+
+    async def share(
+        self, engine: SGLangEngine, version: int, before: Callable[[int], None] = lambda number: None
+    ) -> None:
+        async def buckets() -> AsyncGenerator[list[bytes], None]:
+            for number in range(len(self.plan)):
+                before(number)
+                yield self.export.share(number, BUCKET_BYTES, 1)
+
+        update = TensorUpdate(weight_version=version, num_buckets=len(self.plan), buckets=buckets)
+        await engine.update_weights(update, flush=True)
+
+
+@pytest.fixture
+def sender(sglang_world: SGLangWorld) -> Iterator[Sender]:
+    made = Sender(sglang_world.weights[1])
+    assert len(made.plan) > 2
+    yield made
+    made.export.close()
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "share"])
+async def test_the_weights_are_the_senders_bit_for_bit_when_they_are_sent(
+    sglang_world: SGLangWorld, engine: SGLangEngine, sender: Sender, transport: str
 ) -> None:
-    path = sglang_world.weights[1]
-    await engine.update_weights(DiskUpdate(weight_version=1, path=str(path)), flush=True)
+    (before,) = await engine.checksums()
+    await engine.update_weights(DiskUpdate(weight_version=1, path=str(sglang_world.weights[1])), flush=True)
     expected = await call(engine, PROMPT, 12)
+    (loaded,) = await engine.checksums()
     await engine.update_weights(DiskUpdate(weight_version=0, path=str(sglang_world.weights[0])), flush=True)
 
-    tensors = load_file(path / "model.safetensors")
-    buckets = plan_buckets([spec_of(name, t) for name, t in tensors.items()], 64 << 10)
-    assert len(buckets) > 2
-    invite = GroupInvite(
-        group_name="test",
-        backend="gloo",
-        host="127.0.0.1",
-        port=free_port("127.0.0.1"),
-        world_size=2,
-        rank_offset=1,
-    )
-    group, _ = await asyncio.gather(
-        asyncio.to_thread(WeightGroup, invite, 30.0), engine.join_weight_group(invite)
-    )
-    update = DistributedUpdate(weight_version=2, group_name="test", buckets=buckets)
-    data = fill_buckets(tensors.items(), buckets, [torch.empty(largest_of(buckets), dtype=torch.uint8)])
-    await asyncio.gather(
-        asyncio.to_thread(send_buckets, data, {"test": group}), engine.update_weights(update, flush=True)
-    )
+    await getattr(sender, transport)(engine, 2)
     after = await call(engine, PROMPT, 12)
-    await asyncio.gather(asyncio.to_thread(group.close), engine.leave_weight_group("test"))
     assert (await engine.health()).weight_version == 2
     assert after.token_ids == expected.token_ids
     assert after.log_probs == expected.log_probs
     assert [s.weight_version for s in after.finish.version_spans] == [2]
+    assert await engine.checksums() == (loaded,) == (sender.export.checksums(),)
+    assert all(before[name] != loaded[name] for name in loaded if "norm" not in name)
+
+
+async def test_a_whole_update_follows_when_one_was_left_in_the_middle(
+    engine: SGLangEngine, sender: Sender
+) -> None:
+    def fail(number: int) -> None:
+        if number == 2:
+            raise WeightSyncError("the trainer is gone")
+
+    (before,) = await engine.checksums()
+    with pytest.raises(WeightSyncError, match="the trainer is gone"):
+        await sender.share(engine, 2, before=fail)
+    (half,) = await engine.checksums()
+    whole = sender.export.checksums()
+    assert (await engine.health()).weight_version == 0
+    assert {half[name] == whole[name] for name in half if before[name] != whole[name]} == {True, False}
+    await sender.share(engine, 3)
+    assert await engine.checksums() == (whole,)
 
 
 async def test_old_weights_stay_when_new_ones_cannot_be_read(engine: SGLangEngine, tmp_path: Path) -> None:
@@ -180,6 +241,20 @@ async def test_a_server_can_be_killed_and_started_again(sglang_world: SGLangWorl
         await engine.wait_ready()
         assert (await engine.health()).weight_version == 0
         assert len((await call(engine, PROMPT, 5)).token_ids) == 5
+        sender = Sender(sglang_world.weights[1])
+
+        def kill(number: int) -> None:
+            if number == 1:
+                os.killpg(server.pid, signal.SIGKILL)
+
+        with pytest.raises(EngineError):
+            await sender.share(engine, 2, before=kill)
+        await server.wait()
+        await server.start()
+        await engine.wait_ready()
+        await sender.share(engine, 3)  # from the same memory
+        assert (await engine.checksums()) == (sender.export.checksums(),)
+        sender.export.close()
         os.killpg(server.pid, signal.SIGSTOP)  # one that is stopped, its guard too, can be ended
     finally:
         await engine.close()
