@@ -94,7 +94,7 @@ class RayTrainer(Trainer):
 
     async def checksums(self) -> dict[str, str]:
         """See `TrainerRank.checksums`."""
-        sums: dict[str, str] = await self._all(self._config.weights.timeout_s, "checksums")
+        sums: dict[str, str] = await self._beside(self._config.weights.timeout_s, "checksums")
         return sums
 
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
