@@ -106,7 +106,7 @@ def serve_unattested(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WeightSync, "_attest", _nothing)
 
 
-async def _nothing(*_: Any) -> None:
+async def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 

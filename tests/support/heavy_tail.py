@@ -30,6 +30,7 @@ from async_rl.rollout.api import Session
 from async_rl.rollout.feeder import Feeder
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.order import TaskOrder
+from async_rl.rollout.stage import Here
 from async_rl.simulation.coarse import CoarseEngine, EngineSpeed, mark
 from async_rl.supervision import services
 from async_rl.types import Completion, Task, TrainBatch
@@ -257,7 +258,7 @@ class World:
     @property
     def drawn(self) -> list[int]:
         """Tokens of all answers that were begun, at full length."""
-        loop: OneAnswer = self.manager._loops.of(None)
+        loop: OneAnswer = cast(Here, self.manager._stage)._loops.of(None)
         return loop.drawn
 
     @property

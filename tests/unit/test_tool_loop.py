@@ -6,6 +6,7 @@ import pytest
 from agent_loops.single_turn import SingleTurnLoop
 from agent_loops.tool_loop import ToolLoop
 from async_rl.errors import ConfigError
+from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import StopReason, Task
 from async_rl.waits import Waits, acting
 from tests.support.scripted_session import ScriptedSession
@@ -235,6 +236,7 @@ async def test_state_is_released_when_the_trajectory_is_cancelled_again_and_agai
     assert noted == ["create", "release 1"]
 
 
+@in_virtual_time
 async def test_state_is_released_when_a_call_ran_past_its_time(noted: list[str]):
     session = ScriptedSession(call("counter", '{"hang": true}'), call("counter"), "done", tool_timeout_s=0.05)
     await run(make_loop("Counter"), session)
