@@ -102,7 +102,7 @@ async def test_engines_and_trainer_learn_together_with_weights_from_disk(calcula
     config = make_config(
         calculator,
         tmp_path,
-        "run.max_steps=6",
+        "run.max_steps=4",
         "engine.max_running_requests=1",
         "trainer.groups_per_batch=1",
         "rollout.max_staleness=15",
@@ -112,7 +112,7 @@ async def test_engines_and_trainer_learn_together_with_weights_from_disk(calcula
     # Equal weights, float32: the trainer's log-probs are the engine's, after a resume too.
     assert summary.log_prob_abs_diff_mean is not None
     assert summary.log_prob_abs_diff_mean < 1e-4
-    assert summary.weight_versions == 6
+    assert summary.weight_versions == 4
     assert summary.interrupted_share is not None
     assert summary.interrupted_share > 0
     mixed = [
@@ -122,11 +122,11 @@ async def test_engines_and_trainer_learn_together_with_weights_from_disk(calcula
     ]
     assert any(len(versions) > 1 for versions in mixed)  # partial rollouts reached the trainer
     records = read_records(run_dir / "metrics.jsonl")
-    assert [record.weight_version for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record.weight_version for record in records] == [1, 2, 3, 4]
     assert all(np.isfinite(record.grad_norm) and record.grad_norm > 0 for record in records)
     assert len({record.reward_mean for record in records}) > 1
     assert (run_dir / "hf" / "model.safetensors").exists()
-    assert (run_dir / "checkpoints" / "step_00000006").is_dir()
+    assert (run_dir / "checkpoints" / "step_00000004").is_dir()
 
 
 async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(

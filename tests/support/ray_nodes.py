@@ -75,6 +75,7 @@ class RayNodes:
                 *(_RAY, "start", "--block", "--disable-usage-stats", *role),
                 *(f"--node-ip-address={own}", "--num-cpus=1", f"--object-store-memory={80 << 20}"),
                 *(f"--temp-dir={folder}", f"--resources={json.dumps(resources)}"),
+                *("--min-worker-port=0", "--max-worker-port=0"),  # any: a fixed range may hold the head's own
             ],
             env={**os.environ, **self.environment},
             stdout=subprocess.PIPE,
