@@ -63,7 +63,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.case(29)
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_the_loop_and_the_memory_are_spared_when_64_long_payloads_arrive_at_once(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

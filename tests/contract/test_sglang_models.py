@@ -28,7 +28,7 @@ from trainer.worker import TrainerWorker
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.megatron,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:::megatron"),
 ]
 

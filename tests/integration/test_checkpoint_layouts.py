@@ -13,7 +13,7 @@ from tests.support.trainers import started, trainer_config, weights
 
 pytestmark = [
     pytest.mark.megatron,
-    pytest.mark.timeout(400),  # two processes import everything
+    pytest.mark.timeout(600),  # two processes import everything
     pytest.mark.filterwarnings("ignore:::megatron"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

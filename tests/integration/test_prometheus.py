@@ -33,7 +33,7 @@ from tests.unit.test_dashboards import expressions
 UNUSED = "async_rl_hand_over_"
 """What the run has no numbers of: its engines and its trainer share no devices."""
 
-pytestmark = pytest.mark.timeout(300)  # the run ends by what happens in it, however slow the machine is
+pytestmark = pytest.mark.timeout(600)  # the run ends by what happens in it, however slow the machine is
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "monitoring" / "rules"

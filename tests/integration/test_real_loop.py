@@ -24,7 +24,7 @@ from async_rl.supervision import Nursery
 from async_rl.types import Completion, Task, TrainBatch
 from tests.support.recording_worker import FOLDER
 
-pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 def share_of_digits(task: Task, completion: Completion) -> float:

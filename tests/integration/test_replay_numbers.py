@@ -24,7 +24,7 @@ from benchmarks.real_parts import Mismatch, build_model, make_batch, random_prom
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.megatron,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:::megatron"),
 ]
 

@@ -12,7 +12,7 @@ from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.fateful_loop import FATE
 from tests.support.mortal_rank import PLAN
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(

@@ -20,7 +20,7 @@ from trainer.megatron.replay import TopKRouter, local_rows
 
 pytestmark = [
     pytest.mark.megatron,
-    pytest.mark.timeout(600),  # four processes import everything and come up often, for all tests
+    pytest.mark.timeout(900),  # four processes import everything and come up often, for all tests
     pytest.mark.filterwarnings("ignore:::megatron"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -58,10 +58,11 @@ BRIEFLY = {
 """Of these the step alone is looked at."""
 
 MICRO_BATCH_TOKENS = 36
+"""The longest trajectory is longer: it stands alone, also where context parallelism shares it out."""
+
 BUCKET_BYTES = 16 << 10
 LARGEST_BYTES = (4 + 2 + 2) * 16 * 32 * 4
 """Queries, keys and values of a layer, which Megatron has in one."""
-"""The longest trajectory is longer: it stands alone, also where context parallelism shares it out."""
 
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
 """No setting of the trainer: it wants ranks with equally many tokens, and what is left is the slower way."""

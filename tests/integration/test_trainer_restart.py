@@ -11,7 +11,7 @@ from async_rl.queue.ledger import Ledger
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.mortal_rank import PLAN
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 async def test_ranks_come_back_when_one_is_killed_and_one_hangs(calculator, tmp_path, monkeypatch, caplog):

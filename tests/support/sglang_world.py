@@ -66,7 +66,7 @@ class SGLangWorld:
             api_key=self.server.api_key,
             admin_key=self.server.admin_key,
             routing=True,
-            start_timeout_s=100,
+            start_timeout_s=400,
             died=self.server.died,
         )
 
