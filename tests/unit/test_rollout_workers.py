@@ -222,7 +222,10 @@ async def test_nothing_sampled_is_lost_when_a_worker_ends_in_a_turn(how: str) ->
         playing = tasks.create_task(_lost(troupe.stage.play(TASK, session)))
         await troupe.policy.reaches(12)
         assert sum(map(getattr(troupe.processes, how), (0, 1))) == 2  # whoever has it
+        begin = asyncio.get_running_loop().time()
         error = await playing
+        lasted_s = asyncio.get_running_loop().time() - begin
+        assert 7.0 < lasted_s < 11.0 if how == "mute" else lasted_s < 1.0  # worker_stall_s, in ticks of 1 s
         assert "rollout-worker-" in str(error)
         (entry,) = troupe.entries.values()
         sampled = sum(len(s.token_ids) for s in entry.left.segments if isinstance(s, Sampled))
