@@ -633,6 +633,13 @@ class TrainerMetrics(Instruments):
         source="weights.sync, after each update",
         bad="The longest phase is where the time goes; docs/weight-sync.md.",
     )
+    weight_delta_fallbacks_total = counter(
+        "Updates of one engine by whole files in place of a delta.",
+        "reason",
+        source="weights.local, in each update with `weights.transport: delta`",
+        bad="Rises with every version: deltas gain nothing, see the log; `no_actor`: external servers "
+        "take no deltas.",
+    )
     weight_sync_hidden_seconds_total = counter(
         "Time in which weights were on their way to the engines while the trainer trained on.",
         unit="seconds",

@@ -90,6 +90,7 @@ from async_rl.trackers.choice import tracking
 from async_rl.trackers.tracker import Trackers
 from async_rl.training import COUNTS, FIGURES, StepResult, Trainer
 from async_rl.waits import Waits, acting, progressed, waiting
+from async_rl.weights.local import LocalFolder
 from async_rl.weights.sync import SyncReport, WeightSync
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,10 @@ class Cluster(Protocol):
 
     async def open_port(self) -> tuple[str, int]:
         """Host and free port on the trainer's rank 0."""
+        ...
+
+    def local_folder(self, engine_id: str) -> LocalFolder | None:
+        """Where the host of an engine keeps weights; None for one that we did not start."""
         ...
 
     def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
@@ -571,6 +576,7 @@ class Orchestrator:
             metrics=self._metrics,
             clock=self._clock,
             open_port=self._cluster.open_port,
+            folder_of=self._cluster.local_folder,
             backend=self._cluster.weight_backend,
             tp_size=config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1,
             generation=self._trainer_failures,

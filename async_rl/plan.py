@@ -100,8 +100,9 @@ def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
     """What a past run's steps say of lengths and speeds, as fields of a `Workload`.
 
     A decode step is what makes the measured tokens a second with the slots that the config keeps busy; how it
-    divides into base and slope is left at the defaults' proportion. With `weights.transport: disk` engines
-    stand still while they load and the rest of a sync is publishing; with the others they do all the time.
+    divides into base and slope is left at the defaults' proportion. With `weights.transport: disk`
+    and `delta` engines stand still while they load and the rest of a sync is publishing; with the others
+    they do all the time.
     """
     steady = records[len(records) // _WARM_UP :]
     tokens, sampled = sum(r.tokens for r in steady), sum(r.trained_tokens for r in steady)
@@ -111,7 +112,7 @@ def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
     rate = sum(r.tokens_per_s for r in steady) / len(steady) / engines
     sync_s = sum(r.sync_s for r in steady) / len(steady)
     still_s = sum(r.standstill_s for r in steady) / len(steady)
-    if config.weights.transport != "disk":
+    if config.weights.transport not in ("disk", "delta"):
         still_s = sync_s
     usual = Workload()
     slower = running / rate / usual.step_s(round(running)) if rate > 0 else 1.0

@@ -75,9 +75,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 class TrainerRank(Protocol):
     """One process of the trainer. All methods are called on all ranks, in the same order, and block.
 
-    With `weights.overlap` those that give weights away (`publish`, `send_weights`, `share_bucket`,
-    `plan_buckets`, the groups) are called on rank 0 alone, by a second thread while the first one trains:
-    after `take_snapshot` they read nothing but the copy, and exchange nothing with other ranks.
+    With `weights.overlap` those that give weights away (`publish`, `publish_delta`, `send_weights`,
+    `share_bucket`, `plan_buckets`, the groups) are called on rank 0 alone, by a second thread while the first
+    one trains: after `take_snapshot` they read nothing but the copy, and exchange nothing with other ranks.
     """
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
@@ -98,6 +98,19 @@ class TrainerRank(Protocol):
 
     def publish(self, directory: str, weight_version: int) -> None:
         """Write the current weights as safetensors in Hugging Face names, atomically."""
+        ...
+
+    def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
+        """Keep a copy of the current weights on rank 0, and write how they differ from the copy before.
+
+        Args:
+            path: The file; it appears whole or not at all.
+            base: Version that it is to be of; None to write nothing.
+            weight_version: Of the current weights.
+
+        Returns:
+            On rank 0, whether there is a file: the copy before was of `base`.
+        """
         ...
 
     def open_weight_group(self, invite: GroupInvite) -> None:
@@ -183,6 +196,10 @@ class Trainer(Protocol):
 
     async def publish(self, directory: str, weight_version: int) -> None:
         """See `TrainerRank.publish`."""
+        ...
+
+    async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
+        """See `TrainerRank.publish_delta`."""
         ...
 
     async def open_weight_group(self, invite: GroupInvite) -> None:

@@ -396,6 +396,7 @@ WEIGHTS: Final = (
         (
             Query(quantile(0.5, "engine_standstill_seconds"), "p50"),
             Query(quantile(0.99, "engine_standstill_seconds"), "p99"),
+            Query(rate("weight_delta_fallbacks_total", "reason"), "whole, no delta, 1/s: {{reason}}"),
         ),
         unit="s",
         limits=((0.1, YELLOW),),

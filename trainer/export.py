@@ -2,6 +2,7 @@
 
 ```
 export (all ranks gather, tensor by tensor) ─► fill a bucket ─► broadcast | shared memory     rank 0
+                                            ├► compare with the version before ─► delta       rank 0
                                             └► dropped                                        the others
 ```
 
@@ -15,12 +16,14 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from async_rl.engines.protocol import GroupInvite, TensorSpec
 from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
+from async_rl.weights.delta import DeltaWriter, Raw
 from async_rl.weights.relay import BUFFERS
 from async_rl.weights.shared import payload_for, shared_buffer
 from trainer.checksums import sum_up
@@ -59,6 +62,7 @@ class WeightExport:
         self._specs: list[TensorSpec] = []
         self._buffers: list[torch.Tensor] = []
         self._sharing: Iterator[torch.Tensor | None] = iter(())
+        self._deltas = DeltaWriter()
 
     def plan(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
         """See `TrainerRank.plan_buckets`."""
@@ -147,6 +151,19 @@ class WeightExport:
             self._buffers.clear()
             self._buffers += [shared_buffer(num_bytes, torch.device("cpu")) for _ in range(BUFFERS)]
 
+    # -- a delta
+
+    def write_delta(self, path: Path, base: int | None, version: int) -> bool:
+        """See `TrainerRank.publish_delta`."""
+        tensors = self._export()
+        try:
+            if self._rank != 0:
+                return False
+            raw = ((name, tensor.element_size(), raw_of(tensor)) for name, tensor in tensors)
+            return self._deltas.write(raw, path, base, version)
+        finally:
+            collections.deque(tensors, maxlen=0)
+
     # -- the end
 
     def close(self) -> None:
@@ -155,3 +172,9 @@ class WeightExport:
             self.close_group(name)
         self._buffers = []
         self._sharing = iter(())
+        self._deltas = DeltaWriter()
+
+
+def raw_of(tensor: torch.Tensor) -> Raw:
+    """The bytes of a tensor, on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

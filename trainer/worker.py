@@ -487,6 +487,12 @@ class TrainerWorker:
             with beside_training(self.model.device):
                 self.model.bridge.write_hf(self._snapshot.tensors(), directory)
 
+    def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
+        """Write what has changed since `base`; see `TrainerRank.publish_delta`."""
+        self.weights.specs()
+        with self._beside_training():
+            return self.weights.write_delta(Path(path), base, weight_version)
+
     def open_weight_group(self, invite: GroupInvite) -> None:
         """Rank 0 joins a weight-update group; the others return at once."""
         self.weights.open_group(invite)

@@ -224,11 +224,12 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     """How new weights reach the engines."""
 
     transport: Annotated[
-        Literal["disk", "distributed", "tensor"],
+        Literal["disk", "distributed", "tensor", "delta"],
         Meta(
             description=(
                 "`disk`: safetensors files; `distributed`: NCCL or Gloo broadcast in buckets; `tensor`: "
-                "buckets in shared memory, for engines on the host of trainer rank 0."
+                "buckets in shared memory, for engines on the host of trainer rank 0; `delta`: a file of "
+                "what has changed, applied to a copy of the weights on each engine's host."
             )
         ),
     ] = "disk"
@@ -261,6 +262,20 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
         ),
     ] = "host"
     bucket_bytes: Annotated[int, Meta(ge=1 << 16, description="Size of a bucket, bytes.")] = 256 << 20
+    full_every: Annotated[
+        int,
+        Meta(ge=0, description="Deltas between two versions that go out whole, with `transport: delta`."),
+    ] = 64
+    local_dir: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description=(
+                "Where an engine's host keeps its copy for `transport: delta`, one folder an engine: room "
+                "for the weights twice, in memory or on a fast disk."
+            ),
+        ),
+    ] = "/dev/shm"
     verify: Annotated[
         Literal["version", "checksum"],
         Meta(

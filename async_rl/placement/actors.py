@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import ipaddress
 import os
 import socket
@@ -20,6 +22,7 @@ from async_rl.errors import EnvironmentNotReady
 from async_rl.loading import load_object
 from async_rl.placement.shared import Device
 from async_rl.processes import Process, die_with_parent, this_process
+from async_rl.weights.follower import Follower
 
 
 class Home(msgspec.Struct, frozen=True):
@@ -110,6 +113,10 @@ class EngineActor(Actor):
             shared=parsed.placement.shared,
             node_address=node_address(),
         )
+        run = hashlib.sha256(str(Path(log_dir).absolute()).encode()).hexdigest()[:16]
+        # The same in the next life, which removes what this one left.
+        name = f"async_rl-weights-{run}-{index}"
+        self._folder = Follower(Path(parsed.weights.local_dir) / name)
 
     def arrive(self, home: Home, log_path: str | None) -> Process:
         """See `Actor.arrive`.
@@ -148,6 +155,15 @@ class EngineActor(Actor):
     async def stop(self) -> None:
         """End the server process."""
         await self._server.stop()
+        await asyncio.to_thread(self._folder.clear)
+
+    async def hold_weights(self, path: str, version: int) -> str:
+        """See `Follower.hold`."""
+        return await asyncio.to_thread(self._folder.hold, path, version)
+
+    async def apply_delta(self, path: str) -> str:
+        """See `Follower.apply`."""
+        return await asyncio.to_thread(self._folder.apply, path)
 
 
 class Frame:

@@ -25,6 +25,7 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, EnvironmentNotReady, TrainerError
 from async_rl.placement.actors import EngineActor, Home, RankActor
 from async_rl.placement.ending import EXIT_LIMIT_S, end
+from async_rl.placement.folders import RayFolder
 from async_rl.placement.places import TELL_S, Places
 from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_line, made
 from async_rl.placement.rollout_workers import rollout_worker
@@ -34,6 +35,7 @@ from async_rl.rollout.remote.messages import Link
 from async_rl.supervision import Nursery
 from async_rl.training import Trainer
 from async_rl.waits import waiting
+from async_rl.weights.local import LocalFolder
 
 log = logging.getLogger(__name__)
 
@@ -212,6 +214,11 @@ class RayCluster(orchestrator.Cluster):
         except (RayError, TimeoutError) as error:
             raise TrainerError(f"trainer rank 0 gave no address within {limit_s} s: {error!r}") from error
         return host, port
+
+    def local_folder(self, engine_id: str) -> LocalFolder | None:
+        """See `orchestrator.Cluster`."""
+        actor = self._engine_actors.get(engine_id)
+        return None if actor is None else RayFolder(actor)
 
     def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
         """See `orchestrator.Cluster`."""

@@ -72,6 +72,13 @@ class RayTrainer(Trainer):
         """See `TrainerRank.publish`."""
         await self._beside(self._config.weights.timeout_s, "publish", directory, weight_version)
 
+    async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
+        """See `TrainerRank.publish_delta`."""
+        written: bool = await self._beside(
+            self._config.weights.timeout_s, "publish_delta", path, base, weight_version
+        )
+        return written
+
     async def open_weight_group(self, invite: GroupInvite) -> None:
         """See `TrainerRank.open_weight_group`."""
         await self._beside(self._config.weights.timeout_s, "open_weight_group", invite)

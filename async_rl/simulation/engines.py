@@ -49,6 +49,8 @@ from async_rl.simulation.users import SimulatedChat
 from async_rl.simulation.witness import Witness
 from async_rl.simulation.workers import SimulatedWorkers, exponential
 from async_rl.training import Trainer
+from async_rl.weights.delta import DeltaRefused
+from async_rl.weights.local import LocalFolder
 
 _AT_ONCE: Final = frozenset(get_args(EngineFault))
 
@@ -307,6 +309,40 @@ class FaultyEngine(SimulatedEngine):
             raise EngineTimeout(f"{self._engine_id} did not answer within {_CONTROL_S} s") from error
 
 
+class SimulatedFolder(LocalFolder):
+    """A host's copy of the weights: a file that says which version it is of."""
+
+    def __init__(self, engine_id: str, witness: Witness, seconds: float) -> None:
+        self._engine_id = engine_id
+        self._witness = witness
+        self._seconds = seconds
+        self._version: int | None = None
+
+    async def hold(self, path: str, version: int) -> str:
+        """See `Follower.hold`."""
+        await asyncio.sleep(self._seconds)
+        source = Path(path) / "weights"
+        found = source.read_text() if source.exists() else "nothing"
+        if found != str(version):
+            self._witness.fail(f"the host of {self._engine_id} copies {found} as version {version}")
+        return self._put(Path(path).parent, version)
+
+    async def apply(self, path: str) -> str:
+        """See `Follower.apply`."""
+        await asyncio.sleep(self._seconds)
+        base, version = map(int, Path(path).read_text().split())  # noqa: ASYNC240 - no time passes here
+        if base != self._version:
+            raise DeltaRefused(f"{path} is of version {base}, held is {self._version}", "base")
+        return self._put(Path(path).parent, version)
+
+    def _put(self, directory: Path, version: int) -> str:
+        folder = directory / f"host of {self._engine_id}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "weights").write_text(str(version))
+        self._version = version
+        return str(folder)
+
+
 class SimulatedCluster:
     """See `async_rl.orchestrator.Cluster`."""
 
@@ -330,6 +366,7 @@ class SimulatedCluster:
             start_s=scenario.speeds.restart_s,
         )
         self._died: Callable[[str, EngineError], None] | None = None
+        self._folders: dict[str, SimulatedFolder] = {}
 
     def inject(self, injection: Injection) -> None:
         """Let something go wrong with an engine or the trainer."""
@@ -381,6 +418,7 @@ class SimulatedCluster:
         """See `Cluster.restart_engine`."""
         engine = next(engine for engine in self.engines if engine.engine_id == engine_id)
         engine.die()
+        self._folders.pop(engine_id, None)
         await asyncio.sleep(self._scenario.speeds.restart_s)
         if engine.failing_restarts:
             engine.failing_restarts -= 1
@@ -398,6 +436,12 @@ class SimulatedCluster:
     def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
         """See `Cluster.rollout_worker`."""
         return self._workers.open(name)
+
+    def local_folder(self, engine_id: str) -> SimulatedFolder:
+        """See `Cluster.local_folder`. It is lost when the engine is restarted."""
+        return self._folders.setdefault(
+            engine_id, SimulatedFolder(engine_id, self._witness, self._scenario.speeds.update_s / 2)
+        )
 
     async def open_port(self) -> tuple[str, int]:
         """See `Cluster.open_port`."""

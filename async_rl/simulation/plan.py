@@ -375,6 +375,10 @@ class _Trainer:
     async def publish(self, directory: str, weight_version: int) -> None:
         await asyncio.sleep(self._publish_s)
 
+    async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
+        await asyncio.sleep(self._publish_s)
+        return base is not None
+
     async def open_weight_group(self, invite: GroupInvite) -> None: ...
 
     async def close_weight_group(self, group_name: str) -> None: ...
@@ -431,6 +435,8 @@ class _Cluster:
 
     async def open_port(self) -> tuple[str, int]:
         return "127.0.0.1", 0
+
+    def local_folder(self, engine_id: str) -> None: ...
 
     def rollout_worker(self, name: str) -> NoReturn:
         raise AssertionError(f"{name}: a plan is of a run whose agent loops are in the driver")

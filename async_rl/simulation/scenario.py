@@ -255,7 +255,8 @@ def _config(rng: random.Random, seed: int) -> Config:
             "journal_s": rng.choice((None, 0.05, 0.5)),
         },
         "weights": {
-            "transport": rng.choice(("disk", "tensor", "distributed")),
+            "transport": _transport(rng.choice(("disk", "tensor", "distributed")), seed),
+            "full_every": 3,
             "interrupt": interrupt,
             "rolling": rng.random() < 0.3,
             "bucket_bytes": 1 << 20,
@@ -274,6 +275,11 @@ def _config(rng: random.Random, seed: int) -> Config:
         "doctor": {"action": rng.choice(("report", "repair")), "stall_s": rng.choice((10.0, 45.0))},
     }
     return parse_config(tree)
+
+
+def _transport(drawn: str, seed: int) -> str:
+    """Deltas for some; drawn apart: the other seeds stay as they are."""
+    return "delta" if random.Random(f"delta {seed}").random() < 0.25 else drawn
 
 
 def _task(rng: random.Random, index: int) -> Task:

@@ -115,6 +115,8 @@ class SimulatedTrainer:
         self._snapshot: int | None = None
         """The version of the copy."""
         self._readers = 0
+        self._kept: int | None = None
+        """The version that a delta can be of."""
         self.faults: list[TrainerFault | OffloadFault] = []
         """To come, in order."""
 
@@ -128,7 +130,7 @@ class SimulatedTrainer:
         path = Path(checkpoint_dir or "") / "latest.json"
         self._step = msgspec.json.decode(path.read_bytes())["step"] if path.exists() else 0
         self._snapshot, self._readers = None, 0
-        self._writing = None
+        self._writing = self._kept = None
         self._witness.restored(self._step)
         self.offloaded = False
         return TrainerState(step=self._step)
@@ -191,6 +193,22 @@ class SimulatedTrainer:
             if weight_version != version():
                 self._witness.fail(f"version {weight_version} is published from weights of {version()}")
             _write(Path(directory) / "weights", str(weight_version).encode())
+
+    async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
+        """See `TrainerRank.publish_delta`."""
+        fault = self._fault("publish_fails")
+        self._needs_memory("publish")
+        writes, self._kept = base is not None and base == self._kept, None
+        async with self._giving_away() as version:
+            await asyncio.sleep(self._speeds.update_s)
+            if fault is not None:
+                raise TrainerError("the simulated trainer could not publish a delta")
+            if weight_version != version():
+                self._witness.fail(f"version {weight_version} is a delta from weights of {version()}")
+            if writes:
+                _write(Path(path), f"{base} {weight_version}".encode())
+            self._kept = weight_version
+            return writes
 
     async def offload(self) -> None:
         """See `TrainerRank.offload`."""

@@ -51,6 +51,7 @@ from async_rl.supervision import Nursery, first_error
 from async_rl.training import Trainer
 from async_rl.waits import NamedLock, waiting
 from async_rl.weights.checksums import Comparison
+from async_rl.weights.local import LocalFolder, LocalWeights
 from async_rl.weights.relay import Relay
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class WeightSync:
         metrics: Metrics,
         clock: Callable[[], float],
         open_port: Callable[[], Awaitable[tuple[str, int]]],
+        folder_of: Callable[[str], LocalFolder | None] = lambda engine_id: None,
         backend: str = "gloo",
         tp_size: int = 1,
         generation: int = 0,
@@ -124,6 +126,7 @@ class WeightSync:
             metrics: Durations.
             clock: Monotonic seconds.
             open_port: Host and free port where trainer rank 0 and an engine can meet.
+            folder_of: Where an engine's host keeps weights, for deltas; None where nobody does.
             backend: `gloo` or `nccl`, for the distributed transport.
             tp_size: Ranks of one engine in its group.
             generation: Trainers before this one: engines may still be in their groups, by name.
@@ -155,6 +158,16 @@ class WeightSync:
         self._relay: Relay[Mapping[str, Sequence[bytes]]]
         """Of the wave that is being updated."""
         self._num_groups = 0
+        self._deltas = LocalWeights(
+            config,
+            trainer=trainer,
+            directory=directory,
+            metrics=metrics,
+            folder_of=folder_of,
+            whole=self._files_of,
+        )
+        self._local: dict[str, str] = {}
+        """By engine: the folder on its host that it is to load, with deltas."""
         self._held: dict[str, Standing | None] = {}
         """How each engine stood when it was stopped for the last update."""
 
@@ -170,13 +183,15 @@ class WeightSync:
             self._version = version
             for left in sorted(self._directory.glob("version_*")):  # by an earlier life of the run
                 await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
+            for left in sorted(self._directory.glob("*delta_*")):
+                left.unlink()
             if self._config.overlap:
                 await self._take_snapshot(version)
             if initial_path is not None:
                 self._published[version] = initial_path
             else:
                 await self._publish_files(version)
-            if self._config.transport != "disk":
+            if self._config.transport in ("distributed", "tensor"):
                 self._buckets = await self._trainer.plan_buckets(self._config.bucket_bytes)
             await self._expect_sums(version)
             if bring:
@@ -243,6 +258,8 @@ class WeightSync:
             begin = self._clock()
             if self._config.transport == "disk":
                 await self._publish_files(version)
+            elif self._config.transport == "delta":
+                await self._deltas.publish(version)
             await self._expect_sums(version)
             published = self._clock()
             # No await in between: whoever joins serves the old version and is among these, or loads the new.
@@ -252,6 +269,7 @@ class WeightSync:
             times: list[_EngineTimes] = []
             for wave in waves:
                 times += await self._update_wave(wave, version)
+            await self._deltas.clear_away()
             await self._clear_away()
             return self._report(version, times, publish_s=published - begin, total_s=self._clock() - begin)
 
@@ -370,11 +388,13 @@ class WeightSync:
     ) -> None:
 
         async def bring(engine: Engine) -> None:
+            if self._config.transport == "delta":  # while it goes on generating
+                self._local[engine.engine_id] = await self._deltas.bring(engine.engine_id, version)
             interrupt_s = await self._interrupt(engine)
             if interrupt_s is not None:
                 await self._load(engine, version, interrupt_s, results)
 
-        if self._config.transport == "disk":
+        if self._from_files:
             async with Nursery() as nursery:
                 for engine in engines:
                     nursery.start(f"update {engine.engine_id}", bring(engine))
@@ -405,6 +425,11 @@ class WeightSync:
             for engine, interrupt_s in listening:
                 nursery.start(f"update {engine.engine_id}", load(engine, interrupt_s))
             nursery.start("send weights", self._send(engine_ids))
+
+    @property
+    def _from_files(self) -> bool:
+        """Whether engines load each version from files: the trainer's, or what deltas have made of them."""
+        return self._config.transport in ("disk", "delta")
 
     def _is_listening(self, engine: Engine) -> bool:
         return self._config.transport == "tensor" or engine.engine_id in self._groups
@@ -438,8 +463,7 @@ class WeightSync:
             flush = self._config.interrupt != "in_place"
             await engine.update_weights(self._update_for(engine, version), flush=flush)
             transferred = self._clock()
-            from_files = self._config.transport == "disk"
-            await self._attest(engine, version, from_files=from_files)
+            await self._attest(engine, version, from_files=self._from_files)
             await engine.resume_generation(self._config.interrupt)
             served = self._is_held(engine) and self._pool.serve(
                 engine.engine_id, version, keeps_cache=not flush
@@ -490,6 +514,8 @@ class WeightSync:
     def _update_for(self, engine: Engine, version: int) -> WeightUpdate:
         if self._config.transport == "disk":
             return DiskUpdate(weight_version=version, path=str(self._published[version]))
+        if self._config.transport == "delta":
+            return DiskUpdate(weight_version=version, path=self._local[engine.engine_id])
         if self._config.transport == "tensor":
             relay, engine_id = self._relay, engine.engine_id
 
@@ -629,9 +655,13 @@ class WeightSync:
 
     async def _files_of_now(self) -> int:
         """The current version, published. Nobody trains meanwhile."""
-        if self._version not in self._published:
-            await self._publish_files(self._version)
+        await self._files_of(self._version)
         return self._version
+
+    async def _files_of(self, version: int) -> Path:
+        if version not in self._published:
+            await self._publish_files(version)
+        return self._published[version]
 
     @contextmanager
     def _reading(self, version: int) -> Iterator[Path]:

@@ -19,6 +19,7 @@ from async_rl.engines.protocol import DiskUpdate, DistributedUpdate, GroupInvite
 from async_rl.engines.server import SGLangServer, free_port
 from async_rl.engines.sglang import SGLangEngine
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, WeightSyncError
+from async_rl.weights.follower import Follower
 from tests.support.engine_calls import Call, call, request
 from tests.support.sglang_world import SGLangWorld, in_trainer_order
 from trainer.export import WeightExport
@@ -43,7 +44,9 @@ BUCKET_BYTES = 64 << 10
 class Sender:
     """What the trainer has of weights, for the transports that send them piece by piece."""
 
-    def __init__(self, weights: Path) -> None:
+    def __init__(self, weights: Path, before: Path, scratch: Path) -> None:
+        self.before = before
+        self.scratch = scratch
         self.tensors = in_trainer_order(load_file(weights / "model.safetensors"))
         self.export = WeightExport(
             lambda: iter(self.tensors.items()),
@@ -86,16 +89,26 @@ class Sender:
         update = TensorUpdate(weight_version=version, num_buckets=len(self.plan), buckets=buckets)
         await engine.update_weights(update, flush=True)
 
+    async def delta(self, engine: SGLangEngine, version: int) -> None:
+        now, follower = self.tensors, Follower(self.scratch / "host")
+        self.tensors = in_trainer_order(load_file(self.before / "model.safetensors"))
+        assert not self.export.write_delta(self.scratch / "delta", None, version - 1)
+        self.tensors = now
+        assert self.export.write_delta(self.scratch / "delta", version - 1, version)
+        follower.hold(str(self.before), version - 1)
+        path = follower.apply(str(self.scratch / "delta"))
+        await engine.update_weights(DiskUpdate(weight_version=version, path=path), flush=True)
+
 
 @pytest.fixture
-def sender(sglang_world: SGLangWorld) -> Iterator[Sender]:
-    made = Sender(sglang_world.weights[1])
+def sender(sglang_world: SGLangWorld, tmp_path: Path) -> Iterator[Sender]:
+    made = Sender(sglang_world.weights[1], sglang_world.weights[0], tmp_path)
     assert len(made.plan) > 2
     yield made
     made.export.close()
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "share"])
+@pytest.mark.parametrize("transport", ["broadcast", "share", "delta"])
 async def test_the_weights_are_the_senders_bit_for_bit_when_they_are_sent(
     sglang_world: SGLangWorld, engine: SGLangEngine, sender: Sender, transport: str
 ) -> None:

@@ -46,7 +46,7 @@ def run(scenario: Scenario, folder: Path) -> tuple[Outcome, list[StepRecord]]:
     return outcome, read_records(folder / "life-0" / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
+@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])
 def test_a_step_does_not_wait_for_the_sending_of_the_one_before(tmp_path: Path, transport: str) -> None:
     outcome, records = run(overlapping(SLOW_STEP, transport=transport), tmp_path)
     assert outcome.violations == ()
@@ -65,13 +65,18 @@ def test_one_copy_is_on_its_way_at_a_time_when_sending_takes_longer_than_a_step(
     assert max(record.handover_s for record in records) > 0.4 / 4  # it waited for the one before
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
+@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])
 @pytest.mark.parametrize(("dying", "speeds"), [("train_step", SLOW_SEND), ("giving", SLOW_STEP)])
 def test_nothing_is_lost_when_the_trainer_dies_while_weights_are_on_their_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: str, speeds: dict[str, float], transport: str
 ) -> None:
     """In a step or in the sending, whichever ends while the other is still going on."""
-    giving = {"disk": "publish", "distributed": "send_weights", "tensor": "share_bucket"}[transport]
+    giving = {
+        "disk": "publish",
+        "distributed": "send_weights",
+        "tensor": "share_bucket",
+        "delta": "publish_delta",
+    }[transport]
     busy: list[str] = []
     deaths = [TrainerError("trainer rank 0 died"), TrainerError("and once more")]
 

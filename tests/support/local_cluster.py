@@ -81,6 +81,9 @@ class CheckingTrainer:
             feeds_sampled[:-1] = batch.loss_mask[1:]
             assert batch.routing_valid[feeds_sampled & inner].all()
 
+    async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
+        return False
+
     async def publish(self, directory: str, weight_version: int) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
 
@@ -136,6 +139,8 @@ class LocalCluster:
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
         await asyncio.Future()
+
+    def local_folder(self, engine_id: str) -> None: ...
 
     async def open_port(self) -> tuple[str, int]:
         return "127.0.0.1", 0

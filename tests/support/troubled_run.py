@@ -73,6 +73,7 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
         },
         "trainer": {"groups_per_batch": 4, "checkpoint_every": 2, "max_restarts": 100},
         "routing": {"flip_sample": 1.0},
+        "weights": {"transport": "delta"},  # nobody keeps a folder beside these engines: whole files, counted
         "evaluation": {"every": 4, "at_start": True},
         "metrics": {"trackers": [f"{__name__}:BrokenTracker"]},
         "doctor": {"look_s": 0.1, "stall_s": 0.3, "blocked_s": 0.2},

@@ -12,12 +12,36 @@ from async_rl.metrics import Metrics
 from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.supervision import Nursery, first_error
 from async_rl.training import Trainer
+from async_rl.weights.delta import DeltaRefused
 from async_rl.weights.sync import WeightSync
 from tests.support.scripted import RecordingTrainer, ScriptedEngine
 
 
 async def a_port() -> tuple[str, int]:
     return "127.0.0.1", 1
+
+
+class ScriptedFolder:
+    """Notes down what it is asked; refuses when it is told to."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.refuses: dict[str, Exception] = {}
+        self.hangs = False
+
+    async def hold(self, path: str, version: int) -> str:
+        return await self._step("hold", f"whole {version}")
+
+    async def apply(self, path: str) -> str:
+        return await self._step("apply", f"changed {Path(path).name}")
+
+    async def _step(self, name: str, result: str) -> str:
+        self.log.append(result)
+        if self.hangs:
+            await asyncio.Future()
+        if name in self.refuses:
+            raise self.refuses[name]
+        return result
 
 
 class Bench:
@@ -29,14 +53,17 @@ class Bench:
         for engine in self.engines:
             self.pool.add(cast(Engine, engine))
         self.trainer = RecordingTrainer()
+        self.metrics = Metrics()
+        self.folders: dict[str, ScriptedFolder] = {}
         self.sync = WeightSync(
             WeightsConfig(**changes),
             pool=self.pool,
             trainer=cast(Trainer, self.trainer),
             directory=tmp_path,
-            metrics=Metrics(),
+            metrics=self.metrics,
             clock=lambda: 0.0,
             open_port=a_port,
+            folder_of=self.folders.get,
             tp_size=tp_size,
         )
 
@@ -251,7 +278,7 @@ class Stopper:
         setattr(engine, step, stopped)
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
+@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])
 @pytest.mark.parametrize("step", ["interrupt", "update_weights", "health", "resume_generation"])
 async def test_no_engine_serves_an_unknown_version_when_an_update_is_cancelled(tmp_path, step, transport):
     """The trainer dies, or the run ends, in the middle: one engine stands there, the other is wherever."""
@@ -299,7 +326,7 @@ async def test_an_update_ends_early_when_its_engine_is_found_dead(tmp_path):
     assert "three probes missed" in str(bench.pool.error_of("engine-0"))
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
+@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])
 async def test_updates_go_on_while_a_joining_engine_loads(tmp_path, transport):
     bench = Bench(tmp_path, transport=transport)
     await bench.start()
@@ -356,7 +383,7 @@ async def test_an_engine_finds_its_files_when_it_joins_while_the_next_version_is
     assert bench.serving() == {"engine-0": 2, "engine-1": 2}
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
+@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])
 async def test_an_update_leaves_an_engine_alone_when_it_was_restarted_since_it_was_stopped(
     tmp_path, transport
 ):
@@ -452,7 +479,7 @@ async def test_the_group_is_closed_when_an_engine_leaves(tmp_path):
 # -- checksums -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
+@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])
 async def test_an_engine_is_quarantined_when_its_weights_sum_to_something_else(tmp_path, transport):
     """It says that it has the version, and has half of it."""
     bench = Bench(tmp_path, transport=transport, verify="checksum")
@@ -502,3 +529,106 @@ async def test_no_sums_are_made_when_only_versions_are_verified(tmp_path):
     await bench.sync.sync(1)
     assert "sums" not in bench.engines[0].log
     assert "checksums" not in [name for name, _ in bench.trainer.calls]
+
+
+# -- deltas ----------------------------------------------------------------------------------------------
+
+
+def deltas(tmp_path: Path, engines: int = 1, **changes: Any) -> tuple[Bench, list[str]]:
+    """A bench whose trainer writes a delta wherever it has the base; the folders that engines load."""
+    bench = Bench(tmp_path, engines, transport="delta", **changes)
+    bench.folders |= {engine.engine_id: ScriptedFolder() for engine in bench.engines}
+    loaded: list[str] = []
+    kept: list[int] = []
+
+    async def publish_delta(path: str, base: int | None, version: int) -> bool:
+        kept.append(version)
+        return base is not None and kept[-2:-1] == [base]
+
+    bench.trainer.publish_delta = publish_delta  # type: ignore[attr-defined]
+    for engine in bench.engines:
+        original = engine.update_weights
+
+        async def update(change, *, flush, original=original):
+            loaded.append(change.path)
+            await original(change, flush=flush)
+
+        engine.update_weights = update  # type: ignore[method-assign]
+    return bench, loaded
+
+
+def fallbacks(bench: Bench) -> dict[str, float]:
+    (family,) = bench.metrics.weight_delta_fallbacks_total.collect()
+    return {s.labels["reason"]: s.value for s in family.samples if s.name.endswith("_total")}
+
+
+async def test_a_version_goes_out_whole_and_the_ones_after_it_as_deltas(tmp_path):
+    bench, loaded = deltas(tmp_path, full_every=2)
+    await bench.start()
+    for version in range(1, 6):
+        await bench.sync.sync(version)
+    assert loaded == ["whole 1", "changed delta_2", "changed delta_3", "whole 4", "changed delta_5"]
+    assert [a[1] for name, a in bench.trainer.calls if name == "publish"] == [1, 4]
+    assert fallbacks(bench) == {}
+    assert bench.serving() == {"engine-0": 5}
+
+
+@pytest.mark.parametrize("reason", ["base", "damaged", "failed"])
+async def test_whole_files_are_copied_when_a_delta_is_refused(tmp_path, reason):
+    bench, loaded = deltas(tmp_path, engines=2)
+    await bench.start()
+    await bench.sync.sync(1)
+    bench.folders["engine-1"].refuses["apply"] = DeltaRefused("not that one", reason)
+    await bench.sync.sync(2)
+    assert sorted(loaded[2:]) == ["changed delta_2", "whole 2"]
+    assert fallbacks(bench) == {reason: 1}
+    assert bench.serving() == {"engine-0": 2, "engine-1": 2}
+    bench.folders["engine-1"].refuses.clear()
+    await bench.sync.sync(3)
+    assert loaded[4:] == ["changed delta_3"] * 2
+
+
+async def test_the_published_files_are_loaded_when_nobody_keeps_a_folder(tmp_path):
+    bench, loaded = deltas(tmp_path, engines=2)
+    bench.folders.pop("engine-1")
+    await bench.start()
+    await bench.sync.sync(1)
+    await bench.sync.sync(2)
+    assert sorted(loaded[2:]) == [str(tmp_path / "version_2"), "changed delta_2"]
+    assert fallbacks(bench) == {"no_actor": 2}
+
+
+@in_virtual_time
+async def test_the_published_files_are_loaded_when_a_host_does_not_answer(tmp_path):
+    bench, loaded = deltas(tmp_path, timeout_s=7.0)
+    await bench.start()
+    await bench.sync.sync(1)
+    bench.folders["engine-0"].hangs = True
+    await bench.sync.sync(2)
+    assert asyncio.get_running_loop().time() == 14.0
+    assert loaded[1:] == [str(tmp_path / "version_2")]
+    assert fallbacks(bench) == {"failed": 2}
+    assert bench.serving() == {"engine-0": 2}
+
+
+async def test_a_delta_is_applied_while_its_engine_goes_on_generating(tmp_path):
+    bench, _ = deltas(tmp_path)
+    await bench.start()
+    folder, engine = bench.folders["engine-0"], bench.engines[0]
+    folder.log = engine.log
+    await bench.sync.sync(1)
+    await bench.sync.sync(2)
+    assert engine.log == [
+        *("whole 1", "interrupt", "update flush", "health", "resume"),
+        *("changed delta_2", "interrupt", "update flush", "health", "resume"),
+    ]
+
+
+async def test_a_delta_leaves_the_disk_when_all_have_it(tmp_path):
+    bench, _ = deltas(tmp_path)
+    (tmp_path / "delta_9").write_text("of an earlier life")
+    await bench.start()
+    await bench.sync.sync(1)
+    (tmp_path / "delta_2").write_text("now")
+    await bench.sync.sync(2)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,230 @@
+"""What has changed between two versions of the weights, as a file.
+
+```
+ trainer         compare with the kept version as integers ─► positions, differences ─► zlib ─► file
+ engine's host   copy of the last folder ─► add the differences ─► folder of the next version
+```
+
+A small learning rate leaves most bfloat16 weights as they are, and moves the others to the next value: the
+gaps between the changed positions and the differences of the bit patterns are small numbers. A stretch of a
+tensor where that is no gain is sent as it is. Bit patterns are all that is looked at, so that -0.0 and
+the payloads of NaNs arrive as they are.
+
+A file ends with its header and a sum over all of it. The header has, for each tensor, a sum before and after:
+nothing is added to other weights than those that the differences are of, and no result is
+used that is not the trainer's, bit for bit. Sums are CRC-32C, against damage rather than malice.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal
+
+import google_crc32c
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from async_rl.errors import WeightSyncError
+
+Raw = NDArray[np.uint8]
+"""The bytes of a tensor, flat."""
+
+Refusal = Literal["no_actor", "base", "damaged", "failed"]
+"""Why whole files are loaded in place of a delta; the label of `weight_delta_fallbacks_total`.
+
+no_actor: the server was not started by us, so nobody on its host keeps a folder.
+base: the folder there is of another version, or was changed; also after a restart of its keeper.
+damaged: the file is not what was written.
+failed: no room, no answer in time.
+"""
+
+_MAGIC: Final = b"weightsd"
+_TAIL: Final = struct.Struct("<QI")
+"""Length of the header, sum over all before this field."""
+_STRETCH: Final = struct.Struct("<BIII")
+"""Whether it is whole; changed elements, bytes of their positions, bytes of their differences."""
+_ELEMENTS: Final = 1 << 22
+"""Of a stretch, at most: bounds what is held beside the tensors, and keeps gaps within 32 bits."""
+_LEVEL: Final = 1
+"""Of zlib. Higher ones take several times as long for a few percent."""
+
+
+class DeltaRefused(WeightSyncError):
+    """A delta cannot be applied; whole files can still be loaded."""
+
+    def __init__(self, message: str, reason: Refusal) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.reason)
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One tensor of a delta."""
+
+    name: str
+    itemsize: int
+    """Bytes of an element: 1, 2, 4 or 8."""
+    num_bytes: int
+    """Of the tensor."""
+    start: int
+    """Where its part of the file begins."""
+    end: int
+    before: int
+    """Sum over its bytes in the base."""
+    after: int
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a delta is of."""
+
+    base: int
+    version: int
+    changes: tuple[Change, ...]
+
+
+class DeltaWriter:
+    """Writes what has changed since the version before, of which it keeps a copy."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Raw, int]] = {}
+        """Bytes and their sum, by name."""
+        self._version: int | None = None
+
+    def write(
+        self, tensors: Iterable[tuple[str, int, Raw]], path: Path, base: int | None, version: int
+    ) -> bool:
+        """Keep a version, and write what it changes if the one kept before is its base.
+
+        Args:
+            tensors: Name, bytes per element, all bytes; the same names and sizes each time. They may change
+                when the next is asked for.
+            path: The file; it appears whole or not at all.
+            base: What receivers have; None to only keep.
+            version: Of the tensors.
+
+        Returns:
+            Whether there is a file.
+        """
+        writes = base is not None and base == self._version
+        self._version = None  # until all is kept
+        if not writes:
+            for name, _, new in tensors:
+                self._keep(name, new)
+            self._version = version
+            return False
+        scratch = path.with_name(f".{path.name}.tmp")
+        scratch.parent.mkdir(parents=True, exist_ok=True)
+        assert base is not None, "checked above"
+        with scratch.open("wb") as file:
+            out = _Summed(file)
+            out.write(_MAGIC)
+            changes = []
+            for name, itemsize, new in tensors:
+                (old, before), start = self._kept[name], out.size
+                after = google_crc32c.value(new)
+                for part in encode(old, new, itemsize):
+                    out.write(part)
+                old[:] = new
+                self._kept[name] = (old, after)
+                changes.append(Change(name, itemsize, len(new), start, out.size, before, after))
+            header = msgspec.json.encode(Header(base, version, tuple(changes)))
+            out.write(header)
+            out.write(struct.pack("<Q", len(header)))
+            file.write(struct.pack("<I", out.sum))
+        scratch.rename(path)
+        self._version = version
+        return True
+
+    def _keep(self, name: str, new: Raw) -> None:
+        kept = self._kept[name][0] if name in self._kept else np.empty_like(new)
+        kept[:] = new
+        self._kept[name] = kept, google_crc32c.value(kept)
+
+
+def encode(old: Raw, new: Raw, itemsize: int) -> Iterable[bytes]:
+    """The stretches of a tensor, in order."""
+    dtype = np.dtype(f"<u{itemsize}")
+    olds, news = old.view(dtype), new.view(dtype)
+    for start in range(0, len(news), _ELEMENTS):
+        before, after = olds[start : start + _ELEMENTS], news[start : start + _ELEMENTS]
+        changed = np.flatnonzero(before != after)
+        gaps = _pack(np.diff(changed, prepend=0).astype("<u4"))
+        steps = _pack(after[changed] - before[changed])
+        if len(gaps) + len(steps) < after.nbytes:
+            yield _STRETCH.pack(False, len(changed), len(gaps), len(steps)) + gaps + steps
+        else:
+            yield _STRETCH.pack(True, len(after), 0, after.nbytes) + after.tobytes()
+
+
+def decode(data: Raw, target: Raw, itemsize: int) -> None:
+    """Change a tensor as `encode` was given it into the new one.
+
+    Raises:
+        DeltaRefused: When the data does not fit the tensor.
+    """
+    dtype = np.dtype(f"<u{itemsize}")
+    elements = target.view(dtype)
+    try:
+        for start in range(0, len(elements), _ELEMENTS):
+            part = elements[start : start + _ELEMENTS]
+            whole, count, num_gaps, num_steps = _STRETCH.unpack(data[: _STRETCH.size].tobytes())
+            gaps = data[_STRETCH.size : _STRETCH.size + num_gaps]
+            steps = data[_STRETCH.size + num_gaps : _STRETCH.size + num_gaps + num_steps]
+            if whole:
+                part[:] = steps.view(dtype)
+            else:
+                part[np.cumsum(_unpack(gaps, np.dtype("<u4"), count), dtype=np.int64)] += _unpack(
+                    steps, dtype, count
+                )
+            data = data[_STRETCH.size + num_gaps + num_steps :]
+    except (struct.error, zlib.error, ValueError, IndexError) as error:
+        raise DeltaRefused(f"a delta does not fit its tensor: {error}", "damaged") from error
+    if len(data):
+        raise DeltaRefused(f"a delta is {len(data)} bytes longer than its tensor asks for", "damaged")
+
+
+def read_header(data: Raw) -> Header:
+    """Check the sum over a whole file, and say what it is of.
+
+    Raises:
+        DeltaRefused: When it is not what was written.
+    """
+    tail = len(data) - _TAIL.size
+    if tail < len(_MAGIC) or data[: len(_MAGIC)].tobytes() != _MAGIC:
+        raise DeltaRefused(f"no delta, or cut short: {len(data)} bytes", "damaged")
+    length, expected = _TAIL.unpack(data[tail:].tobytes())
+    found = google_crc32c.value(data[:-4])
+    if found != expected:
+        raise DeltaRefused(f"a delta sums to {found:08x}, expected {expected:08x}", "damaged")
+    return msgspec.json.decode(data[tail - length : tail].tobytes(), type=Header)
+
+
+class _Summed:
+    """A file with its size and sum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = 0
+        self.sum = 0
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.size += len(data)
+        self.sum = google_crc32c.extend(self.sum, data)
+
+
+def _pack(values: NDArray[Any]) -> bytes:
+    """Compress numbers byte plane by byte plane: the high ones are nearly all zero."""
+    planes = values.view(np.uint8).reshape(-1, values.itemsize).T
+    return zlib.compress(planes.tobytes(), _LEVEL)
+
+
+def _unpack(data: Raw, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    planes = np.frombuffer(zlib.decompress(data.tobytes()), np.uint8).reshape(dtype.itemsize, count)
+    return np.ascontiguousarray(planes.T).view(dtype).reshape(-1)

@@ -1,0 +1,128 @@
+"""A folder of whole weights on an engine's host that follows the trainer's by deltas.
+
+The next version is made beside the one that is held, and takes its name when every tensor of it sums to what
+the trainer has. It lies in memory (`weights.local_dir`), from where an engine loads as from any other folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from async_rl.weights.delta import Change, DeltaRefused, Header, Raw, decode, read_header
+
+
+class Follower:
+    """A folder of whole weights on this host, brought from version to version; from any thread.
+
+    Example:
+        >>> follower = Follower(Path("/dev/shm/weights"))
+        >>> follower.hold("/shared/version_4", 4)
+        '/dev/shm/weights/version_4'
+        >>> follower.apply("/shared/delta_5")
+        '/dev/shm/weights/version_5'
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Hold nothing yet; what an earlier life left under `root` is removed."""
+        self._root = root
+        self._held: tuple[int, Path] | None = None
+        self._lock = threading.Lock()
+        self.clear()
+
+    def hold(self, path: str, version: int) -> str:
+        """Copy a folder of whole weights here.
+
+        Returns:
+            Where it is now.
+
+        Raises:
+            DeltaRefused: When there is no room.
+        """
+        with self._lock:
+            self.clear()
+            try:
+                return self._put(Path(path), version, None)
+            except OSError as error:
+                self.clear()
+                raise DeltaRefused(f"cannot copy {path} to {self._root}: {error}", "failed") from error
+
+    def apply(self, path: str) -> str:
+        """Make the next version of what is held.
+
+        Returns:
+            Its folder; the one before is gone.
+
+        Raises:
+            DeltaRefused: When it is not what the delta is of, the file is damaged or there is no room. What
+                was held stays.
+        """
+        with self._lock:
+            try:
+                data = np.memmap(path, np.uint8, "r")
+                header = read_header(data)
+                if self._held is None or self._held[0] != header.base:
+                    held = "nothing" if self._held is None else f"version {self._held[0]}"
+                    raise DeltaRefused(f"{path} is of version {header.base}; held is {held}", "base")
+                return self._put(self._held[1], header.version, (header, data))
+            except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+                raise DeltaRefused(f"cannot apply {path} in {self._root}: {error}", "failed") from error
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._held = None
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _put(self, source: Path, version: int, delta: tuple[Header, Raw] | None) -> str:
+        final = self._root / f"version_{version}"
+        scratch = self._root / f".version_{version}.tmp"
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            shutil.copytree(source, scratch)
+            if delta is not None:
+                patch(scratch, *delta)
+            shutil.rmtree(final, ignore_errors=True)
+            scratch.rename(final)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        before, self._held = self._held, (version, final)
+        if before is not None and before[1] != final:
+            shutil.rmtree(before[1], ignore_errors=True)
+        return str(final)
+
+
+def patch(folder: Path, header: Header, data: Raw) -> None:
+    """Change the safetensors of a folder in place.
+
+    Raises:
+        DeltaRefused: When they are not the base, or the result is not the trainer's; some are changed then.
+    """
+    missing = {change.name: change for change in header.changes}
+    for path in sorted(folder.glob("*.safetensors")):
+        mapped = np.memmap(path, np.uint8, "r+")
+        (length,) = struct.unpack("<Q", mapped[:8].tobytes())
+        table: dict[str, Any] = json.loads(mapped[8 : 8 + length].tobytes())
+        for name in missing.keys() & table.keys():
+            start, end = (8 + length + offset for offset in table[name]["data_offsets"])
+            _patch_tensor(mapped[start:end], missing.pop(name), data)
+    if missing:
+        raise DeltaRefused(f"{folder} has no {', '.join(sorted(missing)[:3])}", "base")
+
+
+def _patch_tensor(target: Raw, change: Change, data: Raw) -> None:
+    found = google_crc32c.value(target)
+    if (len(target), found) != (change.num_bytes, change.before):
+        raise DeltaRefused(f"{change.name} sums to {found:08x}, expected {change.before:08x}", "base")
+    decode(data[change.start : change.end], target, change.itemsize)
+    if (found := google_crc32c.value(target)) != change.after:
+        raise DeltaRefused(
+            f"{change.name} sums to {found:08x} when changed, expected {change.after:08x}", "damaged"
+        )
