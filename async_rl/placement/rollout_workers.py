@@ -21,7 +21,7 @@ from async_rl.config import Config, parse_config, to_builtins
 from async_rl.errors import EnvironmentNotReady
 from async_rl.metrics import Metrics
 from async_rl.placement.actors import Actor, Home, node_address
-from async_rl.placement.ending import end
+from async_rl.placement.ending import EXIT_LIMIT_S, end
 from async_rl.placement.ray_trainer import cause_of, last_line
 from async_rl.processes import Process, die_with_parent
 from async_rl.rollout.remote.link import Door, connect, door
@@ -62,6 +62,7 @@ async def rollout_worker(config: Config, name: str, home: Home, log_path: Path) 
     options = {"num_cpus": config.placement.cpus_per_rollout_worker, "scheduling_strategy": "SPREAD"}
     actor: Any = ray.remote(RolloutWorkerActor).options(**options).remote()
     process: Process | None = None
+    well = False
     try:
         try:
             async with asyncio.timeout(limit_s), door(node_address()) as listening:
@@ -81,8 +82,9 @@ async def rollout_worker(config: Config, name: str, home: Home, log_path: Path) 
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
                     await playing
+                    well = True
     finally:
-        await end(actor, process)
+        await end(actor, process, grace_s=EXIT_LIMIT_S if well else 0.0)
 
 
 def shared_out(config: Config) -> Config:
