@@ -255,7 +255,7 @@ async def test_a_server_can_be_killed_and_started_again(sglang_world: SGLangWorl
         await engine.wait_ready()
         assert (await engine.health()).weight_version == 0
         assert len((await call(engine, PROMPT, 5)).token_ids) == 5
-        sender = Sender(sglang_world.weights[1])
+        sender = Sender(sglang_world.weights[1], sglang_world.weights[0], tmp_path)
 
         def kill(number: int) -> None:
             if number == 1:
