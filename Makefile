@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup tools quickstart test check bench simulate monitor prometheus docs chaos gpu-proof
+.PHONY: help setup tools quickstart test test-long check bench simulate monitor prometheus docs chaos gpu-proof
 BIN := .venv/bin
 
 help:  ## List the targets.
@@ -15,8 +15,11 @@ tools:  ## Get Prometheus and Chromium for the tests, from the PATH or Debian's 
 quickstart: setup  ## Set up and train a tiny MoE with a calculator tool, on this CPU.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/calculator/quickstart.sh
 
-test: setup tools  ## Set up and run all tests (under 15 minutes on 2 cores).
-	@$(BIN)/python -m pytest -n 2 $(TESTS)
+test: setup tools  ## Set up and run the tests (under 15 minutes on 2 cores).
+	@$(BIN)/python -m pytest -n 2 -m "not long" $(TESTS)
+
+test-long: setup tools  ## Run what `test` leaves out: kills, a cluster, more models and layouts.
+	@$(BIN)/python -m pytest -n 2 -m long $(TESTS)
 
 chaos: setup  ## Kill and stop processes of the real loop for a while (SEED=0 MINUTES=5).
 	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),5)

@@ -26,6 +26,7 @@ from tests.support.trainers import log_probs_of, native_rows, started, trainer_c
 from trainer.worker import TrainerWorker
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.sglang,
     pytest.mark.megatron,
     pytest.mark.timeout(600),

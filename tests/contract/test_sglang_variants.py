@@ -25,7 +25,7 @@ from tests.support.engine_calls import Call, request
 from tests.support.sglang_world import VOCAB_SIZE
 from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(600)]
 
 PROMPTS = [[40, 41, 42, 43, 44, 45, 46], list(range(30, 80)), list(range(250, 150, -1))]
 SAMPLED = 12

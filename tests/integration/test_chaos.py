@@ -18,6 +18,7 @@ def test_every_kind_of_blow_comes_before_one_comes_again() -> None:
     assert dealt != list(itertools.islice(blows(8), 3 * len(DECK)))
 
 
+@pytest.mark.long
 def test_nothing_is_lost_or_trained_twice_when_processes_die_at_random(calculator, tmp_path) -> None:
     # Of the seed's plan a rank and an engine; the kill of the driver comes at its end.
     plan = (blow for blow in blows(2) if blow.victim in ("trainer rank", "engine"))

@@ -12,6 +12,7 @@ from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config, weights
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.megatron,
     pytest.mark.timeout(600),  # two processes import everything
     pytest.mark.filterwarnings("ignore:::megatron"),

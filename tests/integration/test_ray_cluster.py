@@ -21,7 +21,7 @@ from tests.support.mortal_rank import PLAN, MortalRank
 from tests.support.quick_server import QuickServer
 from tests.support.ray_nodes import RayNodes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 class Lines(logging.Handler):
