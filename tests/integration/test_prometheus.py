@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(600)  # the run ends by what happens in it, how
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "monitoring" / "rules"
 
-SCRAPES = 8
+SCRAPES = 24
 """After the last trouble: so that what happens in every step has happened between two of them."""
 
 
