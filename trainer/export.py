@@ -149,7 +149,7 @@ class WeightExport:
         num_bytes = largest_of(buckets)
         if self._rank == 0 and (not self._buffers or len(self._buffers[0]) < num_bytes):
             self._buffers.clear()
-            self._buffers += [shared_buffer(num_bytes, torch.device("cpu")) for _ in range(BUFFERS)]
+            self._buffers += [shared_buffer(num_bytes) for _ in range(BUFFERS)]
 
     # -- a delta
 

@@ -2,12 +2,13 @@
 
 What `/update_weights_from_tensor` of SGLang 0.5.23 takes is a pickle, which its server reads with a list of
 what it may contain. We only ever write one, to a server that asks for our admin key, and read none. It
-carries names, dtypes, shapes and places of the tensors and a handle of the memory, never the bytes: on the
-CPU the name of a file in shared memory, on a GPU a CUDA IPC handle.
+carries names, dtypes, shapes and places of the tensors and the name of a file in shared memory, never the
+bytes. Weights of a GPU pass through that memory too: a CUDA IPC handle would be of use to an engine that sees
+the trainer's GPU, and each is shown its own alone.
 
-The handle is written by torch, which counts in the memory itself who has it open. Its other way on the CPU,
-to pass file descriptors, needs a key that the two ends do not share. A process of torch's removes the file
-when the last of those that had it open has ended, however that came about.
+The handle is written by torch, which counts in the memory itself who has it open. Its other way, to pass file
+descriptors, needs a key that the two ends do not share. A process of torch's removes the file when the last
+of those that had it open has ended, however that came about.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -21,11 +22,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import multiprocessing
-from torch.multiprocessing import reductions
 
 from async_rl.engines.protocol import TensorSpec
 from async_rl.errors import WeightSyncError
@@ -33,18 +33,13 @@ from async_rl.weights.buckets import size_of
 
 _SHARED_MEMORY: Final = "/dev/shm"
 
-_DEVICE_ARGUMENT: Final = 6
-"""Position of the device's index among the arguments of torch's `rebuild_cuda_tensor`."""
 
-
-def shared_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+def shared_buffer(num_bytes: int) -> torch.Tensor:
     """Memory to be filled again and again, `[num_bytes] uint8`.
 
     Raises:
         WeightSyncError: When there is not enough shared memory: the first write beyond it would kill us.
     """
-    if device.type == "cuda":
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if num_bytes > free:
         raise WeightSyncError(
@@ -77,23 +72,10 @@ def payload_for(data: torch.Tensor, bucket: Sequence[TensorSpec]) -> bytes:
                 numel=end - begin,
             )
         )
-    if data.is_cuda:
-        torch.cuda.current_stream(data.device).synchronize()
     written = io.BytesIO()
     with _by_name():
-        _Pickler(written).dump({"flattened_tensor": data, "metadata": places})
+        ForkingPickler(written).dump({"flattened_tensor": data, "metadata": places})
     return written.getvalue()
-
-
-class _Pickler(ForkingPickler):
-    """Names a GPU by its UUID, as SGLang's patch of torch expects it: indices differ between processes."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.is_cuda):
-            return NotImplemented
-        rebuild, arguments = reductions.reduce_tensor(value)
-        uuid = str(torch.cuda.get_device_properties(value.device).uuid)
-        return rebuild, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
 @contextmanager

@@ -1,23 +1,65 @@
-"""Weights reach an engine on a GPU: over NCCL, where the engine has a device of its own."""
+"""Weights reach an engine on a GPU: through shared memory, and over NCCL where it has a device of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from async_rl.engines.protocol import DistributedUpdate, GroupInvite
+from async_rl.engines.protocol import DistributedUpdate, GroupInvite, TensorUpdate
 from async_rl.engines.server import free_port
 from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
 from tests.gpu.models import build, serving
 from tests.support.engine_calls import call
+from trainer.export import WeightExport
 
 pytestmark = pytest.mark.sglang
 PROMPT = list(range(40, 72))
+BUCKET_BYTES = 16 << 20
+
+
+def on_device(model: Path) -> list[tuple[str, torch.Tensor]]:
+    """The weights of a folder as a trainer on this process's GPU has them."""
+    from safetensors.torch import load_file
+
+    tensors = sorted(load_file(model / "model.safetensors").items())
+    return [(name, tensor.bfloat16().cuda()) for name, tensor in tensors]
+
+
+def size_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
+    return sum(tensor.nbytes for _, tensor in tensors)
+
+
+async def test_an_engine_takes_weights_through_shared_memory(tmp_path: Path, measure) -> None:
+    """Weights from the trainer's GPU, through shared memory, leave an engine as one started with them."""
+    old, new = build(tmp_path / "old", seed=0), build(tmp_path / "new", seed=1)
+    async with serving(new, tmp_path) as engine:
+        expected = await call(engine, PROMPT, 32)
+    tensors = on_device(new)
+    export = WeightExport(
+        lambda: iter(tensors), 0, torch.device("cuda"), check=lambda specs: None, group_timeout_s=60
+    )
+    buckets = export.plan(BUCKET_BYTES)
+
+    async def shared() -> AsyncGenerator[Sequence[bytes], None]:
+        for number in range(len(buckets)):
+            yield await asyncio.to_thread(export.share, number, BUCKET_BYTES, 1)
+
+    async with serving(old, tmp_path) as engine:
+        begin = time.perf_counter()
+        await engine.update_weights(
+            TensorUpdate(weight_version=1, num_buckets=len(buckets), buckets=shared), flush=True
+        )
+        seconds = time.perf_counter() - begin
+        found = await call(engine, PROMPT, 32)
+    export.close()
+    measure("sent and loaded", size_of(tensors) / 2**30 / seconds, "GiB/s")
+    assert found.token_ids == expected.token_ids
 
 
 @pytest.mark.gpus(2)
@@ -25,16 +67,13 @@ async def test_an_engine_takes_weights_over_nccl(
     tmp_path: Path, measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a broadcast over NCCL an engine answers as one that was started with those weights."""
-    from safetensors.torch import load_file
-
     old, new = build(tmp_path / "old", seed=0), build(tmp_path / "new", seed=1)
     async with serving(new, tmp_path) as engine:
         expected = await call(engine, PROMPT, 32)
     torch.cuda.set_device(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    tensors = sorted(load_file(new / "model.safetensors").items())
-    tensors = [(name, tensor.bfloat16().cuda()) for name, tensor in tensors]
-    buckets = plan_buckets([spec_of(name, tensor) for name, tensor in tensors], 16 << 20)
+    tensors = on_device(new)
+    buckets = plan_buckets([spec_of(name, tensor) for name, tensor in tensors], BUCKET_BYTES)
     invite = GroupInvite(
         group_name="proof",
         backend="nccl",
@@ -58,6 +97,5 @@ async def test_an_engine_takes_weights_over_nccl(
         seconds = time.perf_counter() - begin
         found = await call(engine, PROMPT, 32)
         joining.result().close()
-    sent = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-    measure("sent and loaded", sent / 2**30 / seconds, "GiB/s")
+    measure("sent and loaded", size_of(tensors) / 2**30 / seconds, "GiB/s")
     assert found.token_ids == expected.token_ids

@@ -64,4 +64,4 @@ def test_there_is_one_clear_error_when_shared_memory_is_too_small(monkeypatch):
     with pytest.raises(WeightSyncError, match=r"needs 24 bytes more of shared memory .* has 4: lower"):
         export().make_room(export().plan(24))
     with pytest.raises(WeightSyncError):
-        shared_buffer(5, torch.device("cpu"))
+        shared_buffer(5)
