@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import urlsplit
 
 from async_rl.config import Config, SGLangEngines
@@ -28,17 +28,50 @@ def external_keys(url: str) -> tuple[str | None, str | None]:
     return keys
 
 
-def check_same_host(config: Config, url: str) -> None:
-    """Refuse a server that cannot open memory of this host when that is how weights are sent.
+def check_shares_memory(engine: str, node: str, trainer_node: str, addresses: Mapping[str, str]) -> None:
+    """Refuse an engine that cannot open the memory by which `weights.transport: tensor` sends weights.
+
+    A server that is told of memory which is not there dies of it.
+
+    Args:
+        engine: Its name.
+        node: The id of the node that it is on, or all that is known of it.
+        trainer_node: The id of the node that trainer rank 0 is on.
+        addresses: Of the cluster's nodes, by id.
 
     Raises:
-        ConfigError: With `weights.transport: tensor`, unless the URL is of this host.
+        ConfigError: Unless they are one node.
     """
-    if config.weights.transport == "tensor" and not is_loopback(urlsplit(url).hostname or ""):
-        raise ConfigError(
-            f"weights.transport is tensor, which needs engines on trainer rank 0's host, and {url} may be "
-            "on another: set weights.transport to distributed or disk"
-        )
+    if node == trainer_node:
+        return
+    engine_is_on, trainer_is_on = (
+        f"{addresses[each]} (node {each[:8]})" if each in addresses else each for each in (node, trainer_node)
+    )
+    raise ConfigError(
+        f"weights.transport is tensor, which needs engines on the node of trainer rank 0, {trainer_is_on}, "
+        f"but {engine} is on {engine_is_on}: set weights.transport=distributed (or disk), or place both on "
+        "one node"
+    )
+
+
+def node_of(url: str, driver_node: str, addresses: Mapping[str, str]) -> str:
+    """The id of the node that a server is on, by its URL; the name in the URL when it is none of a node.
+
+    Args:
+        url: Of the server.
+        driver_node: Where a loopback address leads to.
+        addresses: Of the cluster's nodes, by id.
+
+    Example:
+        >>> node_of("http://localhost:30000", "d", {"d": "10.0.0.1", "e": "10.0.0.7"})
+        'd'
+        >>> node_of("http://10.0.0.7:30000", "d", {"d": "10.0.0.1", "e": "10.0.0.7"})
+        'e'
+    """
+    host = urlsplit(url).hostname or ""
+    if is_loopback(host) and host not in addresses.values():
+        return driver_node
+    return next((node for node, address in addresses.items() if address == host), host)
 
 
 def is_loopback(host: str) -> bool:

@@ -106,6 +106,7 @@ class Membership:
         self._depart = depart
         self._drain_s = drain_s
         self._members: dict[str, str] = {}  # engine id by URL
+        self._refused = set[str]()  # told once, for as long as they are in the file
         self._num_joined = 0
 
     async def run(self) -> None:
@@ -130,17 +131,22 @@ class Membership:
                     self._follow(seen, leaving)
 
     def _follow(self, wanted: tuple[str, ...], leaving: Nursery) -> None:
+        self._refused &= set(wanted)
         joins, leaves = changes(self._members, wanted)
         for url in joins:
+            if url in self._refused:
+                continue
             engine_id = f"engine-{self._num_joined}"
+            try:
+                engine = self._connect(engine_id, url)
+            except ConfigError as error:
+                log.error("engine %s at %s stays out: %s", engine_id, url, error)
+                self._refused.add(url)
+                continue
             self._num_joined += 1
             log.info("engine %s at %s joins", engine_id, url)
             self._members[url] = engine_id
-            try:
-                self._pool.add(self._connect(engine_id, url), newcomer=True)
-            except ConfigError as error:
-                log.error("engine %s stays out: %s", engine_id, error)
-                del self._members[url]
+            self._pool.add(engine, newcomer=True)
         for url in leaves:
             engine_id = self._members.pop(url)
             log.info("engine %s at %s leaves", engine_id, url)

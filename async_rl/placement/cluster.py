@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -16,8 +16,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from async_rl import orchestrator
 from async_rl.config import Config, SGLangEngines, to_builtins
-from async_rl.engines.connect import check_same_host, external_keys, sglang_client
+from async_rl.engines.connect import check_shares_memory, external_keys, node_of, sglang_client
 from async_rl.engines.facts import load_facts
+from async_rl.engines.membership import read_urls
 from async_rl.engines.protocol import Engine
 from async_rl.engines.server import SGLangServer
 from async_rl.engines.sglang import SGLangEngine
@@ -26,7 +27,7 @@ from async_rl.errors import EngineError, EnvironmentNotReady, TrainerError
 from async_rl.placement.actors import EngineActor, Home, RankActor
 from async_rl.placement.ending import EXIT_LIMIT_S, end
 from async_rl.placement.folders import RayFolder
-from async_rl.placement.places import TELL_S, Places
+from async_rl.placement.places import TELL_S, Places, addresses
 from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_line, made
 from async_rl.placement.rollout_workers import rollout_worker
 from async_rl.placement.shared import Device, assign, beside
@@ -55,6 +56,7 @@ class RayCluster(orchestrator.Cluster):
         self._engine_actors: dict[str, Any] = {}
         self._engine_places = self._places_of_engines()
         self._engines: dict[str, Engine] = {}
+        self._urls: dict[str, str] = {}  # of servers that were not started by us, by engine
         self._rank_actors: list[Any] = []
         self._rank_places = self._places_of_ranks()
         self._processes: dict[Any, Process] = {}  # of the actors
@@ -87,8 +89,9 @@ class RayCluster(orchestrator.Cluster):
         """See `orchestrator.Cluster`. The keys of external servers are in the environment."""
         engine = self._config.engine
         if isinstance(engine, SGLangEngines):
-            check_same_host(self._config, url)
+            self._check_memory_is_shared({}, {engine_id: url})
             self._engines[engine_id] = self._client(engine_id, url, external_keys(url), died=None)
+            self._urls[engine_id] = url
         else:
             seed = self._config.run.seed + len(self._engines)
             self._engines[engine_id] = SimulatedEngine(engine_id, engine, seed=seed, facts=self._facts)
@@ -97,6 +100,7 @@ class RayCluster(orchestrator.Cluster):
 
     async def disconnect_engine(self, engine_id: str) -> None:
         """See `orchestrator.Cluster`."""
+        self._urls.pop(engine_id, None)
         await self._engines.pop(engine_id).close()
 
     async def stop_engine(self, engine_id: str) -> None:
@@ -143,9 +147,12 @@ class RayCluster(orchestrator.Cluster):
         limit_s = self._config.trainer.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
+                urls = await self._given_urls()
                 await self._end(*self._rank_actors)
                 trainer = await self._start_ranks()
-                self._check_memory_is_shared()
+                known, actors = self._processes, self._engine_actors.items()
+                there = {name: known[actor].host for name, actor in actors if actor in known}
+                self._check_memory_is_shared(there, urls)
                 return trainer
         except RayError as error:
             raise EnvironmentNotReady(f"the trainer's ranks did not start: {last_line(error)}") from error
@@ -182,21 +189,32 @@ class RayCluster(orchestrator.Cluster):
                 )
         return trainer
 
-    def _check_memory_is_shared(self) -> None:
-        """`weights.transport: tensor` names memory of rank 0's host: a server that cannot open it dies of it.
+    async def _given_urls(self) -> dict[str, str]:
+        """Servers that were not started by us; before the first trainer those that will join right after."""
+        engine = self._config.engine
+        if self._rank_actors or engine.urls_file is None or not isinstance(engine, SGLangEngines):
+            return dict(self._urls)
+        return {url: url for url in await asyncio.to_thread(read_urls, Path(engine.urls_file))}
+
+    def _check_memory_is_shared(self, nodes: Mapping[str, str], urls: Mapping[str, str]) -> None:
+        """With `weights.transport: tensor` engines have to be on the node of trainer rank 0.
+
+        Asked when an engine is there and when the trainer is, for they start at the same time.
+
+        Args:
+            nodes: Where engines of ours are, by name.
+            urls: Of servers that were not started by us, by name.
 
         Raises:
-            EnvironmentNotReady: When an engine is on another host.
+            ConfigError: When one is on another node.
         """
-        if self._config.weights.transport != "tensor":
+        trainer = self._processes.get(self._rank_actors[0]) if self._rank_actors else None
+        if self._config.weights.transport != "tensor" or trainer is None:
             return
-        host = self._processes[self._rank_actors[0]].host
-        for engine_id, actor in self._engine_actors.items():
-            if self._processes[actor].host != host:
-                raise EnvironmentNotReady(
-                    f"weights.transport is tensor, but {engine_id} is not on the host of trainer rank 0: set "
-                    "weights.transport to distributed or disk, or place them on one node"
-                )
+        known = addresses()
+        given = {name: node_of(url, self._home.driver_node, known) for name, url in urls.items()}
+        for engine, node in {**nodes, **given}.items():
+            check_shares_memory(engine, node, trainer.host, known)
 
     async def _shared_devices(self, ranks: int) -> list[Device | None]:
         """The GPU that each rank shares with an engine; None where it has its own, or there are none."""
@@ -327,6 +345,7 @@ class RayCluster(orchestrator.Cluster):
             try:
                 async with asyncio.timeout(config.start_timeout_s):
                     await self._arrival(engine_id, actor, self._engine_places, None)
+                    self._check_memory_is_shared({engine_id: self._processes[actor].host}, {})
                     url, api_key, admin_key = await actor.start.remote()
             except (RayError, TimeoutError) as error:
                 raise cause_of(error, EnvironmentNotReady(f"{engine_id} did not start: {error!r}")) from error

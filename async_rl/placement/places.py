@@ -179,6 +179,12 @@ def resources(asked: Iterable[str], nodes: Sequence[Node]) -> list[str]:
     ]
 
 
+def addresses() -> dict[str, str]:
+    """Where nodes that are alive are reached, by id; blocks."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+
+
 def alive_nodes() -> list[Node]:
     """The nodes of the cluster, in the order of their addresses; blocks."""
     free = available_resources_per_node()  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from rich.console import Console
 
 from async_rl import placement
 from async_rl.config import Config
+from async_rl.errors import ConfigError
 from async_rl.queue.ledger import Ledger
 from async_rl.records import StepRecord
 from async_rl.report import Progress
-from async_rl.supervision import Nursery
+from async_rl.supervision import Nursery, first_error
 from async_rl.training import StepResult
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.mortal_rank import PLAN, MortalRank
@@ -113,6 +115,36 @@ def cluster_config(nodes: RayNodes, calculator: Path, tmp_path: Path):
         return made, run_dir
 
     return config
+
+
+async def test_the_run_does_not_start_when_memory_is_to_be_shared_and_engines_are_on_several_nodes(
+    cluster_config,
+):
+    config, run_dir = cluster_config("weights.transport=tensor")
+    with pytest.raises(ExceptionGroup) as caught:
+        await placement.run(config, run_dir, asyncio.Event(), None, QuickServer)
+    error = first_error(caught.value)
+    assert isinstance(error, ConfigError)
+    assert re.search(r"is tensor, .* but engine-[01] is on 127\.0\.0\.\d+ \(node ", str(error))
+
+
+async def test_servers_of_another_node_are_refused_when_memory_is_to_be_shared(
+    nodes, cluster_config, tmp_path
+):
+    urls = tmp_path / "urls.txt"
+    urls.write_text("http://127.0.0.1:30000")  # the driver's node, where no rank may be
+    config, run_dir = cluster_config(
+        "weights.transport=tensor", "trainer.num_ranks=1", f"engine.urls_file={urls}"
+    )
+    apart = "but {} is on " + nodes.address.partition(":")[0]
+    async with placement.ray_cluster(config, run_dir, QuickServer) as cluster:
+        with pytest.raises(ConfigError, match=apart.format("http://127.0.0.1:30000")):
+            await cluster.start_trainer()
+        at_rank, _ = await cluster.open_port()
+        with pytest.raises(ConfigError, match=apart.format("engine-0")):
+            cluster.connect_engine("engine-0", "http://127.0.0.1:30000")
+        cluster.connect_engine("engine-1", f"http://{at_rank}:30000")
+        await cluster.start_trainer()  # by now it is those who have joined that count
 
 
 async def test_a_run_goes_on_elsewhere_when_a_node_with_ranks_and_an_engine_is_taken_away(

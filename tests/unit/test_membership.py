@@ -101,6 +101,31 @@ async def test_a_new_line_is_a_newcomer_that_nobody_calls_before_it_has_its_weig
 
 
 @in_virtual_time
+async def test_a_server_that_is_refused_is_told_once_and_tried_again_when_it_is_written_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with job(tmp_path, A) as made:
+        connect, refused = made.connect, [B]
+
+        def picky(engine_id: str, url: str) -> Engine:
+            if url in refused:
+                raise ConfigError(f"{url} is on another node")
+            return connect(engine_id, url)
+
+        made.members._connect = picky
+        await made.write(A, B)
+        await asyncio.sleep(10 * REREAD_S)
+        told = [record.getMessage() for record in caplog.records if "stays out" in record.getMessage()]
+        assert told == [f"engine engine-1 at {B} stays out: {B} is on another node"]
+        assert made.urls == {"engine-0": A}
+        refused.clear()
+        await made.write(A)
+        await made.write(A, B)
+        assert made.urls == {"engine-0": A, "engine-1": B}
+        assert made.departed == []
+
+
+@in_virtual_time
 async def test_a_server_leaves_when_its_calls_have_ended(tmp_path: Path) -> None:
     async with job(tmp_path, A, B) as made:
         for engine_id in made.urls:

@@ -3,14 +3,12 @@
 import os
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from async_rl.engines.connect import check_same_host, external_keys, is_loopback
+from async_rl.engines.connect import check_shares_memory, external_keys, is_loopback, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.placement.actors import Frame, Home, go_to_work, interface_of
 from async_rl.placement.places import Node, by_node, no_room
-from tests.support.run_config import config_of
 
 
 @pytest.mark.parametrize(
@@ -95,15 +93,42 @@ def test_a_server_beyond_this_machine_is_refused_when_there_is_no_key_for_it(mon
     assert external_keys("http://10.0.0.7:30000") == ("k", None)
 
 
-def test_a_server_beyond_this_machine_is_refused_when_weights_are_sent_through_memory():
-    config = config_of()
-    check_same_host(config, "http://10.0.0.7:30000")
-    shared = msgspec.structs.replace(
-        config, weights=msgspec.structs.replace(config.weights, transport="tensor")
+NODES = {"driver" * 9: "10.0.0.1", "other" * 9: "10.0.0.7"}
+DRIVER, OTHER = NODES
+
+
+@pytest.mark.parametrize(
+    ("url", "node"),
+    [
+        ("http://127.0.0.1:30000", DRIVER),
+        ("http://localhost:30000", DRIVER),
+        ("http://10.0.0.1:30000", DRIVER),
+        ("http://10.0.0.7:30000", OTHER),
+        ("http://10.0.0.8:30000", "10.0.0.8"),
+        ("http://gpu-7:30000", "gpu-7"),
+    ],
+)
+def test_a_url_says_which_node_a_server_is_on_when_it_can(url, node):
+    assert node_of(url, DRIVER, NODES) == node
+
+
+def test_a_node_is_found_when_all_of_them_have_loopback_addresses():
+    nodes = {"a": "127.0.0.2", "b": "127.0.0.3"}
+    assert [node_of(f"http://127.0.0.{i}:30000", "a", nodes) for i in (1, 2, 3)] == ["a", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("node", "named"), [(OTHER, "10.0.0.7 (node otheroth)"), ("gpu-7", "gpu-7")], ids=["known", "unknown"]
+)
+def test_an_engine_on_another_node_is_refused_when_weights_are_sent_through_memory(node, named):
+    check_shares_memory("engine-3", DRIVER, DRIVER, NODES)
+    with pytest.raises(ConfigError) as caught:
+        check_shares_memory("engine-3", node, DRIVER, NODES)
+    assert str(caught.value) == (
+        "weights.transport is tensor, which needs engines on the node of trainer rank 0, 10.0.0.1 (node "
+        f"driverdr), but engine-3 is on {named}: set weights.transport=distributed (or disk), or place both "
+        "on one node"
     )
-    check_same_host(shared, "http://127.0.0.1:30000")
-    with pytest.raises(ConfigError, match=r"set weights\.transport to distributed or disk"):
-        check_same_host(shared, "http://10.0.0.7:30000")
 
 
 @pytest.mark.parametrize(
