@@ -220,6 +220,7 @@ def group_of(group: int | None) -> list[int]:
 
 @pytest.mark.case(3)
 @pytest.mark.timeout(400)  # it is started three times
+@pytest.mark.long
 async def test_a_server_can_be_killed_and_started_again(sglang_world: SGLangWorld, tmp_path: Path) -> None:
     server = SGLangServer(
         SGLangEngines(max_running_requests=2, max_total_tokens=4096),

