@@ -168,7 +168,7 @@ def trainer_log_probs(worker: TrainerWorker, batch: TrainBatch) -> Float32Array:
 
         def keep(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, None]:
             log_probs, _ = worker._log_probs(recorded[index], logits)
-            found[recorded[index].tokens] = log_probs.numpy()
+            found[recorded[index].tokens] = log_probs.cpu().numpy()
             return log_probs.sum(), 0, None
 
         found[:] = 0

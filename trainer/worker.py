@@ -47,7 +47,7 @@ from trainer.megatron.model import (
     start_process_groups,
     stop_process_groups,
 )
-from trainer.megatron.offload import Offload
+from trainer.megatron.offload import Offload, memory_saver
 from trainer.megatron.packing import (
     MicroBatch,
     Targets,
@@ -131,6 +131,7 @@ class TrainerWorker:
         """
         config, trainer = self._config, self._config.trainer
         device = choose_device(trainer.device, self._rank)
+        saver = memory_saver() if config.placement.shared and device.type == "cuda" else None
         start_process_groups(
             self._rank,
             self._world_size,
@@ -149,7 +150,7 @@ class TrainerWorker:
             replay=config.routing.replay != "off",
             overlap_grad_reduce=trainer.overlap_grad_reduce,
         )
-        self._offload = Offload(self._model)
+        self._offload = Offload(self._model, saver)
         self._weights = WeightExport(
             self._export,
             self._rank,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -69,4 +70,8 @@ def describe() -> tuple[dict[str, str], int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not `sys.exit`: torch-memory-saver ends a process with 1 when the interpreter takes its regions apart.
+    os._exit(code)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,11 +17,15 @@ from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
 VOCAB_SIZE = 512
 
 
-def build(path: Path, *, seed: int = 0, hidden_size: int = 256, num_layers: int = 4) -> Path:
-    """Write a Qwen3-MoE with 16 experts a layer."""
+def build(
+    path: Path, *, seed: int = 0, hidden_size: int = 256, num_layers: int = 4, speaks_as: Path | None = None
+) -> Path:
+    """Write a Qwen3-MoE with 16 experts a layer, with a tokenizer of bytes or with another model's."""
+    other = {} if speaks_as is None else json.loads((speaks_as / "config.json").read_text())
+    vocab_size = other.get("vocab_size", VOCAB_SIZE)
     build_tiny_qwen3_moe(
         path,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=hidden_size // 64,
@@ -31,7 +37,15 @@ def build(path: Path, *, seed: int = 0, hidden_size: int = 256, num_layers: int 
         std=0.06,
         seed=seed,
     )
-    write_byte_tokenizer(path, vocab_size=VOCAB_SIZE)
+    if speaks_as is None:
+        write_byte_tokenizer(path, vocab_size=vocab_size)
+        return path
+    for file in speaks_as.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            shutil.copy(file, path)
+    own = json.loads((path / "config.json").read_text())
+    own |= {key: other[key] for key in ("eos_token_id", "pad_token_id")}
+    (path / "config.json").write_text(json.dumps(own))
     return path
 
 

@@ -12,7 +12,13 @@ import torch
 
 from tests.gpu.models import build
 from tests.support.train_batches import random_batch
-from tests.support.trainers import log_probs_of, native_rows, started, trainer_config
+from tests.support.trainers import (
+    log_probs_of,
+    native_rows,
+    started,
+    take_layers_of_transformer_engine,
+    trainer_config,
+)
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -32,9 +38,7 @@ def test_fused_layers_agree_with_plain_ones(model: Path, measure, monkeypatch: p
         pytest.fail("TransformerEngine is not installed: see requirements/gpu.txt")
     batch, found = batch_of(), {}
     for fused in (True, False):
-        if not fused:
-            for module in ("trainer.megatron.cpu", "trainer.megatron.model", "trainer.megatron.bridge"):
-                monkeypatch.setattr(f"{module}.has_transformer_engine", lambda: False, raising=False)
+        take_layers_of_transformer_engine(monkeypatch, fused)
         with started(trainer_config(model, dtype="bfloat16")) as worker:
             layer = worker.model.chunks[0].module
             names = {type(module).__module__.split(".")[0] for module in layer.modules()}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from async_rl.errors import EnvironmentNotReady, TrainerError
+from tests.support.memory_saver import GARBAGE, FakeMemorySaver, as_bytes
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config, training_state, weights
-from trainer.megatron.offload import Offload
+from trainer.megatron.offload import Offload, check_room, memory_saver
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -18,15 +24,25 @@ def moe(tmp_path_factory):
     return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_layers=2)
 
 
+@pytest.fixture
+def saver(monkeypatch):
+    fake = FakeMemorySaver()
+    fake.watch(monkeypatch)
+    return fake
+
+
+@pytest.mark.parametrize("in_regions", [False, True], ids=["emptied", "in regions"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_steps_go_on_as_if_nothing_had_happened_when_the_state_was_away_in_between(moe, dtype):
+def test_steps_go_on_as_if_nothing_had_happened_when_the_state_was_away_in_between(
+    moe, dtype, in_regions, saver
+):
     batches = [random_batch(layers=2, seed=seed) for seed in range(3)]
     with started(trainer_config(moe, dtype=dtype)) as worker:
         for step, batch in enumerate(batches, start=1):
             worker.train_on(batch, step)
         expected = [tensor.clone() for tensor in training_state(worker)]
     with started(trainer_config(moe, dtype=dtype)) as worker:
-        offload = Offload(worker.model)
+        offload = Offload(worker.model, saver if in_regions else None)
         for step, batch in enumerate(batches, start=1):
             offload.offload()  # before the first step there are no moments yet
             offload.reload()
@@ -39,16 +55,8 @@ def test_steps_go_on_as_if_nothing_had_happened_when_the_state_was_away_in_betwe
 def test_nothing_is_left_on_the_device_when_the_state_is_away(moe):
     with started(trainer_config(moe)) as worker:
         worker.train_on(random_batch(layers=2), 1)
-        model, offload = worker.model, Offload(worker.model)
-        parameters = [p for chunk in model.chunks for p in chunk.module.parameters()]
-        moments = [
-            value
-            for optimizer in model.inner_optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if torch.is_tensor(value)
-        ]
-        gradients = [buffer.grad_data for chunk in model.chunks for buffer in chunk.buffers]
+        offload = Offload(worker.model)
+        parameters, moments, gradients = parts(worker.model)
         before = weights(worker)
         offload.offload()
         held = [*parameters, *moments, *gradients]
@@ -63,6 +71,52 @@ def test_nothing_is_left_on_the_device_when_the_state_is_away(moe):
         assert all(not gradient.any() for gradient in gradients)
 
 
+def test_all_that_is_left_are_addresses_when_the_state_is_away_in_regions(moe, saver):
+    with started(trainer_config(moe, dtype="bfloat16")) as worker:
+        offload = Offload(worker.model, saver)
+        offload.offload()
+        offload.reload()
+        first = sum(map(len, parts(worker.model)))
+        worker.train_on(random_batch(layers=2), 1)
+        offload.offload()  # the moments, which the step has made
+        offload.reload()
+        held = [tensor for part in parts(worker.model) for tensor in part]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in held}
+        before, content = {place: as_bytes(s).clone() for place, s in storages.items()}, weights(worker)
+        offload.offload()
+        assert len(held) > first
+        assert saver.paused_bytes == sum(storage.nbytes() for storage in storages.values())
+        assert all((as_bytes(storage) == GARBAGE).all() for storage in storages.values())
+        offload.offload()  # the real one ends the process when it is told twice
+        offload.reload()
+        offload.reload()
+        assert saver.paused_bytes == 0
+        assert all(storage.data_ptr() == place for place, storage in storages.items())
+        gradients = {g.untyped_storage().data_ptr() for g in parts(worker.model)[2]}
+        for place, storage in storages.items():
+            expected = torch.zeros_like(before[place]) if place in gradients else before[place]
+            assert torch.equal(as_bytes(storage), expected)
+        assert all(torch.equal(content[name], tensor) for name, tensor in weights(worker).items())
+        backed_up = {a.storage.data_ptr() for a in saver.allocations if a.backed_up}
+        assert backed_up == storages.keys() - gradients
+
+
+def parts(model):
+    """Parameters, main parameters among them, moments and gradients."""
+    every = [p for chunk in model.chunks for p in chunk.module.parameters()]
+    for optimizer in model.inner_optimizers:
+        every += [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = list({id(p): p for p in every}.values())
+    moments = [
+        value
+        for optimizer in model.inner_optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
+    return parameters, moments, [buffer.grad_data for chunk in model.chunks for buffer in chunk.buffers]
+
+
 def test_the_worker_trains_again_when_its_devices_were_lent_out(moe):
     with started({**trainer_config(moe), "placement": {"shared": True}}) as worker:
         worker.offload()
@@ -70,3 +124,40 @@ def test_the_worker_trains_again_when_its_devices_were_lent_out(moe):
         worker.reload()
         worker.reload()
         assert worker.train_on(random_batch(layers=2), 1).metrics["grad_norm"] > 0
+
+
+# -- torch-memory-saver itself -----------------------------------------------------------------------------
+
+
+def test_what_is_called_of_the_real_memory_saver_is_there():
+    real = pytest.importorskip("torch_memory_saver").TorchMemorySaver
+    inspect.signature(real.region).bind(None, "a tag", enable_cpu_backup=True)
+    inspect.signature(real.pause).bind(None, "a tag")
+    inspect.signature(real.resume).bind(None, "a tag")
+    assert isinstance(real.retain_cpu_backup, property)
+    assert isinstance(real.hook_mode, property)
+
+
+def test_a_memory_saver_is_set_up_before_its_first_use(monkeypatch):
+    memory_saver.cache_clear()
+    fake = FakeMemorySaver()
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", SimpleNamespace(torch_memory_saver=fake))
+    assert memory_saver() is memory_saver() is fake
+    assert (fake.hook_mode, fake.retain_cpu_backup) == ("torch", True)
+    memory_saver.cache_clear()
+
+
+def test_it_is_refused_when_it_cannot_work(monkeypatch):
+    memory_saver.cache_clear()
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
+    with pytest.raises(EnvironmentNotReady, match="pip install torch-memory-saver"):
+        memory_saver()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8,expandable_segments:True")
+    with pytest.raises(EnvironmentNotReady, match="leave expandable_segments out"):
+        memory_saver()
+
+
+def test_a_trainer_does_not_come_back_when_its_device_is_not_empty_enough():
+    check_room(3 << 30, 3 << 30, 80 << 30)
+    with pytest.raises(TrainerError, match=r"needs 3\.0 GiB, and 2\.0 of 80\.0 GiB are free"):
+        check_room(3 << 30, 2 << 30, 80 << 30)

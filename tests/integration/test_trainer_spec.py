@@ -14,7 +14,12 @@ from async_rl.config import LayoutConfig, parse_config
 from async_rl.errors import ConfigError
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import gradients, started, trainer_config
+from tests.support.trainers import (
+    gradients,
+    started,
+    take_layers_of_transformer_engine,
+    trainer_config,
+)
 from trainer.megatron import architectures, cpu, layout
 from trainer.megatron.bridge import HFBridge, _te_name
 
@@ -55,13 +60,18 @@ def test_its_spec_and_kernels_are_asked_for_when_transformer_engine_is_taken(moe
     kernels = {"moe_grouped_gemm": True, "moe_permute_fusion": True, "apply_rope_fusion": True}
     with started(trainer_config(moe)) as worker:
         bridge = worker.model.bridge._bridge
-        assert kernels.keys().isdisjoint(layout.transformer_config(LayoutConfig(), "none", True))
+        assert kernels.keys().isdisjoint(layout.transformer_config(LayoutConfig(), "none", True, fused=False))
         assert not bridge.config.moe_grouped_gemm
         monkeypatch.setattr(architectures, "get_gpt_decoder_block_spec", remember)
-        for module in (architectures, layout):
-            monkeypatch.setattr(module, "has_transformer_engine", lambda: True)
-        assert kernels.items() <= layout.transformer_config(LayoutConfig(), "none", True).items()
-        assert bridge._get_transformer_layer_spec() == "untouched"  # attention stays TransformerEngine's
+        take_layers_of_transformer_engine(monkeypatch, True)
+        fused = [cpu.fuses_layers(dtype) for dtype in (torch.bfloat16, torch.float32)]
+        assert fused == [True, False]
+        assert kernels.items() <= layout.transformer_config(LayoutConfig(), "none", True, fused=True).items()
+        built = architectures.bridge_for(bridge.hf_config, str(moe), torch.bfloat16, {})
+        assert built._get_transformer_layer_spec() == "untouched"  # attention stays TransformerEngine's
+        plain = architectures.bridge_for(bridge.hf_config, str(moe), torch.float32, {})
+        monkeypatch.undo()
+        assert plain._get_transformer_layer_spec() != "untouched"
     assert asked == [True]
 
 
@@ -80,7 +90,9 @@ def test_a_layout_is_refused_when_its_parts_do_not_go_together(moe, layout_, wor
 
 def test_a_layout_is_refused_when_the_stages_do_not_hold_all_layers(moe):
     with started(trainer_config(moe)):
-        fields = layout.transformer_config(LayoutConfig(pp=2, first_stage_layers=5), "none", replay=False)
+        fields = layout.transformer_config(
+            LayoutConfig(pp=2, first_stage_layers=5), "none", False, fused=False
+        )
         with pytest.raises(ConfigError, match=r"cannot be laid out by trainer\.layout: Mismatch"):
             HFBridge(str(moe), torch.float32, **fields)
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from async_rl.types import TrainBatch
+from trainer.megatron import cpu
 from trainer.megatron.packing import targets
 from trainer.worker import TrainerWorker
 
@@ -36,6 +38,11 @@ def trainer_config(model: Path, *, replay: bool | str = True, **trainer: Any) ->
         "routing": {"replay": {True: "r3", False: "off"}.get(replay, replay)},
         "trainer": {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 64, **trainer},
     }
+
+
+def take_layers_of_transformer_engine(patch: pytest.MonkeyPatch, taken: bool) -> None:
+    """Models of bfloat16 that are built from now on are made of them, or are not, whatever is installed."""
+    patch.setattr(cpu, "has_transformer_engine", lambda: taken)
 
 
 @contextlib.contextmanager
@@ -66,7 +73,7 @@ def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
     _, recorded = model.record([p.inputs for p in placed], lambda index, logits: (logits.sum(), 0, None))
     rows = np.zeros((batch.num_tokens, *recorded[0].routing[0].ids.shape[1:]), np.uint8)
     for tokens, inputs in zip(order, recorded, strict=True):
-        rows[tokens.numpy()] = inputs.routing[0].ids.numpy()
+        rows[tokens.cpu().numpy()] = inputs.routing[0].ids.cpu().numpy()
     return rows
 
 

@@ -12,6 +12,7 @@ from async_rl.errors import CheckpointError, ConfigError
 from trainer.checkpoints.loading import check_tensors, find
 from trainer.megatron import shards, storage
 from trainer.megatron.bridge import SHARD_BYTES, HFBridge
+from trainer.megatron.cpu import fuses_layers
 from trainer.megatron.layout import transformer_config
 from trainer.megatron.model import Float16Module, choose_device, start_process_groups, stop_process_groups
 
@@ -58,7 +59,8 @@ def export(
                 f"the model's folder {path} has no config.json: name the one the run began from with --model"
             )
         dtype = getattr(torch, found.manifest.dtype)
-        bridge = HFBridge(str(path), dtype, **transformer_config(LayoutConfig(), "none", replay=False))
+        fields = transformer_config(LayoutConfig(), "none", replay=False, fused=fuses_layers(dtype))
+        bridge = HFBridge(str(path), dtype, **fields)
         chunks = [module.to(choose_device("auto")) for module in bridge.build()]
         if dtype != torch.float32:
             chunks = [Float16Module(bridge.config, chunk) for chunk in chunks]

@@ -26,15 +26,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from async_rl.errors import ConfigError
 from trainer.megatron.attention import PackedAttention
-from trainer.megatron.cpu import has_transformer_engine
+from trainer.megatron.cpu import fuses_layers
 
 
 class _Spec:
     """What both bridges need beside mbridge's own: the local spec, config.json as transformers 5 has it."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, fields: dict[str, Any]) -> None:
-        local = {} if has_transformer_engine() else _LOCAL_SPEC
-        self._fields = {**local, **fields}
+        self._fused = fuses_layers(dtype)
+        self._fields = {**({} if self._fused else _LOCAL_SPEC), **fields}
         if getattr(hf_config, "head_dim", None) is None:  # said to be null by Mixtral
             hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
         with warnings.catch_warnings():
@@ -52,11 +52,10 @@ class _Spec:
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
         self.has_vp_stage = True
-        fused = has_transformer_engine()
         spec = get_gpt_decoder_block_spec(
-            self.config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=vp_stage
+            self.config, use_transformer_engine=self._fused, normalization="RMSNorm", vp_stage=vp_stage
         )
-        if not fused:
+        if not self._fused:
             for layer in spec.layer_specs:
                 attention = layer.submodules.self_attention.submodules
                 attention.core_attention = PackedAttention

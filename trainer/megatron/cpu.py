@@ -57,6 +57,15 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def fuses_layers(dtype: torch.dtype) -> bool:
+    """Whether a model of this type is built of them.
+
+    Their attention over packed sequences has kernels for half precision alone, so a model of float32 takes
+    Megatron's own layers, on a GPU too.
+    """
+    return dtype != torch.float32 and has_transformer_engine()
+
+
 def install() -> None:
     """Make Megatron-Core fit for this machine. Calling it again does nothing.
 

@@ -12,11 +12,13 @@ from megatron.core import parallel_state
 
 from async_rl.config import LayoutConfig
 from async_rl.errors import ConfigError
-from trainer.megatron.cpu import has_transformer_engine
 
 
-def transformer_config(layout: LayoutConfig, recompute: str, replay: bool) -> dict[str, Any]:
-    """Fields of Megatron's `TransformerConfig` that no model decides; the process groups must stand."""
+def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fused: bool) -> dict[str, Any]:
+    """Fields of Megatron's `TransformerConfig` that no model decides; the process groups must stand.
+
+    `fused` are the layers of TransformerEngine.
+    """
     interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
     fields: dict[str, Any] = {
         "calculate_per_token_loss": True,  # gradients are divided by the tokens of the whole batch, see `run`
@@ -51,7 +53,7 @@ def transformer_config(layout: LayoutConfig, recompute: str, replay: bool) -> di
     elif recompute == "selective":
         # Fused attention keeps little; what fills the memory of an MoE model is what its experts keep.
         fields |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-    if has_transformer_engine():
+    if fused:
         fields |= {"moe_grouped_gemm": True, "moe_permute_fusion": True, "apply_rope_fusion": True}
     return fields
 

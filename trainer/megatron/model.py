@@ -35,6 +35,7 @@ from async_rl.weights.broadcast import open_store
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cost import sequence_cost
+from trainer.megatron.cpu import fuses_layers
 from trainer.megatron.layout import check_layout, transformer_config
 from trainer.megatron.packing import Packing
 from trainer.megatron.padding import count_real_tokens, mask_for
@@ -166,7 +167,8 @@ class MegatronModel:
             ConfigError: When model, layout and replay do not go together.
         """
         self.device = device
-        self.bridge = HFBridge(path, dtype, **transformer_config(layout or LayoutConfig(), recompute, replay))
+        fields = transformer_config(layout or LayoutConfig(), recompute, replay, fused=fuses_layers(dtype))
+        self.bridge = HFBridge(path, dtype, **fields)
         self.config = self.bridge.config
         check_layout(self.config, self.bridge.hf_config.vocab_size)
         self.cost = sequence_cost(
