@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,8 @@ _QUESTION = {"role": "user", "content": "?"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _MARKER = "ASSISTANTMARKER"
 """Stands for an assistant message. A plain word: templates trim or split whitespace and tags."""
+_READ_ROLES = frozenset({"system", "developer", "user", "tool"})
+"""Of messages that a policy reads, by the names that templates are written for."""
 
 
 class Tokenizer(Protocol):
@@ -158,29 +160,67 @@ class ChatFormat:
         Args:
             messages: Ends with an assistant message.
             tools: JSON schemas of the tools on offer.
-            train_on: Which messages of assistants are trained on, by index; None takes all of them.
+            train_on: Which messages are trained on, by index; None takes all of assistants.
 
         Returns:
-            Token ids `[T] int32` and loss mask `[T] bool`, true where an assistant wrote the token
-            (end-of-turn tokens included).
+            Token ids `[T] int32` and loss mask `[T] bool`, true in what these messages say, with their
+            end-of-turn tokens.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns or turns[-1] != len(messages) - 1:
             raise ConfigError(
                 "the conversation does not end with an assistant message, so it teaches nothing"
             )
+        trained = frozenset(turns if train_on is None else train_on)
         pieces: list[Int32Array] = []
         masks: list[BoolArray] = []
-        previous = -1
+        begin = 0
         for index in turns:
-            between = messages[previous + 1 : index]
-            read = self.prompt_ids(between, tools) if previous < 0 else self.append_ids(between)
-            wrote = self.encode(self._assistant_text(messages[index]))
-            pieces += [read, wrote]
-            trained = train_on is None or index in train_on
-            masks += [np.zeros(len(read), np.bool_), np.full(len(wrote), trained)]
-            previous = index
+            read = list(self._between(messages, range(begin, index), tools, trained))
+            ids = [self.encode(text) for text, _ in read]
+            if begin:  # the turn before has its end already
+                ids[0] = ids[0][1:]
+            pieces += [*ids, self.encode(self._assistant_text(messages[index]))]
+            counts = [*(counts for _, counts in read), index in trained]
+            masks += [np.full(len(piece), c) for piece, c in zip(pieces[-len(counts) :], counts, strict=True)]
+            begin = index + 1
         return np.concatenate(pieces), np.concatenate(masks)
+
+    def _between(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        between: range,
+        tools: Sequence[Mapping[str, Any]],
+        trained: Collection[int],
+    ) -> Iterator[tuple[str, bool]]:
+        """The text before a turn of the assistant, in pieces: each with whether it is trained on.
+
+        What a message says is found by a marker in its place where it is trained on, and where its role is
+        one that templates need not know: Qwen's leave such messages out without a word.
+        """
+        marked = [i for i in between if i in trained or messages[i]["role"] not in _READ_ROLES]
+        said = [{**messages[i], "content": _marker(i)} if i in marked else messages[i] for i in between]
+        text = self.append_text(said) if between.start else self.prompt_text(said, tools)
+        for i in marked:
+            role, content = messages[i]["role"], messages[i].get("content")
+            before, found, text = text.partition(_marker(i))
+            if not found:
+                raise ConfigError(
+                    f"the chat template leaves out what the role {role!r} says; expected one of "
+                    f"{', '.join(sorted(_READ_ROLES | {'assistant'}))}, or a template that knows it"
+                )
+            if not isinstance(content, str):
+                raise ConfigError(
+                    f"the content of a message of the role {role!r} is {content!r:.60}, expected text"
+                )
+            if i not in trained:
+                text = before + content + text
+                continue
+            end = self._end_of_turn if text.startswith(self._end_of_turn) else ""
+            yield before, False
+            yield content + end, True
+            text = text.removeprefix(end)
+        yield text, False
 
     def _assistant_text(self, message: Mapping[str, Any]) -> str:
         """What the policy would have written for this message, its end-of-turn token included."""
@@ -247,6 +287,11 @@ class ChatFormat:
     def encode(self, text: str) -> Int32Array:
         """Text to tokens; special tokens are recognised, none is put in front."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def _marker(index: int) -> str:
+    """Stands for what a message says; see `_MARKER`."""
+    return f"MESSAGE{index}MARKER"
 
 
 def load_chat_format(model_path: str | Path) -> ChatFormat:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -77,7 +78,7 @@ def _type_name(hint: Any) -> str:
         return " | ".join(str(value) for value in get_args(hint))
     if get_origin(hint) is Annotated:
         return _type_name(get_args(hint)[0])
-    if get_origin(hint) is not None and type(None) in get_args(hint):
+    if get_origin(hint) in (Union, UnionType):
         return " | ".join("null" if t is type(None) else _type_name(t) for t in get_args(hint))
     if _entries(hint):
         return "list" if get_origin(hint) is list else "mapping"

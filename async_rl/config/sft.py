@@ -32,11 +32,11 @@ class SftConfig(Strict, frozen=True, kw_only=True):
         str, Meta(description="Key of JSON schemas of tools, which go into the prompt; rows may have none.")
     ] = "tools"
     loss_on: Annotated[
-        Literal["assistant", "last_assistant"],
+        Literal["assistant", "last_assistant"] | list[str],
         Meta(
             description=(
-                "Which tokens are trained on: all that an assistant wrote, end-of-turn tokens included, or "
-                "those of its last message alone. Prompts and tool results never are."
+                "Which tokens are trained on: all that an assistant wrote, end-of-turn tokens included; "
+                "those of its last message alone; or what the roles of a list say, such as [assistant, user]."
             )
         ),
     ] = "assistant"

@@ -128,11 +128,15 @@ def _json(text: str, what: str) -> Any:
 
 
 def _trained(messages: Sequence[Mapping[str, Any]], config: SftConfig) -> list[int]:
-    """Which messages are trained on: the assistant's, without those of `weight` 0."""
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    """Which messages are trained on: those of the roles that count, without those of `weight` 0."""
+    roles = config.loss_on if isinstance(config.loss_on, list) else ["assistant"]
+    turns = [index for index, message in enumerate(messages) if message["role"] in roles]
     if config.loss_on == "last_assistant":
         turns = turns[-1:]
+    elif not turns and isinstance(config.loss_on, list):
+        found = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise ConfigError(f"no message is of a role in sft.loss_on = {roles}: its roles are {found}")
     trained = [index for index in turns if messages[index].get("weight") != 0]
     if turns and not trained:
-        raise ConfigError("all its assistant messages have weight 0, so it teaches nothing")
+        raise ConfigError(f"all its messages of {' and '.join(roles)} have weight 0, so it teaches nothing")
     return trained

@@ -83,6 +83,27 @@ def test_only_the_last_turn_is_trained_on_when_asked_and_turns_of_weight_0_never
     assert told.startswith("<tool_call>")
 
 
+def test_what_roles_of_a_list_say_is_trained_on_when_there_is_one(tmp_path):
+    messages = [{"role": "user", "content": "2 + 2?"}, *MESSAGES[1:3], {"role": "user", "content": "Well?"}]
+    path = write(tmp_path / "a.jsonl", {"messages": [*messages, MESSAGES[3]]})
+    chat = chat_of("ours")
+    ((plain,), _), ((row,), _) = rows_of(path), rows_of(path, loss_on=["assistant", "user"])
+    text = [chat.tokenizer.decode(r.token_ids.tolist(), skip_special_tokens=False) for r in (plain, row)]
+    assert text[0] == text[1]
+    trained = [text for mask, text in by_mask(row, chat) if mask]
+    call = next(text for mask, text in by_mask(plain, chat) if mask)
+    assert trained == ["2 + 2?<|im_end|>", call, "Well?<|im_end|>", "It is 4.<|im_end|>"]
+    ((asked,), _) = rows_of(path, loss_on=["user"])
+    assert [text for mask, text in by_mask(asked, chat) if mask] == ["2 + 2?<|im_end|>", "Well?<|im_end|>"]
+
+
+def test_a_message_is_not_left_out_in_silence_when_the_template_does_not_know_its_role(tmp_path):
+    messages = [MESSAGES[0], {"role": "critic", "content": "Really?"}, MESSAGES[3]]
+    path = write(tmp_path / "a.jsonl", {"messages": MESSAGES}, {"messages": messages})
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: the chat template leaves out .* role 'critic'"):
+        rows_of(path, "qwen3")
+
+
 def test_turns_keep_their_thoughts_when_the_template_would_drop_them(tmp_path):
     """Qwen3's does as soon as the user speaks again, and what is trained on must be what is sampled."""
     messages = [
@@ -116,7 +137,7 @@ def test_parquet_and_jsonl_give_the_same_rows(tmp_path):
         ({"prompt": "x"}, "expected a list of messages; its keys are 'prompt'"),
         ({"messages": [{"content": "x"}]}, "has no role"),
         ({"messages": MESSAGES[:3]}, "does not end with an assistant message"),
-        ({"messages": [MESSAGES[0], MESSAGES[3] | {"weight": 0}]}, "weight 0"),
+        ({"messages": [MESSAGES[0], MESSAGES[3] | {"weight": 0}]}, "messages of assistant have weight 0"),
         ({"messages": [MESSAGES[0], MESSAGES[1] | {"tool_calls": [{"id": "1"}]}]}, "names no function"),
         ({"token_ids": [1, 2, 3], "loss_mask": [0, 1]}, "3 token_ids and 2 loss_mask"),
         ({"token_ids": [1, 2, 3], "loss_mask": [1, 0, 0]}, "trains on no token"),
@@ -127,6 +148,14 @@ def test_file_and_line_are_named_when_a_row_cannot_be_used(tmp_path, row, words)
     with pytest.raises(ConfigError, match=r"a\.jsonl:2") as caught:
         rows_of(path)
     assert words in str(caught.value)
+
+
+def test_a_role_that_nobody_has_is_named_when_it_is_to_be_trained_on(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": MESSAGES})
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl:1: .*\['asistant'\]: its roles are user, assistant, tool"
+    ):
+        rows_of(path, loss_on=["asistant"])
 
 
 def test_long_conversations_are_refused_or_left_out(tmp_path):
