@@ -65,6 +65,11 @@ def histogram(
     return cast(Histogram, Declaration("histogram", text, unit, source, bad, labels, tuple(buckets)))
 
 
+def value_of(metric: Counter | Gauge) -> float:
+    """What a metric without labels stands at; in public the client library tells it by a scrape alone."""
+    return float(metric._value.get())
+
+
 class Instruments:
     """Instruments of one run, made of the declarations of the class, in a registry of their own.
 

@@ -20,10 +20,10 @@ SHARES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """None at all, then from one in a thousand to all."""
 VERSIONS = tuple(float(n) for n in range(17))
 
-_STEP = "orchestrator, after each step, from the trainer"
-_BATCH = "orchestrator, after each step, from its batch"
+_STEP = "driver, after each step, from the trainer"
+_BATCH = "driver, after each step, from its batch"
 _PROBE = "trainer.worker, in every step that routing.probe_every names"
-_PULSE = "orchestrator, once a second"
+_PULSE = "driver.pulse, once a second"
 
 
 class PolicyMetrics(Instruments):
@@ -85,7 +85,7 @@ class EvaluationMetrics(Instruments):
     evaluation_reward = gauge(
         "Mean reward over the tasks of a validation set.",
         "set",
-        source="orchestrator, after each evaluation",
+        source="driver, after each evaluation",
         bad="Falls while the training reward rises: the policy fits its training tasks, or games their "
         "reward.",
     )
@@ -94,13 +94,13 @@ class EvaluationMetrics(Instruments):
         "set",
         "k",
         unit="share",
-        source="orchestrator, after each evaluation",
+        source="driver, after each evaluation",
         bad="pass@1 rises and pass@k of a large k falls: the policy narrows. Raise the entropy bonus, or the "
         "KL penalty.",
     )
     evaluation_weight_version = gauge(
         "Weight version of the last evaluation that came to its end.",
-        source="orchestrator, after each evaluation",
+        source="driver, after each evaluation",
         bad="Stays behind `trainer_weight_version` by more than `evaluation.every`: they fail, or take too "
         "long.",
     )
@@ -108,19 +108,19 @@ class EvaluationMetrics(Instruments):
         "Duration of an evaluation, from its first question on.",
         buckets=(*SECONDS, 1000, 2500, 5000),
         unit="seconds",
-        source="orchestrator, after each evaluation",
+        source="driver, after each evaluation",
         bad="Longer than `evaluation.every` versions take: fewer answers, or more `evaluation.engines`.",
     )
     evaluations_total = counter(
         "Evaluations by result (done, missing).",
         "result",
-        source="orchestrator, after each evaluation",
+        source="driver, after each evaluation",
         bad="`missing` rises: the log says why, as `evaluations.jsonl` does.",
     )
     evaluation_answers_total = counter(
         "Answers of evaluations by result (scored, or why one was dropped).",
         "result",
-        source="orchestrator, after each evaluation",
+        source="driver, after each evaluation",
         bad="`mixed_version` above 0: somebody else loads weights into the engines.",
     )
 
@@ -597,32 +597,32 @@ class TrainerMetrics(Instruments):
     )
     trainer_restarts_total = counter(
         "Times the trainer was started again from its newest checkpoint.",
-        source="orchestrator, before each restart",
+        source="driver.trainer_starts, before each restart",
         bad="Rises: ranks die or hang; the run ends after `trainer.max_restarts`.",
     )
     checkpoint_step = gauge(
         "Step of the newest checkpoint that stands on the disk.",
         unit="steps",
-        source="orchestrator, when it has become whole",
+        source="driver, when it has become whole",
         bad="Falls behind `trainer_weight_version` by more than two `trainer.checkpoint_every`: what lies "
         "between is lost if the trainer dies. The disk is slow, or see `checkpoint_failures_total`.",
     )
     checkpoint_standstill_seconds = gauge(
         "How long the trainer stood still for the last checkpoint, to copy its state.",
         unit="seconds",
-        source="orchestrator, when it has become whole",
+        source="driver, when it has become whole",
         bad="Much above the state's bytes over the speed of memory: the host swaps.",
     )
     checkpoint_write_seconds = gauge(
         "How long the last checkpoint was written beside the training.",
         unit="seconds",
-        source="orchestrator, when it has become whole",
+        source="driver, when it has become whole",
         bad="Above the time of `trainer.checkpoint_every` steps: the next one waits for it. A faster disk, "
         "or rarer checkpoints.",
     )
     checkpoint_failures_total = counter(
         "Checkpoints that could not be written.",
-        source="orchestrator, when the trainer has told it",
+        source="driver.checkpoints, when the trainer has told it",
         bad="Rises: the log says why; the run ends after `trainer.max_failed_checkpoints` in a row.",
     )
     weight_sync_seconds = histogram(
@@ -643,7 +643,7 @@ class TrainerMetrics(Instruments):
     weight_sync_hidden_seconds_total = counter(
         "Time in which weights were on their way to the engines while the trainer trained on.",
         unit="seconds",
-        source="orchestrator, after each step with `weights.overlap`",
+        source="driver, after each step with `weights.overlap`",
         bad="Does not rise with `weights.overlap`: the trainer waits for batches, not for weight updates.",
     )
     train_step_seconds = histogram(

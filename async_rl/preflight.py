@@ -16,11 +16,10 @@ from typing import Any
 
 from async_rl.chat import ChatFormat, has_tokenizer, load_chat_format
 from async_rl.config import Config, SGLangEngines
-from async_rl.engines.facts import load_facts
+from async_rl.engines.facts import check_model, load_facts
 from async_rl.engines.server import detect_device
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.metrics import Metrics
-from async_rl.orchestrator import check_model
 from async_rl.report import derived_bounds
 from async_rl.rewrites import findings
 from async_rl.rollout.dataset import Dataset, load_run_tasks, load_validation, prompt_rule

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from async_rl.config import Config, SGLangEngines
 from async_rl.engines.protocol import EngineFacts
 from async_rl.errors import ConfigError
 
@@ -54,6 +55,26 @@ def check_served_by_sglang(model_path: str | Path) -> None:
             "experts: it would sample from other weights. Take a model without mlp_only_layers and with "
             "decoder_sparse_step 1"
         )
+
+
+def check_model(config: Config, facts: EngineFacts) -> None:
+    """Refuse settings that the model cannot serve.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    if config.routing.replay != "off" and not facts.is_moe:
+        raise ConfigError(
+            f"routing.replay is {config.routing.replay}, but {config.model.path} is a dense model without "
+            "experts: set routing.replay=off"
+        )
+    if config.rollout.max_context_tokens > facts.context_length:
+        raise ConfigError(
+            f"rollout.max_context_tokens is {config.rollout.max_context_tokens}, but {config.model.path} has "
+            f"a context of {facts.context_length} tokens: lower it"
+        )
+    if isinstance(config.engine, SGLangEngines):
+        check_served_by_sglang(config.model.path)
 
 
 def _read(model_path: str | Path) -> dict[str, Any]:

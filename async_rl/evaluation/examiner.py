@@ -37,6 +37,7 @@ from async_rl.errors import (
 )
 from async_rl.evaluation.estimates import Answer, scores
 from async_rl.evaluation.records import EvaluationRecord
+from async_rl.instruments import value_of
 from async_rl.metrics import Metrics
 from async_rl.queue.archive import Observer
 from async_rl.rollout.dataset import Dataset
@@ -150,7 +151,7 @@ class Examiner:
             scores=scores(sitting.answers, pass_at=evaluation.pass_at, pass_reward=evaluation.pass_reward),
             asked=self.num_answers,
             dropped=dict(sitting.dropped),
-            sampled_tokens=int(metrics.sampled_tokens_total._value.get()),
+            sampled_tokens=int(value_of(metrics.sampled_tokens_total)),
         )
 
     def session(

@@ -1,7 +1,7 @@
 """The live page of a run, and the charts that it shares with the report.
 
 ```
- orchestrator ──look()──► Now ──┐
+ driver.pulse ──look()──► Now ──┐
                                 ├─► Feed, the one producer ──► a bounded queue a client ──► server-sent events
  StepRecords ──charts──► SVG ───┘                         └──► /api/snapshot
 ```

@@ -116,7 +116,7 @@ class Feed:
     """See the module.
 
     Example:
-        >>> feed = Feed(config, orchestrator.now, lambda: orchestrator.records)
+        >>> feed = Feed(config, pulse.now, lambda: chronicle.records)
         >>> async with services(page=feed.run): ...
     """
 

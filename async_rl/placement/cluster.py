@@ -14,7 +14,7 @@ from typing import Any, Final
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from async_rl import orchestrator
+from async_rl.cluster import Cluster
 from async_rl.config import Config, SGLangEngines, to_builtins
 from async_rl.engines.connect import check_shares_memory, external_keys, node_of, sglang_client
 from async_rl.engines.facts import load_facts
@@ -44,7 +44,7 @@ _STOP_LIMIT_S: Final = 60.0
 """A server that holds a GPU is given time to free it; then its actor is killed, and the server with it."""
 
 
-class RayCluster(orchestrator.Cluster):
+class RayCluster(Cluster):
     """Engines and trainer of one run as Ray actors."""
 
     def __init__(self, config: Config, run_dir: Path, server: type[SGLangServer] = SGLangServer) -> None:
@@ -86,7 +86,7 @@ class RayCluster(orchestrator.Cluster):
         return list(self._engines.values())
 
     def connect_engine(self, engine_id: str, url: str) -> Engine:
-        """See `orchestrator.Cluster`. The keys of external servers are in the environment."""
+        """See `Cluster`. The keys of external servers are in the environment."""
         engine = self._config.engine
         if isinstance(engine, SGLangEngines):
             self._check_memory_is_shared({}, {engine_id: url})
@@ -99,7 +99,7 @@ class RayCluster(orchestrator.Cluster):
         return self._engines[engine_id]
 
     async def disconnect_engine(self, engine_id: str) -> None:
-        """See `orchestrator.Cluster`."""
+        """See `Cluster`."""
         self._urls.pop(engine_id, None)
         await self._engines.pop(engine_id).close()
 
@@ -234,12 +234,12 @@ class RayCluster(orchestrator.Cluster):
         return host, port
 
     def local_folder(self, engine_id: str) -> LocalFolder | None:
-        """See `orchestrator.Cluster`."""
+        """See `Cluster`."""
         actor = self._engine_actors.get(engine_id)
         return None if actor is None else RayFolder(actor)
 
     def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
-        """See `orchestrator.Cluster`."""
+        """See `Cluster`."""
         return rollout_worker(self._config, name, self._home, self._logs / f"{name}.log")
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from async_rl.queue.spool import SpoolRef
+from async_rl.records import TrajectoryCounts
 from async_rl.types import Trajectory
 
 
@@ -59,6 +60,17 @@ class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
     groups_ready: int
     bytes: int
     """Of finished groups in the spool."""
+
+    @property
+    def counts(self) -> TrajectoryCounts:
+        """The first five."""
+        return TrajectoryCounts(
+            dispatched=self.dispatched,
+            trained=self.trained,
+            in_flight=self.in_flight,
+            queued=self.queued,
+            dropped=dict(self.dropped),
+        )
 
 
 class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -344,7 +344,7 @@ class SimulatedFolder(LocalFolder):
 
 
 class SimulatedCluster:
-    """See `async_rl.orchestrator.Cluster`."""
+    """See `async_rl.cluster.Cluster`."""
 
     weight_backend = "gloo"
 

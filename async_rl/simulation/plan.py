@@ -407,7 +407,7 @@ class _Trainer:
 
 
 class _Cluster:
-    """See `orchestrator.Cluster`: nothing dies here."""
+    """See `async_rl.cluster.Cluster`: nothing dies here."""
 
     weight_backend = "gloo"
 

@@ -96,35 +96,6 @@ class _Halt(KeyboardInterrupt):
     """Ends the loop here and now: asyncio lets it through, unlike other exceptions."""
 
 
-class _Watched(Orchestrator):
-    """The orchestrator, looked into."""
-
-    def look(self, witness: Witness) -> None:
-        """Check what must hold between any two callbacks."""
-        if self._queue is not None:
-            try:
-                counts = self._queue.statistics()
-            except InvariantError as error:
-                witness.fail(str(error))
-                return
-            outstanding = counts.groups_in_flight + counts.groups_ready
-            if outstanding > self._config.max_outstanding_groups:
-                witness.fail(f"{outstanding} groups are outstanding")
-            if counts.bytes > self._config.queue.max_bytes:
-                witness.fail(f"the spool holds {counts.bytes} bytes")
-        for engine in self._pool.engines(EngineState.SERVING):
-            assert isinstance(engine, FaultyEngine)
-            claimed = self._pool.version_of(engine.engine_id)
-            if engine.weight_version != claimed:
-                witness.fail(
-                    f"{engine.engine_id} serves version {engine.weight_version}, the pool says {claimed}"
-                )
-
-    def waits(self) -> str:
-        """What everything waits for, in words."""
-        return str(self.health())
-
-
 def simulate(
     seed: int,
     folder: Path,
@@ -212,7 +183,7 @@ class _Simulation:
             (self._run_dir / name).mkdir(parents=True, exist_ok=True)
         self._stop = asyncio.Event()
         self._cluster = SimulatedCluster(self._scenario, self._witness, life, self._look_into_ledger)
-        self._orchestrator = _Watched(
+        self._orchestrator = Orchestrator(
             self._config, self._run_dir, self._stop, self._cluster, Metrics(), loop.time
         )
         try:
@@ -320,15 +291,39 @@ class _Simulation:
         if self._death is not None and self._life_steps == self._death.after:
             self._die(self._death)
         if self._life_steps % _LOOK_EVERY == 0:
-            self._orchestrator.look(self._witness)
+            self._look()
             self._cluster.look_at_devices()
         if self._witness.violations:
             self._ended = "halted"
             raise _Halt
 
+    def _look(self) -> None:
+        """Check what must hold between any two callbacks."""
+        queue, pool, witness = self._orchestrator.queue, self._orchestrator.pool, self._witness
+        if queue is not None:
+            try:
+                counts = queue.statistics()
+            except InvariantError as error:
+                witness.fail(str(error))
+                return
+            outstanding = counts.groups_in_flight + counts.groups_ready
+            if outstanding > self._config.max_outstanding_groups:
+                witness.fail(f"{outstanding} groups are outstanding")
+            if counts.bytes > self._config.queue.max_bytes:
+                witness.fail(f"the spool holds {counts.bytes} bytes")
+        for engine in pool.engines(EngineState.SERVING):
+            assert isinstance(engine, FaultyEngine)
+            claimed = pool.version_of(engine.engine_id)
+            if engine.weight_version != claimed:
+                witness.fail(
+                    f"{engine.engine_id} serves version {engine.weight_version}, the pool says {claimed}"
+                )
+
     def _halt_stuck(self) -> None:
         """Neither the end nor an error in all this time."""
-        where = "while it was cleared away" if self._clearing else f"waits: {self._orchestrator.waits()}"
+        where = (
+            "while it was cleared away" if self._clearing else f"waits: {self._orchestrator.pulse.health()}"
+        )
         deaf, self._witness.deaf = self._witness.deaf, False
         self._witness.fail(f"the run does not come to its end; {where}")
         self._witness.deaf = deaf

@@ -117,7 +117,7 @@ class World:
         generate = engine.generate
 
         def listening(request):
-            pool = self.orchestrator._pool
+            pool = self.orchestrator.pool
             standing = pool.standing_of(engine.engine_id)
             evaluates = standing is not None and standing.state is EngineState.EVALUATING
             self.heard.append((engine.engine_id, evaluates))
@@ -171,7 +171,7 @@ def check(world: World, summary: Summary) -> None:
         assert record.unaccounted == 0
         if record.status == "done":
             assert record.asked == NUM_ANSWERS
-    assert not world.orchestrator._pool.lends
+    assert not world.orchestrator.pool.lends
 
 
 @pytest.mark.parametrize("rolling", [False, True])
@@ -183,7 +183,7 @@ def test_versions_stay_pinned_when_updates_fall_into_their_evaluation(tmp_path, 
     moved: list[int] = []
 
     def called(engine: SimulatedEngine, evaluates: bool) -> None:
-        pool = world.orchestrator._pool
+        pool = world.orchestrator.pool
         if evaluates:
             others = (pool.version_of(e.engine_id) for e in pool.engines() if e is not engine)
             moved.append(max(others) - pool.version_of(engine.engine_id))
@@ -298,7 +298,7 @@ def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):
 
     async def fail_once(path: str, number: int):
         if number == 4 and not failed:
-            assert world.orchestrator._pool.engines(EngineState.EVALUATING), "nothing is evaluated now"
+            assert world.orchestrator.pool.engines(EngineState.EVALUATING), "nothing is evaluated now"
             failed.append(number)
             raise TrainerError("the trainer broke")
         return await step(path, number)
@@ -310,7 +310,7 @@ def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):
     assert [r.status for r in world.records] == ["done"] * len(world.records)
     assert world.records[0].weight_version in (2, 3)
     assert world.records[-1].weight_version == 6
-    assert not world.orchestrator._pool.lends
+    assert not world.orchestrator.pool.lends
 
 
 def test_an_engine_that_the_run_takes_away_is_lost_to_its_evaluation(tmp_path):
@@ -321,7 +321,7 @@ def test_an_engine_that_the_run_takes_away_is_lost_to_its_evaluation(tmp_path):
     def called(engine: SimulatedEngine, evaluates: bool) -> None:
         if evaluates and not taken:
             taken.append(engine.engine_id)
-            pool = world.orchestrator._pool
+            pool = world.orchestrator.pool
             asyncio.get_running_loop().call_later(
                 0.05, pool.quarantine, engine.engine_id, EngineError("its process ended")
             )

@@ -174,7 +174,7 @@ class Patient:
                 nursery.start("run", self.live(orchestrator))
                 await begun.wait()
                 await asyncio.sleep(MINUTE - 1)
-                health = orchestrator.health()
+                health = orchestrator.pulse.health()
                 nursery.cancel()
             assert health["waiting_for"][0].startswith(("train loop waits for", "run waits for"))
             return msgspec.convert(health["diagnosis"], Diagnosis)
@@ -409,7 +409,7 @@ def cured(run: Patient, awaited: str, limit_s: float = 3600.0) -> Summary:
 
     async def main() -> Summary:
         orchestrator = run.make()
-        orchestrator._doctor._limits[awaited] = limit_s
+        orchestrator.doctor._limits[awaited] = limit_s
         return await run.live(orchestrator)
 
     summary = run_virtual(main())

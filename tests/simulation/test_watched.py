@@ -61,6 +61,6 @@ async def test_the_page_shows_earlier_lives_before_the_trainer_is_up(
     orchestrator = Orchestrator(
         config, folder, asyncio.Event(), LocalCluster(config), Metrics(), asyncio.get_running_loop().time
     )
-    now = orchestrator.now()
-    assert [record.step for record in orchestrator.records] == [1, 2, 3, 4]
+    now = orchestrator.pulse.now()
+    assert [record.step for record in orchestrator.chronicle.records] == [1, 2, 3, 4]
     assert (now.step, now.phase, now.engines, now.slowest) == (4, "starting", [], [])

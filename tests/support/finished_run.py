@@ -129,8 +129,8 @@ def write_run_folder(folder: Path, steps: list[StepRecord], *, max_steps: int = 
 
 
 LOG = f"""\
-2026-11-21 11:36:23,461 INFO    async_rl.orchestrator: bringing engines to the trainer's weights
-2026-11-21 11:36:23,479 INFO    async_rl.orchestrator: training
+2026-11-21 11:36:23,461 INFO    async_rl.driver.chronicle: bringing engines to the trainer's weights
+2026-11-21 11:36:23,479 INFO    async_rl.driver.chronicle: training
 2026-11-21 11:36:24,100 INFO    async_rl.queue.ledger: nobody needs to know this
 2026-11-21 11:41:02,117 WARNING async_rl.engines.pool: engine engine-1 is quarantined at version 75: silent
 2026-11-21 11:41:02,118 WARNING async_rl.rollout.manager: task {HOSTILE}, attempt 1: it raised

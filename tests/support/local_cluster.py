@@ -99,7 +99,7 @@ class CheckingTrainer:
 
 
 class LocalCluster:
-    """See `async_rl.orchestrator.Cluster`."""
+    """See `async_rl.cluster.Cluster`."""
 
     weight_backend = "gloo"
 

@@ -18,7 +18,9 @@ LAYERS = (
     "engines queue weights sharing",
     "rollout openai_api",
     "recovery evaluation",
-    "page doctor orchestrator",
+    "page doctor cluster",
+    "driver",
+    "orchestrator",
     "placement simulation",
     "reference metrics_page preflight evaluation.alone checkup plan inspection new_loop train sft run_report "
     "commands cli",

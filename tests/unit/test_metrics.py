@@ -136,8 +136,8 @@ def observes(place: str, name: str) -> bool:
     """Whether a module or a package of ours, or the record that carries a figure over, names an attribute."""
     path = PACKAGE / place.replace(".", "/")
     files = [*path.rglob("*.py"), path.with_suffix(".py")]
-    if place in ("orchestrator", "trainer.worker"):
-        files = [PACKAGE / "orchestrator.py", PACKAGE / "metrics.py"]
+    if place in ("driver", "trainer.worker"):
+        files.append(PACKAGE / "metrics.py")
     return any(names(file, name) for file in files if file.exists())
 
 

@@ -1,0 +1,88 @@
+"""What a run writes down of its steps, over several lives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from async_rl.driver.chronicle import Chronicle
+from async_rl.driver.step_record import StepDone
+from async_rl.engines.pool import EnginePool
+from async_rl.metrics import Metrics
+from async_rl.queue.holdings import QueueStatistics
+from async_rl.queue.packing import TakenBatch
+from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.records import StepRecord, append_record, read_records
+from async_rl.training import StepResult
+from async_rl.weights.sync import SyncReport
+from tests.support.run_config import config_of
+
+
+class Queue:
+    """As far as a chronicle asks it."""
+
+    length_ks = None
+
+    def statistics(self) -> QueueStatistics:
+        return QueueStatistics(
+            dispatched=3,
+            in_flight=1,
+            queued=0,
+            trained=2,
+            dropped={},
+            groups_in_flight=1,
+            groups_ready=0,
+            bytes=0,
+        )
+
+
+def done(step: int, wait_s: float) -> StepDone:
+    batch = TakenBatch(
+        batch_id=f"batch {step}",
+        path="",
+        nbytes=0,
+        trainer_version=step - 1,
+        group_ids=("g",),
+        trajectory_ids=("a", "b"),
+        staleness=(0, 1),
+        lengths=(5, 7),
+        sampled_lengths=(3, 4),
+        rewards=(0.0, 1.0),
+        interruptions=(0, 0),
+        resumes=(0, 1),
+        num_masked_tokens=0,
+        routing_rows=0,
+        routing_rows_invalid=0,
+    )
+    result = StepResult(step=step, metrics={"loss": 0.5, "grad_norm": 1.0})
+    return StepDone(batch=batch, result=result, wait_s=wait_s, step_s=1.0, sync_hidden_s=0.0)
+
+
+def test_a_chronicle_goes_on_where_the_checkpoint_stands_when_a_run_has_a_second_life(
+    tmp_path: Path,
+) -> None:
+    for step, time_s in ((1, 10.0), (2, 20.0), (3, 30.0)):
+        record = StepRecord(step=step, weight_version=step, time_s=time_s, wait_s=4.0, tokens_per_s=2.0)
+        append_record(tmp_path / "metrics.jsonl", record)
+    now_s, metrics = 1000.0, Metrics()
+    pool = EnginePool(metrics, lambda: now_s, max_prefill_tokens=1024)
+    chronicle = Chronicle(config_of(), tmp_path, pool, metrics, lambda: now_s)
+    assert [record.step for record in chronicle.records] == [1, 2, 3]
+    assert chronicle.elapsed_s is None
+
+    chronicle.back_to(2)
+    now_s += 50.0  # the start
+    chronicle.begin(2)
+    assert chronicle.elapsed_s == 20.0
+    now_s += 5.0
+    metrics.sampled_tokens_total.inc(10)
+    chronicle.step_done(done(3, wait_s=2.0), SyncReport.none(3), cast(TrajectoryQueue, Queue()))
+
+    written = read_records(tmp_path / "metrics.jsonl")[-1]
+    assert (written.step, written.time_s, written.tokens_per_s) == (3, 25.0, 2.0)
+    assert [record.step for record in chronicle.records] == [1, 2, 3]
+    assert metrics.registry.get_sample_value("async_rl_trainer_idle_ratio") == pytest.approx(10 / 25)
+    summary = chronicle.summary(Queue().statistics().counts, ended_s=now_s)
+    assert (summary.rl_seconds, summary.tokens_per_s) == (25.0, 2.0)
