@@ -16,6 +16,8 @@ def check_sharing(config: Config) -> None:
     Raises:
         ValueError: With the remedy.
     """
+    if not config.placement.shared:
+        return
     engine, weights, trainer = config.engine, config.weights, config.trainer
     urls = engine.urls if isinstance(engine, SGLangEngines) else ()
     if urls or engine.urls_file is not None:

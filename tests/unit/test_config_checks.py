@@ -1,0 +1,87 @@
+"""Settings that do not go together are refused with both of them and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_rl.config import parse_config
+from async_rl.config.checks import CHECKS
+from async_rl.config.reading import apply_override
+from async_rl.errors import ConfigError
+
+REFUSED: dict[str, list[tuple[str, str]]] = {
+    "check_data": [
+        ("data.path=null", "data.path and data.datasets are both missing: set data.path"),
+        ("data.datasets=[{path: a.jsonl}]", "are both set: name one file in the one"),
+        (
+            "data={datasets: [{path: a.jsonl, weight: 1}, {path: b.jsonl}]}",
+            "the weights are [1.0, None]; set all of them, or none",
+        ),
+    ],
+    "check_groups": [
+        ("rollout={group_size: 1, dynamic_filtering: true}", "would drop all: raise rollout.group_size"),
+        ("rollout.group_size=1", "advantages are all zero: use at least 2, or set trainer.loss.advantages"),
+    ],
+    "check_engines": [
+        ("engine={urls: ['http://a:1'], urls_file: b}", "are both set: write the URLs into the file"),
+    ],
+    "check_layout": [
+        ("trainer={num_ranks: 3, layout: {tp: 2}}", "num_ranks is 3, but trainer.layout needs a multiple of"),
+        ("trainer={num_ranks: 2, layout: {ep: 4}}", "the experts need a multiple of ep*etp*pp = 4"),
+        ("trainer.layout={vpp: 2}", "only a pipeline can be interleaved; set vpp=1 or raise pp"),
+        ("trainer.layout={last_stage_layers: 1}", "pp is 1: only stages of a pipeline can differ"),
+    ],
+    "check_sampling": [
+        ("rollout={max_new_tokens: 64, max_context_tokens: 64}", "leaves no room for a prompt"),
+        ("rollout.top_k=0", "no token could be drawn: use -1 for no limit"),
+        ("engine.context_length=100", "engine.context_length is 100, below rollout.max_context_tokens"),
+    ],
+    "check_loss": [
+        ("trainer.loss.importance={low: 3, high: 2}", "above its high = 2.0: no ratio is between them"),
+        ("trainer.loss.overlong_buffer_tokens=999999", "every answer would be penalised"),
+        ("trainer.loss.kl={coefficient: 0.1, where: loss, estimator: k1}", "use k2 or k3, or where=reward"),
+    ],
+    "check_corrections": [
+        ("trainer.loss.importance.level=off", "nothing corrects for data of older weights"),
+    ],
+    "check_routing": [
+        ("{routing: {replay: r2}, trainer: {loss: {old_log_probs: rollout}}}", "is rollout: set it to"),
+        (
+            "{routing: {replay: r3, merge: replace}, weights: {interrupt: in_place}}",
+            "so the engine splices routing by itself: set routing.merge=splice",
+        ),
+    ],
+    "check_evaluation": [
+        ("evaluation.every=5", "data.validation names no dataset"),
+        ("evaluation.pass_at=[1, 4]", "evaluation.pass_at has 4, but evaluation.samples is 1"),
+    ],
+    "check_sharing": [
+        ("{placement: {shared: true}, weights: {interrupt: retract}}", "set weights.interrupt=abort"),
+    ],
+}
+"""What each check refuses: an override, or several as a tree, and a part of what is said."""
+
+
+def tree_with(override: str) -> dict[str, Any]:
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "x.jsonl"}}
+    if not override.startswith("{"):
+        apply_override(tree, override)
+        return tree
+    holder: dict[str, Any] = {}
+    apply_override(holder, f"whole={override}")
+    return tree | holder["whole"]
+
+
+@pytest.mark.parametrize(("override", "said"), [case for cases in REFUSED.values() for case in cases])
+def test_a_config_is_refused_with_the_remedy_when_its_settings_do_not_go_together(
+    override: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree_with(override))
+    assert said in str(caught.value)
+
+
+def test_each_check_is_made() -> None:
+    assert [check.__name__ for check in CHECKS] == list(REFUSED)
