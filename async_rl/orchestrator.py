@@ -330,6 +330,7 @@ class Orchestrator:
             interrupt_timeout_s=self._config.weights.timeout_s,
             ended=self.chronicle.evaluated,
             clock=self._clock,
+            turns=self._devices.turns,
         )
 
     async def _live(self, life: _Life) -> float | Footing:
@@ -346,6 +347,8 @@ class Orchestrator:
             await self._stop.wait()
             log.info("stopping: no new work; what runs may take run.drain_s = %s", self._config.run.drain_s)
             queue.stop()
+            if life.evaluation is not None:
+                life.evaluation.leave()
             await asyncio.Future()
 
         try:

@@ -120,7 +120,7 @@ class SharedDevices:
         self._timeout_s = timeout_s
         self._holdings: dict[str, Empty | Loadable] = {}
         self._stopped_s: float | None = None
-        """When the engines' turn ended."""
+        """When the engines' turn ended, and the last of its guests had left."""
 
     # -- to the trainer -----------------------------------------------------------------------------------
 
@@ -129,9 +129,11 @@ class SharedDevices:
         if self.turns.turn == "trainer":
             return
         if self.turns.turn == "engines":
-            self._stopped_s = self._clock()
+            self._stopped_s = None
         self.turns.move("to trainer")
         await self.turns.without_guests()
+        if self._stopped_s is None:
+            self._stopped_s = self._clock()
         async with Nursery() as nursery:
             for engine in self._pool.engines():
                 nursery.start(f"clear {engine.engine_id}", self._clear(engine))
@@ -139,13 +141,12 @@ class SharedDevices:
 
     async def to_trainer(self, trainer: Trainer) -> None:
         """See `Devices.to_trainer`."""
-        begin = self._clock()
         held = self.turns.turn == "trainer"
         await self.clear()
         with waiting("hand-over", "its memory back"):
             await trainer.reload()
-        if not held:
-            self._metrics.hand_over_to_trainer_seconds.observe(self._clock() - begin)
+        if not held and self._stopped_s is not None:
+            self._metrics.hand_over_to_trainer_seconds.observe(self._clock() - self._stopped_s)
 
     async def _clear(self, engine: Engine) -> None:
         engine_id = engine.engine_id

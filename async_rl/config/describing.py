@@ -82,6 +82,8 @@ def _type_name(hint: Any) -> str:
         return " | ".join("null" if t is type(None) else _type_name(t) for t in get_args(hint))
     if _entries(hint):
         return "list" if get_origin(hint) is list else "mapping"
+    if get_origin(hint) is tuple:
+        return f"list[{_type_name(get_args(hint)[0])}]"
     if get_origin(hint) in (dict, list):
         return f"{get_origin(hint).__name__}[{', '.join(_type_name(t) for t in get_args(hint))}]"
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

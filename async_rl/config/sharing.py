@@ -46,8 +46,8 @@ def check_sharing(config: Config) -> None:
                 f"placement.shared: weights.{field} has engines and trainer at work at the same time: set "
                 f"weights.{field}=false"
             )
-    if config.evaluation.enabled:
+    if config.evaluation.enabled and config.evaluation.engines != "shared":
         raise ValueError(
-            "placement.shared: evaluations run beside the training, when engines of shared devices hold "
-            "nothing: set evaluation.every=0 and evaluation.at_start=false"
+            f"placement.shared: evaluation.engines is {config.evaluation.engines}, but engines that are kept "
+            "for evaluation would hold their devices in the trainer's turn: set evaluation.engines=shared"
         )

@@ -5,7 +5,7 @@
             ▼                                          │
  engines ──► to trainer ──► trainer ──► to engines ────┴──► engines
    ▲  guests must have left   engines hold nothing     the trainer holds nothing
-   └── guests: who starts engines, which then hold memory that nobody has counted
+   └── guests: who starts engines, which then hold memory that nobody has counted; an evaluation
 ```
 
 A hand-over can be cut short at any await. Whatever it had come to, `to trainer` is the way on: there each
@@ -47,6 +47,7 @@ class Turns:
         self.turn: Turn = "engines"
         self._engines = asyncio.Event()
         self._engines.set()
+        self._over = asyncio.Event()
         self._guests = 0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -69,12 +70,14 @@ class Turns:
         self.turn = turn
         if turn == "engines":
             self._engines.set()
+            self._over.clear()
         else:
             self._engines.clear()
+            self._over.set()
 
     @asynccontextmanager
     async def guest(self) -> AsyncIterator[None]:
-        """The block starts an engine: it waits for the engines' turn, and the trainer's waits for it."""
+        """The block needs engines to hold what they hold: it waits for their turn, the trainer's for it."""
         while not self.engines_may_start:
             with waiting("devices", why=lambda: f"it is the turn {self.turn!r}"):
                 await self.of_engines()
@@ -91,7 +94,11 @@ class Turns:
         """Wait for the engines' turn."""
         await self._engines.wait()
 
+    async def end_of_engines(self) -> None:
+        """Wait until the engines' turn is over but for its guests."""
+        await self._over.wait()
+
     async def without_guests(self) -> None:
-        """Wait until nobody starts an engine. Nobody begins to, unless it is the engines' turn."""
-        with waiting("devices", why=lambda: f"{self._guests} engines are being started"):
+        """Wait until no guest is left. None comes in, unless it is the engines' turn."""
+        with waiting("devices", why=lambda: f"{self._guests} that start an engine, or evaluate"):
             await self._empty.wait()

@@ -15,6 +15,9 @@
 | `run` | served versions | one that is due; the examiner | the pool; its end | records |
 | mirror | states of both pools | a change | a quarantine in either | the same in the other |
 
+On devices that engines and trainer share an evaluation is a guest of the engines' turn: the trainer's waits
+for it, so that no update falls into it.
+
 One evaluation runs at a time. When a version becomes due meanwhile, what the engines serve afterwards is
 evaluated in its place. What cuts an evaluation off (no engine left, its time is over) marks its version as
 missing; a crash of the driver leaves no record, so that the run evaluates again when it is back.
@@ -32,6 +35,7 @@ from typing import Final
 from async_rl.config import EvaluationConfig
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.engines.protocol import Engine
+from async_rl.engines.turns import Turns
 from async_rl.errors import AsyncRLError, EngineError, InvariantError, WeightSyncError
 from async_rl.evaluation.examiner import Examiner, missing
 from async_rl.evaluation.records import FILE, EvaluationRecord, append_evaluation, read_evaluations
@@ -86,6 +90,7 @@ class EvaluationService:
         interrupt_timeout_s: float,
         ended: Callable[[EvaluationRecord], EvaluationRecord],
         clock: Callable[[], float],
+        turns: Turns | None = None,
     ) -> None:
         """Wire the parts.
 
@@ -99,9 +104,11 @@ class EvaluationService:
             interrupt_timeout_s: Longest wait for an engine to end the calls that it has.
             ended: Shows a record, and gives it back with the run's time.
             clock: Monotonic seconds.
+            turns: When engines can answer; None lets them at any time.
         """
         self._config = config
         self._run_dir = run_dir
+        self._turns = turns or Turns()
         self._pool = pool
         self._take_back = take_back
         self._examiner = examiner
@@ -112,6 +119,14 @@ class EvaluationService:
         self._evaluated = records[-1].weight_version if records else None
         self._lent: list[str] = []
         self._idle = asyncio.Event()
+        self._under_way: asyncio.Timeout | None = None
+        self._left = False
+
+    def leave(self) -> None:
+        """The run ends before its time: cut off what is evaluated, without a record; begin nothing more."""
+        if self._under_way is not None and not self._left:
+            self._under_way.reschedule(0.0)
+        self._left = True
 
     async def finish(self, version: int) -> None:
         """Wait until nothing is evaluated any more, and this version is, if it is due.
@@ -126,24 +141,45 @@ class EvaluationService:
     async def run(self) -> None:
         """Never returns."""
         while True:
-            version = self._served()
-            if version is None or not due(self._config, version, self._evaluated):
+            if self._due() is None:
                 self._idle.set()
                 with waiting("idle"):
                     await self._pool.changed()
                 continue
             self._idle.clear()
-            with acting("evaluation", f"version {version}"):
-                record = await self._evaluate(version)
-            self._evaluated = max(version, record.weight_version)
-            append_evaluation(self._run_dir / FILE, self._ended(record))
+            async with self._turns.guest():
+                await self._evaluate_due()
+                # Not when it is cancelled: the run ends, or whoever goes on brings all engines up anew.
+                while self._lent:
+                    await self._return(self._lent.pop())
 
-    def _served(self) -> int | None:
-        """The newest version that engines serve."""
+    def _due(self) -> int | None:
+        """The newest version that engines serve, if it is to be evaluated."""
         serving = self._pool.engines(EngineState.SERVING)
-        return max((self._pool.version_of(engine.engine_id) for engine in serving), default=None)
+        version = max((self._pool.version_of(engine.engine_id) for engine in serving), default=None)
+        if version is None or self._left or not due(self._config, version, self._evaluated):
+            return None
+        return version
 
     # -- one evaluation ----------------------------------------------------------------------------------
+
+    async def _evaluate_due(self) -> None:
+        """Evaluate what is due by now, unless it is cut off by `leave`."""
+        version = self._due()
+        if version is None:
+            return
+        try:
+            async with asyncio.timeout(None) as self._under_way:
+                with acting("evaluation", f"version {version}"):
+                    record = await self._evaluate(version)
+        except TimeoutError:
+            if not self._left:
+                raise
+            return
+        finally:
+            self._under_way = None
+        self._evaluated = max(version, record.weight_version)
+        append_evaluation(self._run_dir / FILE, self._ended(record))
 
     async def _evaluate(self, version: int) -> EvaluationRecord:
         """At this version or, where the engines came to a later one meanwhile, at that."""
@@ -160,9 +196,6 @@ class EvaluationService:
             told = error if isinstance(error, AsyncRLError) else EngineError("no engine came to it in time")
             log.warning("the evaluation of version %d is missing: %s", version, told)
             record = missing(version, told, duration_s=self._clock() - began_s)
-        # Not when it is cancelled: the run ends, or whoever goes on brings all engines up anew.
-        while self._lent:
-            await self._return(self._lent.pop())
         return record
 
     async def _examine(self, engines: Sequence[Engine], version: int) -> EvaluationRecord:
@@ -224,8 +257,12 @@ class EvaluationService:
             serving = self._pool.engines(EngineState.SERVING)
             able = [engine for engine in serving if self._pool.version_of(engine.engine_id) >= version]
             if not able:
+                if (
+                    not self._turns.engines_may_start
+                ):  # nor is any repaired before the trainer has had its turn
+                    raise EngineError(f"no engine serves version {version} any more in the engines' turn")
                 with waiting("engine", why=lambda: f"none serves version {version}"):
-                    await self._pool.changed()
+                    await _either(self._pool.changed, self._turns.end_of_engines)
                 continue
             engine = min(able, key=lambda engine: self._pool.vitals(engine.engine_id).calls)
             name = engine.engine_id

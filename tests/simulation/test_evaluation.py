@@ -109,6 +109,7 @@ class World:
         self.run_dir = Path(config.run.dir) / "run"
         self.heard: list[tuple[str, bool]] = []
         self.orchestrator: Orchestrator
+        self.stop = asyncio.Event()
         for engine in self.cluster.engines:
             self._listen(engine)
 
@@ -134,7 +135,7 @@ class World:
             for name in ("checkpoints", "logs"):
                 (self.run_dir / name).mkdir(parents=True, exist_ok=True)
             self.orchestrator = Orchestrator(
-                self.config, self.run_dir, asyncio.Event(), self.cluster, Metrics(), loop.time
+                self.config, self.run_dir, self.stop, self.cluster, Metrics(), loop.time
             )
             ids = itertools.count()
             with acting("run", waits=self.orchestrator.named_waits):
@@ -205,6 +206,114 @@ def test_versions_stay_pinned_when_updates_fall_into_their_evaluation(tmp_path, 
         assert seen == {record.weight_version}
         assert set(record.scores) == {"all", "easy", "easy/algebra", "easy/sets", "hard"}
         assert record.scores["all"].parts["length"] == pytest.approx(record.scores["all"].tokens_mean)
+
+
+def on_shared_devices(config: Config) -> Config:
+    from async_rl.config import to_builtins
+
+    return parse_config({**to_builtins(config), "placement": {"shared": True}})
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared(tmp_path, num_engines):
+    config = on_shared_devices(
+        make_config(tmp_path, num_engines=num_engines, at_start=True, max_concurrent=1)
+    )
+    world, turns = World(config), list[str]()
+    step = world.cluster.trainer.train_step
+
+    async def watched(path: str, number: int):
+        pool = world.orchestrator.pool
+        assert not pool.has(EngineState.EVALUATING, EngineState.SERVING)
+        return await step(path, number)
+
+    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+        if evaluates:
+            turns.append(world.orchestrator._devices.turns.turn)
+
+    world.cluster.trainer.train_step = watched  # type: ignore[method-assign]
+    world.called = called  # type: ignore[method-assign]
+    check(world, world.run())
+    versions = [record.weight_version for record in world.records]
+    assert {record.status for record in world.records} == {"done"}
+    assert versions == sorted({0, 6, *versions})
+    assert len(versions) > 2
+    assert set(turns) <= {"engines", "to trainer"}
+    if num_engines > 1:  # a batch was ready before the answers were
+        assert "to trainer" in turns
+    for record in world.records:
+        answers = world.answers(record.weight_version)
+        assert {s.weight_version for answer in answers for s in answer.sampled} == {record.weight_version}
+
+
+def test_the_trainer_has_its_turn_when_the_last_engine_dies_in_an_evaluation(tmp_path):
+    world, died = World(on_shared_devices(make_config(tmp_path, num_engines=1, at_start=True))), list[str]()
+
+    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+        if evaluates and not died:
+            died.append(engine.engine_id)
+            engine.faults.append(Fault("die", after_tokens=2))
+
+    world.called = called  # type: ignore[method-assign]
+    check(world, world.run())
+    assert [r.status for r in world.records] == ["missing", "done", "done", "done"]
+
+
+def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp_path):
+    """Its only engine fails while it ends its calls, and by then the trainer's turn has been asked for."""
+    world = World(on_shared_devices(make_config(tmp_path, num_engines=1, at_start=True)))
+    (engine,) = world.cluster.engines
+    interrupt, asked = engine.interrupt, list[str]()
+
+    async def fail_once(mode: Any) -> None:
+        standing = world.orchestrator.pool.standing_of(engine.engine_id)
+        if not asked and standing is not None and standing.state is EngineState.EVALUATING:
+            asked.append(world.orchestrator._devices.turns.turn)
+            world.orchestrator._devices.turns.move("to trainer")
+            asyncio.get_running_loop().call_later(1.0, world.stop.set)
+            raise EngineError("it does not end its calls")
+        await interrupt(mode)
+
+    engine.interrupt = fail_once  # type: ignore[method-assign]
+    world.run()
+    assert asked == ["engines"]
+    assert [(r.weight_version, r.status) for r in world.records] == [(0, "missing")]
+    assert "any more in the engines' turn" in world.records[0].reason
+
+
+def test_a_stop_does_not_wait_for_an_evaluation_when_devices_are_shared(tmp_path):
+    """The engine that answered is given back first, and the checkpoint is written in the trainer's turn."""
+    world = World(on_shared_devices(make_config(tmp_path, max_concurrent=1, timeout_s=1e6)))
+
+    def called(engine: SimulatedEngine, evaluates: bool) -> None:
+        if evaluates:
+            engine.faults.append(Fault("hang", after_tokens=1))
+            asyncio.get_running_loop().call_later(0.2, world.stop.set)
+
+    world.called = called  # type: ignore[method-assign]
+    summary = world.run()
+    assert summary.trajectories.unaccounted == 0
+    assert world.records == []
+    assert read_records(world.run_dir / "metrics.jsonl")[-1].step < 6
+    assert not world.cluster.trainer.away
+
+
+def test_it_is_evaluated_again_when_the_trainer_fails_after_it_on_shared_devices(tmp_path):
+    world = World(on_shared_devices(make_config(tmp_path)))
+    step, failed = world.cluster.trainer.train_step, list[int]()
+
+    async def fail_once(path: str, number: int):
+        if number == 3 and not failed:
+            failed.append(number)
+            raise TrainerError("the trainer broke")
+        return await step(path, number)
+
+    world.cluster.trainer.train_step = fail_once  # type: ignore[method-assign]
+    summary = world.run()
+    assert failed
+    assert summary.trajectories.unaccounted == 0
+    assert {record.status for record in world.records} == {"done"}
+    assert world.records[-1].weight_version == 6
 
 
 def parse_config_with(config: Config, *, rolling: bool) -> Config:

@@ -29,6 +29,8 @@ class CheckingTrainer:
         self.fail_at: int | None = None
         self.resumed = False
         self.saved = Saved()
+        self.away = False
+        """On the host, where devices are shared."""
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         self.resumed = self.resumed or bool(self.batches)
@@ -44,6 +46,7 @@ class CheckingTrainer:
         batch = decode(Path(batch_path).read_bytes(), TrainBatch)
         assert step == self.step + 1
         self.check(batch)
+        assert not self.away
         await asyncio.sleep(self.step_s)
         if self.fail_at == step:
             raise TrainerError("the trainer broke")
@@ -94,6 +97,12 @@ class CheckingTrainer:
 
     async def saved_checkpoint(self, wait: bool) -> Saved:
         return self.saved
+
+    async def offload(self) -> None:
+        self.away = True
+
+    async def reload(self) -> None:
+        self.away = False
 
     async def close(self) -> None: ...
 

@@ -59,6 +59,12 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     "check_sharing": [
         ("{placement: {shared: true}, weights: {interrupt: retract}}", "set weights.interrupt=abort"),
+        ("{placement: {shared: true}, weights: {transport: distributed}}", "set weights.transport=disk"),
+        (
+            "{placement: {shared: true}, data: {path: x.jsonl, validation: [{path: y.jsonl}]}, "
+            "engine: {num_engines: 2}, evaluation: {at_start: true, engines: 1}}",
+            "evaluation.engines is 1, but engines that are kept for evaluation would hold their devices",
+        ),
     ],
 }
 """What each check refuses: an override, or several as a tree, and a part of what is said."""

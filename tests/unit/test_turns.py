@@ -95,3 +95,25 @@ async def _caught(starting: object) -> None:
         await starting  # type: ignore[misc]
     except RuntimeError:
         return
+
+
+@in_virtual_time
+async def test_the_end_of_the_engines_turn_is_heard_while_guests_are_left() -> None:
+    turns, order = Turns(), list[str]()
+
+    async def evaluate() -> None:
+        async with turns.guest():
+            await turns.end_of_engines()
+            order.append("heard")
+
+    async def hand_over() -> None:
+        turns.move("to trainer")
+        await turns.without_guests()
+        order.append("handed over")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(evaluate())
+        await asyncio.sleep(100.0)
+        assert order == []
+        group.create_task(hand_over())
+    assert order == ["heard", "handed over"]
