@@ -39,14 +39,7 @@ from trainer.checkpoints import loading
 from trainer.checkpoints.saving import Saver, saver_of
 from trainer.export import WeightExport
 from trainer.log_probs import vocab_parallel_log_probs
-from trainer.megatron.model import (
-    Inputs,
-    LossFunction,
-    MegatronModel,
-    choose_device,
-    start_process_groups,
-    stop_process_groups,
-)
+from trainer.megatron.model import Inputs, LossFunction, MegatronModel
 from trainer.megatron.offload import Offload, memory_saver
 from trainer.megatron.packing import (
     MicroBatch,
@@ -57,6 +50,7 @@ from trainer.megatron.packing import (
     split_updates,
     targets,
 )
+from trainer.megatron.process_groups import choose_device, start_process_groups, stop_process_groups
 from trainer.megatron.replay import check_rows
 from trainer.objectives import token_weights
 from trainer.penalties import kl_estimate

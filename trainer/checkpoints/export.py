@@ -14,7 +14,8 @@ from trainer.megatron import shards, storage
 from trainer.megatron.bridge import SHARD_BYTES, HFBridge
 from trainer.megatron.cpu import fuses_layers
 from trainer.megatron.layout import transformer_config
-from trainer.megatron.model import Float16Module, choose_device, start_process_groups, stop_process_groups
+from trainer.megatron.model import Float16Module
+from trainer.megatron.process_groups import choose_device, start_process_groups, stop_process_groups
 
 _TIMEOUT_S = 60.0
 """Nobody else is waited for."""

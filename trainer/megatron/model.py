@@ -1,4 +1,4 @@
-"""The Megatron model of one rank: process groups, layers, optimizer, and a schedule over micro-batches."""
+"""The Megatron model of one rank: layers, optimizer, and a schedule over micro-batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,13 +24,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.utils import get_attr_wrapped_model
 
 from async_rl.config import LayoutConfig, OptimizerConfig
-from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
-from async_rl.weights.broadcast import open_store
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cost import sequence_cost
@@ -55,92 +51,6 @@ class Inputs(NamedTuple):
 
 LossFunction = Callable[[int, torch.Tensor], tuple[torch.Tensor, int, Result]]
 """(index of the micro-batch, logits `[t, V / tp]`) → (summed loss, trained tokens, anything)."""
-
-
-def choose_device(device: str, rank: int = 0) -> torch.device:
-    """Resolve `trainer.device` and make it this process's; ranks that see several GPUs take turns.
-
-    Raises:
-        EnvironmentNotReady: When CUDA is asked for and absent.
-        ConfigError: When the CPU is asked for beside a GPU.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentNotReady(
-            "trainer.device is cuda, but torch sees no GPU: set trainer.device=auto or cpu"
-        )
-    if device == "cpu" and torch.cuda.is_available():
-        raise ConfigError(
-            "trainer.device is cpu, but this machine has a GPU, and Megatron-Core takes it: hide it with "
-            "CUDA_VISIBLE_DEVICES= or set trainer.device=auto"
-        )
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def start_process_groups(
-    rank: int, world_size: int, init_address: str, layout: LayoutConfig, timeout_s: float, seed: int = 0
-) -> None:
-    """Join the other ranks and lay out Megatron's parallel groups.
-
-    Args:
-        rank: This process.
-        world_size: All of them.
-        init_address: `host:port` where rank 0 listens, or a URL that torch.distributed knows; not used by a
-            rank that is alone.
-        layout: Parallel sizes.
-        timeout_s: Longest wait in an exchange, seconds.
-        seed: Of the generators that initialisation and dropout would use.
-
-    Raises:
-        EnvironmentNotReady: When the ranks do not find each other.
-    """
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    try:
-        dist.init_process_group(
-            backend,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-            **_meeting(rank, world_size, init_address, timeout_s),
-        )
-    except (RuntimeError, ValueError, OSError) as e:
-        raise EnvironmentNotReady(
-            f"trainer rank {rank} of {world_size} could not join the others at {init_address!r}: {e}"
-        ) from e
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        # Only for a distributed optimizer that gathers its state on CPU, which ours does not.
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def _meeting(rank: int, world_size: int, address: str, timeout_s: float) -> dict[str, Any]:
-    """Where the ranks find each other, in the words of `init_process_group`."""
-    if world_size == 1:
-        return {"store": dist.HashStore()}
-    if "://" in address:
-        return {"init_method": address}
-    host, _, port = address.rpartition(":")
-    if rank == 0:
-        return {"store": open_store(host, int(port), world_size, timeout_s)}
-    limit = timedelta(seconds=timeout_s)
-    return {"store": dist.TCPStore(host, int(port), world_size, is_master=False, timeout=limit)}
-
-
-def stop_process_groups() -> None:
-    """Forget everything that Megatron holds per process, and leave the process group."""
-    RouterReplay.clear_global_router_replay_instances()
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class MegatronModel:
