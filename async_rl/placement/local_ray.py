@@ -16,7 +16,6 @@ from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
-from ray.exceptions import RayError
 
 from async_rl.config import Config
 from async_rl.errors import EnvironmentNotReady
@@ -80,10 +79,11 @@ def connect(config: Config, scratch: Path) -> None:
                 # Who sets one for a cluster means to use it; Ray would also have to be told so.
                 maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-    except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises plain ones too: of a node that is not up in half a minute
         joins = config.placement.joins
         where = f"join the Ray cluster at {address}" if joins else "start Ray on this machine"
         raise EnvironmentNotReady(
-            f"could not {where}: {error}. Check placement.ray_address and `ray status`; a cluster that is "
-            "closed by a token needs it here too, in RAY_AUTH_TOKEN"
+            f"could not {where}: {str(error).rstrip('.')}. Look whether the machine is overloaded, check "
+            "placement.ray_address and `ray status`; a cluster that is closed by a token needs it here too, "
+            "in RAY_AUTH_TOKEN"
         ) from error

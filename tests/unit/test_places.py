@@ -4,11 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
+import ray
+from ray._private import ray_constants
 
 from async_rl.engines.connect import check_shares_memory, external_keys, is_loopback, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.placement.actors import Frame, Home, go_to_work, interface_of
+from async_rl.placement.local_ray import connect
 from async_rl.placement.places import Node, by_node, no_room
+from tests.support.run_config import config_of
 
 
 @pytest.mark.parametrize(
@@ -136,3 +140,21 @@ def test_an_engine_on_another_node_is_refused_when_weights_are_sent_through_memo
 )
 def test_only_loopback_addresses_are_told_to_be_of_this_machine(host, own):
     assert is_loopback(host) is own
+
+
+@pytest.mark.parametrize("error", [Exception("the node timed out."), ConnectionError("the node timed out")])
+def test_there_is_one_clear_error_when_ray_does_not_come_up(tmp_path, monkeypatch, error):
+    def fail(**arguments):
+        raise error
+
+    for name in (
+        *("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_TOKEN", "GLOO_SOCKET_IFNAME"),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+    ):
+        monkeypatch.setenv(name, "")  # restored afterwards
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER)
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(
+        EnvironmentNotReady, match=r"could not start Ray on this machine: the node timed out\. "
+    ):
+        connect(config_of(), tmp_path)
