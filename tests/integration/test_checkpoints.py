@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import re
+import resource
 import shutil
 import threading
 
@@ -121,7 +123,17 @@ def test_training_goes_on_when_a_checkpoint_is_being_written_or_cannot_be(moe, t
         worker.save_checkpoint(str(tmp_path), {})
         assert "no space left on device" in worker.saved_checkpoint(wait=True).failure
         assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "step_00000001"]
-    monkeypatch.setattr(storage, "write", write)
+
+        monkeypatch.setattr(storage, "write", write)
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, unlimited[1]))  # a disk that is full after that
+        try:
+            worker.save_checkpoint(str(tmp_path), {})
+            failure = worker.saved_checkpoint(wait=True).failure
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert re.search(r"File too large: rank 0 writes \d{6,} bytes, and \d+ are free", failure)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "step_00000001"]
     with started(trainer_config(moe), tmp_path) as worker:
         assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(worker).items())
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,14 +80,30 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 
 
 def write(folder: Path, parts: Sequence[Part], rank: int) -> list[Written]:
-    """Write this rank's parts, which lie in the host's memory; no exchange with others."""
+    """Write this rank's parts, which lie in the host's memory; no exchange with others.
+
+    Raises:
+        OSError: When the disk takes no more, with the bytes that were to be written and those that are free.
+    """
     writer, planner = FileSystemWriter(folder, thread_count=1), DefaultSavePlanner(False, False)
     planner.set_up_planner(_by_key(parts), writer.storage_meta(), is_coordinator=False)
     plans = [SavePlan([])] * rank + [planner.create_local_plan()]
     plan = planner.finish_plan(
         writer.prepare_global_plan(plans)[rank]
     )  # files are named by place in the list
-    results = {_place(result.index): result for result in writer.write_data(plan, planner).wait()}
+    try:
+        results = {_place(result.index): result for result in writer.write_data(plan, planner).wait()}
+    except (OSError, RuntimeError) as error:
+        # Torch's archive says that it has lost its position; what it handled then is why.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        needed, free = sum(part.data.nbytes for part in parts), shutil.disk_usage(folder).free
+        raise OSError(
+            cause.errno,
+            f"{cause.strerror}: rank {rank} writes {needed} bytes, and {free} are free; there has to be room "
+            "for trainer.keep_checkpoints + 1 checkpoints",
+        ) from error
     written = []
     for part in parts:
         result = results[part.key, tuple(part.global_offset)]
