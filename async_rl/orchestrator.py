@@ -1,4 +1,4 @@
-"""Wires the parts of a run and drives the trainer.
+"""Wires the parts of a run, and leads it from start to end through the lives of its trainer.
 
 ```
  loop      consumes          waits for                    unblocked by                       produces
@@ -16,9 +16,7 @@
  evaluation served versions  one that is due              the pool                           its record
 ```
 
-The order of a step is what keeps the bound hard: take a batch at version n, train, settle it, sync n+1 to the
-engines, and only then let new groups in, so that none is born stale. With `weights.overlap` the next step may
-begin meanwhile: admission counts what the engines serve then, one version less.
+What the train loop does in which order, and why, stands in `async_rl.driver.train_loop`.
 """
 
 from __future__ import annotations
