@@ -79,11 +79,12 @@ class RayCluster(Cluster):
                 await self._engine_places.ready(self._config.placement.wait_s)
             for index in range(engine.num_engines):
                 self._engine_actors[f"engine-{index}"] = self._engine_actor(index)
+        numbered = list(self._engine_actors or self._engines)
         async with Nursery() as nursery:
-            for engine_id in self._engine_actors or self._engines:
+            for engine_id in numbered:
                 self._restarted[engine_id] = asyncio.Event()
                 nursery.start(f"start {engine_id}", self._first_start(engine_id))
-        return list(self._engines.values())
+        return [self._engines[engine_id] for engine_id in numbered]  # not as they came to answer
 
     def connect_engine(self, engine_id: str, url: str) -> Engine:
         """See `Cluster`. The keys of external servers are in the environment."""
