@@ -83,7 +83,7 @@ class FaultyEngine(SimulatedEngine):
             update_s=scenario.speeds.update_s,
         )
         self._speed = config
-        self._model_path = scenario.config.model.path
+        self._model_path = str(Path(scenario.config.model.path).absolute())
         self._witness = witness
         self._broadcasts = broadcasts
         self._latency_s = scenario.speeds.latency_s

@@ -134,7 +134,7 @@ class WeightSync:
         self._config = config
         self._pool = pool
         self._trainer = trainer
-        self._directory = directory
+        self._directory = _whole(directory)
         self._metrics = metrics
         self._clock = clock
         self._open_port = open_port
@@ -161,7 +161,7 @@ class WeightSync:
         self._deltas = LocalWeights(
             config,
             trainer=trainer,
-            directory=directory,
+            directory=self._directory,
             metrics=metrics,
             folder_of=folder_of,
             whole=self._files_of,
@@ -188,7 +188,7 @@ class WeightSync:
             if self._config.overlap:
                 await self._take_snapshot(version)
             if initial_path is not None:
-                self._published[version] = initial_path
+                self._published[version] = _whole(initial_path)
             else:
                 await self._publish_files(version)
             if self._config.transport in ("distributed", "tensor"):
@@ -587,7 +587,8 @@ class WeightSync:
                 if self._generation:  # the update before this one may have been cut short
                     await engine.resume_generation(self._config.interrupt)
                 health = await engine.health()
-                fresh = version == health.weight_version == 0 and health.model_path in ("", str(path))
+                same_model = not health.model_path or _whole(health.model_path) == path
+                fresh = version == health.weight_version == 0 and same_model
                 if self._generation or not fresh:  # it may have half of what an earlier trainer sent
                     await engine.interrupt("abort")  # one that we did not start may still run calls of ours
                     await engine.update_weights(
@@ -682,3 +683,8 @@ class WeightSync:
         for stale in [self._published.pop(version) for version in unread]:
             if stale.parent == self._directory:
                 await asyncio.to_thread(shutil.rmtree, stale, ignore_errors=True)
+
+
+def _whole(path: Path | str) -> Path:
+    """That means the same elsewhere: servers that we did not start have working folders of their own."""
+    return Path(path).absolute()

@@ -454,17 +454,6 @@ async def test_a_half_updated_engine_loads_anew_when_a_new_trainer_is_at_version
     assert "update flush" in bench.engines[0].log
 
 
-async def test_an_engine_of_another_model_loads_ours_also_at_version_0(tmp_path):
-    bench = Bench(tmp_path, engines=1)
-
-    async def health():
-        return EngineHealth(weight_version=0, model_path="/other")
-
-    bench.engines[0].health = health  # type: ignore[method-assign]
-    await bench.sync.start(0, Path("/model"))
-    assert "update flush" in bench.engines[0].log
-
-
 async def test_the_group_is_closed_when_an_engine_leaves(tmp_path):
     bench = Bench(tmp_path, transport="distributed")
     await bench.start()
@@ -532,6 +521,31 @@ async def test_no_sums_are_made_when_only_versions_are_verified(tmp_path):
 
 
 # -- deltas ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("begun_with", "loads_the_model"), [("model", False), ("/elsewhere", True)])
+async def test_engines_are_told_whole_paths_when_the_run_has_relative_ones(
+    tmp_path, monkeypatch, begun_with, loads_the_model
+):
+    """A server that somebody else has started has another working folder, and perhaps another model."""
+    monkeypatch.chdir(tmp_path)
+    bench, loaded = Bench(Path("weights"), engines=1), []
+    (engine,) = bench.engines
+    original = engine.update_weights
+
+    async def update(change, *, flush):
+        loaded.append(change.path)
+        await original(change, flush=flush)
+
+    async def health():
+        return EngineHealth(weight_version=engine.weight_version, model_path=begun_with)
+
+    engine.update_weights, engine.health = update, health  # type: ignore[method-assign]
+    await bench.sync.start(0, Path("model"))
+    await bench.sync.sync(1)
+    files = str(tmp_path / "weights" / "version_1")
+    assert loaded == [*([str(tmp_path / "model")] if loads_the_model else []), files]
+    assert bench.trainer.calls == [("publish", (files, 1))]
 
 
 def deltas(tmp_path: Path, engines: int = 1, **changes: Any) -> tuple[Bench, list[str]]:
