@@ -291,8 +291,9 @@ class RayCluster(Cluster):
     async def _place_again(self, engine_id: str) -> None:
         """Wait until an engine of ours has a place again, however long: the others go on meanwhile."""
         while engine_id in self._engine_actors:
+            number = list(self._engine_actors).index(engine_id)
             try:
-                return await self._engine_places.ready(self._config.placement.wait_s)
+                return await self._engine_places.ready_again(number, self._config.placement.wait_s)
             except EnvironmentNotReady as error:
                 log.warning("engine %s waits for a node: %s", engine_id, error)
 

@@ -105,6 +105,23 @@ class Places:
             table = await asyncio.to_thread(placement_group_table, self._group)
             self._order = by_node([table["bundles_to_node_id"][index] for index in range(self._count)])
 
+    async def ready_again(self, number: int, limit_s: float) -> None:
+        """Wait until a process that has ended has a place: its own, if the node is there still.
+
+        Ray gives all processes of a lost node new places together, when it has room for them all. One of
+        another node has nothing to do with that wait.
+
+        Raises:
+            EnvironmentNotReady: See `ready`.
+        """
+        if not await asyncio.to_thread(self._is_placed, number):
+            await self.ready(limit_s)
+
+    def _is_placed(self, number: int) -> bool:
+        node = placement_group_table(self._group)["bundles_to_node_id"][self._order[number]]
+        alive = (one["NodeID"] for one in ray.nodes() if one["Alive"])  # type: ignore[no-untyped-call]
+        return node in alive
+
     async def missed(self, name: str) -> str:
         """Why a process that has a place may not be there yet, for the log."""
         nodes = await asyncio.to_thread(alive_nodes)

@@ -52,8 +52,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     plan.write_text("[]")
     with RayNodes(**{PLAN: str(plan)}) as nodes:
         nodes.start()  # the driver's
-        for _ in range(2):  # room for one engine more on each than there will be, and for all ranks
-            nodes.start(engines=2, trainer=2)
+        for _ in range(2):  # room for one engine on each, and for all ranks
+            nodes.start(engines=1, trainer=2)
         yield nodes
 
 
@@ -147,9 +147,10 @@ async def test_servers_of_another_node_are_refused_when_memory_is_to_be_shared(
         await cluster.start_trainer()  # by now it is those who have joined that count
 
 
-async def test_a_run_goes_on_elsewhere_when_a_node_with_ranks_and_an_engine_is_taken_away(
+async def test_a_run_goes_on_when_a_node_with_ranks_and_an_engine_is_taken_away_and_another_joins_later(
     nodes, cluster_config, tmp_path, caplog
 ):
+    """The ranks find places on the node that is left; the engine waits for one on a node to come."""
     caplog.set_level(logging.INFO, logger="async_rl")  # events are lines of that level
     config, run_dir = cluster_config("run.max_steps=100000")
     stop, steps = asyncio.Event(), Steps()
@@ -161,7 +162,13 @@ async def test_a_run_goes_on_elsewhere_when_a_node_with_ranks_and_an_engine_is_t
         rank = int(batch.parts[2])  # /proc/<pid>/fd/<number>
         nodes.take_away(nodes.node_of(rank))
         await lines.seen("the trainer is back at step")
+        await lines.seen("Ray has no room for 2 x engine")
+        await steps.more(2)
+        nodes.kill("quick_server")  # of the engine on the node that is left, which has its place there
         await lines.seen("engine engine-0 is back", "engine engine-1 is back")
+        await asyncio.to_thread(nodes.start, engines=1)
+        for engine in ("engine-0", "engine-1"):
+            await lines.seen(f"engine {engine} is back")
         await steps.more(2)
         stop.set()
 

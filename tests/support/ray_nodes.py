@@ -88,6 +88,14 @@ class RayNodes:
         raylet = psutil.Process(pid).parents()[0].cmdline()
         return next(word.partition("=")[2] for word in raylet if word.startswith("--node_ip_address="))
 
+    def kill(self, program: str) -> None:
+        """Kill what runs on any node and has a word in its command line."""
+        for node in self.nodes.values():
+            for one in psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []:
+                with suppress(psutil.NoSuchProcess):
+                    if program in " ".join(one.cmdline()):
+                        one.kill()
+
     def take_away(self, node: str) -> None:
         """End a node and all that runs on it, as a preempted machine does: its raylet still says goodbye."""
         process = self.nodes[node]

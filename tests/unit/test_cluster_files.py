@@ -1,7 +1,9 @@
 """The files for Slurm and Kubernetes: what can be known of them without either."""
 
+import os
 import re
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,60 @@ def test_the_slurm_file_is_a_shell_script_when_bash_reads_it():
     # Ray's workers keep clear of the ports of engines.
     assert int(re.search(r"--max-worker-port=(\d+)", text)[1]) < _PORTS.start
     # The token goes by the environment, not by a command line.
-    assert not re.search(r"(srun|ray start|async-rl).*RAY_AUTH_TOKEN", text)
+    assert not re.search(r"(step|ray start|async-rl).*RAY_AUTH_TOKEN", text)
+
+
+@pytest.mark.parametrize("file", [SLURM, PAGE], ids=lambda file: file.name)
+def test_the_installed_ray_knows_its_options_when_a_file_starts_it(file):
+    commands = re.findall(r"ray start (?:[^\n]*\\\n)*[^\n]*|ports=\(.*\)", file.read_text())
+    named = {option for command in commands for option in re.findall(r"--[\w-]+", command)}
+    assert {"--head", "--address", "--port"} <= named
+    source = Path(find_spec("ray").origin).with_name("scripts") / "scripts.py"
+    assert named <= set(re.findall(r'"(--[\w-]+)', source.read_text()))
+
+
+COMMANDS_OF_A_NODE = {
+    "scontrol": 'case $1 in show) printf "%s\n" n1 n2 n3;; *) echo "$*" >> "$LOG/scontrol";; esac',
+    "srun": """while [ "${1#-}" != "$1" ]; do
+  case $1 in -w) on=$2; shift;; --nodes=*) nodes=$1;; esac
+  shift
+done
+echo "$nodes on ${on:-others}: $*" >> "$LOG/srun"
+exec "$@\"""",
+    "hostname": 'case $1 in --ip-address) echo 127.0.1.1;; *) echo "fd00::2 10.0.0.7 10.1.0.7";; esac',
+    "ray": "case $1 in health-check) exit 0;; esac; exec sleep 600",
+    "async-rl": """echo "$RAY_AUTH_MODE $*" >> "$LOG/async-rl"
+until [ "$(grep -c 'ray start' "$LOG/srun")" = 2 ]; do :; done  # else they are ended before they are there
+eval "$DRIVER\"""",
+}
+"""What the file calls, in a job of three nodes whose names stand for their loopback interfaces."""
+
+WARNED = "sleep 600 & trap 'kill $!; exit 143' TERM; kill -TERM $PPID; wait"
+"""A driver during which Slurm says that the time is nearly up, and which ends in order."""
+
+
+@pytest.mark.parametrize(("driver", "code", "requeued"), [("exit 4", 4, False), (WARNED, 143, True)])
+def test_the_job_ends_as_its_driver_does_when_slurm_runs_the_file(tmp_path, driver, code, requeued):
+    bin_, log = tmp_path / "venv" / "bin", tmp_path / "log"
+    bin_.mkdir(parents=True)
+    log.mkdir()
+    for name, text in COMMANDS_OF_A_NODE.items():
+        (bin_ / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_ / name).chmod(0o755)
+    slurm = {"JOB_ID": "17", "JOB_NUM_NODES": "3", "JOB_NODELIST": "n[1-3]", "SUBMIT_DIR": str(tmp_path)}
+    environment = {f"SLURM_{name}": value for name, value in slurm.items()}
+    environment |= {"VENV": str(tmp_path / "venv"), "LOG": str(log), "DRIVER": driver}
+    ended = subprocess.run(["bash", SLURM, "c.yaml", "run.seed=1"], env={**os.environ, **environment})
+    assert ended.returncode == code
+    address = "10.0.0.7:6379"  # neither of the loopback interface nor IPv6
+    (started,) = (log / "async-rl").read_text().splitlines()
+    assert started.startswith(f"token train c.yaml run.seed=1 placement.ray_address={address} ")
+    steps = (log / "srun").read_text()
+    assert "--nodes=1 on n1: ray start --head" in steps
+    assert re.search(rf"--nodes=2 on others: ray start --block .*--address={address} ", steps)
+    assert (log / "scontrol").exists() == requeued
+    if requeued:
+        assert (log / "scontrol").read_text() == "requeue 17\n"
 
 
 def test_pods_share_a_volume_and_a_token_when_kubernetes_makes_them():
@@ -63,6 +118,8 @@ def test_pods_share_a_volume_and_a_token_when_kubernetes_makes_them():
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
     claim = kinds["PersistentVolumeClaim"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for group in cluster["workerGroupSpecs"]:  # Ray's workers keep clear of the ports of engines
+        assert int(group["rayStartParams"]["max-worker-port"]) < _PORTS.start
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
