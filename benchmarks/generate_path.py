@@ -140,6 +140,7 @@ class _Chat:
     """A prompt of 1024 tokens; nothing is decoded, as tokenizers are not what is measured."""
 
     stop_token_ids = ()
+    end_of_turn_id = None
 
     def prompt_ids(self, messages: object, tools: object = ()) -> np.ndarray:
         return PROMPT
@@ -322,6 +323,7 @@ def main() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     server = multiprocessing.get_context("spawn").Process(target=_serve, args=(sender,), daemon=True)
     server.start()
+    sender.close()  # so that its end is an EOFError here
     try:
         rows = asyncio.run(_run(f"http://127.0.0.1:{receiver.recv()}", arguments.quick))
     finally:

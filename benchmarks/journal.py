@@ -32,7 +32,7 @@ from async_rl.engines.protocol import Engine, EngineFacts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError
 from async_rl.metrics import Metrics
-from async_rl.orchestrator import Orchestrator
+from async_rl.orchestrator import Cluster, Orchestrator
 from async_rl.queue.journal import Journal
 from async_rl.simulation.users import SimulatedChat
 from async_rl.training import FIGURES, Saved, StepResult, Trainer, TrainerState
@@ -88,7 +88,7 @@ class Reader:
         """See `Trainer`."""
 
 
-class Cluster:
+class InProcess(Cluster):
     """Everything in this process."""
 
     weight_backend = "gloo"
@@ -163,7 +163,7 @@ def live(folder: Path, *, journal: bool, steps: int, decode_step_s: float) -> Co
 
     async def run() -> None:
         orchestrator = Orchestrator(
-            config, run_dir, asyncio.Event(), Cluster(config), metrics, time.monotonic
+            config, run_dir, asyncio.Event(), InProcess(config), metrics, time.monotonic
         )
         chat = cast(ChatFormat, SimulatedChat())
         await orchestrator.run(TASKS, chat, FACTS, lambda: f"{next(ids):032x}", None)

@@ -107,8 +107,9 @@ def measure(model: Path, batch: TrainBatch, rounds: int) -> list[Row]:
     processes = []
     for way in WAYS:
         connections[way], theirs = context.Pipe()
-        processes.append(context.Process(target=serve, args=(way, str(model), batch, theirs)))
+        processes.append(context.Process(target=serve, args=(way, str(model), batch, theirs), daemon=True))
         processes[-1].start()
+        theirs.close()  # so that one that ends is an EOFError here
     tokens = {way: connection.recv() for way, connection in connections.items()}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     grown = dict.fromkeys(WAYS, 0)
@@ -136,12 +137,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a smaller batch, fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="a smaller batch, 3 rounds in place of 5")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args()
     batch = batch_of(32, 128, 1024) if options.quick else batch_of(96, 256, 2048)
     with tempfile.TemporaryDirectory() as scratch:
-        rows = measure(build_model(Path(scratch) / "model"), batch, 3 if options.quick else 9)
+        rows = measure(build_model(Path(scratch) / "model"), batch, 3 if options.quick else 5)
     show(rows, "packed against padded")
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))

@@ -16,18 +16,24 @@ import asyncio
 import json
 import multiprocessing
 import statistics
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
 
 from async_rl.chat import ChatFormat
 from async_rl.config import Config, SimulatedEngines, parse_config
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine
+from async_rl.errors import EnvironmentNotReady
 from async_rl.metrics import Metrics
 from async_rl.processes import die_with_parent
 from async_rl.rollout.api import Session
@@ -105,38 +111,60 @@ def work(workers: int, port: int, key: bytes) -> None:
     asyncio.run(run())
 
 
-async def measure(workers: int, compute_s: float, trajectories: int) -> Cost:
-    """Play so many trajectories, after a few to warm up."""
+@asynccontextmanager
+async def open_worker(workers: int) -> AsyncIterator[Link]:
+    """Start a worker, which ends with the block."""
+    async with door("127.0.0.1") as listening:
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=work, args=(workers, listening.port, listening.key))
+        process.start()
+
+        async def watch() -> None:
+            await ended(process)
+            raise EnvironmentNotReady(f"it ended with code {process.exitcode} before it was there")
+
+        async with Nursery() as nursery:
+            nursery.start("start of a worker", watch())
+            link = await listening.link()
+            nursery.cancel()
+    try:
+        yield link
+    finally:
+        link.close()
+        await ended(process)
+
+
+async def ended(process: SpawnProcess) -> None:
+    """Wait until it has."""
+    loop, gone = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process.sentinel, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        loop.remove_reader(process.sentinel)
+    process.join()
+
+
+Play = Callable[[float, int], Awaitable[Cost]]
+"""Plays so many trajectories, whose loops compute for so many seconds a turn."""
+
+
+@asynccontextmanager
+async def playing(workers: int) -> AsyncIterator[Play]:
+    """Engines, and who plays on them."""
     config, metrics, ids = config_of(workers), Metrics(), count()
     assert isinstance(config.engine, SimulatedEngines)
-
-    @asynccontextmanager
-    async def open_worker(name: str) -> AsyncIterator[Link]:
-        async with door("127.0.0.1") as listening:
-            spawn = multiprocessing.get_context("spawn")
-            process = spawn.Process(target=work, args=(workers, listening.port, listening.key))
-            process.start()
-            link = await listening.link()
-        try:
-            yield link
-        finally:
-            link.close()
-            await asyncio.to_thread(process.join)
-
     pool = EnginePool(metrics, time.monotonic)
     for index in range(4):
         pool.add(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
         pool.serve(f"engine-{index}", 0)
     stage: Stage = (
-        RolloutWorkers(config.rollout, open_worker, metrics)
+        RolloutWorkers(config.rollout, lambda name: open_worker(workers), metrics)
         if workers
         else Here(config, chat=CHAT, metrics=metrics, clock=time.monotonic)
     )
-    task = Task(
-        task_id="t", messages=[{"role": "user", "content": PROMPT}], metadata={"compute_s": compute_s}
-    )
 
-    async def play(number: int) -> None:
+    async def play(task: Task, number: int) -> None:
         for _ in range(number):
             session = stage.session(
                 task=task,
@@ -154,42 +182,49 @@ async def measure(workers: int, compute_s: float, trajectories: int) -> Cost:
             )
             await close(await stage.play(task, session))
 
-    async def all_play(number: int) -> None:
+    async def cost(compute_s: float, trajectories: int) -> Cost:
+        messages = [{"role": "user", "content": PROMPT}]
+        task = Task(task_id="t", messages=messages, metadata={"compute_s": compute_s})
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
         async with Nursery() as players:
             for player in range(CONCURRENT):
-                players.start(f"player {player}", play(max(1, number // CONCURRENT)))
-
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(stage)
-        await all_play(CONCURRENT)
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
-        await all_play(trajectories)
+                players.start(f"player {player}", play(task, trajectories // CONCURRENT))
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
-    turns = max(1, trajectories // CONCURRENT) * CONCURRENT * TURNS
-    return Cost(cpu_us=1e6 * cpu_s / turns, turns_per_s=turns / wall_s)
+        turns = trajectories * TURNS
+        return Cost(cpu_us=1e6 * cpu_s / turns, turns_per_s=turns / wall_s)
+
+    async with stage:
+        yield cost
 
 
-def compare(compute_ms: float, rounds: int, trajectories: int) -> list[dict[str, Any]]:
-    """With no worker, one and two, in turns."""
-    found: dict[int, list[Cost]] = {0: [], 1: [], 2: []}
-    for _ in range(rounds):
-        for workers, costs in found.items():
-            costs.append(asyncio.run(measure(workers, compute_ms / 1e3, trajectories)))
-    rows = []
-    for workers, costs in found.items():
-        ratios = [cost.cpu_us / here.cpu_us for cost, here in zip(costs, found[0], strict=True)]
-        rows.append(
-            {
-                "compute_ms": compute_ms,
-                "workers": workers,
-                "driver_cpu_us_per_turn": round(statistics.median(c.cpu_us for c in costs)),
-                "of_no_worker": round(statistics.median(ratios), 2),
-                "smallest": round(min(ratios), 2),
-                "largest": round(max(ratios), 2),
-                "turns_per_s": round(statistics.median(c.turns_per_s for c in costs)),
-            }
-        )
+async def compare(rounds: int, trajectories: int) -> list[dict[str, Any]]:
+    """With no worker, one and two, in turns, after a round to warm up."""
+    async with AsyncExitStack() as stack:
+        plays = [await stack.enter_async_context(playing(workers)) for workers in range(3)]
+        for play in plays:
+            await play(0.0, CONCURRENT)
+        rows = []
+        for compute_ms in (0.0, 2.0):
+            found: list[list[Cost]] = [[] for _ in plays]
+            for _ in range(rounds):
+                for play, costs in zip(plays, found, strict=True):
+                    costs.append(await play(compute_ms / 1e3, trajectories))
+            rows += [row(compute_ms, workers, costs, found[0]) for workers, costs in enumerate(found)]
     return rows
+
+
+def row(compute_ms: float, workers: int, costs: list[Cost], here: list[Cost]) -> dict[str, Any]:
+    """Medians, and ratios to the driver that plays all itself."""
+    ratios = [cost.cpu_us / own.cpu_us for cost, own in zip(costs, here, strict=True)]
+    return {
+        "compute_ms": compute_ms,
+        "workers": workers,
+        "driver_cpu_us_per_turn": round(statistics.median(c.cpu_us for c in costs)),
+        "of_no_worker": round(statistics.median(ratios), 2),
+        "smallest": round(min(ratios), 2),
+        "largest": round(max(ratios), 2),
+        "turns_per_s": round(statistics.median(c.turns_per_s for c in costs)),
+    }
 
 
 def main() -> None:
@@ -198,8 +233,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer trajectories and rounds")
     parser.add_argument("--json", help="write the rows here as well")
     options = parser.parse_args()
-    rounds, trajectories = (3, 128) if options.quick else (7, 1024)
-    rows = [row for compute_ms in (0.0, 2.0) for row in compare(compute_ms, rounds, trajectories)]
+    rows = asyncio.run(compare(3, 128) if options.quick else compare(7, 1024))
     print(
         f"{'user code a turn':>18}{'workers':>9}{'driver CPU a turn':>19}{'of 0 workers':>22}{'turns/s':>10}"
     )

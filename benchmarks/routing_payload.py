@@ -27,6 +27,8 @@ import tracemalloc
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -344,6 +346,16 @@ def show(rows: list[dict[str, object]]) -> None:
             )
 
 
+def begin(target: Callable[..., None], *arguments: Any) -> tuple[SpawnProcess, Connection]:
+    """A process of its own, and where its answers come; its end is an EOFError there."""
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=target, args=(*arguments, sender), daemon=True)
+    process.start()
+    sender.close()
+    return process, receiver
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -353,15 +365,11 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = one_payload(3 if arguments.quick else 9)
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    spawn = multiprocessing.get_context("spawn")
-    server = spawn.Process(target=serve, args=(sender,), daemon=True)
-    server.start()
-    url = f"http://127.0.0.1:{receiver.recv()}"
+    server, receiver = begin(serve)
     try:
+        url = f"http://127.0.0.1:{receiver.recv()}"
         for way in WAYS:
-            child = spawn.Process(target=many_payloads, args=(way, url, arguments.quick, sender))
-            child.start()
+            child, receiver = begin(many_payloads, way, url, arguments.quick)
             rows.append(receiver.recv())
             child.join()
     finally:

@@ -126,8 +126,8 @@ def timed(work: Callable[[], Any]) -> Callable[[], float]:
 
 
 def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarray, target: str = "") -> Row:
-    """Ours against the reference of the same rounds."""
-    ratios = np.percentile(ours / np.median(other), [25, 50, 75])
+    """Ours against the reference, of the same round where there are as many of both: load comes and goes."""
+    ratios = np.percentile(ours / (other if len(other) == len(ours) else np.median(other)), [25, 50, 75])
     return Row(
         what=what,
         size=size,
@@ -297,8 +297,9 @@ def main() -> None:
     repetitions = 20 if options.quick else 100
     folder = Path(tempfile.mkdtemp(prefix="async-rl-benchmark-", dir=options.directory))
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=read_frames, args=(theirs,))
+    process = multiprocessing.get_context("spawn").Process(target=read_frames, args=(theirs,), daemon=True)
     process.start()
+    theirs.close()  # so that its end is an EOFError here
     try:
         spool = Spool(folder, max_bytes=None)
         rows = hand_over(spool, ours, [2048, 8192] if options.quick else [2048, 8192, 32768], repetitions)
