@@ -1,5 +1,6 @@
 """A checkpoint of any layout goes on under any other: the same state bit for bit, and the same next step."""
 
+import gc
 from pathlib import Path
 
 import msgspec
@@ -54,6 +55,7 @@ def run_rank(rank: int, model: str, out: str) -> None:
     for dtype, chain in (("float32", CHAIN), ("bfloat16", HALVES)):
         before = "one"
         for name in chain:
+            gc.collect()  # threads of earlier process groups wake a hundred times a second
             worker = TrainerWorker(
                 config_of(model, 2, CHAIN[name], dtype), rank, 2, f"file://{out}/meet {dtype} {name}"
             )

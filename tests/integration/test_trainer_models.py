@@ -1,5 +1,6 @@
 """Each architecture in the trainer: against Hugging Face, with routing replayed, over several ranks."""
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -404,6 +405,7 @@ def run_rank(rank: int, parent: str, out: str) -> None:
 
     torch.set_num_threads(1)
     for name, layout in LAYOUTS.items():
+        gc.collect()  # threads of earlier process groups wake a hundred times a second
         config = laid_out_config(parent, name, num_ranks=2, layout=layout, recompute="full")
         worker = TrainerWorker(config, rank, 2, f"file://{out}/rendezvous {name}")
         worker.setup(None)

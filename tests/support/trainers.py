@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from async_rl.config import parse_config
 from async_rl.types import TrainBatch
 from trainer.megatron import cpu
 from trainer.megatron.packing import targets
@@ -56,6 +58,23 @@ def started(config: dict[str, Any], checkpoints: Path | None = None) -> Iterator
         yield worker
     finally:
         worker.close()
+
+
+@contextlib.contextmanager
+def trial(worker: TrainerWorker, config: dict[str, Any]) -> Iterator[None]:
+    """The worker under another config, of the same model and layout; its steps change no weight.
+
+    To set up another worker takes longer than all that is looked at.
+    """
+    kept = worker._config, worker._steps
+    worker._config = parse_config(config)
+    if worker._config.trainer.loss.kl.coefficient and not hasattr(worker.model, "_reference"):
+        worker.model.keep_reference()
+    try:
+        with mock.patch.object(worker.model.optimizer, "step_with_ready_grads", return_value=True):
+            yield
+    finally:
+        worker._config, worker._steps = kept
 
 
 def log_probs_of(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
