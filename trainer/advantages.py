@@ -27,6 +27,9 @@ Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_basel
 def estimate_advantages(estimator: Estimator, rewards: Float32Array, group_index: Int32Array) -> Float32Array:
     """The advantages of a batch's trajectories.
 
+    Deviations are those of the population, and a batch's mean and deviation count every trajectory once:
+    verl and TRL divide a group's squares by G - 1, verl whitens a batch token by token.
+
     A group whose rewards are all equal gets zeros from all but `reinforce++`, and so does a group of one.
 
     Args:
@@ -70,6 +73,28 @@ def estimate_advantages(estimator: Estimator, rewards: Float32Array, group_index
     return advantages.astype(np.float32)
 
 
+def longest_answers(weight_versions: Int32Array, offsets: Int64Array) -> Int64Array:
+    """The tokens of each trajectory's longest answer: what the policy wrote between two things that it read.
+
+    Whether a token is trained on does not matter: one that has grown too old, or that a sibling branch
+    trains, has been written all the same.
+
+    Args:
+        weight_versions: `[S]`, -1 where not sampled.
+        offsets: `[N + 1]`, where trajectories begin and end; none is empty.
+
+    Returns:
+        `[N] int64`.
+    """
+    sampled = weight_versions >= 0
+    begins = sampled & ~np.roll(sampled, 1)
+    begins[offsets[:-1]] = True  # also where nothing is sampled: a run of no tokens
+    starts = np.flatnonzero(begins)
+    answers = np.add.reduceat(sampled.astype(np.int64), starts)
+    longest: Int64Array = np.maximum.reduceat(answers, np.searchsorted(starts, offsets[:-1]))
+    return longest
+
+
 def overlong_penalty(lengths: Int64Array, longest: int, buffer: int) -> Float32Array:
     """What an answer loses that comes near the longest one allowed: from 0 at the buffer's begin to -1.
 
@@ -77,7 +102,7 @@ def overlong_penalty(lengths: Int64Array, longest: int, buffer: int) -> Float32A
     `longest`.
 
     Args:
-        lengths: `[N]`, sampled tokens of each trajectory.
+        lengths: `[N]`, tokens of each trajectory's longest answer.
         longest: Tokens of the longest answer.
         buffer: Tokens before that in which the penalty grows; at least 1.
 

@@ -13,7 +13,8 @@ def kl_estimate(kind: Kind, log_probs: torch.Tensor, reference: torch.Tensor) ->
     """An estimate of KL(policy, reference) at each token, `[n]` nats.
 
     With `d = log_probs - reference`: `k1` is `d`, unbiased, of either sign; `k2` is `d² / 2`, biased, never
-    negative, and its gradient is that of the KL; `k3` is `exp(-d) - 1 + d`, unbiased and never negative.
+    negative, and its gradient is that of the KL; `k3` is `exp(-d) - 1 + d`, unbiased and never negative, and
+    its gradient is that of the KL the other way round, KL(reference, policy).
 
     Args:
         kind: The estimator. As a term of the loss `k1` has a gradient of mean zero: use `k2` or `k3`.

@@ -34,7 +34,7 @@ from async_rl.errors import NonFiniteLoss
 from async_rl.training import Saved, StepResult, TrainerState
 from async_rl.types import Float32Array, Int64Array, TrainBatch
 from trainer import agreement
-from trainer.advantages import estimate_advantages, overlong_penalty
+from trainer.advantages import estimate_advantages, longest_answers, overlong_penalty
 from trainer.checkpoints import loading
 from trainer.checkpoints.saving import Saver, saver_of
 from trainer.export import WeightExport
@@ -294,10 +294,12 @@ class TrainerWorker:
         """Of the rewards as the config shapes them, by token, `[S]`."""
         config = self._config
         loss = config.trainer.loss
-        lengths = np.bincount(wanted.trajectory[wanted.mask], minlength=batch.num_trajectories)
         rewards = batch.rewards
         if loss.overlong_buffer_tokens is not None:
-            longest = config.rollout.max_new_tokens
+            lengths, longest = (
+                longest_answers(batch.weight_versions, batch.offsets),
+                config.rollout.max_new_tokens,
+            )
             rewards = rewards + overlong_penalty(lengths, longest, loss.overlong_buffer_tokens)
         if reference is not None and loss.kl.where == "reward":
             policy = wanted.rollout_log_probs if old is None else self._from_all_ranks(old)

@@ -114,7 +114,7 @@ class LossConfig(Strict, frozen=True, kw_only=True):
         Meta(
             description=(
                 "The reward falls from 0 to -1 over the last so many tokens before "
-                "`rollout.max_new_tokens` (DAPO); null leaves it as it is."
+                "`rollout.max_new_tokens` (DAPO), by the longest turn; null leaves it as it is."
             ),
         ),
     ] = None

@@ -16,6 +16,7 @@ from tests.support.trainers import (
     native_rows,
     started,
     trainer_config,
+    trial,
     weights,
 )
 
@@ -67,6 +68,11 @@ def test_gradients_do_not_depend_on_the_cut_into_micro_batches(moe, loss):
 
 def test_the_reference_stays_the_models_own_weights_when_the_policy_moves(moe):
     config = trainer_config(moe, loss={"kl": {"coefficient": 0.1, "estimator": "k3"}})
+    in_the_reward = {"coefficient": 0.5, "estimator": "k1", "where": "reward"}
+    shaped = trainer_config(
+        moe, loss={"kl": in_the_reward, "advantages": "dr_grpo", "overlong_buffer_tokens": 20}
+    )
+    shaped["rollout"] |= {"max_new_tokens": 30}
     with started(config) as worker:
         batch = random_batch(layers=2)
         batch = near(worker, msgspec.structs.replace(batch, routed_experts=native_rows(worker, batch)))
@@ -80,11 +86,22 @@ def test_the_reference_stays_the_models_own_weights_when_the_policy_moves(moe):
             assert all(torch.equal(tensor, before[name]) for name, tensor in weights(worker).items())
             reference = log_probs_of(worker, batch)
         assert all(torch.equal(tensor, moved[name]) for name, tensor in weights(worker).items())
+        with trial(worker, shaped):
+            in_reward = worker.train_on(batch, 2).metrics
         second = worker.train_on(batch, 2).metrics
-    difference = (policy - reference)[:-1][batch.loss_mask[1:]].astype(np.float64)
+    mask = batch.loss_mask[1:]
+    difference = (policy - reference)[:-1][mask].astype(np.float64)
     expected = np.mean(np.expm1(-difference) + difference)
     assert second["reference_kl"] == pytest.approx(expected, rel=1e-3)
     assert second["reference_kl"] > 1e-5
+
+    # In the reward: whole answers of 10, 4, 27, 16, 2 and 19 tokens pay for the distance and for length.
+    trajectory = np.repeat(np.arange(6), np.diff(batch.offsets))[1:][mask]
+    rewards = batch.rewards - 0.5 * np.bincount(trajectory, difference) - np.array([0, 0, 17, 6, 0, 9]) / 20
+    advantages = (rewards.reshape(3, 2) - rewards.reshape(3, 2).mean(1, keepdims=True)).ravel()
+    ratio = np.exp(policy[:-1][mask] - batch.rollout_log_probs[1:][mask])
+    by_hand = -np.mean(np.minimum(ratio, 2.0) * advantages[trajectory])
+    assert in_reward["loss"] == pytest.approx(by_hand, abs=1e-5)
 
 
 def test_a_penalty_holds_the_policy_near_its_reference(moe):

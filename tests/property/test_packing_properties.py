@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 
 from tests.support.train_batches import random_batch
 from trainer.megatron.cost import SequenceCost
-from trainer.megatron.packing import MicroBatch, level, pack, plan_micro_batches, shift_left, take, targets
+from trainer.megatron.packing import (
+    MicroBatch,
+    level,
+    pack,
+    plan_micro_batches,
+    shift_left,
+    split_updates,
+    take,
+    targets,
+)
 
 lengths_of_batches = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
@@ -76,6 +85,13 @@ def test_one_long_trajectory_counts_as_several_short_ones_when_attention_does():
     by_cost = plan_micro_batches(lengths, 10_000, 2, cost=SequenceCost(500.0))
     assert [sum(len(m.trajectories) for m in rank) for rank in by_tokens] == [6, 15]
     assert [sum(len(m.trajectories) for m in rank) for rank in by_cost] == [1, 20]
+
+
+def test_groups_stay_whole_when_a_batch_has_several_updates():
+    groups = np.array([0, 0, 0, 2, 2, 5, 5, 5, 5], np.int32)
+    assert split_updates(groups, 1) == [[*range(9)]]
+    assert split_updates(groups, 2) == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    assert split_updates(groups, 7) == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
 
 
 @given(lengths_of_batches, st.sampled_from([1, 2, 8]), st.data())

@@ -29,6 +29,7 @@ def weights(importance: ImportanceConfig, reject: RejectConfig = NO) -> list[flo
     [
         ({"level": "off"}, [1, 1, 1, 1, 1]),
         ({"level": "token", "high": 2.0}, [1, 2, 1 / E, 2, 2]),  # TIS
+        ({"level": "token", "high": 2.0, "low": 0.5}, [1, 2, 0.5, 2, 2]),
         ({"level": "token", "high": 5.0, "low": 0.5, "beyond": "mask"}, [1, 0, 0, E, E]),  # IcePop
         ({"level": "sequence", "high": 3.0}, [E, E, E, 3, 3]),  # products e and e²
         ({"level": "sequence", "high": 3.0, "beyond": "mask"}, [E, E, E, 0, 0]),  # MIS
