@@ -120,6 +120,24 @@ def _described(dataset: Dataset) -> str:
     return f"{dataset.name}: {len(dataset.tasks)} {schema}{weight}{prompts}{left_out}"
 
 
+def check_trainer(config: Config, worker: str, key: str) -> None:
+    """Ask the package of the trainer whether it can train this model in this layout.
+
+    Args:
+        config: Of the run.
+        worker: Dotted path of the worker class. Its package says what it knows by a function `check(config)`,
+            which must not load torch; one without it is asked when it is started.
+        key: The setting that holds the path.
+
+    Raises:
+        ConfigError: Of the path, or the package's own.
+    """
+    require_module(worker, key)
+    package = sys.modules.get(worker.partition(":")[0].rpartition(".")[0])
+    if package is not None and hasattr(package, "check"):
+        package.check(config)
+
+
 def require_module(path: str, key: str) -> None:
     """Find the trainer's module without importing it: it loads torch, and runs in other processes."""
     module, colon, attribute = path.partition(":")

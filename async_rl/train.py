@@ -54,9 +54,10 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
     Raises:
         ConfigError: Before the run has a folder, and so a log.
     """
-    from async_rl.preflight import check
+    from async_rl.preflight import check, check_trainer
 
     config = load_config(path, overrides)
+    check_trainer(config, config.trainer.worker, "trainer.worker")
     check(config)
     shown = console()
     with private_files(), run_folder(config) as run_dir:

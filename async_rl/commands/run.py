@@ -16,10 +16,11 @@ def _train(parsed: argparse.Namespace) -> int:
 
 def _check(parsed: argparse.Namespace) -> int:
     from async_rl.config import load_config
-    from async_rl.preflight import check
+    from async_rl.preflight import check, check_trainer
     from async_rl.reference import resolved_yaml
 
     config = load_config(parsed.config, parsed.overrides)
+    check_trainer(config, config.trainer.worker, "trainer.worker")
     findings = check(config)
     sys.stdout.write(resolved_yaml(config))
     for finding in findings:

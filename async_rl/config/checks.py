@@ -33,12 +33,17 @@ def check_data(config: Config) -> None:
 
 
 def check_groups(config: Config) -> None:
-    """Whether there are siblings to compare, where something compares them.
+    """Whether there are groups for every update, and siblings to compare where something compares them.
 
     Raises:
         ValueError: With the remedy.
     """
-    rollout = config.rollout
+    rollout, trainer = config.rollout, config.trainer
+    if trainer.updates_per_batch > trainer.groups_per_batch:
+        raise ValueError(
+            f"trainer.updates_per_batch is {trainer.updates_per_batch}, but trainer.groups_per_batch only "
+            f"{trainer.groups_per_batch}, and groups stay whole: lower the one or raise the other"
+        )
     if rollout.group_size > 1 or rollout.max_branches:
         return
     if rollout.dynamic_filtering:
@@ -126,6 +131,17 @@ def check_loss(config: Config) -> None:
         raise ValueError(
             f"trainer.loss.importance.low is {loss.importance.low}, above its high = "
             f"{loss.importance.high}: no ratio is between them"
+        )
+    low, high = loss.reject.geometric_low, loss.reject.geometric_high
+    if low is not None and high is not None and low > high:
+        raise ValueError(
+            f"trainer.loss.reject.geometric_low is {low}, above geometric_high = {high}: every answer would "
+            "be rejected"
+        )
+    if loss.dual_clip is not None and loss.objective != "ppo":
+        raise ValueError(
+            f"trainer.loss.dual_clip is {loss.dual_clip}, but only objective=ppo has it, and "
+            f"trainer.loss.objective is {loss.objective}: set dual_clip=null"
         )
     buffer = loss.overlong_buffer_tokens
     if buffer is not None and buffer >= rollout.max_new_tokens:

@@ -100,5 +100,8 @@ def _readable(message: str, tree: dict[str, Any]) -> str:
         for part in place.group(1).split("."):
             value = value.get(part) if isinstance(value, dict) else None
         if not isinstance(value, dict):
-            return f"{message.replace('`', chr(39))}; found {value!r}"
+            found = f"{message.replace('`', chr(39))}; found {value!r}"
+            kinds = {key: kind for key, kind, *_ in describe_fields()}
+            choices = kinds.get(place.group(1)) if "enum" in message else None
+            return f"{found}, expected one of {choices.replace(' | ', ', ')}" if choices else found
     return message.replace("`", "'")

@@ -28,7 +28,7 @@ def load_facts(model_path: str | Path, context_length: int | None = None) -> Eng
             and is not known.
     """
     try:
-        return facts_of(_read(model_path), context_length)
+        return facts_of(read_config(model_path), context_length)
     except KeyError as e:
         raise ConfigError(
             f"{model_path}/config.json does not say {e}: is it the config of a causal language model?"
@@ -46,7 +46,7 @@ def check_served_by_sglang(model_path: str | Path) -> None:
     Raises:
         ConfigError: With the layers.
     """
-    config = _read(model_path)
+    config = read_config(model_path)
     facts = facts_of(config)
     dense = sorted(set(range(facts.num_layers)) - set(facts.moe_layers))
     if facts.is_moe and dense and _HAS_EXPERTS[_kind(config)] is _sparse_step:
@@ -77,7 +77,12 @@ def check_model(config: Config, facts: EngineFacts) -> None:
         check_served_by_sglang(config.model.path)
 
 
-def _read(model_path: str | Path) -> dict[str, Any]:
+def read_config(model_path: str | Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face model folder.
+
+    Raises:
+        ConfigError: When there is none, or it is damaged.
+    """
     file = Path(model_path) / "config.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])

@@ -31,7 +31,7 @@ from async_rl.codec import write_frame
 from async_rl.config import Config, RoutingConfig, SftConfig, WeightsConfig, load_config
 from async_rl.engines.facts import load_facts
 from async_rl.errors import AsyncRLError, CheckpointError, ConfigError
-from async_rl.preflight import require_module
+from async_rl.preflight import check_trainer
 from async_rl.records import Figure, mean
 from async_rl.sft.plan import Plan, Row, SftBatch, batch_of, learning_rate, plan_batches
 from async_rl.sft.progress import Progress
@@ -150,7 +150,7 @@ def read_data(config: Config, settings: SftConfig) -> Data:
             f"sft.max_tokens is {settings.max_tokens}, but {config.model.path} has a context of "
             f"{facts.context_length} tokens: lower it"
         )
-    require_module(settings.worker, "sft.worker")
+    check_trainer(config, settings.worker, "sft.worker")
     chat = load_chat_format(config.model.path)
     rows, left_out = read_rows(Path(settings.path or ""), "sft.path", settings, chat)
     validation: list[Row] = []

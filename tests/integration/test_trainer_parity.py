@@ -1,19 +1,20 @@
 """The Megatron model against Hugging Face's own, weights in and out."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from async_rl.errors import ConfigError, TrainerError
 from tests.support.tiny_model import build_tiny_qwen3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import log_probs_of, native_rows, started, trainer_config, weights
-from trainer.megatron import bridge
-from trainer.megatron.layout import check_layout
+from trainer.fit import KNOWN
+from trainer.megatron import architectures, bridge
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -140,6 +141,16 @@ def test_model_is_refused_when_the_folder_is_missing(tmp_path):
         pass
 
 
+def test_model_is_refused_when_a_weight_is_missing(moe, tmp_path):
+    """What is not loaded would be random, and equal on all expert ranks."""
+    shutil.copytree(moe, tmp_path / "model")
+    tensors = load_file(moe / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Exception, match=r"experts\.3\.up_proj"), started(trainer_config(tmp_path / "model")):
+        pass
+
+
 def test_error_names_the_folder_when_weights_cannot_be_published(moe, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with started(trainer_config(moe)) as worker:
@@ -147,25 +158,5 @@ def test_error_names_the_folder_when_weights_cannot_be_published(moe, tmp_path):
             worker.publish(str(tmp_path / "file" / "version_1"), 1)
 
 
-@pytest.mark.parametrize(
-    ("layout", "words"),
-    [
-        ({"tp": 2}, "without expert parallelism set etp=2"),
-        ({"tp": 4, "etp": 4}, "tp must divide both"),
-        ({"ep": 3}, "8 experts: ep must divide them"),
-        ({"pp": 2}, "3 layers: pp must divide them"),
-        ({"ep": 2, "etp": 2}, "has tp=1 and etp=2"),
-    ],
-)
-def test_layout_is_refused_when_the_model_does_not_fit(moe, layout, words):
-    with started(trainer_config(moe)) as worker:
-        for size, value in layout.items():
-            field = {
-                "tp": "tensor_model_parallel_size",
-                "etp": "expert_tensor_parallel_size",
-                "ep": "expert_model_parallel_size",
-                "pp": "pipeline_model_parallel_size",
-            }[size]
-            setattr(worker.model.config, field, value)
-        with pytest.raises(ConfigError, match=words):
-            check_layout(worker.model.config, vocab_size=96)
+def test_what_is_known_before_the_start_is_what_has_a_bridge():
+    assert list(KNOWN) == sorted(architectures._BRIDGES)

@@ -13,6 +13,8 @@ from async_rl.config import Config, parse_config
 MOE = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "vocab_size": 512,

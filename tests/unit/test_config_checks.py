@@ -21,6 +21,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "check_groups": [
+        ("trainer={updates_per_batch: 3, groups_per_batch: 2}", "groups_per_batch only 2, and groups stay"),
         ("rollout={group_size: 1, dynamic_filtering: true}", "would drop all: raise rollout.group_size"),
         ("rollout.group_size=1", "advantages are all zero: use at least 2, or set trainer.loss.advantages"),
     ],
@@ -39,6 +40,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("engine.context_length=100", "engine.context_length is 100, below rollout.max_context_tokens"),
     ],
     "check_loss": [
+        ("trainer.loss.reject={geometric_low: 2.0, geometric_high: 1.0}", "every answer would be rejected"),
+        ("trainer.loss={objective: gspo, dual_clip: 3.0}", "only objective=ppo has it"),
         ("trainer.loss.importance={low: 3, high: 2}", "above its high = 2.0: no ratio is between them"),
         ("trainer.loss.overlong_buffer_tokens=999999", "every answer would be penalised"),
         ("trainer.loss.kl={coefficient: 0.1, where: loss, estimator: k1}", "use k2 or k3, or where=reward"),

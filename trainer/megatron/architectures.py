@@ -25,6 +25,7 @@ from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from async_rl.errors import ConfigError
+from trainer.fit import check_known
 from trainer.megatron.attention import PackedAttention
 from trainer.megatron.cpu import fuses_layers
 
@@ -274,10 +275,7 @@ def bridge_for(hf_config: Any, path: str, dtype: torch.dtype, fields: dict[str, 
         ConfigError: For a model, or a field of it, that the trainer does not know.
     """
     kind = hf_config.model_type
-    if kind not in _BRIDGES:
-        raise ConfigError(
-            f"model.path is {path}, a model of type {kind!r}; the trainer knows {', '.join(sorted(_BRIDGES))}"
-        )
+    check_known(kind, path)
     for field, actual, allowed in _EXPECTED[kind](hf_config):
         if actual not in allowed:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""A parallel layout in Megatron's words, and whether a model can be laid out so.
+"""A parallel layout in Megatron's words.
 
-What 0.16.1 would take without a word and compute wrongly is refused or set right here; docs/trainer.md has
-the list.
+What 0.16.1 would take without a word and compute wrongly is set right here or refused by `trainer.fit`;
+docs/trainer.md has the list.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 from megatron.core import parallel_state
 
 from async_rl.config import LayoutConfig
-from async_rl.errors import ConfigError
 
 
 def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fused: bool) -> dict[str, Any]:
@@ -56,48 +55,3 @@ def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fu
     if fused:
         fields |= {"moe_grouped_gemm": True, "moe_permute_fusion": True, "apply_rope_fusion": True}
     return fields
-
-
-def check_layout(config: Any, vocab_size: int) -> None:
-    """Check that a model can be cut as its Megatron config says.
-
-    Raises:
-        ConfigError: With the setting, what it is, and what it must divide.
-    """
-    tp, heads, groups = (
-        config.tensor_model_parallel_size,
-        config.num_attention_heads,
-        config.num_query_groups,
-    )
-    if heads % tp or groups % tp:
-        raise ConfigError(
-            f"trainer.layout.tp is {tp}, but the model has {heads} attention heads in {groups} groups: "
-            "tp must divide both"
-        )
-    if vocab_size % tp:
-        raise ConfigError(
-            f"trainer.layout.tp is {tp}, but the vocabulary has {vocab_size} tokens: tp must divide it"
-        )
-    ep, experts = config.expert_model_parallel_size, config.num_moe_experts or 0
-    if ep > 1 and experts % ep:
-        raise ConfigError(
-            f"trainer.layout.ep is {ep}, but the model has {experts} experts: ep must divide them"
-        )
-    etp = config.expert_tensor_parallel_size
-    if experts and ep == 1 and etp != tp:
-        # Megatron then takes experts for dense parameters and does not add up tensor ranks' gradients.
-        raise ConfigError(
-            f"trainer.layout has ep=1, tp={tp} and etp={etp}: without expert parallelism set etp={tp}"
-        )
-    if experts and etp > 1 and tp == 1:
-        raise ConfigError(
-            f"trainer.layout has tp=1 and etp={etp}: experts can only be split where attention is; set tp "
-            "above 1, or etp=1"
-        )
-    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
-    uneven = config.num_layers_in_first_pipeline_stage or config.num_layers_in_last_pipeline_stage
-    if config.num_layers % (pp * vpp) and not uneven:
-        raise ConfigError(
-            f"trainer.layout.pp is {pp} and vpp is {vpp}, but the model has {config.num_layers} layers: pp "
-            "must divide them, and so must pp times vpp; or set first_stage_layers, last_stage_layers"
-        )

@@ -28,11 +28,12 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
+from trainer.fit import Sizes, check_layout
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cost import sequence_cost
 from trainer.megatron.cpu import fuses_layers
-from trainer.megatron.layout import check_layout, transformer_config
+from trainer.megatron.layout import transformer_config
 from trainer.megatron.packing import Packing
 from trainer.megatron.padding import count_real_tokens, mask_for
 from trainer.megatron.replay import RouterReplayAdapter, Rows, local_rows, moe_layer_numbers
@@ -77,13 +78,20 @@ class MegatronModel:
             ConfigError: When model, layout and replay do not go together.
         """
         self.device = device
-        fields = transformer_config(layout or LayoutConfig(), recompute, replay, fused=fuses_layers(dtype))
+        layout = layout or LayoutConfig()
+        fields = transformer_config(layout, recompute, replay, fused=fuses_layers(dtype))
         self.bridge = HFBridge(path, dtype, **fields)
-        self.config = self.bridge.config
-        check_layout(self.config, self.bridge.hf_config.vocab_size)
-        self.cost = sequence_cost(
-            self.config, self.bridge.hf_config.vocab_size, len(moe_layer_numbers(self.config))
+        config, vocabulary = self.bridge.config, self.bridge.hf_config.vocab_size
+        sizes = Sizes(
+            layers=config.num_layers,
+            heads=config.num_attention_heads,
+            groups=config.num_query_groups,
+            vocabulary=vocabulary,
+            experts=config.num_moe_experts or 0,
         )
+        check_layout(layout, sizes)
+        self.config = config
+        self.cost = sequence_cost(config, vocabulary, len(moe_layer_numbers(config)))
         modules = self.bridge.build()
         for module in modules:
             for parameter in module.parameters():

@@ -1,0 +1,91 @@
+"""What is refused before a trainer is started: models it does not know, layouts they cannot be cut by."""
+
+import pytest
+
+from async_rl.cli import main
+from async_rl.config import LayoutConfig
+from async_rl.errors import ConfigError
+from tests.support.run_config import write_run
+from trainer.fit import KNOWN, Sizes, check_layout
+
+MODEL = Sizes(layers=6, heads=4, groups=2, vocabulary=96, experts=8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"tp": 2}, "without expert parallelism set etp=2"),
+        ({"tp": 4, "etp": 4}, "4 attention heads in 2 groups: tp must divide both"),
+        ({"ep": 3}, "8 experts: ep must divide them"),
+        ({"pp": 4}, "6 layers: pp must divide them"),
+        ({"pp": 2, "vpp": 2}, "so must pp times vpp"),
+        ({"pp": 2, "first_stage_layers": 6}, "leaves 0 of the model's 6 for 1 others"),
+        (
+            {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 4},
+            "leaves 1 of the model's 6 for 0 others",
+        ),
+        ({"pp": 2, "vpp": 2, "first_stage_layers": 1}, "and every stage's among its vpp chunks"),
+        ({"ep": 2, "etp": 2}, "has tp=1 and etp=2"),
+    ],
+)
+def test_a_layout_is_refused_when_the_model_does_not_fit(layout, words):
+    with pytest.raises(ConfigError, match=words):
+        check_layout(LayoutConfig(**layout), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ({}, MODEL),
+        ({"tp": 2, "etp": 2, "pp": 3, "vpp": 2}, MODEL),
+        ({"tp": 2, "ep": 4}, MODEL),
+        ({"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1}, MODEL),
+        ({"pp": 2, "first_stage_layers": 1, "last_stage_layers": 5}, MODEL),
+        ({"pp": 2, "vpp": 2, "first_stage_layers": 2}, MODEL),
+        ({"tp": 2}, MODEL._replace(experts=0)),
+    ],
+)
+def test_a_layout_is_taken_when_everything_divides(layout, model):
+    check_layout(LayoutConfig(**layout), model)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "words"),
+    [
+        (MODEL._replace(vocabulary=97), {"tp": 2, "etp": 2}, "97 tokens: tp must divide it"),
+        (MODEL._replace(experts=0), {"ep": 2}, "no experts: set ep=1"),
+    ],
+)
+def test_a_layout_is_refused_when_another_model_does_not_fit(model, layout, words):
+    with pytest.raises(ConfigError, match=words):
+        check_layout(LayoutConfig(**layout), model)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "words"),
+    [
+        (
+            {"model_type": "gemma3", "num_experts": 0},
+            ["routing.replay=off"],
+            f"a model of type 'gemma3'; the trainer knows {', '.join(KNOWN)}",
+        ),
+        ({"model_type": "kimi_k2", "first_k_dense_replace": 1}, [], "a model of type 'kimi_k2'"),
+        (
+            {"num_attention_heads": 6},
+            ["trainer.num_ranks=4", "trainer.layout={tp: 4, etp: 4}"],
+            "6 attention",
+        ),
+        ({"num_attention_heads": None}, [], "does not say 'num_attention_heads'"),
+    ],
+)
+def test_a_check_says_so_before_anything_is_started(tmp_path, capsys, model, overrides, words):
+    path = write_run(tmp_path, **model)
+    for command in ("check", "train"):
+        assert main([command, str(path), *overrides]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_another_package_is_asked_when_it_is_started(tmp_path):
+    path = write_run(tmp_path, model_type="kimi_k2", first_k_dense_replace=1)
+    assert main(["check", str(path), "trainer.worker=tests.support.recording_worker:RecordingWorker"]) == 0
