@@ -55,7 +55,7 @@ async def ray_cluster(
 ) -> AsyncIterator[RayCluster]:
     """Join or start Ray, and end every process of the run with the block."""
     scratch = scratch_folder(run_dir)
-    await asyncio.to_thread(connect, config, scratch)
+    await connect(config, scratch)
     cluster = RayCluster(config, run_dir, server)
     try:
         yield cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
@@ -19,9 +20,13 @@ from ray._private.authentication.authentication_token_setup import (
 
 from async_rl.config import Config
 from async_rl.errors import EnvironmentNotReady
+from async_rl.threads import call_in_thread
 
 _OBJECT_STORE_BYTES: Final = 256 << 20
 """Of a Ray that we start: batches are files, so the store carries next to nothing."""
+
+_LIMIT_S: Final = 300.0
+"""For Ray to come up or to be joined. Where its head is lost in between, `ray.init` waits without an end."""
 
 
 def scratch_folder(run_dir: Path) -> Path:
@@ -44,12 +49,28 @@ def scratch_folder(run_dir: Path) -> Path:
     return scratch
 
 
-def connect(config: Config, scratch: Path) -> None:
-    """Join the cluster that the config names, or start Ray here, with what it writes in `scratch`; blocks.
+async def connect(config: Config, scratch: Path, *, limit_s: float = _LIMIT_S) -> None:
+    """Join the cluster that the config names, or start Ray here, with what it writes in `scratch`.
 
     Raises:
-        EnvironmentNotReady: When neither works.
+        EnvironmentNotReady: When neither works, or not within `limit_s` seconds.
     """
+    try:
+        async with asyncio.timeout(limit_s):
+            await call_in_thread(lambda: _connect(config, scratch), name="ray.init")
+    except TimeoutError as error:
+        raise EnvironmentNotReady(
+            f"could not {_aim(config)} in {limit_s:.0f} s: it began and then did not answer. Look whether "
+            "its head still runs (`ray status`), and start again"
+        ) from error
+
+
+def _aim(config: Config) -> str:
+    joined = config.placement.ray_address
+    return f"join the Ray cluster at {joined}" if config.placement.joins else "start Ray on this machine"
+
+
+def _connect(config: Config, scratch: Path) -> None:
     # Whoever reaches a port of Ray runs code as us. A Ray of one machine listens on the loopback interface
     # (the switch is private to Ray, and the only one) and asks for a token, for who else is on this machine.
     ray_constants.ENABLE_RAY_CLUSTER = config.placement.joins
@@ -61,7 +82,6 @@ def connect(config: Config, scratch: Path) -> None:
     # Ray would otherwise set up a virtual environment of its own where the driver was started by a tool that
     # makes some.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = config.placement.ray_address
     namespace = f"async-rl-{config.run.name}"
     try:
         if not config.placement.joins:
@@ -78,12 +98,15 @@ def connect(config: Config, scratch: Path) -> None:
             if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
                 # Who sets one for a cluster means to use it; Ray would also have to be told so.
                 maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-            ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address=config.placement.ray_address,
+                namespace=namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except Exception as error:  # Ray raises plain ones too: of a node that is not up in half a minute
-        joins = config.placement.joins
-        where = f"join the Ray cluster at {address}" if joins else "start Ray on this machine"
         raise EnvironmentNotReady(
-            f"could not {where}: {str(error).rstrip('.')}. Look whether the machine is overloaded, check "
-            "placement.ray_address and `ray status`; a cluster that is closed by a token needs it here too, "
-            "in RAY_AUTH_TOKEN"
+            f"could not {_aim(config)}: {str(error).rstrip('.')}. Look whether the machine is overloaded, "
+            "check placement.ray_address and `ray status`; a cluster that is closed by a token needs it here "
+            "too, in RAY_AUTH_TOKEN"
         ) from error

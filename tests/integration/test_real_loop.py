@@ -176,6 +176,7 @@ async def test_engines_and_trainer_learn_together_with_weights_from_disk(calcula
     assert (run_dir / "checkpoints" / "step_00000003").is_dir()
 
 
+@pytest.mark.long
 async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
     calculator, tmp_path, monkeypatch, caplog
 ):

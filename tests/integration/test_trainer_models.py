@@ -435,6 +435,7 @@ def laid_out(tmp_path_factory):
 
 
 @pytest.mark.case(30)
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_equal_one_when_a_model_is_laid_out(laid_out, layout):

@@ -59,7 +59,7 @@ def with_fields(monkeypatch):
     """Sets fields of Megatron's config that no setting of the trainer reaches."""
     plain = megatron_model.transformer_config
     return lambda **fields: monkeypatch.setattr(
-        megatron_model, "transformer_config", lambda *a: plain(*a) | fields
+        megatron_model, "transformer_config", lambda *a, **k: plain(*a, **k) | fields
     )
 
 

@@ -1,12 +1,14 @@
 """Where processes go in a cluster, and what is said when there is no room."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 import ray
 from ray._private import ray_constants
 
+from async_rl.config import parse_config
 from async_rl.engines.connect import check_shares_memory, external_keys, is_loopback, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.placement.actors import Frame, Home, go_to_work, interface_of
@@ -142,19 +144,40 @@ def test_only_loopback_addresses_are_told_to_be_of_this_machine(host, own):
     assert is_loopback(host) is own
 
 
-@pytest.mark.parametrize("error", [Exception("the node timed out."), ConnectionError("the node timed out")])
-def test_there_is_one_clear_error_when_ray_does_not_come_up(tmp_path, monkeypatch, error):
-    def fail(**arguments):
-        raise error
-
+@pytest.fixture
+def ray_untouched(monkeypatch):
+    """What a start of Ray sets in this process is as it was afterwards."""
     for name in (
         *("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_TOKEN", "GLOO_SOCKET_IFNAME"),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
     ):
-        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER)
+
+
+@pytest.mark.parametrize("error", [Exception("the node timed out."), ConnectionError("the node timed out")])
+async def test_there_is_one_clear_error_when_ray_does_not_come_up(
+    tmp_path, monkeypatch, ray_untouched, error
+):
+    def fail(**arguments):
+        raise error
+
     monkeypatch.setattr(ray, "init", fail)
     with pytest.raises(
         EnvironmentNotReady, match=r"could not start Ray on this machine: the node timed out\. "
     ):
-        connect(config_of(), tmp_path)
+        await connect(config_of(), tmp_path)
+
+
+async def test_there_is_one_clear_error_when_ray_does_not_answer(tmp_path, monkeypatch, ray_untouched):
+    never = threading.Event()
+    monkeypatch.setattr(ray, "init", lambda **arguments: never.wait())
+    tree = {
+        "model": {"path": "m"},
+        "data": {"path": "x.jsonl"},
+        "placement": {"ray_address": "10.0.0.1:6379"},
+    }
+    config = parse_config(tree)
+    with pytest.raises(EnvironmentNotReady, match=r"could not join the Ray cluster at 10.0.0.1:6379 in 0 s"):
+        await connect(config, tmp_path, limit_s=0.05)
+    never.set()
