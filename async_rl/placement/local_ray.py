@@ -26,7 +26,7 @@ _OBJECT_STORE_BYTES: Final = 256 << 20
 """Of a Ray that we start: batches are files, so the store carries next to nothing."""
 
 _LIMIT_S: Final = 300.0
-"""For Ray to come up or to be joined. Where its head is lost in between, `ray.init` waits without an end."""
+"""To join a cluster: where its head is lost meanwhile, `ray.init` waits without an end."""
 
 
 def scratch_folder(run_dir: Path) -> Path:
@@ -53,8 +53,13 @@ async def connect(config: Config, scratch: Path, *, limit_s: float = _LIMIT_S) -
     """Join the cluster that the config names, or start Ray here, with what it writes in `scratch`.
 
     Raises:
-        EnvironmentNotReady: When neither works, or not within `limit_s` seconds.
+        EnvironmentNotReady: When neither works, or a cluster is not joined within `limit_s` seconds.
     """
+    if not config.placement.joins:
+        # In a thread that lives on: what Ray starts is killed with the thread that started it
+        # (PR_SET_PDEATHSIG). It bounds the time itself.
+        await asyncio.to_thread(_connect, config, scratch)
+        return
     try:
         async with asyncio.timeout(limit_s):
             await call_in_thread(lambda: _connect(config, scratch), name="ray.init")
