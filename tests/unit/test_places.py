@@ -170,6 +170,7 @@ async def test_there_is_one_clear_error_when_ray_does_not_come_up(
 
 
 async def test_there_is_one_clear_error_when_ray_does_not_answer(tmp_path, monkeypatch, ray_untouched):
+    monkeypatch.delenv("RAY_AUTH_TOKEN")  # Ray would note, for the whole process, that there is one
     never = threading.Event()
     monkeypatch.setattr(ray, "init", lambda **arguments: never.wait())
     tree = {
