@@ -299,7 +299,7 @@ def show(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller, about a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller, a little over a minute")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="async-rl-benchmark-"))

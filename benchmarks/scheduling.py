@@ -606,7 +606,7 @@ def show(rows: Sequence[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="one seed, few versions: about three minutes of CPU"
+        "--quick", action="store_true", help="one seed, few versions: about a minute and a half"
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the rows here")
