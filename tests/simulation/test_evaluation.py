@@ -162,6 +162,21 @@ class World:
             reader.close()
 
 
+def broken_once(world: World, *, at: int, look: Callable[[], None] = lambda: None) -> list[int]:
+    """Have the trainer fail in a step, the first time, after a look around; the list tells that it has."""
+    step, failed = world.cluster.trainer.train_step, list[int]()
+
+    async def fail_once(path: str, number: int):
+        if number == at and not failed:
+            look()
+            failed.append(number)
+            raise TrainerError("the trainer broke")
+        return await step(path, number)
+
+    world.cluster.trainer.train_step = fail_once  # type: ignore[method-assign]
+    return failed
+
+
 def check(world: World, summary: Summary) -> None:
     """What holds whatever happened: two conservations, and every answer that was scored is of one version."""
     assert summary.trajectories.unaccounted == 0
@@ -300,15 +315,7 @@ def test_a_stop_does_not_wait_for_an_evaluation_when_devices_are_shared(tmp_path
 
 def test_it_is_evaluated_again_when_the_trainer_fails_after_it_on_shared_devices(tmp_path):
     world = World(on_shared_devices(make_config(tmp_path)))
-    step, failed = world.cluster.trainer.train_step, list[int]()
-
-    async def fail_once(path: str, number: int):
-        if number == 3 and not failed:
-            failed.append(number)
-            raise TrainerError("the trainer broke")
-        return await step(path, number)
-
-    world.cluster.trainer.train_step = fail_once  # type: ignore[method-assign]
+    failed = broken_once(world, at=3)
     summary = world.run()
     assert failed
     assert summary.trajectories.unaccounted == 0
@@ -403,16 +410,11 @@ def test_answers_are_scored_together_when_the_reward_is_a_groups(tmp_path):
 def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):
     """The trainer goes back to its checkpoint, and what was lent out comes back with all the others."""
     world = World(make_config(tmp_path, max_concurrent=1), step_s=0.3)
-    step, failed = world.cluster.trainer.train_step, []
 
-    async def fail_once(path: str, number: int):
-        if number == 4 and not failed:
-            assert world.orchestrator.pool.engines(EngineState.EVALUATING), "nothing is evaluated now"
-            failed.append(number)
-            raise TrainerError("the trainer broke")
-        return await step(path, number)
+    def look() -> None:
+        assert world.orchestrator.pool.engines(EngineState.EVALUATING), "nothing is evaluated now"
 
-    world.cluster.trainer.train_step = fail_once  # type: ignore[method-assign]
+    failed = broken_once(world, at=4, look=look)
     summary = world.run()
     assert failed
     assert summary.trajectories.unaccounted == 0
