@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from async_rl.rollout.api import Session
+from async_rl.rollout.session.api import Session
 from async_rl.types import StopReason, Task
 
 

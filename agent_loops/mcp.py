@@ -22,9 +22,9 @@ import msgspec
 from msgspec import Meta
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
-from async_rl.supervision import Nursery, first_error
+from async_rl.runtime.supervision import Nursery, first_error
+from async_rl.runtime.waits import waiting
 from async_rl.types import Task
-from async_rl.waits import waiting
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -26,10 +26,10 @@ import msgspec
 from agent_loops.base import AgentLoop
 from agent_loops.parsing import MalformedCall, ToolParser, load_parser, recognise
 from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, PromptTooLong
-from async_rl.loading import load_object
-from async_rl.openai_api.server import Access, Endpoint
-from async_rl.rollout.api import Session
-from async_rl.threads import call_in_thread
+from async_rl.openai_api.endpoint import Access, Endpoint
+from async_rl.rollout.session.api import Session
+from async_rl.runtime.loading import load_object
+from async_rl.runtime.threads import call_in_thread
 from async_rl.types import StopReason, Task
 
 if TYPE_CHECKING:

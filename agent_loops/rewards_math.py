@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.util
 
 from async_rl.errors import EnvironmentNotReady
+from async_rl.runtime.worker_processes import in_processes
 from async_rl.types import Completion, Task
-from async_rl.workers import in_processes
 
 if importlib.util.find_spec("math_verify") is None:
     raise EnvironmentNotReady(

@@ -33,7 +33,7 @@ import msgspec
 from msgspec import Meta
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
-from async_rl.supervision import finished
+from async_rl.runtime.supervision import finished
 from async_rl.types import Task
 
 log = logging.getLogger(__name__)

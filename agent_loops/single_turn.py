@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent_loops.base import AgentLoop
-from async_rl.rollout.api import Session
+from async_rl.rollout.session.api import Session
 from async_rl.types import Task
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agent_loops.base import AgentLoop
-from async_rl.rollout.api import Turn
+from async_rl.rollout.session.api import Turn
 from async_rl.types import Completion, StopReason, Task
 
 

@@ -9,8 +9,8 @@ from agent_loops.base import AgentLoop
 from agent_loops.parsing import ToolParser, load_parser, recognise
 from agent_loops.toolbox import Toolbox
 from async_rl.errors import ConfigError
-from async_rl.rollout.api import Session
-from async_rl.supervision import Nursery
+from async_rl.rollout.session.api import Session
+from async_rl.runtime.supervision import Nursery
 from async_rl.types import StopReason, Task
 
 

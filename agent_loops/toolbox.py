@@ -22,10 +22,10 @@ from agent_loops.mcp import McpServer, McpServerSpec
 from agent_loops.parsing import Call, MalformedCall
 from agent_loops.tools import load_tool
 from async_rl.errors import ConfigError, ToolError
-from async_rl.rollout.api import Session
-from async_rl.supervision import finished
+from async_rl.rollout.session.api import Session
+from async_rl.runtime.supervision import finished
+from async_rl.runtime.waits import waiting
 from async_rl.types import Task
-from async_rl.waits import waiting
 
 log = logging.getLogger(__name__)
 

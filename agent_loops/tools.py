@@ -12,10 +12,10 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 
 from async_rl.errors import ConfigError, ToolError
-from async_rl.loading import load_object
-from async_rl.threads import call_in_thread
+from async_rl.runtime.loading import load_object
+from async_rl.runtime.threads import call_in_thread
+from async_rl.runtime.waits import waiting
 from async_rl.types import Task
-from async_rl.waits import waiting
 
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Example|Examples|Note|Notes|Source):\s*$", re.MULTILINE)
 _PARAMETER = re.compile(r"^ *(\w+)(?: *\([^)]*\))?: *(.+)$")

@@ -26,14 +26,14 @@ from typing import ClassVar, cast
 import aiohttp
 import numpy as np
 
-from async_rl.chat import ChatFormat
 from async_rl.config import RolloutConfig, RoutingConfig
-from async_rl.engines.facts import facts_of
+from async_rl.data.chat_format import ChatFormat
+from async_rl.engine_protocol import Chunk, GenerateRequest, SamplingParams
+from async_rl.engines.model_facts import facts_of
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.protocol import Chunk, GenerateRequest, SamplingParams
-from async_rl.engines.sglang import SGLangEngine
-from async_rl.metrics import Metrics
-from async_rl.rollout.session import RolloutSession
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.observability.metrics import Metrics
+from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.types import Task
 
 PROMPT = np.arange(1024, dtype=np.int32) % 500

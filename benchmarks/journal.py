@@ -25,17 +25,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.chat import ChatFormat
 from async_rl.codec import read_frame
 from async_rl.config import Config, SimulatedEngines, parse_config
-from async_rl.engines.protocol import Engine, EngineFacts
+from async_rl.data.chat_format import ChatFormat
+from async_rl.engine_protocol import Engine, EngineFacts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError
-from async_rl.metrics import Metrics
-from async_rl.orchestrator import Cluster, Orchestrator
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal import Journal
+from async_rl.run.orchestrator import Cluster, Orchestrator
 from async_rl.simulation.users import SimulatedChat
-from async_rl.training import FIGURES, Saved, StepResult, Trainer, TrainerState
+from async_rl.trainer_protocol import FIGURES, Saved, StepResult, Trainer, TrainerState
 from async_rl.types import Context, Sampled, Task, TrainBatch
 
 FACTS = EngineFacts(

@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 
 from async_rl import routing
 from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engines.facts import load_facts
-from async_rl.engines.protocol import EngineFacts
-from async_rl.engines.server import SGLangServer
-from async_rl.engines.sglang import SGLangEngine
+from async_rl.engine_protocol import EngineFacts
+from async_rl.engines.model_facts import load_facts
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.server import SGLangServer
 from async_rl.queue.batching import assemble
 from async_rl.types import (
     Float32Array,

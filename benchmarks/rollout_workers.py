@@ -29,23 +29,23 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
 
-from async_rl.chat import ChatFormat
 from async_rl.config import Config, SimulatedEngines, parse_config
+from async_rl.data.chat_format import ChatFormat
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EnvironmentNotReady
-from async_rl.metrics import Metrics
-from async_rl.processes import die_with_parent
-from async_rl.rollout.api import Session
-from async_rl.rollout.playing import close
-from async_rl.rollout.remote.driver import RolloutWorkers
-from async_rl.rollout.remote.link import connect, door
-from async_rl.rollout.remote.messages import Link
-from async_rl.rollout.remote.worker import RolloutWorker
-from async_rl.rollout.stage import Here, Stage
+from async_rl.observability.metrics import Metrics
+from async_rl.rollout.attempt import close
+from async_rl.rollout.backend import Here, Stage
+from async_rl.rollout.session.api import Session
+from async_rl.rollout.workers.link import connect, door
+from async_rl.rollout.workers.messages import Link
+from async_rl.rollout.workers.worker import RolloutWorker
+from async_rl.rollout.workers.worker_backend import RolloutWorkers
+from async_rl.runtime.processes import die_with_parent
+from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.scenario import FACTS
 from async_rl.simulation.users import SimulatedChat
-from async_rl.supervision import Nursery
 from async_rl.types import Completion, Task
 
 TURNS = 3

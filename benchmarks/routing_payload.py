@@ -35,11 +35,11 @@ import numpy as np
 import orjson
 import pybase64
 
-from async_rl.engines.facts import facts_of
-from async_rl.engines.protocol import Finish, GenerateRequest, RoutingPayload, SamplingParams
-from async_rl.engines.sglang import SGLangEngine
-from async_rl.engines.sglang_routing import PIECE_BYTES, SLABS, RoutingText
-from async_rl.engines.sse import EventReader
+from async_rl.engine_protocol import Finish, GenerateRequest, RoutingPayload, SamplingParams
+from async_rl.engines.model_facts import facts_of
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.routing_payload import PIECE_BYTES, SLABS, RoutingText
+from async_rl.engines.sglang.sse import EventReader
 
 TOKENS, LAYERS, TOP_K, EXPERTS = 32768, 48, 8, 128
 ROWS = TOKENS - 1

@@ -37,9 +37,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
 
-from async_rl.engines.facts import load_facts
-from async_rl.engines.protocol import DiskUpdate
-from async_rl.engines.sglang import SGLangEngine
+from async_rl.engine_protocol import DiskUpdate
+from async_rl.engines.model_facts import load_facts
+from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.types import Context, ExpertIdArray, Int32Array, Sampled, TrainBatch, Trajectory
 from benchmarks.real_parts import (
     BUILDERS,

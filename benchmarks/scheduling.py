@@ -7,9 +7,10 @@ tokens/s, prompts of 512 tokens that nobody shares, groups of 8, answers lognorm
 at 32768). Training a version takes 0.9 of its fluid generation time, updating engines 5 s. `rel` is trained
 trajectories a second over the fluid bound: engines always full, updates free, the trainer never waited for.
 
-Ours is `async_rl.simulation.plan.simulate`: the orchestrator, manager, queue, pool and weight sync that run.
-A peer is modelled by what its scheduler decides, on the same engines: what may be in flight, what an update
-does to it, what a batch is made of, and what is thrown away. Each model says which project it follows.
+Ours is `async_rl.simulation.planned_job.simulate`: the orchestrator, manager, queue, pool and weight sync
+that run. A peer is modelled by what its scheduler decides, on the same engines: what may be in flight, what
+an update does to it, what a batch is made of, and what is thrown away. Each model says which project it
+follows.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from rich.console import Console
 from rich.table import Table
 
 from async_rl.config import Config, parse_config
-from async_rl.engines.protocol import Chunk, DiskUpdate, GenerateRequest, InterruptMode, SamplingParams
-from async_rl.simulation.coarse import CoarseEngine, EngineSpeed, mark
-from async_rl.simulation.plan import Simulation, simulate
+from async_rl.engine_protocol import Chunk, DiskUpdate, GenerateRequest, InterruptMode, SamplingParams
+from async_rl.runtime.supervision import Nursery
+from async_rl.simulation.coarse_engine import CoarseEngine, EngineSpeed, mark
+from async_rl.simulation.planned_job import Simulation, simulate
 from async_rl.simulation.virtual_time import run_virtual
 from async_rl.simulation.workload import EndlessTasks, Workload, fluid_rate
-from async_rl.supervision import Nursery
 
 ENGINES, SLOTS, GROUP, SCALE = 8, 128, 8, 64
 WORLD = Workload(shares_prompts=False)

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from async_rl.codec import encode, encoded_size
-from async_rl.engines.protocol import EngineFacts
+from async_rl.engine_protocol import EngineFacts
 from async_rl.queue.spool import FrameReader, Spool
 from async_rl.routing import make_trace
 from async_rl.staleness import Backlog

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from async_rl.weights.delta import DeltaWriter
 from async_rl.weights.follower import Follower
-from trainer.export import raw_of
+from trainer.weights.weight_export import raw_of
 
 SHARES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
 Tensors = dict[str, torch.Tensor]

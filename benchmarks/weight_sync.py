@@ -4,8 +4,8 @@
 
 A real SGLang server on the CPU gets the weights of a random Qwen3-MoE again and again, by each transport in
 turns, as `WeightSync` does it: into an engine that runs nothing, prefix cache flushed, version read back. The
-sender is `trainer.export`, from whole tensors in memory: gathering and renaming are the trainer's, and every
-transport has them.
+sender is `trainer.weights.weight_export`, from whole tensors in memory: gathering and renaming are the
+trainer's, and every transport has them.
 
     publish   the engine goes on generating meanwhile: the files of `disk`
     stall     the engine generates nothing: from the first request of the update to the version read back
@@ -36,15 +36,15 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
 
-from async_rl.engines.protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
-from async_rl.engines.server import free_port
-from async_rl.engines.sglang import SGLangEngine
+from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.server import free_port
 from async_rl.weights.relay import Relay
 from benchmarks.real_parts import serving, write_json
 from tests.support.live_bytes import LiveBytes
 from tests.support.sglang_world import in_trainer_order
 from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
-from trainer.export import WeightExport
+from trainer.weights.weight_export import WeightExport
 
 GROUP = "benchmark"
 

@@ -1,3 +1,3 @@
 """The Megatron-Core trainer: one process a rank, its own schedule, routing replayed."""
 
-from trainer.fit import check as check
+from trainer.validate import check as check

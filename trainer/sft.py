@@ -13,16 +13,16 @@ import numpy as np
 import torch
 
 from async_rl.codec import read_frame
-from async_rl.sft.plan import SftBatch
-from async_rl.training import StepResult
-from trainer.log_probs import vocab_parallel_log_probs
+from async_rl.sft.schedule import SftBatch
+from async_rl.trainer_protocol import StepResult
+from trainer.collectives import together
+from trainer.losses.log_probs import vocab_parallel_log_probs
 from trainer.megatron.packing import targets
-from trainer.ranks import together
 from trainer.worker import TrainerWorker
 
 
 class SftWorker(TrainerWorker):
-    """`async_rl.training.TrainerRank` whose batches are `SftBatch`es."""
+    """`async_rl.trainer_protocol.TrainerRank` whose batches are `SftBatch`es."""
 
     def train_step(self, batch_path: str, step: int) -> StepResult:
         """Consume the `SftBatch` frame at a path; see `fit`."""

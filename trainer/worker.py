@@ -29,16 +29,20 @@ import torch
 
 from async_rl.codec import read_frame
 from async_rl.config import Config, parse_config
-from async_rl.engines.protocol import GroupInvite, TensorSpec
+from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import NonFiniteLoss
-from async_rl.training import Saved, StepResult, TrainerState
+from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from async_rl.types import Float32Array, Int64Array, TrainBatch
-from trainer import agreement
-from trainer.advantages import estimate_advantages, longest_answers, overlong_penalty
+from trainer import logprob_mismatch
 from trainer.checkpoints import loading
 from trainer.checkpoints.saving import Saver, saver_of
-from trainer.export import WeightExport
-from trainer.log_probs import vocab_parallel_log_probs
+from trainer.collectives import together
+from trainer.losses.advantages import estimate_advantages, longest_answers, overlong_penalty
+from trainer.losses.kl import kl_estimate
+from trainer.losses.log_probs import vocab_parallel_log_probs
+from trainer.losses.objectives import token_weights
+from trainer.losses.policy_loss import SUMS, Tokens, means, policy_sums
+from trainer.losses.sequences import Sequences
 from trainer.megatron.model import Inputs, LossFunction, MegatronModel
 from trainer.megatron.offload import Offload, memory_saver
 from trainer.megatron.packing import (
@@ -52,14 +56,10 @@ from trainer.megatron.packing import (
 )
 from trainer.megatron.process_groups import choose_device, start_process_groups, stop_process_groups
 from trainer.megatron.replay import check_rows
-from trainer.objectives import token_weights
-from trainer.penalties import kl_estimate
-from trainer.ranks import together
 from trainer.schedule import linear_warmup
-from trainer.sequences import Sequences
-from trainer.served import check_exported, served_specs
-from trainer.snapshot import Snapshot, beside_training
-from trainer.sums import SUMS, Tokens, means, policy_sums
+from trainer.weights.snapshot import Snapshot, beside_training
+from trainer.weights.weight_export import WeightExport
+from trainer.weights.weight_manifest import check_exported, served_specs
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Goal:
 
 
 class TrainerWorker:
-    """`async_rl.training.TrainerRank` on Megatron-Core."""
+    """`async_rl.trainer_protocol.TrainerRank` on Megatron-Core."""
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
         """Take the whole run config as plain values; nothing is built yet."""
@@ -234,7 +234,7 @@ class TrainerWorker:
         return StepResult(
             step=step,
             metrics=metrics
-            | agreement.measure(wanted, start, cap)
+            | logprob_mismatch.measure(wanted, start, cap)
             | probe
             | _routing_counts(batch)
             | {
@@ -246,7 +246,7 @@ class TrainerWorker:
                 "trained_tokens": float(wanted.mask.sum()),
                 "step_s": time.perf_counter() - begin,
             },
-            extremes=agreement.extremes(batch, wanted, start),
+            extremes=logprob_mismatch.extremes(batch, wanted, start),
         )
 
     def _update(self, loss: float, learning_rate: float, step: int, batch: TrainBatch) -> float | None:
@@ -416,7 +416,7 @@ class TrainerWorker:
         parts = self.model.run(inputs, self._keep_log_probs(sample), forward_only=True)
         probed = _spread(sample, [torch.ones_like(part) for part in parts], len(start))
         native = self._from_all_ranks(_spread(sample, parts, len(start)))
-        return agreement.measure_routing(wanted, start, native, self._from_all_ranks(probed) > 0)
+        return logprob_mismatch.measure_routing(wanted, start, native, self._from_all_ranks(probed) > 0)
 
     def _forward_backward(
         self, placed: list[_Placed], trajectories: Sequence[int], goal: Goal

@@ -24,7 +24,7 @@ from agent_loops.parsing.formats import (
     Qwen3CoderParser,
 )
 from async_rl.errors import ConfigError
-from async_rl.loading import load_object
+from async_rl.runtime.loading import load_object
 
 __all__ = [
     "PARSERS",

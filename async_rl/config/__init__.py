@@ -6,20 +6,26 @@ strict conversion. A misspelt key, a value out of range or two settings that exc
 generated per run and handed over in a file that only we can read.
 """
 
-from async_rl.config.data import DataConfig, DatasetConfig, RowsConfig, SourceConfig
-from async_rl.config.describing import changed_fields, describe_fields
-from async_rl.config.engines import (
+from async_rl.config.data_settings import DataConfig, DatasetConfig, RowsConfig, SourceConfig
+from async_rl.config.description import changed_fields, describe_fields
+from async_rl.config.engine_settings import (
     EnginesConfig,
     RoutingConfig,
     SGLangEngines,
     SimulatedEngines,
     WeightsConfig,
 )
-from async_rl.config.evaluation import EvaluationConfig
-from async_rl.config.reading import apply_override, load_config, parse_config, to_builtins
-from async_rl.config.rollout import FunctionReward, HttpReward, NamedLoop, RewardConfig, RolloutConfig
+from async_rl.config.evaluation_settings import EvaluationConfig
+from async_rl.config.loader import apply_override, load_config, parse_config, to_builtins
+from async_rl.config.rollout_settings import (
+    FunctionReward,
+    HttpReward,
+    NamedLoop,
+    RewardConfig,
+    RolloutConfig,
+)
 from async_rl.config.root import Config
-from async_rl.config.service import (
+from async_rl.config.run_settings import (
     DoctorConfig,
     MetricsConfig,
     ModelConfig,
@@ -28,8 +34,8 @@ from async_rl.config.service import (
     RunConfig,
     WandbConfig,
 )
-from async_rl.config.sft import SftConfig
-from async_rl.config.trainer import (
+from async_rl.config.sft_settings import SftConfig
+from async_rl.config.trainer_settings import (
     ImportanceConfig,
     KLConfig,
     LayoutConfig,

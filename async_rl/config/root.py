@@ -1,14 +1,19 @@
-"""A whole config."""
+"""The whole config, and the checks of settings that must fit together.
+
+Each check names the settings, what it found and the remedy.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
+
 from async_rl.config.base import Strict
-from async_rl.config.checks import CHECKS
-from async_rl.config.data import DataConfig
-from async_rl.config.engines import RoutingConfig, SGLangEngines, SimulatedEngines, WeightsConfig
-from async_rl.config.evaluation import EvaluationConfig
-from async_rl.config.rollout import RolloutConfig
-from async_rl.config.service import (
+from async_rl.config.data_settings import DataConfig
+from async_rl.config.engine_settings import RoutingConfig, SGLangEngines, SimulatedEngines, WeightsConfig
+from async_rl.config.evaluation_settings import EvaluationConfig
+from async_rl.config.rollout_settings import RolloutConfig
+from async_rl.config.run_settings import (
     DoctorConfig,
     MetricsConfig,
     ModelConfig,
@@ -16,8 +21,8 @@ from async_rl.config.service import (
     QueueConfig,
     RunConfig,
 )
-from async_rl.config.sft import SftConfig
-from async_rl.config.trainer import TrainerConfig
+from async_rl.config.sft_settings import SftConfig
+from async_rl.config.trainer_settings import TrainerConfig
 
 
 class Config(Strict, frozen=True, kw_only=True):
@@ -52,3 +57,274 @@ class Config(Strict, frozen=True, kw_only=True):
     def max_outstanding_groups(self) -> int:
         """Groups that may be dispatched and not yet trained: more could not be trained within the bound."""
         return self.trainer.groups_per_batch * (self.rollout.max_staleness + 1)
+
+
+def check_sharing(config: Config) -> None:
+    """Refuse a config that has one side work in the other's turn.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    if not config.placement.shared:
+        return
+    engine, weights, trainer = config.engine, config.weights, config.trainer
+    urls = engine.urls if isinstance(engine, SGLangEngines) else ()
+    if urls or engine.urls_file is not None:
+        raise ValueError(
+            "placement.shared: engine.urls and engine.urls_file name servers that somebody else started, on "
+            "devices that are not ours to share: leave them out"
+        )
+    if isinstance(engine, SGLangEngines) and engine.device != trainer.device:
+        raise ValueError(
+            f"placement.shared: engine.device is {engine.device} and trainer.device is {trainer.device}: set "
+            "both to the same"
+        )
+    if weights.interrupt != "abort":
+        raise ValueError(
+            f"placement.shared: weights.interrupt is {weights.interrupt}, which leaves calls on engines that "
+            "are to be empty: set weights.interrupt=abort"
+        )
+    if weights.transport != "disk":
+        raise ValueError(
+            f"placement.shared: weights.transport is {weights.transport}, for which the trainer must hold "
+            "its weights while engines load them: set weights.transport=disk"
+        )
+    for field in ("overlap", "rolling"):
+        if getattr(weights, field):
+            raise ValueError(
+                f"placement.shared: weights.{field} has engines and trainer at work at the same time: set "
+                f"weights.{field}=false"
+            )
+    if config.evaluation.enabled and config.evaluation.engines != "shared":
+        raise ValueError(
+            f"placement.shared: evaluation.engines is {config.evaluation.engines}, but engines that are kept "
+            "for evaluation would hold their devices in the trainer's turn: set evaluation.engines=shared"
+        )
+
+
+def check_data(config: Config) -> None:
+    """Where the tasks are.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    data = config.data
+    supervised = config.sft.path is not None and data == DataConfig()
+    if (data.path is None) == (not data.datasets) and not supervised:
+        both = "are both set: name one file in the one, or all in the other"
+        none = "are both missing: set data.path to a .jsonl or .parquet file of tasks"
+        raise ValueError(f"data.path and data.datasets {none if data.path is None else both}")
+    weights = [dataset.weight for dataset in data.datasets]
+    if None in weights and any(weights):
+        raise ValueError(
+            f"data.datasets: the weights are {weights}; set all of them, or none for every row once an epoch"
+        )
+
+
+def check_groups(config: Config) -> None:
+    """Whether there are groups for every update, and siblings to compare where something compares them.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    rollout, trainer = config.rollout, config.trainer
+    if trainer.updates_per_batch > trainer.groups_per_batch:
+        raise ValueError(
+            f"trainer.updates_per_batch is {trainer.updates_per_batch}, but trainer.groups_per_batch only "
+            f"{trainer.groups_per_batch}, and groups stay whole: lower the one or raise the other"
+        )
+    if rollout.group_size > 1 or rollout.max_branches:
+        return
+    if rollout.dynamic_filtering:
+        raise ValueError(
+            "rollout.dynamic_filtering drops groups of equal rewards, and rollout.group_size is 1, so it "
+            "would drop all: raise rollout.group_size"
+        )
+    if config.trainer.loss.advantages != "reinforce++":
+        raise ValueError(
+            "rollout.group_size is 1, so a group's advantages are all zero: use at least 2, or set "
+            "trainer.loss.advantages=reinforce++, whose baseline is the batch"
+        )
+
+
+def check_engines(config: Config) -> None:
+    """How servers are named.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    if isinstance(config.engine, SGLangEngines) and config.engine.urls and config.engine.urls_file:
+        raise ValueError("engine.urls and engine.urls_file are both set: write the URLs into the file")
+
+
+def check_layout(config: Config) -> None:
+    """Whether the trainer's ranks can be laid out as `trainer.layout` says.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    layout, ranks = config.trainer.layout, config.trainer.num_ranks
+    model_parallel = layout.tp * layout.pp * layout.cp
+    if ranks % model_parallel:
+        raise ValueError(
+            f"trainer.num_ranks is {ranks}, but trainer.layout needs a multiple of tp*pp*cp = "
+            f"{model_parallel}"
+        )
+    if ranks % (layout.ep * layout.etp * layout.pp):
+        raise ValueError(
+            f"trainer.num_ranks is {ranks}, but the experts need a multiple of "
+            f"ep*etp*pp = {layout.ep * layout.etp * layout.pp}"
+        )
+    if layout.vpp > 1 and layout.pp == 1:
+        raise ValueError(
+            f"trainer.layout.vpp is {layout.vpp}, but pp is 1: only a pipeline can be interleaved; set vpp=1 "
+            "or raise pp"
+        )
+    if layout.pp == 1 and (layout.first_stage_layers or layout.last_stage_layers):
+        raise ValueError(
+            "trainer.layout has first_stage_layers or last_stage_layers, but pp is 1: only stages of a "
+            "pipeline can differ; leave them out or raise pp"
+        )
+
+
+def check_sampling(config: Config) -> None:
+    """Whether answers have room, and tokens that may be drawn.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    rollout, engine = config.rollout, config.engine
+    if rollout.max_new_tokens >= rollout.max_context_tokens:
+        raise ValueError(
+            f"rollout.max_new_tokens is {rollout.max_new_tokens} and leaves no room for a prompt in "
+            f"rollout.max_context_tokens = {rollout.max_context_tokens}: lower the one or raise the other"
+        )
+    if rollout.top_k == 0:
+        raise ValueError("rollout.top_k is 0, so that no token could be drawn: use -1 for no limit")
+    context = engine.context_length if isinstance(engine, SGLangEngines) else None
+    if context is not None and context < rollout.max_context_tokens:
+        raise ValueError(
+            f"engine.context_length is {context}, below rollout.max_context_tokens = "
+            f"{rollout.max_context_tokens}: raise the one or lower the other"
+        )
+
+
+def check_loss(config: Config) -> None:
+    """Whether each term of the loss can do what it is for.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    loss, rollout = config.trainer.loss, config.rollout
+    if loss.importance.low > loss.importance.high:
+        raise ValueError(
+            f"trainer.loss.importance.low is {loss.importance.low}, above its high = "
+            f"{loss.importance.high}: no ratio is between them"
+        )
+    low, high = loss.reject.geometric_low, loss.reject.geometric_high
+    if low is not None and high is not None and low > high:
+        raise ValueError(
+            f"trainer.loss.reject.geometric_low is {low}, above geometric_high = {high}: every answer would "
+            "be rejected"
+        )
+    if loss.dual_clip is not None and loss.objective != "ppo":
+        raise ValueError(
+            f"trainer.loss.dual_clip is {loss.dual_clip}, but only objective=ppo has it, and "
+            f"trainer.loss.objective is {loss.objective}: set dual_clip=null"
+        )
+    buffer = loss.overlong_buffer_tokens
+    if buffer is not None and buffer >= rollout.max_new_tokens:
+        raise ValueError(
+            f"trainer.loss.overlong_buffer_tokens is {buffer}, and rollout.max_new_tokens only "
+            f"{rollout.max_new_tokens}: every answer would be penalised"
+        )
+    if loss.kl.coefficient and loss.kl.where == "loss" and loss.kl.estimator == "k1":
+        raise ValueError(
+            "trainer.loss.kl: k1 as a term of the loss has a gradient of mean zero and holds nothing back: "
+            "use k2 or k3, or where=reward"
+        )
+
+
+def check_corrections(config: Config) -> None:
+    """Whether data of older weights is corrected for, or wanted as it is.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    loss, bound = config.trainer.loss, config.rollout.max_staleness
+    corrected = loss.importance.level != "off" or loss.old_log_probs == "rollout"
+    if bound and not corrected and not loss.uncorrected:
+        raise ValueError(
+            f"rollout.max_staleness is {bound}, and nothing corrects for data of older weights: set "
+            "trainer.loss.importance.level=token or trainer.loss.old_log_probs=rollout, or say that you "
+            "want it so by trainer.loss.uncorrected=true"
+        )
+
+
+def check_routing(config: Config) -> None:
+    """Whether the routing that is to be replayed is recorded, whole.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    routing, old = config.routing, config.trainer.loss.old_log_probs
+    if routing.replay == "r2" and old != "recompute":
+        raise ValueError(
+            "routing.replay=r2 records routing where the old log-probs are computed, but "
+            f"trainer.loss.old_log_probs is {old}: set it to recompute, or replay r3"
+        )
+    in_place = config.weights.interrupt == "in_place"
+    if routing.replay == "r3" and in_place and routing.merge == "replace":
+        raise ValueError(
+            "weights.interrupt=in_place keeps the old KV cache, so the engine splices routing by itself: set "
+            "routing.merge=splice, or interrupt by abort or retract"
+        )
+
+
+def check_evaluation(config: Config) -> None:
+    """Whether there is something to evaluate, and somebody.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    evaluation, engine = config.evaluation, config.engine
+    if evaluation.enabled and not config.data.validation:
+        raise ValueError(
+            "evaluation.every or evaluation.at_start is set, but data.validation names no dataset: add "
+            "`data.validation: [{path: ...}]`"
+        )
+    too_many = [k for k in evaluation.pass_at if k > evaluation.samples]
+    if too_many:
+        raise ValueError(
+            f"evaluation.pass_at has {too_many[0]}, but evaluation.samples is {evaluation.samples}: "
+            "pass@k needs at least k answers of a task"
+        )
+    if not (evaluation.enabled and isinstance(evaluation.engines, int)):
+        return
+    if engine.urls_file is not None:
+        raise ValueError(
+            f"evaluation.engines is {evaluation.engines}, but the engines of engine.urls_file come and go: "
+            "set evaluation.engines=shared"
+        )
+    urls = engine.urls if isinstance(engine, SGLangEngines) else ()
+    total = len(urls) or engine.num_engines
+    if evaluation.engines >= total:
+        raise ValueError(
+            f"evaluation.engines is {evaluation.engines}, and the run has {total} engines, of which none "
+            "would be left for rollouts: lower it, add engines, or set evaluation.engines=shared"
+        )
+
+
+CHECKS: Final[tuple[Callable[[Config], None], ...]] = (
+    check_data,
+    check_groups,
+    check_engines,
+    check_layout,
+    check_sampling,
+    check_loss,
+    check_corrections,
+    check_routing,
+    check_evaluation,
+    check_sharing,
+)
+"""In the order in which a user hears of them."""

@@ -20,13 +20,13 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 from async_rl.config import EnginesConfig
+from async_rl.engine_protocol import Engine
 from async_rl.engines.lease import EngineState, Vitals
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.protocol import Engine
 from async_rl.errors import EngineError, EngineTimeout, VersionMismatch
-from async_rl.metrics import Metrics
-from async_rl.supervision import Nursery
-from async_rl.waits import waiting
+from async_rl.observability.metrics import Metrics
+from async_rl.runtime.supervision import Nursery
+from async_rl.runtime.waits import waiting
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from async_rl.engines.protocol import Chunk, Engine, Finish, GenerateRequest
+from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest
 from async_rl.errors import CallLost, EngineError
-from async_rl.waits import waiting
+from async_rl.runtime.waits import waiting
 
 Recomputed = Literal["update", "failover", "moved", "evicted"]
 """Why tokens are prefilled again; the label of `prefilled_again_tokens_total`.

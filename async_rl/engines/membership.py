@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from async_rl.engine_protocol import Engine
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.protocol import Engine
 from async_rl.errors import ConfigError, EngineError
-from async_rl.supervision import Nursery
-from async_rl.waits import waiting
+from async_rl.runtime.supervision import Nursery
+from async_rl.runtime.waits import waiting
 
 log = logging.getLogger(__name__)
 

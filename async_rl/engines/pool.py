@@ -28,12 +28,12 @@ from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
+from async_rl.engine_protocol import Engine
 from async_rl.engines.balancing import Balancer
 from async_rl.engines.lease import EngineState, Home, Lease, Recomputed, Slot, Standing, Vitals
-from async_rl.engines.protocol import Engine
 from async_rl.errors import EngineError
-from async_rl.metrics import Metrics
-from async_rl.waits import progressed, waiting
+from async_rl.observability.metrics import Metrics
+from async_rl.runtime.waits import progressed, waiting
 
 __all__ = ["EnginePool", "EngineState", "Lease", "Vitals"]
 

@@ -24,13 +24,13 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from async_rl.config import EnginesConfig
+from async_rl.engines.device_phases import Turns
 from async_rl.engines.lease import EngineState
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.turns import Turns
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady
-from async_rl.metrics import Metrics
-from async_rl.supervision import Nursery
-from async_rl.waits import waiting
+from async_rl.observability.metrics import Metrics
+from async_rl.runtime.supervision import Nursery
+from async_rl.runtime.waits import waiting
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from async_rl import routing
 from async_rl.config import SimulatedEngines
-from async_rl.engines.protocol import (
+from async_rl.engine_protocol import (
     Chunk,
     EngineFacts,
     EngineHealth,

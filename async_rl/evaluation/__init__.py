@@ -1,10 +1,5 @@
-"""Evaluation: the validation sets answered at a pinned weight version, and what the answers are worth.
+"""Evaluation: answer the validation sets at a pinned weight version and estimate how good the answers are.
 
-```
- weight version ──► service: an engine is lent out, with its weights ──► examiner: answers, rewards
-                                                                            │
-            evaluations.jsonl, metrics, trackers, page ◄── records ◄── estimates: pass@k, intervals
-```
-
-`examiner` is the same in a run (`service`) and alone (`alone`, `async-rl evaluate`).
+The evaluator, its schedule beside training and its statistics belong here. Its record, which others show, is
+`observability.evaluation_record`.
 """

@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from async_rl.evaluation.records import EVERYTHING, Estimate, Score
-from async_rl.records import mean
+from async_rl.observability.evaluation_record import EVERYTHING, Estimate, Score
+from async_rl.observability.records import mean
 
 _Z: Final = 1.959964
 """Of the normal distribution, for 95 %."""

@@ -33,16 +33,21 @@ from pathlib import Path
 from typing import Final
 
 from async_rl.config import EvaluationConfig
+from async_rl.engine_protocol import Engine
+from async_rl.engines.device_phases import Turns
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.engines.protocol import Engine
-from async_rl.engines.turns import Turns
 from async_rl.errors import AsyncRLError, EngineError, InvariantError, WeightSyncError
-from async_rl.evaluation.examiner import Examiner, missing
-from async_rl.evaluation.records import FILE, EvaluationRecord, append_evaluation, read_evaluations
+from async_rl.evaluation.evaluator import Examiner, missing
+from async_rl.observability.evaluation_record import (
+    FILE,
+    EvaluationRecord,
+    append_evaluation,
+    read_evaluations,
+)
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive, Observer
-from async_rl.supervision import Nursery, first_error, services
-from async_rl.waits import acting, waiting
+from async_rl.runtime.supervision import Nursery, first_error, services
+from async_rl.runtime.waits import acting, waiting
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from async_rl.openai_api.wire import Answer, ApiError, ChatRequest
-from async_rl.rollout.api import Session
+from async_rl.openai_api.chat_completions import Answer, ApiError, ChatRequest
+from async_rl.rollout.session.api import Session
 
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 

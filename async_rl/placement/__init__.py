@@ -20,13 +20,13 @@ from pathlib import Path
 
 import ray
 
-from async_rl import orchestrator
 from async_rl.config import Config
-from async_rl.engines.server import SGLangServer
-from async_rl.placement.cluster import RayCluster
+from async_rl.engines.sglang.server import SGLangServer
+from async_rl.observability.console_report import Progress
+from async_rl.observability.records import Summary
 from async_rl.placement.local_ray import connect, scratch_folder
-from async_rl.records import Summary
-from async_rl.report import Progress
+from async_rl.placement.ray_cluster import RayCluster
+from async_rl.run import orchestrator
 
 
 async def run(
@@ -36,7 +36,7 @@ async def run(
     progress: Progress | None = None,
     server: type[SGLangServer] = SGLangServer,
 ) -> Summary:
-    """Run a config with its processes on Ray; see `async_rl.orchestrator.run`.
+    """Run a config with its processes on Ray; see `async_rl.run.orchestrator.run`.
 
     Args:
         config: What to run.

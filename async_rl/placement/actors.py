@@ -16,12 +16,12 @@ import psutil
 import ray
 
 from async_rl.config import SGLangEngines, parse_config
-from async_rl.engines.connect import is_loopback
-from async_rl.engines.server import SGLangServer
+from async_rl.engines.sglang.connect import is_loopback
+from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
-from async_rl.loading import load_object
-from async_rl.placement.shared import Device
-from async_rl.processes import Process, die_with_parent, this_process
+from async_rl.placement.shared_devices import Device
+from async_rl.runtime.loading import load_object
+from async_rl.runtime.processes import Process, die_with_parent, this_process
 from async_rl.weights.follower import Follower
 
 

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from async_rl.processes import Process, kill
+from async_rl.runtime.processes import Process, kill
 
 log = logging.getLogger(__name__)
 

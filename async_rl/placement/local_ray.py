@@ -20,7 +20,7 @@ from ray._private.authentication.authentication_token_setup import (
 
 from async_rl.config import Config
 from async_rl.errors import EnvironmentNotReady
-from async_rl.threads import call_in_thread
+from async_rl.runtime.threads import call_in_thread
 
 _OBJECT_STORE_BYTES: Final = 256 << 20
 """Of a Ray that we start: batches are files, so the store carries next to nothing."""

@@ -11,10 +11,10 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from async_rl.config import Config
-from async_rl.engines.protocol import GroupInvite, TensorSpec
+from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import AsyncRLError, EnvironmentNotReady, TrainerError
-from async_rl.supervision import Nursery
-from async_rl.training import Saved, StepResult, Trainer, TrainerState
+from async_rl.runtime.supervision import Nursery
+from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 
 WEIGHTS: Final = "weights"
 """The concurrency group of a rank's actor (a thread of its own) that gives weights away."""

@@ -1,1 +1,5 @@
-"""Between rollouts and trainer: groups in, batches out."""
+"""The trajectory queue between rollouts and trainer: groups in, batches out.
+
+Admission, staleness-bounded batching, the ledger, and everything that stores trajectories on disk (spool,
+journal, archive) belongs here. Sampling and training do not.
+"""

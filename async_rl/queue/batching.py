@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from async_rl import routing
-from async_rl.engines.protocol import EngineFacts
+from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AlignmentError, DataError
 from async_rl.types import Context, Group, TrainBatch, Trajectory
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import msgspec
 
+from async_rl.observability.records import TrajectoryCounts
 from async_rl.queue.spool import SpoolRef
-from async_rl.records import TrajectoryCounts
 from async_rl.types import Trajectory
 
 

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import SpoolFull
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal_file import (
     Journalled,
     JournalRecord,

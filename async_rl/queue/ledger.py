@@ -44,7 +44,7 @@ from pathlib import Path
 import msgspec
 
 from async_rl.errors import AsyncRLError, InvariantError
-from async_rl.queue.tables import Tables
+from async_rl.queue.ledger_tables import Tables
 
 REDISPATCHED = frozenset({"restart", "corrupt"})
 """Reasons of drops that are no fault of the task: its position becomes pending."""

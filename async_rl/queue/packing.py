@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from async_rl.engines.protocol import EngineFacts
+from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AlignmentError, CorruptFrame, InvariantError
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
 from async_rl.queue import batching
 from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.routing import invalid_rows

@@ -30,10 +30,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from async_rl.diagnosis import QueueView
-from async_rl.engines.protocol import EngineFacts
+from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import InvariantError, SpoolFull
-from async_rl.metrics import Metrics
+from async_rl.observability.diagnosis import QueueView
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.admission import Admission
 from async_rl.queue.archive import Observer
 from async_rl.queue.ended import EndedTrajectories, oldest_by_root
@@ -44,10 +44,10 @@ from async_rl.queue.ledger import DataPosition, GroupRecord, Ledger
 from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.packing import Packer, StoredGroup, TakenBatch, age_counts_from
 from async_rl.queue.spool import Spool, SpoolRef
+from async_rl.runtime.threads import to_the_end
+from async_rl.runtime.waits import Awaited, waiting
 from async_rl.staleness import Backlog, Overage
-from async_rl.threads import to_the_end
 from async_rl.types import Group, Trajectory, root_of
-from async_rl.waits import Awaited, waiting
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from async_rl.config import NamedLoop, RolloutConfig
 from async_rl.errors import ConfigError
-from async_rl.loading import load_object
-from async_rl.supervision import Nursery
-from async_rl.waits import waiting
+from async_rl.runtime.loading import load_object
+from async_rl.runtime.supervision import Nursery
+from async_rl.runtime.waits import waiting
 
 
 class AgentLoops:

@@ -22,10 +22,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from async_rl.chat import ChatFormat
 from async_rl.config import Config
+from async_rl.data.chat_format import ChatFormat
+from async_rl.data.feeder import Feeder
+from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.protocol import EngineFacts
 from async_rl.errors import (
     AlignmentError,
     AsyncRLError,
@@ -35,13 +36,14 @@ from async_rl.errors import (
     RolloutError,
     WorkerLost,
 )
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import Observer
 from async_rl.queue.holdings import LeftGroup
 from async_rl.queue.journal import Entry, Journal
 from async_rl.queue.journal_file import Journalled
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.feeder import Feeder
+from async_rl.rollout.attempt import close
+from async_rl.rollout.backend import Stage
 from async_rl.rollout.groups import (
     STRAGGLER,
     GroupInFlight,
@@ -52,14 +54,11 @@ from async_rl.rollout.groups import (
     judge,
     may_leave_stragglers,
 )
-from async_rl.rollout.playing import close
-from async_rl.rollout.remote.driver import OpenWorker, RolloutWorkers
-from async_rl.rollout.session import RolloutSession
+from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.slots import Slots
-from async_rl.rollout.stage import Here, Stage
-from async_rl.supervision import Nursery
+from async_rl.runtime.supervision import Nursery
+from async_rl.runtime.waits import acting, progressed, waiting
 from async_rl.types import Group, Segment, Trajectory, root_of
-from async_rl.waits import acting, progressed, waiting
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +83,7 @@ class RolloutManager:
         feeder: Feeder,
         queue: TrajectoryQueue,
         pool: EnginePool,
+        backend: Stage,
         chat: ChatFormat,
         facts: EngineFacts,
         metrics: Metrics,
@@ -92,13 +92,12 @@ class RolloutManager:
         journal: Journal | None = None,
         journalled: dict[str, Journalled] | None = None,
         observer: Observer | None = None,
-        open_worker: OpenWorker | None = None,
     ) -> None:
-        """Load the agent loop and the reward that the config names, where no workers do.
+        """Take over what an earlier process left in flight.
 
-        `journal` is told of what is in flight, `journalled` is what it has of the groups in `queue.left`. Of
-        both what is taken up is removed: it holds memory and files. `observer` is told how attempts end;
-        `open_worker` starts rollout workers, without it `rollout.num_workers` is not heeded.
+        `backend` runs the attempts. `journal` is told of what is in flight, `journalled` is what it has of
+        the groups in `queue.left`. Of both what is taken up is removed: it holds memory and files. `observer`
+        is told how attempts end.
         """
         self._config = config
         self._feeder = feeder
@@ -118,11 +117,7 @@ class RolloutManager:
         self.running: dict[str, RolloutSession] = {}
         """Sessions of the attempts under way, by trajectory."""
         self._attempts = {name: n for left in queue.left for name, n in left.attempts.items()}
-        self._stage: Stage = (
-            RolloutWorkers(config.rollout, open_worker, metrics)
-            if config.rollout.num_workers and open_worker is not None
-            else Here(config, chat=chat, metrics=metrics, clock=clock)
-        )
+        self._stage = backend
         self.slots = Slots(config.rollout.max_concurrent_trajectories)
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._last_error: AsyncRLError | None = None

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Collection
 from typing import Final
 
-from async_rl.diagnosis import SlotsView
-from async_rl.waits import waiting
+from async_rl.observability.diagnosis import SlotsView
+from async_rl.runtime.waits import waiting
 
 _DISPATCH: Final = ""
 """Holds the slot of a group that is about to be dispatched: it has no trajectories yet."""

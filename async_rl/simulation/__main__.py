@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Final
 
 from async_rl.config import changed_fields
+from async_rl.simulation.cancellation_sweep import Place, Sweep, sweep
 from async_rl.simulation.scenario import Scenario, branching, draw, sharing, with_workers
 from async_rl.simulation.simulate import Outcome, simulate
-from async_rl.simulation.sweep import Place, Sweep, sweep
 
 _MEMORY: Final = Path("/dev/shm")
 

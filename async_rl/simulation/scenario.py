@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from async_rl.config import Config, parse_config
-from async_rl.engines.protocol import EngineFacts
+from async_rl.engine_protocol import EngineFacts
 from async_rl.types import Task
 
 T = TypeVar("T")

@@ -37,11 +37,13 @@ from async_rl.errors import (
     StallError,
     TrainerError,
 )
-from async_rl.metrics import Metrics
-from async_rl.orchestrator import Orchestrator
-from async_rl.records import Summary
-from async_rl.simulation.disk import Disk
-from async_rl.simulation.engines import FaultyEngine, SimulatedCluster
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import Summary
+from async_rl.run.orchestrator import Orchestrator
+from async_rl.runtime.supervision import first_error
+from async_rl.runtime.waits import acting
+from async_rl.simulation.faulty_engines import FaultyEngine, SimulatedCluster
+from async_rl.simulation.invariant_checker import Witness
 from async_rl.simulation.scenario import (
     ENGINE_FAULTS,
     FACTS,
@@ -52,11 +54,9 @@ from async_rl.simulation.scenario import (
     TrainerFault,
     draw,
 )
+from async_rl.simulation.simulated_disk import Disk
 from async_rl.simulation.users import SimulatedChat, attempt_begins
 from async_rl.simulation.virtual_time import NumberedTask, VirtualTimeLoop
-from async_rl.simulation.witness import Witness
-from async_rl.supervision import first_error
-from async_rl.waits import acting
 
 _MAX_LIVES: Final = 24
 _MAX_LIFE_S: Final = 3000.0

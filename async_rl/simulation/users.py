@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.rollout.api import Session
-from async_rl.simulation.witness import speaker
-from async_rl.supervision import Nursery
-from async_rl.threads import call_in_thread
+from async_rl.rollout.session.api import Session
+from async_rl.runtime.supervision import Nursery
+from async_rl.runtime.threads import call_in_thread
+from async_rl.simulation.invariant_checker import speaker
 from async_rl.types import Completion, Int32Array, StopReason, Task
 
 attempt_begins: ContextVar[Callable[[], None]] = ContextVar("attempt_begins")

@@ -21,8 +21,8 @@ from typing import Any, Final, overload
 import msgspec
 import numpy as np
 
-from async_rl.rollout.api import Session
-from async_rl.simulation.coarse import MARKS, mark
+from async_rl.rollout.session.api import Session
+from async_rl.simulation.coarse_engine import MARKS, mark
 from async_rl.types import Completion, Int32Array, Task
 
 _NUM_TASKS: Final = 1 << 40

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from async_rl.engines.protocol import GroupInvite
+from async_rl.engine_protocol import GroupInvite
 from async_rl.errors import WeightSyncError
 
 log = logging.getLogger(__name__)

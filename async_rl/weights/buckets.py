@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from async_rl.engines.protocol import TensorSpec
+from async_rl.engine_protocol import TensorSpec
 from async_rl.errors import WeightSyncError
 
 

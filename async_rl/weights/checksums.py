@@ -2,7 +2,7 @@
 
 An engine sums what it computes with, after it has fused and sharded it. What its sums must be is known from
 
-1. the trainer, for parameters over which it can make the same sum (`trainer.checksums` says which);
+1. the trainer, for parameters over which it can make the same sum (`trainer.weights.checksums` says which);
 2. an engine that has loaded the version from files, with the same ranks and parameters;
 3. failing that, the first engine that has taken the version: whoever differs from it is taken out of service,
    loads from files, and becomes the one that the others are held against.

@@ -12,7 +12,7 @@ solver's last answer: the critic learns to say what helps.
 from __future__ import annotations
 
 from agent_loops.base import AgentLoop
-from async_rl.rollout.api import Session
+from async_rl.rollout.session.api import Session
 from async_rl.types import StopReason, Task
 
 CRITIC = "You check answers. Say what is wrong with them, or that they are right, in one sentence."

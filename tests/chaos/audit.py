@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from async_rl.config import Config
+from async_rl.observability.records import Summary, read_records
 from async_rl.queue.ledger import REDISPATCHED, Ledger
-from async_rl.records import Summary, read_records
 from tests.chaos.diary import Trained, effective, read
 from tests.chaos.evidence import LedgerWatch, Processes
 from tests.chaos.exposure import Exposure

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from async_rl.config import Config, parse_config
-from async_rl.engines.server import free_port
+from async_rl.engines.sglang.server import free_port
 from tests.chaos.audit import Finding, audit
 from tests.chaos.diary import DIARY, Trained, read
 from tests.chaos.evidence import LedgerWatch, Processes
@@ -151,7 +151,7 @@ class Chaos:
         self._config_path.write_text(json.dumps(self._tree, indent=1))  # JSON is YAML
         with self._output.open("ab") as output:
             self._driver = subprocess.Popen(
-                [sys.executable, "-m", "async_rl.train", str(self._config_path)],
+                [sys.executable, "-m", "async_rl.cli.train", str(self._config_path)],
                 cwd=ROOT,
                 env=os.environ | {DIARY: str(self._diary), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,

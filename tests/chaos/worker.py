@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from async_rl.codec import read_frame
-from async_rl.training import StepResult, TrainerState
+from async_rl.trainer_protocol import StepResult, TrainerState
 from async_rl.types import TrainBatch
 from tests.chaos.diary import DIARY, Entry, SetUp, Trained, write
 from trainer.worker import TrainerWorker

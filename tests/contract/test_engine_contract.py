@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from async_rl.config import SimulatedEngines
-from async_rl.engines.memory import stop
-from async_rl.engines.protocol import DiskUpdate, Engine, check_partition
+from async_rl.engine_protocol import DiskUpdate, Engine, check_partition
+from async_rl.engines.device_memory import stop
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import PromptTooLong, RequestRefused, WeightSyncError
 from async_rl.routing import check
@@ -381,7 +381,7 @@ async def test_old_rows_are_gone_when_an_update_flushes_the_prefix_cache(subject
 async def test_an_update_fails_when_running_calls_refuse_the_flush(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("async_rl.engines.sglang._FLUSH_LIMIT_S", 0.2)
+    monkeypatch.setattr("async_rl.engines.sglang.client._FLUSH_LIMIT_S", 0.2)
     running = Call(subject.engine, request(PROMPT, 200))
     async with asyncio.TaskGroup() as group:
         group.create_task(running.run())

@@ -2,11 +2,11 @@
 
 import pytest
 
-from async_rl.engines.protocol import DiskUpdate
+from async_rl.engine_protocol import DiskUpdate
 from tests.support.engine_calls import call
 from tests.support.sglang_world import SGLangWorld
 from tests.support.trainers import started, trainer_config
-from trainer.checkpoints.export import export
+from trainer.checkpoints.hf_export import export
 
 pytestmark = [
     pytest.mark.sglang,

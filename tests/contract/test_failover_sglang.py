@@ -12,14 +12,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from async_rl.chat import ChatFormat
 from async_rl.config import RolloutConfig, RoutingConfig, SimulatedEngines
+from async_rl.data.chat_format import ChatFormat
+from async_rl.engine_protocol import Chunk, DiskUpdate, Engine, Finish, GenerateRequest
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.protocol import Chunk, DiskUpdate, Engine, Finish, GenerateRequest
-from async_rl.metrics import Metrics
-from async_rl.rollout.session import RolloutSession
-from async_rl.supervision import Nursery, services
+from async_rl.observability.metrics import Metrics
+from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.runtime.supervision import Nursery, services
 from async_rl.types import Task
 from tests.support.sessions import PROMPT, PlainChat, Watched, _numbers, simulated
 

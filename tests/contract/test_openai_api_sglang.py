@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from async_rl.chat import ChatFormat
-from async_rl.engines.protocol import DiskUpdate, Engine
-from async_rl.openai_api.server import Endpoint
+from async_rl.data.chat_format import ChatFormat
+from async_rl.engine_protocol import DiskUpdate, Engine
+from async_rl.openai_api.endpoint import Endpoint
 from async_rl.routing import verify
 from tests.support.api import client_of, reply
 from tests.support.sessions import Bench

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.cli import main
+from async_rl.cli.main import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
 

@@ -13,10 +13,9 @@ import numpy as np
 import pybase64
 import pytest
 
-from async_rl.engines import sglang_routing
-from async_rl.engines.protocol import EngineFacts, Finish
-from async_rl.engines.sglang import SGLangEngine
-from async_rl.engines.sglang_routing import SLABS, receiving
+from async_rl.engine_protocol import EngineFacts, Finish
+from async_rl.engines.sglang.client import SGLangEngine, routing_payload
+from async_rl.engines.sglang.routing_payload import SLABS, receiving
 from tests.support.engine_calls import request
 from tests.support.payload_server import make_ids, payload_server
 
@@ -74,7 +73,7 @@ async def test_the_loop_and_the_memory_are_spared_when_64_long_payloads_arrive_a
         decoded[threading.get_ident() == loop_thread] += len(text)
         return decode(text, **options)
 
-    monkeypatch.setattr(sglang_routing.pybase64, "b64decode", count)
+    monkeypatch.setattr(routing_payload.pybase64, "b64decode", count)
     loop, lags, peak = asyncio.get_running_loop(), [], 0
     lent, before = SLABS.usage()[0], resident_bytes()
     expected = make_ids(ROWS, LAYERS, TOP_K, EXPERTS)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_rl.engines.protocol import Chunk, DiskUpdate, Engine, Finish, GenerateRequest
+from async_rl.engine_protocol import Chunk, DiskUpdate, Engine, Finish, GenerateRequest
 from async_rl.routing import verify
 from async_rl.types import Trajectory
 from tests.support.engine_calls import call

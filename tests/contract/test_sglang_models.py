@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_rl.engines.protocol import DiskUpdate, DistributedUpdate, GroupInvite, RoutingPayload
-from async_rl.engines.server import free_port
-from async_rl.engines.sglang import SGLangEngine
+from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, RoutingPayload
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.server import free_port
 from async_rl.errors import AlignmentError
 from async_rl.types import TrainBatch
 from tests.support.engine_calls import Call, call, request

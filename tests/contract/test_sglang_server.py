@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file
 
 from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engines.protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
-from async_rl.engines.server import SGLangServer, free_port
-from async_rl.engines.sglang import SGLangEngine
+from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.server import SGLangServer, free_port
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, WeightSyncError
 from async_rl.weights.follower import Follower
 from tests.support.engine_calls import Call, call, request
 from tests.support.sglang_world import SGLangWorld, in_trainer_order
-from trainer.export import WeightExport
+from trainer.weights.weight_export import WeightExport
 
 pytestmark = pytest.mark.sglang
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engines.facts import load_facts
-from async_rl.engines.protocol import SamplingParams
-from async_rl.engines.server import SGLangServer
-from async_rl.engines.sglang import SGLangEngine
+from async_rl.engine_protocol import SamplingParams
+from async_rl.engines.model_facts import load_facts
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import AlignmentError
 from async_rl.routing import check
 from tests.support.engine_calls import Call, request

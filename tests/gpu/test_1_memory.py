@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.engines.memory import stop
-from async_rl.engines.protocol import DiskUpdate
+from async_rl.engine_protocol import DiskUpdate
+from async_rl.engines.device_memory import stop
 from tests.gpu.models import build, serving
 from tests.support.engine_calls import call
 from tests.support.train_batches import random_batch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.engines.facts import load_facts
+from async_rl.engines.model_facts import load_facts
 from benchmarks import routing_replay as replaying
 from benchmarks.real_parts import Mismatch, make_batch, random_prompts
 from tests.gpu.models import build, serving

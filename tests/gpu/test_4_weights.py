@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.engines.protocol import DistributedUpdate, GroupInvite, TensorUpdate
-from async_rl.engines.server import free_port
+from async_rl.engine_protocol import DistributedUpdate, GroupInvite, TensorUpdate
+from async_rl.engines.sglang.server import free_port
 from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
 from tests.gpu.models import build, serving
 from tests.support.engine_calls import call
-from trainer.export import WeightExport
+from trainer.weights.weight_export import WeightExport
 
 pytestmark = pytest.mark.sglang
 PROMPT = list(range(40, 72))

@@ -34,7 +34,7 @@ def test_a_run_trains_on_one_gpu_in_turns(calculator: Path, measure) -> None:
         "trainer.layout": "{}",
         "placement.shared": "true",
     }
-    command = [sys.executable, "-m", "async_rl.cli", "train", "examples/calculator/config.yaml"]
+    command = [sys.executable, "-m", "async_rl.cli.main", "train", "examples/calculator/config.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

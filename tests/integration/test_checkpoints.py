@@ -187,7 +187,7 @@ def test_exported_weights_are_those_of_the_checkpoint_when_it_is_read_by_one_pro
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from async_rl.cli import main
+    from async_rl.cli.main import main
 
     model = build_tiny_deepseek_v3(tmp_path / "model")  # its experts' bias stays float32
     plain = random_batch(1, layers=2, routing=False)

@@ -8,7 +8,7 @@ RANK = """
 import sys
 import torch.distributed as dist
 from async_rl.errors import AlignmentError, AsyncRLError
-from trainer.ranks import together
+from trainer.collectives import together
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
 with together():

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from async_rl.page import feed
-from async_rl.run_report import write_report
+from async_rl.observability.page import feed
+from async_rl.observability.page.html_report import write_report
 from tests.support.browser import Tab, browser
 from tests.support.finished_run import HOSTILE, LOG, records, write_run_folder
 from tests.support.tools import program

@@ -20,11 +20,12 @@ from typing import Any
 import pytest
 import yaml
 
-from async_rl import endpoints, orchestrator
+from async_rl.cli.train import train
 from async_rl.config import Config
-from async_rl.records import Summary
-from async_rl.report import Progress
-from async_rl.train import train
+from async_rl.observability import endpoints
+from async_rl.observability.console_report import Progress
+from async_rl.observability.records import Summary
+from async_rl.run import orchestrator
 from monitoring.dashboard import dashboard
 from tests.support.tools import program
 from tests.support.troubled_run import TroubledCluster, settings

@@ -13,11 +13,11 @@ from rich.console import Console
 from async_rl import placement
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.observability.console_report import Progress
+from async_rl.observability.records import StepRecord
 from async_rl.queue.ledger import Ledger
-from async_rl.records import StepRecord
-from async_rl.report import Progress
-from async_rl.supervision import Nursery, first_error
-from async_rl.training import StepResult
+from async_rl.runtime.supervision import Nursery, first_error
+from async_rl.trainer_protocol import StepResult
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.mortal_rank import PLAN, MortalRank
 from tests.support.quick_server import QuickServer

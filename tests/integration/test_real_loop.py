@@ -16,13 +16,13 @@ from agent_loops.tool_loop import ToolLoop
 from async_rl import placement
 from async_rl.codec import read_frame
 from async_rl.config import Config, apply_override, parse_config
-from async_rl.engines.protocol import Chunk, Finish, GenerateRequest
-from async_rl.engines.sglang import SGLangEngine
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.observability.records import Summary, read_records
 from async_rl.placement.ray_trainer import RayTrainer
 from async_rl.queue.ledger import Ledger
-from async_rl.records import Summary, read_records
-from async_rl.rollout.api import Session
-from async_rl.supervision import Nursery
+from async_rl.rollout.session.api import Session
+from async_rl.runtime.supervision import Nursery
 from async_rl.types import Completion, StopReason, Task, TrainBatch
 from tests.support.recording_worker import FOLDER
 

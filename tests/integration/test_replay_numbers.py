@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.engines.facts import load_facts
+from async_rl.engines.model_facts import load_facts
 from async_rl.types import TrainBatch
 from benchmarks import replace_vs_splice as merging
 from benchmarks import routing_replay as replaying

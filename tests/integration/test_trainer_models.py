@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
-from async_rl.engines.facts import load_facts
+from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from tests.integration.test_trainer_parity import hf_log_probs
 from tests.support.tiny_model import (

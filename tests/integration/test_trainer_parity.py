@@ -13,8 +13,8 @@ from async_rl.errors import ConfigError, TrainerError
 from tests.support.tiny_model import build_tiny_qwen3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import log_probs_of, native_rows, started, trainer_config, weights
-from trainer.fit import KNOWN
 from trainer.megatron import architectures, bridge
+from trainer.validate import KNOWN
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 

@@ -11,8 +11,8 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from async_rl.sft.plan import Row, SftBatch, batch_of
-from async_rl.sft.run import read_sft_records, sft
+from async_rl.sft.schedule import Row, SftBatch, batch_of
+from async_rl.sft.sft_run import read_sft_records, sft
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.trainers import gathered_gradients, trainer_config
 from trainer.sft import SftWorker

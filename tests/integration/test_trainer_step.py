@@ -14,10 +14,10 @@ from async_rl.errors import CorruptFrame, NonFiniteLoss, TrainerError
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, weights
-from trainer import agreement
+from trainer import logprob_mismatch
+from trainer.losses.policy_loss import Tokens, means, policy_sums
+from trainer.losses.sequences import Sequences
 from trainer.megatron.packing import Targets, plan_micro_batches
-from trainer.sequences import Sequences
-from trainer.sums import Tokens, means, policy_sums
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -121,7 +121,7 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
         lag=np.array([0, 1, 3], np.int32),
         trajectory=np.zeros(3, np.int64),
     )
-    metrics |= agreement.measure(wanted, (current if bypass else old).numpy(), None)
+    metrics |= logprob_mismatch.measure(wanted, (current if bypass else old).numpy(), None)
     if bypass:  # 0.2, 0 and -0.4
         assert metrics["ppo_kl_bypass"] == pytest.approx(-0.2 / 3, abs=1e-6)
         assert math.isnan(metrics["ppo_kl"])

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from async_rl.engines.protocol import GroupInvite
+from async_rl.engine_protocol import GroupInvite
 from async_rl.errors import WeightSyncError
 from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of

@@ -19,9 +19,9 @@ from async_rl.queue.batching import assemble
 from async_rl.queue.journal import Entry, Journal
 from async_rl.queue.journal_file import Journalled
 from async_rl.queue.ledger import Ledger
-from async_rl.rollout.session import RolloutSession
+from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.virtual_time import run_virtual
-from async_rl.supervision import Nursery
 from async_rl.types import Group, Segment, Trajectory
 from tests.support.sessions import Bench, simulated
 

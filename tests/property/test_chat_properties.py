@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.chat import ChatFormat, load_chat_format
+from async_rl.data.chat_format import ChatFormat, load_chat_format
 
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)
 VALUE = st.one_of(st.integers(-999, 999), CONTENT, st.booleans())

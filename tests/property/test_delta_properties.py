@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from async_rl.weights import delta
 from async_rl.weights.delta import DeltaRefused, DeltaWriter
 from async_rl.weights.follower import Follower
-from trainer.export import raw_of
+from trainer.weights.weight_export import raw_of
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),

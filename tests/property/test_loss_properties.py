@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from async_rl.config import LossConfig
 from tests.unit.test_objectives import tokens
-from trainer.advantages import estimate_advantages
-from trainer.objectives import policy_objective, token_weights
-from trainer.sequences import Sequences
+from trainer.losses.advantages import estimate_advantages
+from trainer.losses.objectives import policy_objective, token_weights
+from trainer.losses.sequences import Sequences
 
 
 @given(

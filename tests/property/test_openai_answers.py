@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from agent_loops.openai_agent import CallReader
 from agent_loops.parsing import load_parser
 from async_rl.openai_api.answers import Form, show
-from async_rl.rollout.growing_text import GrowingText
+from async_rl.rollout.session.growing_text import GrowingText
 from tests.support.talk import ByteTokenizer
 
 PIECES = st.sampled_from(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl import routing
-from async_rl.engines.protocol import Chunk, Finish, GenerateRequest, InterruptMode, RoutingPayload
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, InterruptMode, RoutingPayload
 from async_rl.engines.simulated import routing_rows
 from async_rl.errors import AlignmentError, EngineError, PromptTooLong
 from async_rl.routing import verify

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.chat import ChatFormat
-from async_rl.rewrites import findings, rewrites
+from async_rl.data.chat_format import ChatFormat
+from async_rl.data.template_rewrites import findings, rewrites
 from tests.support.templates_of_models import APPEND_ONLY, TEMPLATES, chat_of
 
 WORDS = st.text("ab the42.,é", min_size=1, max_size=12).map(str.strip).filter(bool)

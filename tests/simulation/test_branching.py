@@ -20,9 +20,9 @@ from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import Journalled
 from async_rl.queue.ledger import Ledger
 from async_rl.simulation.__main__ import run_branching_seed
+from async_rl.simulation.invariant_checker import Witness
 from async_rl.simulation.scenario import Ending, Scenario, branching
 from async_rl.simulation.simulate import simulate
-from async_rl.simulation.witness import Witness
 from async_rl.types import TrainBatch, Trajectory, root_of
 from tests.support.small_run import small_run
 

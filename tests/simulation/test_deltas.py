@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from async_rl.simulation.engines import SimulatedFolder
+from async_rl.simulation.faulty_engines import SimulatedFolder
 from async_rl.simulation.scenario import FaultKind
 from async_rl.simulation.simulate import simulate
 from async_rl.weights.delta import DeltaRefused

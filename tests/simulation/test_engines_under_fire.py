@@ -10,15 +10,15 @@ from typing import Any, Protocol
 
 import pytest
 
-from async_rl.chat import load_chat_format
 from async_rl.config import Config, apply_override, parse_config
-from async_rl.engines.facts import load_facts
-from async_rl.engines.protocol import Chunk, EngineHealth
+from async_rl.data.chat_format import load_chat_format
+from async_rl.data.dataset import load_tasks
+from async_rl.engine_protocol import Chunk, EngineHealth
+from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.metrics import Metrics
-from async_rl.orchestrator import Orchestrator
-from async_rl.records import Summary
-from async_rl.rollout.dataset import load_tasks
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import Summary
+from async_rl.run.orchestrator import Orchestrator
 from async_rl.simulation.virtual_time import VirtualTimeLoop
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster

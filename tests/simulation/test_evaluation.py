@@ -13,21 +13,21 @@ import pytest
 
 from agent_loops.base import AgentLoop
 from async_rl.config import Config, parse_config
+from async_rl.data.dataset import Dataset
 from async_rl.engines.pool import EngineState
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
-from async_rl.evaluation.records import EvaluationRecord, read_evaluations
-from async_rl.metrics import Metrics
-from async_rl.orchestrator import Orchestrator
+from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import Summary, read_records
 from async_rl.queue.archive import FILE, ArchiveReader
-from async_rl.records import Summary, read_records
-from async_rl.rollout.api import Session
-from async_rl.rollout.dataset import Dataset
+from async_rl.rollout.session.api import Session
+from async_rl.run.orchestrator import Orchestrator
+from async_rl.runtime.waits import acting
 from async_rl.simulation.scenario import FACTS
 from async_rl.simulation.users import SimulatedChat
 from async_rl.simulation.virtual_time import run_virtual
 from async_rl.types import Completion, Task, Trajectory
-from async_rl.waits import acting
 from tests.support.local_cluster import LocalCluster
 from tests.support.run_config import MOE
 

@@ -13,13 +13,13 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 
-from async_rl import orchestrator
 from async_rl.config import Config, parse_config
-from async_rl.engines.facts import load_facts
-from async_rl.engines.protocol import Chunk
+from async_rl.engine_protocol import Chunk
+from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine, routing_rows
+from async_rl.observability.records import Summary
 from async_rl.queue.ledger import Ledger
-from async_rl.records import Summary
+from async_rl.run import orchestrator
 from async_rl.types import Completion, Task, TrainBatch
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 
 from async_rl.errors import AsyncRLError
+from async_rl.runtime.supervision import first_error
 from async_rl.simulation.virtual_time import in_virtual_time, run_virtual
-from async_rl.supervision import first_error
 from async_rl.types import Completion, Task
 from tests.support.heavy_tail import World, distance
 

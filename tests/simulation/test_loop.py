@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from agent_loops.single_turn import SingleTurnLoop
-from async_rl import orchestrator
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.errors import AsyncRLError
+from async_rl.observability.records import Summary, read_records
 from async_rl.queue.ledger import Ledger
-from async_rl.records import Summary, read_records
-from async_rl.rollout.api import Session
-from async_rl.supervision import first_error
+from async_rl.rollout.session.api import Session
+from async_rl.run import orchestrator
+from async_rl.runtime.supervision import first_error
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
 

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from async_rl import routing
+from async_rl.data.feeder import Feeder
 from async_rl.queue import trajectory_queue
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout import rows
-from async_rl.rollout.feeder import Feeder
-from async_rl.rollout.session import RolloutSession
+from async_rl.rollout.session import routing_rows
+from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.simulation import simulate
+from async_rl.simulation.invariant_checker import Witness
 from async_rl.simulation.scenario import Ending, FaultKind, Scenario, draw
-from async_rl.simulation.witness import Witness
 from async_rl.types import RoutingTrace, TrainBatch, VersionSpan
-from async_rl.weights.sync import WeightSync
+from async_rl.weights.weight_sync import WeightSync
 from tests.support.small_run import small_run
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -73,7 +73,7 @@ def concatenate_rows(patch: pytest.MonkeyPatch) -> None:
         return msgspec.structs.replace(new, rows=np.ascontiguousarray(both[:length]), spans=spans)
 
     patch.setattr(routing, "splice", splice)
-    patch.setattr(rows.Rows, "start", lambda self, token_ids, engine_id, version: 0)
+    patch.setattr(routing_rows.Rows, "start", lambda self, token_ids, engine_id, version: 0)
 
 
 def shift_rows(patch: pytest.MonkeyPatch) -> None:
@@ -89,8 +89,10 @@ def shift_rows(patch: pytest.MonkeyPatch) -> None:
 
 def replace_nothing(patch: pytest.MonkeyPatch) -> None:
     """`replace` goes on from the rows that it has, whatever weights they are of."""
-    patch.setattr(rows.Rows, "start", lambda self, token_ids, engine_id, version: self.held(token_ids))
-    patch.setattr(rows.Rows, "take", _spliced(rows.Rows.take))
+    patch.setattr(
+        routing_rows.Rows, "start", lambda self, token_ids, engine_id, version: self.held(token_ids)
+    )
+    patch.setattr(routing_rows.Rows, "take", _spliced(routing_rows.Rows.take))
 
 
 def _spliced(take: Any) -> Any:

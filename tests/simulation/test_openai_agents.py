@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 
 from agent_loops.openai_agent import AgentAPI
-from async_rl import orchestrator
 from async_rl.config import parse_config
+from async_rl.run import orchestrator
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
 

@@ -11,12 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import TrainerError
-from async_rl.records import StepRecord, read_records
+from async_rl.observability.records import StepRecord, read_records
+from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.scenario import FaultKind, Injection, Scenario
 from async_rl.simulation.simulate import Outcome, simulate
-from async_rl.simulation.sweep import sweep
-from async_rl.simulation.trainer import SimulatedTrainer
-from async_rl.weights.sync import SyncReport, WeightSync
+from async_rl.simulation.simulated_trainer import SimulatedTrainer
+from async_rl.weights.weight_sync import SyncReport, WeightSync
 from tests.support.small_run import small_run
 
 SLOW_SEND = {"train_s": 0.3, "update_s": 0.4}
@@ -143,6 +143,6 @@ def test_the_witness_sees_it_when_engines_are_sent_what_the_trainer_has_now(
     async def nothing(self: Any, weight_version: int) -> None:
         return None
 
-    monkeypatch.setattr("async_rl.simulation.trainer.SimulatedTrainer.take_snapshot", nothing)
+    monkeypatch.setattr("async_rl.simulation.simulated_trainer.SimulatedTrainer.take_snapshot", nothing)
     outcome, _ = run(overlapping(SLOW_SEND, transport="distributed"), tmp_path)
     assert outcome.violations

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from async_rl.cli.plan import bottleneck, with_engines
 from async_rl.config import Config, apply_override, parse_config
-from async_rl.plan import bottleneck, with_engines
-from async_rl.simulation.plan import Simulation, simulate
+from async_rl.simulation.planned_job import Simulation, simulate
 from async_rl.simulation.workload import EndlessTasks, Workload, fluid_rate
 
 SHORT = Simulation(versions=4, warmup=2)

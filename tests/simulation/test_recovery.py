@@ -17,19 +17,19 @@ from typing import Any, ClassVar, NamedTuple, cast
 import numpy as np
 import pytest
 
-from async_rl.chat import ChatFormat
 from async_rl.codec import read_frame
 from async_rl.config import apply_override, parse_config
-from async_rl.engines.facts import load_facts
+from async_rl.data.chat_format import ChatFormat
+from async_rl.engines.model_facts import load_facts
 from async_rl.errors import SpoolFull
-from async_rl.metrics import Metrics
-from async_rl.orchestrator import Orchestrator
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal_file import Journalled, read
 from async_rl.queue.ledger import Conservation, Ledger
-from async_rl.rollout.api import Session
+from async_rl.rollout.session.api import Session
+from async_rl.run.orchestrator import Orchestrator
+from async_rl.runtime.supervision import first_error
 from async_rl.simulation.users import SimulatedChat
 from async_rl.simulation.virtual_time import VirtualTimeLoop
-from async_rl.supervision import first_error
 from async_rl.types import Completion, Sampled, Task, TrainBatch, Trajectory
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
 from tests.support.run_config import write_run

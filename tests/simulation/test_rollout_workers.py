@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from async_rl.queue.journal import Entry
 from async_rl.queue.journal_file import Journalled
 from async_rl.simulation.__main__ import run_worker_seed
+from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.scenario import FaultKind, Scenario, WorkerFault, branching
 from async_rl.simulation.simulate import simulate
-from async_rl.simulation.sweep import sweep
 from tests.support.small_run import small_run
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from async_rl.engines import memory
-from async_rl.engines.turns import Turns
-from async_rl.records import read_records
-from async_rl.sharing import SharedDevices
+from async_rl.engines import device_memory
+from async_rl.engines.device_phases import Turns
+from async_rl.observability.records import read_records
+from async_rl.run.device_sharing import SharedDevices
 from async_rl.simulation.__main__ import run_shared_seed
+from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.scenario import Ending, FaultKind, Scenario, sharing
 from async_rl.simulation.simulate import Outcome, simulate
-from async_rl.simulation.sweep import sweep
-from async_rl.simulation.trainer import SimulatedTrainer
+from async_rl.simulation.simulated_trainer import SimulatedTrainer
 from tests.support.small_run import small_run
 
 SEEDS = range(8)
@@ -100,10 +100,10 @@ def leave_failed_engines_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def stop_nobody(patch: pytest.MonkeyPatch) -> None:
-    async def stop(engine: Any) -> memory.Stopped:
-        return memory.Stopped(engine)
+    async def stop(engine: Any) -> device_memory.Stopped:
+        return device_memory.Stopped(engine)
 
-    patch.setattr("async_rl.sharing.stop", stop)
+    patch.setattr("async_rl.run.device_sharing.stop", stop)
 
 
 def train_without_asking(patch: pytest.MonkeyPatch) -> None:

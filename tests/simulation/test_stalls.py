@@ -13,29 +13,29 @@ import pytest
 
 from agent_loops.single_turn import SingleTurnLoop
 from agent_loops.tools import Tool
-from async_rl.chat import load_chat_format
 from async_rl.config import Config
-from async_rl.diagnosis import Diagnosis
-from async_rl.engines.facts import load_facts
+from async_rl.data.chat_format import load_chat_format
+from async_rl.data.dataset import load_tasks
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, WeightUpdate
 from async_rl.engines.health import HealthWatch
-from async_rl.engines.protocol import Chunk, Finish, GenerateRequest, WeightUpdate
+from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import StallError
-from async_rl.metrics import Metrics
-from async_rl.orchestrator import Orchestrator
+from async_rl.observability.diagnosis import Diagnosis
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import Summary
 from async_rl.queue.admission import Admission
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.records import Summary
-from async_rl.rollout.api import Session
-from async_rl.rollout.dataset import load_tasks
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.rollout.manager import RolloutManager
+from async_rl.rollout.session.api import Session
 from async_rl.rollout.slots import Slots
+from async_rl.run.orchestrator import Orchestrator
+from async_rl.runtime.supervision import Nursery, first_error, service_of
+from async_rl.runtime.waits import acting
 from async_rl.simulation.virtual_time import run_virtual
-from async_rl.supervision import Nursery, first_error, service_of
-from async_rl.training import StepResult, Trainer
+from async_rl.trainer_protocol import StepResult, Trainer
 from async_rl.types import Completion, Group, Task
-from async_rl.waits import acting
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.local_cluster import LocalCluster
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from async_rl import orchestrator
 from async_rl.errors import CheckpointError, EnvironmentNotReady, NonFiniteLoss, TrainerError
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.ledger import Ledger
-from async_rl.supervision import first_error
-from async_rl.training import Trainer
+from async_rl.run import orchestrator
+from async_rl.runtime.supervision import first_error
+from async_rl.trainer_protocol import Trainer
 from async_rl.types import TrainBatch
 from tests.simulation.test_loop import assert_conserved, make_config, run
 from tests.support.local_cluster import LocalCluster

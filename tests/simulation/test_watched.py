@@ -8,9 +8,9 @@ from pathlib import Path
 
 import aiohttp
 
-from async_rl.metrics import Metrics
-from async_rl.orchestrator import Orchestrator
-from async_rl.records import append_record
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import append_record
+from async_rl.run.orchestrator import Orchestrator
 from tests.simulation.test_loop import make_config, run
 from tests.support.finished_run import records
 from tests.support.local_cluster import LocalCluster

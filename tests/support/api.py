@@ -11,7 +11,7 @@ import openai
 
 from agent_loops.openai_agent import CallReader
 from agent_loops.parsing import load_parser
-from async_rl.openai_api.server import Access, Endpoint
+from async_rl.openai_api.endpoint import Access, Endpoint
 from async_rl.types import Trajectory
 from tests.support.sessions import Bench
 from tests.support.talk import Script, Talker, talking

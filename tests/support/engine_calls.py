@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.engines.protocol import Chunk, Engine, Finish, GenerateRequest, SamplingParams
+from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest, SamplingParams
 from async_rl.types import RoutingTrace
 
 _numbers = itertools.count()

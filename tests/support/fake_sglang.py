@@ -10,9 +10,9 @@ from typing import Any
 
 from aiohttp import web
 
-from async_rl.engines.facts import facts_of
-from async_rl.engines.protocol import EngineFacts
-from async_rl.engines.sglang import SGLangEngine
+from async_rl.engine_protocol import EngineFacts
+from async_rl.engines.model_facts import facts_of
+from async_rl.engines.sglang.client import SGLangEngine
 
 HANG = b"hang"
 """Among a stream's parts: say nothing more until the client goes."""

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from async_rl.rollout.api import Session
+from async_rl.rollout.session.api import Session
 from async_rl.types import Task
 
 FATE = "ASYNC_RL_TEST_FATE"

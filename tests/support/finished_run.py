@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from async_rl.records import Extreme, StepRecord, append_record
+from async_rl.observability.records import StepRecord, append_record
+from async_rl.trainer_protocol import Extreme
 
 HOSTILE = "<img src=x onerror=\"document.title='broken in'\"><script>document.title='broken in'</script>"
 """What a data set, a tool or an engine may say."""
@@ -129,8 +130,8 @@ def write_run_folder(folder: Path, steps: list[StepRecord], *, max_steps: int = 
 
 
 LOG = f"""\
-2026-11-21 11:36:23,461 INFO    async_rl.driver.chronicle: bringing engines to the trainer's weights
-2026-11-21 11:36:23,479 INFO    async_rl.driver.chronicle: training
+2026-11-21 11:36:23,461 INFO    async_rl.run.run_log: bringing engines to the trainer's weights
+2026-11-21 11:36:23,479 INFO    async_rl.run.run_log: training
 2026-11-21 11:36:24,100 INFO    async_rl.queue.ledger: nobody needs to know this
 2026-11-21 11:41:02,117 WARNING async_rl.engines.pool: engine engine-1 is quarantined at version 75: silent
 2026-11-21 11:41:02,118 WARNING async_rl.rollout.manager: task {HOSTILE}, attempt 1: it raised
@@ -139,7 +140,7 @@ LOG = f"""\
 """What a driver writes down of such a run."""
 
 FAILURE = """\
-2026-11-21 11:52:30,007 ERROR   async_rl.train: the run failed: trainer failed: the GPU fell off the bus
+2026-11-21 11:52:30,007 ERROR   async_rl.cli.train: the run failed: trainer failed: the GPU fell off the bus
 Traceback (most recent call last):
   | somewhere deep
 """

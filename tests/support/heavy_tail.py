@@ -15,24 +15,24 @@ from typing import Any, cast
 
 import numpy as np
 
-from async_rl.chat import ChatFormat
 from async_rl.codec import read_frame
 from async_rl.config import Config, parse_config
+from async_rl.data.chat_format import ChatFormat
+from async_rl.data.feeder import Feeder
+from async_rl.data.order import TaskOrder
+from async_rl.engine_protocol import DiskUpdate, EngineFacts
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.protocol import DiskUpdate, EngineFacts
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.holdings import QueueStatistics
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.api import Session
-from async_rl.rollout.feeder import Feeder
+from async_rl.rollout.backend import Here
 from async_rl.rollout.manager import RolloutManager
-from async_rl.rollout.order import TaskOrder
-from async_rl.rollout.stage import Here
-from async_rl.simulation.coarse import CoarseEngine, EngineSpeed, mark
-from async_rl.supervision import services
+from async_rl.rollout.session.api import Session
+from async_rl.runtime.supervision import services
+from async_rl.simulation.coarse_engine import CoarseEngine, EngineSpeed, mark
 from async_rl.types import Completion, Task, TrainBatch
 
 PROMPT = 8
@@ -159,6 +159,7 @@ class World:
             clock=clock,
         )
         self.position = self.queue.restore()
+        chat = cast(ChatFormat, _Chat())
         self.manager = RolloutManager(
             self.config,
             feeder=Feeder(
@@ -172,7 +173,8 @@ class World:
             ),
             queue=self.queue,
             pool=self.pool,
-            chat=cast(ChatFormat, _Chat()),
+            backend=Here(self.config, chat=chat, metrics=self.metrics, clock=clock),
+            chat=chat,
             facts=_FACTS,
             metrics=self.metrics,
             new_id=(f"{seed:04d}-{step:04d}-{n:010d}" for n in count()).__next__,

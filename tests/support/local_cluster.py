@@ -10,11 +10,11 @@ import numpy as np
 
 from async_rl.codec import decode
 from async_rl.config import Config, SimulatedEngines
-from async_rl.engines.facts import load_facts
-from async_rl.engines.protocol import Engine
+from async_rl.engine_protocol import Engine
+from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
-from async_rl.training import FIGURES, Saved, StepResult, Trainer, TrainerState
+from async_rl.trainer_protocol import FIGURES, Saved, StepResult, Trainer, TrainerState
 from async_rl.types import TrainBatch
 
 
@@ -108,7 +108,7 @@ class CheckingTrainer:
 
 
 class LocalCluster:
-    """See `async_rl.cluster.Cluster`."""
+    """See `async_rl.run.cluster.Cluster`."""
 
     weight_backend = "gloo"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.codec import read_frame
-from async_rl.training import FIGURES, Saved, StepResult, TrainerState
+from async_rl.trainer_protocol import FIGURES, Saved, StepResult, TrainerState
 from async_rl.types import TrainBatch
 
 PLAN = "ASYNC_RL_TEST_DEATHS"
@@ -15,7 +15,7 @@ PLAN = "ASYNC_RL_TEST_DEATHS"
 
 
 class MortalRank:
-    """See `async_rl.training.TrainerRank`."""
+    """See `async_rl.trainer_protocol.TrainerRank`."""
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
         self._rank = rank

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from async_rl.engine_protocol import Chunk, Engine, EngineHealth, Finish, GenerateRequest, SamplingParams
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.engines.protocol import Chunk, Engine, EngineHealth, Finish, GenerateRequest, SamplingParams
 from async_rl.errors import EngineError
-from async_rl.metrics import Metrics
-from async_rl.supervision import Nursery
+from async_rl.observability.metrics import Metrics
+from async_rl.runtime.supervision import Nursery
 
 Said = Chunk | Finish | Exception
 

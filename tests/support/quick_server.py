@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from aiohttp import web
 
-from async_rl.engines.server import SGLangServer
+from async_rl.engines.sglang.server import SGLangServer
 from tests.support.fake_sglang import GOOD_SERVER, event, finish
 
 ADMIN = ("update_weights_from_disk", "update_weight_version", "abort_request", "flush_cache")

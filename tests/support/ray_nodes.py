@@ -15,7 +15,7 @@ from typing import Self
 
 import psutil
 
-from async_rl.engines.server import free_port
+from async_rl.engines.sglang.server import free_port
 
 _RAY = Path(sys.executable).with_name("ray")
 _TRIES = 4

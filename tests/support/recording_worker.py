@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from async_rl.training import StepResult
+from async_rl.trainer_protocol import StepResult
 from trainer.worker import TrainerWorker
 
 FOLDER = "ASYNC_RL_TEST_BATCHES"

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from async_rl.runtime.worker_processes import in_processes
 from async_rl.types import Completion, Task
-from async_rl.workers import in_processes
 
 
 def length(task: Task, completion: Completion, scale: float = 1.0) -> float:

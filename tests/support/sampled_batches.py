@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_rl.engines.protocol import EngineFacts
+from async_rl.engine_protocol import EngineFacts
 from async_rl.types import TrainBatch
 from tests.support.engine_calls import Call
 

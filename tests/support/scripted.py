@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from async_rl import routing
-from async_rl.engines.protocol import (
+from async_rl.engine_protocol import (
     Chunk,
     EngineHealth,
     Finish,

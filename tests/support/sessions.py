@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from async_rl.chat import ChatFormat
 from async_rl.config import RolloutConfig, RoutingConfig, SimulatedEngines
+from async_rl.data.chat_format import ChatFormat
+from async_rl.engine_protocol import DiskUpdate, Engine, EngineFacts, InterruptMode
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.protocol import DiskUpdate, Engine, EngineFacts, InterruptMode
 from async_rl.engines.simulated import SimulatedEngine, routing_rows
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal import Entry
-from async_rl.rollout.session import RolloutSession
+from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.types import RoutingTrace, Task, Trajectory
 
 PROMPT = 7

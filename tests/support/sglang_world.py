@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 
 from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engines.facts import load_facts
-from async_rl.engines.server import SGLangServer
-from async_rl.engines.sglang import SGLangEngine
+from async_rl.engines.model_facts import load_facts
+from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.server import SGLangServer
 from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
 
 VOCAB_SIZE = 300

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import jinja2
 
-from async_rl.chat import ChatFormat
 from async_rl.config import SimulatedEngines
-from async_rl.engines.protocol import EngineFacts, InterruptMode
+from async_rl.data.chat_format import ChatFormat
+from async_rl.engine_protocol import EngineFacts, InterruptMode
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.queue.journal import Entry
 from tests.support.sessions import Bench

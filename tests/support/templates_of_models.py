@@ -7,7 +7,7 @@ from typing import Final
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from async_rl.chat import ChatFormat
+from async_rl.data.chat_format import ChatFormat
 
 _HERE: Final = Path(__file__).parent
 _CALCULATOR: Final = _HERE.parents[1] / "examples" / "calculator" / "chat_template.jinja"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_rl.engines.protocol import EngineFacts
+from async_rl.engine_protocol import EngineFacts
 from async_rl.routing import make_trace
 from async_rl.types import Context, Group, Outcome, RoutingTrace, Sampled, Segment, Trajectory
 

@@ -18,9 +18,8 @@ from agent_loops.base import AgentLoop
 from async_rl.config import Config
 from async_rl.engines.simulated import CallFault, Fault
 from async_rl.errors import TrainerError
-from async_rl.records import Extreme
-from async_rl.rollout.api import Session
-from async_rl.training import StepResult, TrainerState
+from async_rl.rollout.session.api import Session
+from async_rl.trainer_protocol import Extreme, StepResult, TrainerState
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
 

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from async_rl.config import Config, parse_config
-from async_rl.endpoints import serve
-from async_rl.metrics import Metrics
-from async_rl.page.feed import Feed
-from async_rl.page.flow import flow_chart
-from async_rl.page.routes import page_routes
-from async_rl.page.view import EngineRow, Now, TrajectoryView
-from async_rl.records import StepRecord
-from async_rl.supervision import services
-from async_rl.waits import Waits, acting
+from async_rl.observability.endpoints import serve
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.page.feed import Feed
+from async_rl.observability.page.flow import flow_chart
+from async_rl.observability.page.routes import page_routes
+from async_rl.observability.page.view import EngineRow, Now, TrajectoryView
+from async_rl.observability.records import StepRecord
+from async_rl.runtime.supervision import services
+from async_rl.runtime.waits import Waits, acting
 from tests.support.finished_run import HOSTILE, MAX_STALENESS
 
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
-from async_rl.chat import ChatFormat, load_chat_format
 from async_rl.config import Config, SimulatedEngines
-from async_rl.engines.facts import load_facts
-from async_rl.engines.protocol import Engine
+from async_rl.data.chat_format import ChatFormat, load_chat_format
+from async_rl.engine_protocol import Engine
+from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import Fault, SimulatedEngine
 
 Answer = Callable[[str], str]

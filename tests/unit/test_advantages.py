@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from async_rl.errors import DataError
-from trainer.advantages import estimate_advantages, longest_answers, overlong_penalty
+from trainer.losses.advantages import estimate_advantages, longest_answers, overlong_penalty
 
 REWARDS = np.array([1, 0, 0, 0, 5, 3], np.float32)
 GROUPS = np.array([0, 0, 0, 0, 1, 1], np.int32)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent_loops.base import AgentLoop
-from async_rl.rollout.session import RolloutSession
+from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.types import Trajectory
 from tests.support.sessions import Bench, simulated
 from tests.support.templates_of_models import chat_of

@@ -11,7 +11,7 @@ import pytest
 from async_rl.config import RolloutConfig
 from async_rl.errors import EnvironmentNotReady
 from async_rl.rollout.loops import AgentLoops
-from async_rl.supervision import first_error
+from async_rl.runtime.supervision import first_error
 
 _noted: list[str] = []
 

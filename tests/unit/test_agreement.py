@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.types import TrainBatch
 from tests.support.train_batches import random_batch
-from trainer import agreement
+from trainer import logprob_mismatch
 from trainer.megatron.packing import Targets, targets
 
 PARTS = ("kl_mismatch", "kl_staleness", "rollout_kl_lag0", "rollout_kl_lag1", "rollout_kl_lag2_up")
@@ -35,7 +35,7 @@ def trainer_of(wanted: Targets, seed: int = 0) -> np.ndarray:
 
 
 def figures(wanted: Targets, start: np.ndarray) -> dict[str, float]:
-    return agreement.measure(wanted, start, importance_cap=2.0)
+    return logprob_mismatch.measure(wanted, start, importance_cap=2.0)
 
 
 def moved(before: dict[str, float], after: dict[str, float], names: tuple[str, ...]) -> dict[str, float]:
@@ -79,8 +79,8 @@ def test_an_outlier_moves_the_extremes_only(batch: TrainBatch, wanted: Targets) 
     at = int(np.flatnonzero(wanted.mask & (wanted.lag == 1))[123])
     broken = start.copy()
     broken[at] += 3.0
-    before, (was, *_) = figures(wanted, start), agreement.extremes(batch, wanted, start)
-    after, (worst, second, *_) = figures(wanted, broken), agreement.extremes(batch, wanted, broken)
+    before, (was, *_) = figures(wanted, start), logprob_mismatch.extremes(batch, wanted, start)
+    after, (worst, second, *_) = figures(wanted, broken), logprob_mismatch.extremes(batch, wanted, broken)
     assert abs(was.difference) < 0.15
     assert worst.difference == pytest.approx(3.0, abs=0.1)
     assert second == was
@@ -111,7 +111,7 @@ def test_percentiles_and_effective_samples_are_those_of_all_tokens(wanted: Targe
 
 def test_effective_samples_shrink_when_few_tokens_carry_the_weight(wanted: Targets) -> None:
     heavy = wanted.rollout_log_probs + np.where(np.arange(len(wanted.mask)) % 10 == 0, 0.0, -6.0)
-    measured = agreement.measure(wanted, heavy.astype(np.float32), importance_cap=None)
+    measured = logprob_mismatch.measure(wanted, heavy.astype(np.float32), importance_cap=None)
     assert measured["effective_sample_share"] == pytest.approx(0.1, rel=0.1)
 
 
@@ -119,11 +119,11 @@ def test_routing_part_is_what_replay_takes_away_at_lag_0(wanted: Targets) -> Non
     start = trainer_of(wanted)
     other = np.random.default_rng(1).normal(0, 0.3, len(start)).astype(np.float32)
     probed = np.arange(len(start)) < 8000
-    parts = agreement.measure_routing(wanted, start, start + other, probed)
+    parts = logprob_mismatch.measure_routing(wanted, start, start + other, probed)
     assert parts["kl_routing"] == pytest.approx(0.3**2 / 2, rel=0.1)
     assert parts["routing_native_abs_diff"] > 10 * parts["routing_replayed_abs_diff"]
     assert parts["routing_probe_tokens"] == (wanted.mask & probed & (wanted.lag == 0)).sum()
-    swapped = agreement.measure_routing(wanted, start + other, start, probed)
+    swapped = logprob_mismatch.measure_routing(wanted, start + other, start, probed)
     assert swapped["kl_routing"] == pytest.approx(-parts["kl_routing"], rel=1e-5)
 
 
@@ -136,4 +136,4 @@ def test_figures_are_nan_when_there_are_no_such_tokens(batch: TrainBatch, wanted
     assert math.isnan(measured["kl_staleness"])
     nothing = replace(wanted, mask=np.zeros_like(wanted.mask))
     assert math.isnan(figures(nothing, start)["importance_ratio_p50"])
-    assert agreement.extremes(batch, nothing, start) == ()
+    assert logprob_mismatch.extremes(batch, nothing, start) == ()

@@ -1,9 +1,10 @@
-"""The direction of imports, held: see docs/architecture.md, "Modules and the direction of imports"."""
+"""The direction of imports and the package layout: see docs/design/architecture.md."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,60 +12,69 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS = (
-    "types errors yaml12",
-    "config routing staleness codec instruments waits processes supervision threads workers loading chat "
-    "rewrites records engines.protocol training",
-    "evaluation.records evaluation.estimates metrics endpoints discovery trackers report diagnosis watchdog "
-    "engines queue weights sharing",
+    "types errors",
+    "routing codec staleness engine_protocol",
+    "trainer_protocol",
+    "runtime",
+    "config",
+    "observability",
+    "observability.page observability.trackers",
+    "data engines queue",
+    "engines.sglang weights rollout.session rollout.rewards",
     "rollout openai_api",
-    "recovery evaluation",
-    "page doctor cluster",
-    "driver",
-    "orchestrator",
+    "rollout.workers",
+    "evaluation",
+    "run",
     "placement simulation",
-    "reference metrics_page preflight evaluation.alone checkup plan inspection new_loop train sft run_report "
-    "commands cli",
+    "sft",
+    "cli",
 )
-"""A module imports from its own layer and the ones before it."""
+"""A package imports itself and packages of earlier lines, so there can be no cycle between packages."""
+
+CORE = {"types", "errors", "routing", "codec", "staleness", "engine_protocol", "trainer_protocol"}
+"""The modules at the root of `async_rl`; everything else belongs in a package."""
 
 ONLY_IN = {
     "torch": (
         "trainer/",
         "async_rl/weights/broadcast.py",
         "async_rl/weights/buckets.py",
-        "async_rl/weights/shared.py",
-        "async_rl/engines/sglang_cpu.py",
-        "async_rl/engines/sglang_narrow.py",
+        "async_rl/weights/shared_memory.py",
+        "async_rl/engines/sglang/cpu_launcher.py",
+        "async_rl/engines/sglang/narrow_launcher.py",
     ),
     "megatron": ("trainer/megatron/",),
     "mbridge": ("trainer/megatron/",),
     "ray": ("async_rl/placement/",),
     # Programs of their own, inside the server's process.
-    "sglang": ("async_rl/engines/sglang_cpu.py", "async_rl/engines/sglang_narrow.py"),
-    "create_task": ("async_rl/supervision.py",),
-    "ensure_future": ("async_rl/supervision.py",),
+    "sglang": ("async_rl/engines/sglang/cpu_launcher.py", "async_rl/engines/sglang/narrow_launcher.py"),
+    "create_task": ("async_rl/runtime/supervision.py",),
+    "ensure_future": ("async_rl/runtime/supervision.py",),
 }
 
 FOR_AGENT_LOOPS = (
     "types",
     "errors",
-    "loading",
-    "threads",
-    "workers",
-    "supervision",
-    "waits",
-    "rollout.api",
+    "runtime",
+    "rollout.session.api",
     "openai_api",
 )
 
 
-def layer(module: str) -> int:
-    """Of the most specific name that the module is, or is below of."""
+def package(module: str) -> str:
+    """The name in `LAYERS` that a dotted name belongs to; empty if there is none."""
     name = module.removeprefix("async_rl").removeprefix(".")
-    ranks = {listed: rank for rank, names in enumerate(LAYERS) for listed in names.split()}
-    while name and name not in ranks:
+    listed = {listed for names in LAYERS for listed in names.split()}
+    while name and name not in listed:
         name = name.rpartition(".")[0]
-    return ranks.get(name, -1)
+    return name
+
+
+def may_import(module: str, imported: str) -> bool:
+    """Whether one module of `async_rl` may import another."""
+    rank = {listed: rank for rank, names in enumerate(LAYERS) for listed in names.split()}
+    source, target = package(module), package(imported)
+    return not target or source == target or rank[target] < rank[source]
 
 
 def used(tree: ast.AST) -> Iterator[str]:
@@ -90,7 +100,7 @@ def violations(file: str, source: str) -> list[str]:
         if top in ONLY_IN:
             return not file.startswith(ONLY_IN[top])
         if package == "async_rl":
-            return top in ("agent_loops", "trainer") or (top == "async_rl" and layer(name) > layer(module))
+            return top in ("agent_loops", "trainer") or (top == "async_rl" and not may_import(module, name))
         if package == "agent_loops":
             return top == "trainer" or (top == "async_rl" and not name.startswith(for_loops))
         return False
@@ -103,31 +113,60 @@ def sources() -> list[str]:
     return [str(p.relative_to(ROOT)) for folder in folders for p in sorted((ROOT / folder).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("file", sources())
-def test_imports_point_down(file: str) -> None:
-    assert violations(file, (ROOT / file).read_text()) == []
+def test_imports_point_down() -> None:
+    assert [found for file in sources() for found in violations(file, (ROOT / file).read_text())] == []
 
 
-def test_every_module_has_a_layer() -> None:
-    modules = (file.removesuffix(".py").removesuffix("/__init__") for file in sources())
-    ours = [m.replace("/", ".") for m in modules if m.startswith("async_rl/")]
-    assert [module for module in ours if layer(module) < 0] == []
+def modules() -> dict[str, Path]:
+    """Dotted names of all product modules with their files."""
+    return {
+        file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): ROOT / file
+        for file in sources()
+    }
+
+
+def test_the_root_of_async_rl_holds_only_the_core_types() -> None:
+    assert {path.stem for path in (ROOT / "async_rl").glob("*.py")} == CORE | {"__init__"}
+
+
+def test_every_package_has_a_layer_and_says_what_belongs_in_it() -> None:
+    packages = [path for path in (ROOT / "async_rl").rglob("*") if any(path.glob("*.py"))]
+    assert packages
+    for folder in packages:
+        assert package(str(folder.relative_to(ROOT)).replace("/", ".")), folder
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        assert len(text.split()) > 20, f"{folder}/__init__.py does not say what belongs in the package"
+
+
+def test_no_modules_import_each_other_in_a_cycle() -> None:
+    known = modules()
+
+    def module_of(name: str) -> str:
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {
+        module: {module_of(name) for name in used(ast.parse(path.read_text()))} - {"", module}
+        for module, path in known.items()
+    }
+    assert tuple(TopologicalSorter(graph).static_order())
 
 
 @pytest.mark.parametrize(
     ("file", "source"),
     [
         ("async_rl/config/root.py", "from async_rl.engines.pool import EnginePool"),
-        ("async_rl/engines/pool.py", "def f():\n    import async_rl.rollout.session"),
-        ("async_rl/orchestrator.py", "from async_rl import placement"),
+        ("async_rl/engines/pool.py", "def f():\n    import async_rl.rollout.session.rollout_session"),
+        ("async_rl/run/orchestrator.py", "from async_rl import placement"),
         ("async_rl/codec.py", "from trainer.losses import ppo"),
         ("async_rl/queue/spool.py", "import torch.distributed as dist"),
-        ("async_rl/orchestrator.py", "from ray.util import placement_group"),
-        ("async_rl/engines/server.py", "import sglang"),
+        ("async_rl/run/orchestrator.py", "from ray.util import placement_group"),
+        ("async_rl/engines/sglang/server.py", "import sglang"),
         ("async_rl/rollout/manager.py", "group.create_task(f())"),
         ("trainer/losses.py", "from megatron.core import parallel_state"),
         ("agent_loops/tool_loop.py", "from async_rl.engines.pool import EnginePool"),
-        ("agent_loops/tool_loop.py", "from async_rl.rollout.session import RolloutSession"),
+        ("agent_loops/tool_loop.py", "from async_rl.rollout.session.rollout_session import RolloutSession"),
     ],
 )
 def test_a_wrong_arrow_is_seen(file: str, source: str) -> None:

@@ -10,12 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import AgentLoopError, ConfigError
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import Archive, ArchiveReader
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.recovery import Estate
+from async_rl.run.recovery import Estate
 from async_rl.simulation.simulate import simulate
 from tests.support.small_run import small_run
 from tests.support.trajectories import FACTS, make_group, make_trajectory

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from async_rl.errors import OutOfTurns, PromptTooLong
-from async_rl.rollout.api import Turn
-from async_rl.rollout.session import RolloutSession
-from async_rl.supervision import Nursery
+from async_rl.rollout.session.api import Turn
+from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.runtime.supervision import Nursery
 from async_rl.types import Sampled
 from tests.support.sessions import FACTS, PROMPT, Bench, Watched, row_versions, rows_under, simulated
 

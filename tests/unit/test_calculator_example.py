@@ -9,10 +9,10 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from agent_loops.calculator import calculator as evaluate
-from async_rl.chat import load_chat_format
 from async_rl.config import DataConfig, load_config
-from async_rl.rollout.dataset import load_tasks
-from async_rl.sft.rows import read_rows
+from async_rl.data.chat_format import load_chat_format
+from async_rl.data.dataset import load_tasks
+from async_rl.sft.examples import read_rows
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
 

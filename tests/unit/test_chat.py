@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agent_loops.parsing import ToolCall, load_parser, recognise
-from async_rl.chat import ChatFormat, load_chat_format
+from async_rl.data.chat_format import ChatFormat, load_chat_format
 from async_rl.errors import ConfigError
 from tests.support.templates_of_models import chat_of
 
@@ -171,7 +171,7 @@ def test_config_error_names_the_folder_when_it_holds_no_tokenizer(tmp_path: Path
 
 def test_torch_is_not_imported_when_a_chat_format_is_loaded(calculator: Path):
     program = (
-        "import sys; from async_rl.chat import load_chat_format; "
+        "import sys; from async_rl.data.chat_format import load_chat_format; "
         "load_chat_format(sys.argv[1]).append_ids([]); print('torch' in sys.modules)"
     )
     done = subprocess.run(

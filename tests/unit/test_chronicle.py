@@ -7,16 +7,16 @@ from typing import cast
 
 import pytest
 
-from async_rl.driver.chronicle import Chronicle
-from async_rl.driver.step_record import StepDone
 from async_rl.engines.pool import EnginePool
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import StepRecord, append_record, read_records
 from async_rl.queue.holdings import QueueStatistics
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.records import StepRecord, append_record, read_records
-from async_rl.training import StepResult
-from async_rl.weights.sync import SyncReport
+from async_rl.run.run_log import Chronicle
+from async_rl.run.step_record import StepDone
+from async_rl.trainer_protocol import StepResult
+from async_rl.weights.weight_sync import SyncReport
 from tests.support.run_config import config_of
 
 

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 import yaml
 
-from async_rl import preflight, reference, yaml12
-from async_rl.cli import main
-from async_rl.config import load_config
+from async_rl.cli.main import main
+from async_rl.config import load_config, reference
+from async_rl.run import preflight
+from async_rl.runtime import yaml12
 from tests.support.run_config import write_run
 from tests.support.templates_of_models import chat_of
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_help_imports_nothing_heavy() -> None:
     program = (
-        "import sys\nfrom async_rl.cli import main\n"
+        "import sys\nfrom async_rl.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "print('\\n'.join(sys.modules))"
     )
@@ -157,7 +158,7 @@ def test_usage_errors_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_module_is_the_same_command_as_train(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "async_rl.train", str(tmp_path / "missing.yaml")]
+    command = [sys.executable, "-m", "async_rl.cli", "train", str(tmp_path / "missing.yaml")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"async-rl: cannot read the config {tmp_path / 'missing.yaml'}")

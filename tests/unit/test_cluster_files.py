@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from async_rl.cli import COMMANDS
+from async_rl.cli.main import COMMANDS
 from async_rl.config import apply_override, parse_config
-from async_rl.engines.server import _PORTS
+from async_rl.engines.sglang.server import _PORTS
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "examples" / "cluster" / "slurm.sbatch"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from async_rl.config import parse_config
-from async_rl.config.checks import CHECKS
-from async_rl.config.reading import apply_override
+from async_rl.config.loader import apply_override
+from async_rl.config.root import CHECKS
 from async_rl.errors import ConfigError
 
 REFUSED: dict[str, list[tuple[str, str]]] = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from async_rl.config import ImportanceConfig, RejectConfig
-from trainer.corrections import correct
-from trainer.penalties import kl_estimate
-from trainer.sequences import Sequences
+from trainer.losses.corrections import correct
+from trainer.losses.kl import kl_estimate
+from trainer.losses.sequences import Sequences
 
 # Two answers, of three tokens and of two; ratios 1, e², 1/e and e, e.
 OLD = torch.tensor([-1.0, -1.0, -3.0, -1.0, -1.0], requires_grad=True)

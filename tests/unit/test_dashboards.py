@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
 from monitoring import dashboard, picture
 
 MONITORING = Path(__file__).parents[2] / "monitoring"

@@ -15,15 +15,15 @@ import pytest
 import yaml
 
 from agent_loops.rewards_code import code_tests
-from async_rl import yaml12
 from async_rl.config import DataConfig, load_config
+from async_rl.data.dataset import load_tasks
 from async_rl.errors import ConfigError
-from async_rl.metrics import Metrics
-from async_rl.preflight import check
-from async_rl.rollout.dataset import load_tasks
-from async_rl.rollout.reward_http import request_of
-from async_rl.rollout.rewards import Rewards
-from async_rl.workers import processes_asked
+from async_rl.observability.metrics import Metrics
+from async_rl.rollout.rewards.http_rewards import request_of
+from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.run.preflight import check
+from async_rl.runtime import yaml12
+from async_rl.runtime.worker_processes import processes_asked
 from tests.support.pages import blocks
 from tests.support.reward_functions import make_completion
 from tests.support.run_config import config_of, write_run

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from async_rl.config import DataConfig, DatasetConfig, SourceConfig
+from async_rl.data.dataset import PromptRule, load_tasks, load_validation
 from async_rl.errors import ConfigError
-from async_rl.rollout.dataset import PromptRule, load_tasks, load_validation
 from async_rl.types import Task
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]

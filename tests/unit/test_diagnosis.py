@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_rl.diagnosis import Diagnosis, EngineView, QueueView, SlotsView, Snapshot, diagnose
-from async_rl.waits import Actor, Awaited, Node, Wait
+from async_rl.observability.diagnosis import Diagnosis, EngineView, QueueView, SlotsView, Snapshot, diagnose
+from async_rl.runtime.waits import Actor, Awaited, Node, Wait
 
 LOOP, ROLLOUTS, REPAIR = Node("train loop"), Node("service", "rollouts"), Node("service", "repair")
 LIMITS = {"chunk": 60.0, "trainer step": 3600.0, "engine start": 600.0, "engine update": 300.0, "tool": 30.0}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.discovery import announced
 from async_rl.errors import EnvironmentNotReady
+from async_rl.observability.discovery import announced
 
 
 def told(folder: Path) -> Any:

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import load_config
-from async_rl.doctor import Doctor, limits, watched
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import StallError
-from async_rl.metrics import Metrics
+from async_rl.observability.loop_watchdog import LoopWatch
+from async_rl.observability.metrics import Metrics
+from async_rl.run.doctor import Doctor, limits, watched
+from async_rl.runtime.supervision import services
+from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.simulation.virtual_time import VirtualTimeLoop, run_virtual
-from async_rl.supervision import services
-from async_rl.waits import Waits, acting, waiting
-from async_rl.watchdog import LoopWatch
 from tests.support.run_config import write_run
 
 

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from async_rl.page.drawing import (
+from async_rl.observability.page.drawing import (
     Band,
     Chart,
     Line,
@@ -18,7 +18,7 @@ from async_rl.page.drawing import (
     thinned,
     ticks,
 )
-from async_rl.page.flow import flow_chart
+from async_rl.observability.page.flow import flow_chart
 from tests.support.finished_run import HOSTILE
 
 

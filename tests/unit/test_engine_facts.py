@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.engines.facts import check_served_by_sglang, facts_of, load_facts
+from async_rl.engines.model_facts import check_served_by_sglang, facts_of, load_facts
 from async_rl.errors import ConfigError
 
 BASE = {"num_hidden_layers": 6, "vocab_size": 1000, "max_position_embeddings": 4096}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.engines import guard
+from async_rl.engines.sglang import guard
 
 SERVER = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
 

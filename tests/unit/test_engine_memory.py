@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import SimulatedEngines
-from async_rl.engines.memory import Empty, Loadable, Stopped, stop
-from async_rl.engines.protocol import DiskUpdate, MemoryPart
+from async_rl.engine_protocol import DiskUpdate, MemoryPart
+from async_rl.engines.device_memory import Empty, Loadable, Stopped, stop
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import EngineError, InvariantError
+from async_rl.runtime.supervision import first_error
 from async_rl.simulation.virtual_time import in_virtual_time
-from async_rl.supervision import first_error
 from tests.support.engine_calls import Call, call, request
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_nobody_else_touches_the_memory_of_an_engine() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in calls
     }
-    assert found <= {"async_rl/engines/memory.py", "async_rl/simulation/engines.py"}
+    assert found <= {"async_rl/engines/device_memory.py", "async_rl/simulation/faulty_engines.py"}
 
 
 def test_there_is_no_way_to_a_state_but_through_the_one_before_it() -> None:

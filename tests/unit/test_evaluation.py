@@ -9,20 +9,20 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from async_rl.cli.evaluate import evaluate
+from async_rl.cli.inspection.browse import Filter, inspect
 from async_rl.config import EvaluationConfig, parse_config
-from async_rl.engines.facts import load_facts
+from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import ConfigError
-from async_rl.evaluation.alone import evaluate
 from async_rl.evaluation.estimates import Answer, estimate, pass_at_k, scores
-from async_rl.evaluation.examiner import rollout_settings
-from async_rl.evaluation.records import EvaluationRecord, append_evaluation, read_evaluations
+from async_rl.evaluation.evaluator import rollout_settings
 from async_rl.evaluation.service import due
-from async_rl.inspection.browse import Filter, inspect
-from async_rl.metrics import Metrics
-from async_rl.page.charts import sections
-from async_rl.records import StepRecord
-from async_rl.trackers.tracker import Trackers
+from async_rl.observability.evaluation_record import EvaluationRecord, append_evaluation, read_evaluations
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.page.charts import sections
+from async_rl.observability.records import StepRecord
+from async_rl.observability.trackers.tracker import Trackers
 
 
 def answer(task: str, reward: float, *, dataset: str = "aime", source: str = "", **parts: float) -> Answer:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.inspection.try_out import rollout
+from async_rl.cli.inspection.try_out import rollout
 from tests.support.writer import Answer, writing
 
 ROOT = Path(__file__).parents[2]

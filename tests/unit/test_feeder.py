@@ -1,5 +1,5 @@
-from async_rl.rollout.feeder import Feeder
-from async_rl.rollout.order import TaskOrder
+from async_rl.data.feeder import Feeder
+from async_rl.data.order import TaskOrder
 from async_rl.types import Task
 
 TASKS = [Task(task_id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(3)]

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from async_rl.config import SimulatedEngines
+from async_rl.engine_protocol import Engine
 from async_rl.engines.health import HealthWatch, judge
 from async_rl.engines.lease import Vitals
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.engines.protocol import Engine
 from async_rl.errors import CallLost
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
+from async_rl.runtime.supervision import Nursery, services
 from async_rl.simulation.virtual_time import in_virtual_time
-from async_rl.supervision import Nursery, services
 from tests.support.engine_calls import request
 from tests.support.fake_sglang import HANG, FakeSGLang, event
 from tests.support.played import END, PlayedPool, settle, tokens

@@ -11,16 +11,16 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from async_rl.chat import load_chat_format
-from async_rl.cli import main
+from async_rl.cli.inspection.browse import abbreviate
+from async_rl.cli.inspection.portrait import _role, decoder, portray, token_numbers
+from async_rl.cli.inspection.show import show
+from async_rl.cli.main import main
 from async_rl.config import load_config
+from async_rl.config.reference import resolved_yaml
+from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import AgentLoopError
-from async_rl.inspection.browse import abbreviate
-from async_rl.inspection.portrait import _role, decoder, portray, token_numbers
-from async_rl.inspection.show import show
 from async_rl.queue.archive import Archive, kept
 from async_rl.queue.ledger import Ledger
-from async_rl.reference import resolved_yaml
 from async_rl.types import Context, Outcome, Sampled, Segment, Trajectory, TurnRecord
 from tests.support.run_config import write_run
 from tests.support.trajectories import make_trajectory

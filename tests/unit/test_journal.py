@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from async_rl.errors import SpoolFull
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal import Entry, Journal
 from async_rl.queue.journal_file import read
 from async_rl.types import Sampled

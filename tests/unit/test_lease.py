@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from async_rl.engine_protocol import Finish
 from async_rl.engines.pool import EngineState
-from async_rl.engines.protocol import Finish
 from async_rl.errors import CallLost, EngineError
+from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.virtual_time import in_virtual_time
-from async_rl.supervision import Nursery
 from tests.support.played import END, PlayedPool, settle, tokens
 
 

@@ -17,7 +17,7 @@ from async_rl.queue.kept import KeptTrajectories
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.supervision import Nursery
+from async_rl.runtime.supervision import Nursery
 from async_rl.types import Group, TrainBatch, Trajectory
 from tests.support.trajectories import FACTS, make_group, make_trajectory
 

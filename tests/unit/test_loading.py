@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.loading import load_object
+from async_rl.runtime.loading import load_object
 
 
 @pytest.fixture

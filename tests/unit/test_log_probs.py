@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainer.log_probs import vocab_parallel_log_probs
+from trainer.losses.log_probs import vocab_parallel_log_probs
 from trainer.schedule import linear_warmup
 
 

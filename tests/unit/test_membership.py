@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rl.engine_protocol import Engine
 from async_rl.engines.membership import REREAD_S, Membership, changes, parse_urls
 from async_rl.engines.pool import EngineState
-from async_rl.engines.protocol import Engine
 from async_rl.errors import ConfigError
+from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.simulation.virtual_time import in_virtual_time
-from async_rl.supervision import Nursery, first_error, services
 from tests.support.played import END, PlayedEngine, PlayedPool, settle, tokens
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"

@@ -12,13 +12,13 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
-from async_rl import metrics_page
-from async_rl.endpoints import serve
+from async_rl.cli import metrics_reference
 from async_rl.errors import EnvironmentNotReady
-from async_rl.instruments import declared
-from async_rl.metrics import Metrics
-from async_rl.records import StepRecord
-from async_rl.trackers.names import DERIVED, FIELDS
+from async_rl.observability.endpoints import serve
+from async_rl.observability.instruments import declared
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import StepRecord
+from async_rl.observability.trackers.names import DERIVED, FIELDS
 
 PACKAGE = Path(__file__).parents[2] / "async_rl"
 
@@ -136,8 +136,8 @@ def observes(place: str, name: str) -> bool:
     """Whether a module or a package of ours, or the record that carries a figure over, names an attribute."""
     path = PACKAGE / place.replace(".", "/")
     files = [*path.rglob("*.py"), path.with_suffix(".py")]
-    if place in ("driver", "trainer.worker"):
-        files.append(PACKAGE / "metrics.py")
+    if place in ("run", "trainer.worker"):
+        files.append(PACKAGE / "observability" / "metrics.py")
     return any(names(file, name) for file in files if file.exists())
 
 
@@ -153,11 +153,11 @@ def test_no_metric_is_declared_in_two_sections() -> None:
 
 def test_the_page_of_metrics_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert page.read_text() == metrics_page.markdown(), "run `make docs`"
+    assert page.read_text() == metrics_reference.markdown(), "run `make docs`"
 
 
 def test_the_page_has_a_row_for_each_metric_and_each_name_of_a_tracker() -> None:
-    page = metrics_page.markdown()
+    page = metrics_reference.markdown()
     for section in declared(Metrics):
         for name in section.declarations:
             assert re.search(rf"^\| `{name}[`{{]", page, re.MULTILINE), name

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.cli import main
-from async_rl.inspection.try_out import rollout
-from async_rl.new_loop import FILES, new_loop
+from async_rl.cli.inspection.try_out import rollout
+from async_rl.cli.main import main
+from async_rl.cli.new_loop import FILES, new_loop
 from tests.support.writer import writing
 
 ROOT = Path(__file__).parents[2]

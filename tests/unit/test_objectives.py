@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from async_rl.config import LossConfig
-from trainer.objectives import cispo, gspo, policy_objective, ppo, token_weights
-from trainer.sequences import Sequences
+from trainer.losses.objectives import cispo, gspo, policy_objective, ppo, token_weights
+from trainer.losses.sequences import Sequences
 
 
 def tokens(*lengths: int, seed: int = 0):

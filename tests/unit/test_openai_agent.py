@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
+from async_rl.cli.inspection.try_out import rollout
 from async_rl.errors import AgentLoopError, ConfigError, EngineError, PromptTooLong, RequestRefused
-from async_rl.inspection.try_out import rollout
 from async_rl.queue.journal import Journal
-from async_rl.supervision import Nursery
+from async_rl.runtime.supervision import Nursery
 from async_rl.types import Task
 from tests.support.scripted import ScriptedEngine
 from tests.support.scripted_session import make_task

@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from async_rl.openai_api.server import Endpoint
-from async_rl.supervision import Nursery
+from async_rl.openai_api.endpoint import Endpoint
+from async_rl.runtime.supervision import Nursery
 from tests.support.api import asked, client_of, reply
 from tests.support.talk import Talker, lines
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.rollout.order import Mixture, TaskOrder
+from async_rl.data.order import Mixture, TaskOrder
 
 
 def test_every_epoch_has_every_task_once_in_its_own_order_when_shuffled():

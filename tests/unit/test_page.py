@@ -12,13 +12,13 @@ import aiohttp
 import msgspec
 import pytest
 
-from async_rl.page import feed as feed_module
-from async_rl.page.feed import Client, Feed, TooManyClients
-from async_rl.page.routes import page_routes
-from async_rl.page.view import slowest
-from async_rl.records import StepRecord
+from async_rl.observability.page import feed as feed_module
+from async_rl.observability.page.feed import Client, Feed, TooManyClients
+from async_rl.observability.page.routes import page_routes
+from async_rl.observability.page.view import slowest
+from async_rl.observability.records import StepRecord
+from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.types import Task
-from async_rl.waits import Waits, acting, waiting
 from tests.support.finished_run import HOSTILE, records
 from tests.support.watched_run import config, now, watched
 

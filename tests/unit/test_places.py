@@ -9,11 +9,11 @@ import ray
 from ray._private import ray_constants
 
 from async_rl.config import parse_config
-from async_rl.engines.connect import check_shares_memory, external_keys, is_loopback, node_of
+from async_rl.engines.sglang.connect import check_shares_memory, external_keys, is_loopback, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.placement.actors import Frame, Home, go_to_work, interface_of
 from async_rl.placement.local_ray import connect
-from async_rl.placement.places import Node, by_node, no_room
+from async_rl.placement.placements import Node, by_node, no_room
 from tests.support.run_config import config_of
 
 

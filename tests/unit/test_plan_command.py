@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from async_rl.cli import main
+from async_rl.cli.main import main
+from async_rl.cli.plan import calibrate
 from async_rl.config import load_config
-from async_rl.plan import calibrate
-from async_rl.records import StepRecord, append_record
+from async_rl.observability.records import StepRecord, append_record
 from tests.support.run_config import write_run
 
 QUICK = ["--versions", "2", "--warmup", "1", "--prompt-tokens", "8"]

@@ -3,11 +3,11 @@ from typing import cast
 
 import pytest
 
+from async_rl.engine_protocol import Engine
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.engines.protocol import Engine
 from async_rl.errors import EngineError
-from async_rl.metrics import Metrics
-from async_rl.supervision import Nursery
+from async_rl.observability.metrics import Metrics
+from async_rl.runtime.supervision import Nursery
 
 
 class NamedEngine:

@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from async_rl.processes import Process, kill, this_process
+from async_rl.runtime.processes import Process, kill, this_process
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c",
-    "from async_rl.processes import die_with_parent; die_with_parent(); import os, signal; "
+    "from async_rl.runtime.processes import die_with_parent; die_with_parent(); import os, signal; "
     "print(os.getpid(), flush=True); os.kill(os.getpid(), signal.SIGSTOP)"])
 time.sleep(600)
 """

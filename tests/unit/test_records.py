@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from async_rl.records import (
+from async_rl.observability.records import (
     Extreme,
     StepRecord,
     Totals,
@@ -19,7 +19,7 @@ from async_rl.records import (
     read_records,
     summarise,
 )
-from async_rl.training import COUNTS, FIGURES
+from async_rl.trainer_protocol import COUNTS, FIGURES
 
 
 def record(step: int, **figures: object) -> StepRecord:

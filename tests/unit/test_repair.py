@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config import SimulatedEngines
+from async_rl.engine_protocol import Engine
 from async_rl.engines.pool import EngineState
-from async_rl.engines.protocol import Engine
 from async_rl.engines.repair import Repair, Restarts
 from async_rl.errors import EngineError, EnvironmentNotReady, WeightSyncError
+from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.simulation.virtual_time import in_virtual_time
-from async_rl.supervision import Nursery, first_error, services
 from tests.support.played import PlayedEngine, PlayedPool, settle
 
 CONFIG = SimulatedEngines(

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from async_rl.engines.protocol import Engine, EngineFacts
+from async_rl.engine_protocol import Engine, EngineFacts
 from async_rl.queue.journal import Entry, Journal
 from async_rl.queue.journal_file import Journalled
 from async_rl.types import Context, Sampled, Trajectory

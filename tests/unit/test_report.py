@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from async_rl import train
+from async_rl.cli import train
 from async_rl.config import Config, changed_fields, parse_config
-from async_rl.records import StepRecord, Totals, TrajectoryCounts, summarise
-from async_rl.report import (
+from async_rl.observability.console_report import (
     Progress,
     derived_bounds,
     print_header,
@@ -23,6 +22,7 @@ from async_rl.report import (
     step_line,
     write_run_files,
 )
+from async_rl.observability.records import StepRecord, Totals, TrajectoryCounts, summarise
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -10,9 +10,9 @@ import pytest
 from agent_loops import rewards_math
 from agent_loops.rewards_math import math_answer
 from async_rl.errors import RewardError
-from async_rl.metrics import Metrics
-from async_rl.rollout.rewards import Rewards
-from async_rl.workers import processes_asked
+from async_rl.observability.metrics import Metrics
+from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.runtime.worker_processes import processes_asked
 from tests.support.reward_functions import make_completion
 from tests.support.run_config import config_of
 from tests.support.scripted_session import make_task

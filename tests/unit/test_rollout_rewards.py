@@ -19,9 +19,9 @@ import pytest
 from aiohttp import web
 
 from async_rl.errors import ConfigError, RewardError
-from async_rl.metrics import Metrics
-from async_rl.rollout.reward_styles import parts_of, style_of
-from async_rl.rollout.rewards import Rewards
+from async_rl.observability.metrics import Metrics
+from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.rollout.rewards.signatures import parts_of, style_of
 from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Completion, Task
 from tests.support import reward_functions
@@ -238,7 +238,7 @@ async def test_a_process_that_hangs_or_dies_is_replaced_and_fails_its_call_alone
 DRIVER = """
 import asyncio, sys
 from async_rl.types import Completion, Task
-from async_rl.workers import WorkerProcesses
+from async_rl.runtime.worker_processes import WorkerProcesses
 if __name__ == "__main__":
     completion = Completion(messages=[], text="hang in " + sys.argv[2], stop_reason="completed")
     workers = WorkerProcesses(sys.argv[1], 1)

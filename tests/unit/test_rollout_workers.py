@@ -11,23 +11,23 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import pytest
 
-from async_rl.chat import ChatFormat
 from async_rl.config import Config, parse_config
+from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import AgentLoopError, EnvironmentNotReady, PromptTooLong, RewardError, WorkerLost
-from async_rl.metrics import Metrics
-from async_rl.placement.rollout_workers import shared_out
+from async_rl.observability.metrics import Metrics
+from async_rl.placement.rollout_worker_actor import shared_out
 from async_rl.queue.journal import Entry, Journal
-from async_rl.rollout.api import Session
-from async_rl.rollout.playing import Played, close
-from async_rl.rollout.remote.counts import Increments, add
-from async_rl.rollout.remote.driver import RolloutWorkers
-from async_rl.rollout.remote.link import connect, door
-from async_rl.rollout.remote.messages import Count, Cut, Failure, Play, Pulse, Stop
-from async_rl.rollout.remote.mirror import Mirror
-from async_rl.rollout.session import RolloutSession
-from async_rl.rollout.stage import Here
+from async_rl.rollout.attempt import Played, close
+from async_rl.rollout.backend import Here
+from async_rl.rollout.session.api import Session
+from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.workers.driver_session import Mirror
+from async_rl.rollout.workers.link import connect, door
+from async_rl.rollout.workers.messages import Count, Cut, Failure, Play, Pulse, Stop
+from async_rl.rollout.workers.metric_counts import Increments, add
+from async_rl.rollout.workers.worker_backend import RolloutWorkers
+from async_rl.simulation.simulated_workers import SimulatedWorkers
 from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
-from async_rl.simulation.workers import SimulatedWorkers
 from async_rl.types import Completion, Sampled, Task, Trajectory
 from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.cli import main
-from async_rl.run_report import read_run, redacted, write_report
+from async_rl.cli.main import main
+from async_rl.observability.page.html_report import read_run, redacted, write_report
 from tests.support.finished_run import FAILURE, HOSTILE, LOG, records, write_run_folder
 
 

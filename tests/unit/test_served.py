@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from async_rl.engines.protocol import TensorSpec
+from async_rl.engine_protocol import TensorSpec
 from async_rl.errors import WeightSyncError
 from async_rl.weights.buckets import spec_of
-from trainer.served import check_exported, served_specs
+from trainer.weights.weight_manifest import check_exported, served_specs
 
 WEIGHTS = {
     "model.embed_tokens.weight": torch.zeros(8, 4, dtype=torch.bfloat16),

@@ -5,10 +5,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from async_rl.engine_protocol import Chunk, Engine, EngineFacts, Finish
 from async_rl.engines.pool import EngineState
-from async_rl.engines.protocol import Chunk, Engine, EngineFacts, Finish
 from async_rl.errors import EngineError, PromptTooLong, RequestRefused
-from async_rl.supervision import Nursery
+from async_rl.runtime.supervision import Nursery
 from async_rl.types import Context, Sampled, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import PROMPT, Bench

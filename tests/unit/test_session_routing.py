@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import SimulatedEngines
-from async_rl.engines.protocol import Chunk, EngineFacts, Finish, GenerateRequest
+from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import AlignmentError, EngineError
 from async_rl.routing import invalid_rows, verify
@@ -658,7 +658,7 @@ async def test_a_trajectory_is_whole_when_replaced_rows_cannot_be_compared() -> 
 
 
 def test_the_sample_is_decided_by_the_name_alone() -> None:
-    from async_rl.rollout.rows import _unit
+    from async_rl.rollout.session.routing_rows import _unit
 
     numbers = [_unit(f"{i:032x}") for i in range(2000)]
     assert numbers == [_unit(f"{i:032x}") for i in range(2000)]

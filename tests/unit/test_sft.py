@@ -17,11 +17,11 @@ import yaml
 from async_rl.codec import read_frame
 from async_rl.config import SftConfig, parse_config
 from async_rl.errors import ConfigError
-from async_rl.sft import run as sft_run
-from async_rl.sft.plan import SftBatch, learning_rate, plan_batches
-from async_rl.sft.rows import read_rows
-from async_rl.sft.run import read_sft_records, sft
-from async_rl.training import Saved, StepResult, TrainerState
+from async_rl.sft import sft_run as sft_run
+from async_rl.sft.examples import read_rows
+from async_rl.sft.schedule import SftBatch, learning_rate, plan_batches
+from async_rl.sft.sft_run import read_sft_records, sft
+from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from tests.support.run_config import MOE
 from tests.support.templates_of_models import chat_of
 

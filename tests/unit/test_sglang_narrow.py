@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import ModelConfig, SGLangEngines
-from async_rl.engines import sglang_narrow
-from async_rl.engines.server import SGLangServer
+from async_rl.engines.sglang import narrow_launcher
+from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 
 
@@ -30,11 +30,11 @@ class Changed:
 
 def test_the_program_ends_with_a_sentence_when_a_patched_class_is_not_the_one_that_was_read() -> None:
     with pytest.raises(SystemExit) as refused:
-        sglang_narrow.check_source(Read)
+        narrow_launcher.check_source(Read)
     found = str(refused.value).split("sha256 ")[1].split(",")[0]
-    sglang_narrow.check_source(Read, expected=found)
+    narrow_launcher.check_source(Read, expected=found)
     with pytest.raises(SystemExit, match=r"Changed as they are in sglang 0\.5\.23.*differs"):
-        sglang_narrow.check_source(Changed, expected=found)
+        narrow_launcher.check_source(Changed, expected=found)
 
 
 def test_the_program_ends_with_a_sentence_when_another_version_is_installed(
@@ -42,7 +42,7 @@ def test_the_program_ends_with_a_sentence_when_another_version_is_installed(
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.24")
     with pytest.raises(SystemExit, match=r"patches sglang 0\.5\.23, found 0\.5\.24"):
-        sglang_narrow.install([0], 8)
+        narrow_launcher.install([0], 8)
 
 
 def make_server(folder: Path, *, narrow: bool, routing: bool = True) -> SGLangServer:
@@ -73,9 +73,9 @@ async def test_no_server_is_started_when_another_version_is_installed(
 
 def test_layers_and_experts_are_on_the_command_line_when_the_engine_is_to_narrow(tmp_path: Path) -> None:
     command = make_server(tmp_path, narrow=True).command()
-    assert command[1:5] == ["-m", "async_rl.engines.sglang_narrow", "0,2,3", "8"]
+    assert command[1:5] == ["-m", "async_rl.engines.sglang.narrow_launcher", "0,2,3", "8"]
     for plain in (make_server(tmp_path, narrow=False), make_server(tmp_path, narrow=True, routing=False)):
-        assert "async_rl.engines.sglang_narrow" not in plain.command()
+        assert "async_rl.engines.sglang.narrow_launcher" not in plain.command()
 
 
 @pytest.mark.sglang
@@ -84,10 +84,10 @@ def test_the_patch_is_in_place_when_a_spawned_child_imports_the_main_module_agai
     child = """
 import runpy, sys
 sys.argv = ["sglang_narrow", "0,2", "300", "--device=cpu"]
-from async_rl.engines import sglang_cpu
+from async_rl.engines.sglang import cpu_launcher
 from sglang.srt.state_capturer import base, routed_experts
 before = base.BaseHostCache, routed_experts.RoutedExpertsCapturer._get_local_slice
-runpy.run_module("async_rl.engines.sglang_narrow", run_name="__mp_main__")
+runpy.run_module("async_rl.engines.sglang.narrow_launcher", run_name="__mp_main__")
 after = base.BaseHostCache, routed_experts.RoutedExpertsCapturer._get_local_slice
 assert before[0] is not after[0] and before[1] is not after[1]
 cache = base.BaseHostCache(5, 3, 2, name="routed_experts", device="cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_rl.errors import EnvironmentNotReady
-from async_rl.placement.shared import Device, assign, beside
+from async_rl.placement.shared_devices import Device, assign, beside
 
 ENGINES = [[Device("a", "2"), Device("a", "3")], [Device("b", "0"), Device("b", "1")]]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import SimulatedEngines
-from async_rl.engines.protocol import DiskUpdate
+from async_rl.engine_protocol import DiskUpdate
 from async_rl.engines.simulated import Fault, SimulatedEngine, routing_rows
 from async_rl.errors import AlignmentError, EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
 from async_rl.simulation.virtual_time import run_virtual

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from async_rl.engines.slabs import Slabs
+from async_rl.engines.sglang.slabs import Slabs
 
 MIB = 1 << 20
 

@@ -1,6 +1,6 @@
 import torch
 
-from trainer.snapshot import Snapshot
+from trainer.weights.snapshot import Snapshot
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from async_rl.engines.sse import EventReader
+from async_rl.engines.sglang.sse import EventReader
 
 PAYLOAD = "QUJD" * 30_000
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from async_rl.engines.streams import ConnectionLost, StreamClient
+from async_rl.engines.sglang.http_streams import ConnectionLost, StreamClient
 
 Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[bool | None]]
 """Answers a body; False closes the connection."""

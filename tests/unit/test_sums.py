@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from async_rl.config import ImportanceConfig, KLConfig, LossConfig, RejectConfig
-from trainer.sequences import Sequences
-from trainer.sums import SUMS, Tokens, policy_sums
+from trainer.losses.policy_loss import SUMS, Tokens, policy_sums
+from trainer.losses.sequences import Sequences
 
 # Two answers, of two tokens and of one, whose ratio of 1/8 rejects it; PPO's ratios are 1, 2 and 1.
 ROLLOUT = torch.tensor([0.2, 0.5, 0.8]).log()

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from async_rl.errors import EngineError, ServiceExited
-from async_rl.supervision import Nursery, finished, first_error, service_of, services
+from async_rl.runtime.supervision import Nursery, finished, first_error, service_of, services
 
 
 async def forever() -> None:

@@ -16,12 +16,13 @@ import pytest
 
 from async_rl.config import Config, parse_config
 from async_rl.errors import ConfigError, EnvironmentNotReady
-from async_rl.metrics import Metrics
-from async_rl.records import Extreme, StepRecord
-from async_rl.trackers import choice
-from async_rl.trackers.files import ConsoleTracker, JsonlTracker, TensorBoardTracker
-from async_rl.trackers.names import DERIVED, FIELDS, OWN, OWN_BY_KEY, count_devices, figures
-from async_rl.trackers.tracker import MAX_WAITING, Trackers
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import StepRecord
+from async_rl.observability.trackers import choice
+from async_rl.observability.trackers.file_trackers import ConsoleTracker, JsonlTracker, TensorBoardTracker
+from async_rl.observability.trackers.names import DERIVED, FIELDS, OWN, OWN_BY_KEY, count_devices, figures
+from async_rl.observability.trackers.tracker import MAX_WAITING, Trackers
+from async_rl.trainer_protocol import Extreme
 from tests.support.wandb_files import history, offline_run, run_of
 
 
@@ -168,7 +169,7 @@ def test_wandb_goes_on_with_its_run_when_a_run_resumes(
 ) -> None:
     import wandb
 
-    from async_rl.trackers.wandb import WandbTracker
+    from async_rl.observability.trackers.wandb import WandbTracker
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     asked = config("wandb", wandb={"mode": "offline", "project": "maths"})
@@ -267,7 +268,7 @@ def test_steps_do_not_wait_for_a_tracker_that_blocks(caplog: pytest.LogCaptureFi
 def test_a_tracker_of_ones_own_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_tracker.py").write_text(
         "def to_file(config, run_dir):\n"
-        "    from async_rl.trackers.files import JsonlTracker\n"
+        "    from async_rl.observability.trackers.file_trackers import JsonlTracker\n"
         "    return JsonlTracker(run_dir / f'{config.run.name}.txt')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

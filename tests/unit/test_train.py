@@ -12,13 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.cli.train import train
 from async_rl.config import Config, load_config
 from async_rl.errors import ConfigError, EnvironmentNotReady, TrainerError
-from async_rl.records import StepRecord, Summary, Totals, TrajectoryCounts, append_record, summarise
-from async_rl.report import Progress
-from async_rl.run_report import read_run
-from async_rl.supervision import Nursery, services
-from async_rl.train import train
+from async_rl.observability.console_report import Progress
+from async_rl.observability.page.html_report import read_run
+from async_rl.observability.records import (
+    StepRecord,
+    Summary,
+    Totals,
+    TrajectoryCounts,
+    append_record,
+    summarise,
+)
+from async_rl.runtime.supervision import Nursery, services
 from tests.support.run_config import write_run
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from async_rl.cli import main
+from async_rl.cli.main import main
 from async_rl.config import LayoutConfig
 from async_rl.errors import ConfigError
 from tests.support.run_config import write_run
-from trainer.fit import KNOWN, Sizes, check_layout
+from trainer.validate import KNOWN, Sizes, check_layout
 
 MODEL = Sizes(layers=6, heads=4, groups=2, vocabulary=96, experts=8)
 

@@ -15,14 +15,14 @@ import pytest
 
 from async_rl.codec import read_frame
 from async_rl.errors import CorruptFrame, InvariantError, SpoolFull
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.supervision import Nursery
+from async_rl.runtime.supervision import Nursery
+from async_rl.runtime.waits import Waits, acting
 from async_rl.types import Group, TrainBatch
-from async_rl.waits import Waits, acting
 from tests.support.trajectories import FACTS, make_group, make_trajectory
 
 

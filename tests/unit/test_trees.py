@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from async_rl.config import parse_config
 from async_rl.errors import InvariantError, SpoolFull
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
 from async_rl.queue.batching import assemble
 from async_rl.queue.journal import Entry, Journal
 from async_rl.queue.kept import KeptTrajectories

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.cli import main
+from async_rl.cli.inspection.try_out import rollout
+from async_rl.cli.main import main
 from async_rl.engines.simulated import Fault
 from async_rl.errors import EnvironmentNotReady
-from async_rl.inspection.try_out import rollout
 from tests.support.writer import writing
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from async_rl.engines.turns import Turn, Turns
+from async_rl.engines.device_phases import Turn, Turns
 from async_rl.errors import InvariantError
 from async_rl.simulation.virtual_time import in_virtual_time
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from async_rl.waits import NamedLock, Node, Waits, acting, progressed, waiting
+from async_rl.runtime.waits import NamedLock, Node, Waits, acting, progressed, waiting
 
 
 class Clock:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from async_rl.weights.checksums import Comparison
-from trainer.checksums import sum_up
+from trainer.weights.checksums import sum_up
 
 A, B = ({"norm": "1", "qkv": "2"},), ({"norm": "1", "qkv": "3"},)
 SHARDED = ({"norm": "1", "qkv": "8"}, {"norm": "1", "qkv": "9"})

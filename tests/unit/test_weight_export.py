@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from async_rl.errors import WeightSyncError
-from async_rl.weights.shared import shared_buffer
-from trainer.export import WeightExport
+from async_rl.weights.shared_memory import shared_buffer
+from trainer.weights.weight_export import WeightExport
 
 TENSORS = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2)), ("c", torch.zeros(3))]
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from async_rl.errors import WeightSyncError
-from async_rl.supervision import Nursery
+from async_rl.runtime.supervision import Nursery
 from async_rl.weights.relay import BUFFERS, Relay
 
 

@@ -5,15 +5,15 @@ from typing import Any, cast
 import pytest
 
 from async_rl.config import WeightsConfig
+from async_rl.engine_protocol import DistributedUpdate, Engine, EngineHealth
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.engines.protocol import DistributedUpdate, Engine, EngineHealth
 from async_rl.errors import EngineError, WeightSyncError
-from async_rl.metrics import Metrics
+from async_rl.observability.metrics import Metrics
+from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.simulation.virtual_time import in_virtual_time
-from async_rl.supervision import Nursery, first_error
-from async_rl.training import Trainer
+from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
-from async_rl.weights.sync import WeightSync
+from async_rl.weights.weight_sync import WeightSync
 from tests.support.scripted import RecordingTrainer, ScriptedEngine
 
 

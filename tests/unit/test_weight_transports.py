@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from async_rl.engines.protocol import TensorSpec
+from async_rl.engine_protocol import TensorSpec
 from async_rl.errors import WeightSyncError
 from async_rl.weights.broadcast import open_store, send_buckets
 from async_rl.weights.buckets import fill_buckets, plan_buckets, size_of, spec_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_rl import yaml12
+from async_rl.runtime import yaml12
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import numpy as np
 import torch.distributed as dist
 
 from async_rl.errors import CheckpointError
-from async_rl.training import TrainerState
+from async_rl.trainer_protocol import TrainerState
 from trainer.checkpoints import folder
 from trainer.checkpoints.manifest import NAME, Manifest, flaw, is_of_format_1, read_manifest
+from trainer.collectives import exchange, together
 from trainer.megatron import shards, storage
 from trainer.megatron.model import MegatronModel
-from trainer.ranks import exchange, together
 
 log = logging.getLogger(__name__)
 

@@ -30,12 +30,12 @@ import torch.distributed as dist
 
 from async_rl.config import Config
 from async_rl.errors import CheckpointError
-from async_rl.training import Saved
+from async_rl.trainer_protocol import Saved
 from trainer.checkpoints import folder
 from trainer.checkpoints.manifest import FileRecord, Manifest, record, write_manifest
+from trainer.collectives import gather, together
 from trainer.megatron import shards, storage
 from trainer.megatron.model import MegatronModel
-from trainer.ranks import gather, together
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from async_rl.errors import ConfigError
-from trainer.fit import check_known
 from trainer.megatron.attention import PackedAttention
 from trainer.megatron.cpu import fuses_layers
+from trainer.validate import check_known
 
 
 class _Spec:

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from async_rl.errors import ConfigError
+from trainer.collectives import together
 from trainer.megatron.architectures import bridge_for
-from trainer.ranks import together
 
 SHARD_BYTES = 4 << 30
 """Largest safetensors file that `save_hf` writes if not told otherwise; a larger tensor stands alone."""

@@ -1,6 +1,6 @@
 """A parallel layout in Megatron's words.
 
-What 0.16.1 would take without a word and compute wrongly is set right here or refused by `trainer.fit`;
+What 0.16.1 would take without a word and compute wrongly is set right here or refused by `trainer.validate`;
 docs/trainer.md has the list.
 """
 

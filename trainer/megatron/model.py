@@ -28,7 +28,6 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
-from trainer.fit import Sizes, check_layout
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cost import sequence_cost
@@ -37,6 +36,7 @@ from trainer.megatron.layout import transformer_config
 from trainer.megatron.packing import Packing
 from trainer.megatron.padding import count_real_tokens, mask_for
 from trainer.megatron.replay import RouterReplayAdapter, Rows, local_rows, moe_layer_numbers
+from trainer.validate import Sizes, check_layout
 
 Result = TypeVar("Result")
 

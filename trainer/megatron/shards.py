@@ -9,10 +9,10 @@ random.<generator>                                           `[ranks, n]`, of us
 
 Megatron's model says of each parameter which part it is of which tensor (`sharded_state_dict`). With one
 tensor a layer and an expert neither pipeline stages nor expert ranks show in a name. The distributed
-optimizer holds flat ranges of parameters: each rank writes the boxes that make up its own (`trainer.boxes`),
-parameters included, so that the work is shared out and nothing is gathered. Megatron's own formats for it
-gather whole buffers on each rank (`fully_reshardable`), or fit only the layout that wrote them
-(`dp_reshardable`).
+optimizer holds flat ranges of parameters: each rank writes the boxes that make up its own
+(`trainer.megatron.boxes`), parameters included, so that the work is shared out and nothing is gathered.
+Megatron's own formats for it gather whole buffers on each rank (`fully_reshardable`), or fit only the layout
+that wrote them (`dp_reshardable`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from async_rl.errors import CheckpointError
-from trainer.boxes import boxes
+from trainer.megatron.boxes import boxes
 from trainer.megatron.model import MegatronModel
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

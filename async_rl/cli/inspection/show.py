@@ -1,0 +1,221 @@
+"""Trajectories on a terminal. Whatever a colour says, a word beside it says too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from typing import Final, Literal, NamedTuple
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from async_rl.cli.inspection.portrait import LogProbs, Passage, Portrait
+from async_rl.queue.archive import Row
+
+_VERSION_STYLES: Final = ("green", "bright_blue", "magenta", "bright_yellow", "bright_cyan", "bright_red")
+"""Of weight versions, in turn: neighbours differ."""
+
+_ROLE_STYLES: Final = {"prompt": "dim", "user": "bright_white", "tool": "yellow"}
+
+
+_WIDE: Final = 120
+"""Characters of a terminal that has room for all columns."""
+
+
+class _Column(NamedTuple):
+    name: str
+    cell: Callable[[Row], RenderableType]
+    justify: Literal["left", "right"] = "right"
+    wide: bool = False
+    """Whether a narrow terminal does without."""
+
+
+def version_style(weight_version: int) -> str:
+    """The colour of what a weight version wrote."""
+    return _VERSION_STYLES[weight_version % len(_VERSION_STYLES)]
+
+
+def terminal() -> Console:
+    """Where commands print: as wide as the terminal, or as lines need in a file."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_WIDE)
+    return console
+
+
+def show(console: Console, portrait: Portrait) -> None:
+    """Print a whole trajectory: figures, the conversation, what became of it."""
+    console.print(Rule(Text(f"trajectory {portrait.trajectory_id}", style="bold"), align="left"))
+    console.print(_figures(_facts(portrait)))
+    for passage in portrait.passages:
+        console.print(_heading(passage))
+        console.print(Padding(_body(passage), (0, 0, 0, 2), expand=False))
+    if portrait.error is not None:
+        console.print(Text("error", style="bold red"))
+        console.print(Padding(Text(portrait.error, style="red"), (0, 0, 0, 2), expand=False))
+    if portrait.history:
+        console.print(Text("history", style="bold"))
+        console.print(_figures([(_time(event.unix_s), Text(event.what)) for event in portrait.history]))
+    console.print()
+
+
+def show_table(console: Console, rows: Sequence[Row], ids: Sequence[str], title: str) -> None:
+    """Print a line for each trajectory.
+
+    Args:
+        console: Where.
+        rows: The trajectories.
+        ids: As each is to be named.
+        title: Above it.
+    """
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
+    wide = console.width >= _WIDE
+    columns = [column for column in _COLUMNS if wide or not column.wide]
+    for column in columns:
+        table.add_column(
+            column.name, justify=column.justify, no_wrap=column.name != "status", overflow="fold"
+        )
+    for row, name in zip(rows, ids, strict=True):
+        table.add_row(name, *(column.cell(row) for column in columns[1:]))
+    console.print(table)
+
+
+def show_summary(console: Console, portraits: Sequence[Portrait]) -> None:
+    """One line of all that were tried."""
+    rewards = [p.reward for p in portraits if p.reward is not None]
+    failed = sum(p.error is not None for p in portraits)
+    mean = f"mean reward {sum(rewards) / len(rewards):.3f}" if rewards else "no rewards"
+    tokens = sum(p.trained_tokens for p in portraits)
+    console.print(
+        f"{len(portraits)} trajectories: {mean}, {failed} failed, {tokens:,} tokens sampled, "
+        f"{sum(p.tool_calls for p in portraits)} tool calls ({sum(p.tool_errors for p in portraits)} errors)",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _facts(p: Portrait) -> list[tuple[str, Text]]:
+    rows = [("task", Text(f"{p.task_id}, group {p.group_id}")), ("reward", _reward(p))]
+    rows.append(("ended by", Text(p.stop_reason)))
+    rows.append(
+        (
+            "tokens",
+            Text(f"{p.tokens:,}: {p.trained_tokens:,} trained, {p.tokens - p.trained_tokens:,} masked"),
+        )
+    )
+    rows.append(("turns", Text(f"{p.turns}, {p.tool_calls} tool calls of which {p.tool_errors} failed")))
+    versions = Text(", ").join([Text(f"v{v}", style=version_style(v)) for v in p.weight_versions])
+    rows.append(("weights", Text.assemble(versions or "-", f" on {', '.join(p.engines) or 'no engine'}")))
+    rows.append(
+        (
+            "interrupted",
+            Text(f"{p.interruptions} times, {p.resumes} resumes, {p.failovers} failovers"),
+        )
+    )
+    if p.routing is not None:
+        invalid = f", {p.routing.invalid:,} of them invalid" if p.routing.invalid else ", all valid"
+        spans = ", ".join(
+            f"[{s.start}, {s.end}) v{s.weight_version}"
+            if s.weight_version >= 0
+            else f"[{s.start}, {s.end}) never"
+            for s in p.routing.spans
+        )
+        rows.append(("routing", Text(f"{p.routing.rows:,} rows{invalid}: {spans}")))
+    if p.log_probs is not None:
+        rows.append(("log-probs", Text(_log_probs(p.log_probs))))
+    rows.append(("took", Text(f"{p.duration_s:.2f} s")))
+    return rows
+
+
+def _reward(p: Portrait) -> Text:
+    if p.reward is None:
+        return Text("none")
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in p.reward_parts.items() if name != "reward")
+    style = "bold green" if p.reward > 0 else "bold red"
+    return Text.assemble((f"{p.reward:.3f}", style), f" ({parts})" if parts else "")
+
+
+def _heading(passage: Passage) -> Rule:
+    name = f"turn {passage.turn}" if passage.turn else passage.role
+    trained = "trained" if passage.trained else "inherited" if passage.turn else "masked"
+    title = Text.assemble((name, "bold"), f" · {passage.tokens:,} tokens, {trained}")
+    if masked := sum(call.masked for call in passage.calls):
+        title.append(f" but for {masked:,} that grew too old")
+    if passage.calls:
+        title.append(f" · {_span([call.weight_version for call in passage.calls])}")
+    if passage.log_probs is not None:
+        title.append(f" · mean log-prob {passage.log_probs.mean:.3f}")
+    if passage.engine_s is not None:
+        title.append(f" · {passage.engine_s:.2f} s")
+    if passage.notes:
+        title.append(f" · {', '.join(f'{name}={value}' for name, value in passage.notes.items())}")
+    return Rule(title, align="left", style="dim", characters="─")
+
+
+def _body(passage: Passage) -> Text:
+    if not passage.calls:
+        return Text(passage.text.strip("\n"), style=_ROLE_STYLES.get(passage.role, ""))
+    body = Text()
+    before = ""
+    for call in passage.calls:
+        body.append(f"⟨{before}v{call.weight_version} {call.engine_id}⟩", style="dim")
+        body.append(call.text, style=version_style(call.weight_version))
+        # An engine that goes on under new weights by itself ends no call.
+        before = f"{call.finish_reason} → " if call.finish_reason in ("abort", "failover") else "→ "
+    body.append(f"⟨{passage.calls[-1].finish_reason}⟩", style="dim")
+    return body
+
+
+def _status(row: Row) -> Text:
+    match row.status:
+        case "trained":
+            return Text(f"trained in step {row.step}", style="green")
+        case "dropped" | "failed":
+            return Text(f"{row.status}: {row.reason}", style="red")
+        case other:
+            return Text(other)
+
+
+_COLUMNS: Final = (
+    _Column("trajectory", lambda row: row.trajectory_id, "left"),
+    _Column("task", lambda row: row.task_id, "left", wide=True),
+    _Column("status", _status, "left"),
+    _Column("reward", lambda row: "-" if row.reward is None else f"{row.reward:.3f}"),
+    _Column("ended by", lambda row: row.stop_reason, "left", wide=True),
+    _Column("turns", lambda row: f"{row.turns}", wide=True),
+    _Column("tokens", lambda row: f"{row.tokens:,}"),
+    _Column("sampled", lambda row: f"{row.sampled:,}", wide=True),
+    _Column("cut", lambda row: f"{row.interruptions}"),
+    _Column("versions", lambda row: _span([row.oldest_version, row.newest_version])),
+    _Column("seconds", lambda row: f"{row.duration_s:.2f}", wide=True),
+)
+
+
+def _log_probs(figures: LogProbs) -> str:
+    token = f" ({figures.least_likely!r})" if figures.least_likely else ""  # a special one, left out
+    return f"mean {figures.mean:.3f}, 5% below {figures.p05:.3f}, least {figures.min:.3f}{token} nats"
+
+
+def _span(versions: Iterable[int | None]) -> str:
+    known = sorted({version for version in versions if version is not None})
+    if not known:
+        return "-"
+    return f"v{known[0]}" if len(known) == 1 else f"v{known[0]} to v{known[-1]}"
+
+
+def _figures(rows: Sequence[tuple[str, Text]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(f"  {name}", value)
+    return table
+
+
+def _time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,280 @@
+"""`async-rl rollout CONFIG`: an agent loop, its tools and its reward against an engine, without a trainer.
+
+```
+ first tasks ──► RolloutManager ──► sessions ──► one engine: started here, `engine.urls`, or simulated
+                      └─ observer: each trajectory is shown as it ends
+```
+
+Manager, sessions, queue and engines are those of a run, so that what works here works there. A trajectory
+that fails is not tried again, but shown with the traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from uuid6 import uuid7
+
+from async_rl.cli.inspection.portrait import Portrait, decoder, portray
+from async_rl.cli.inspection.show import show, show_summary, terminal
+from async_rl.config import Config, SGLangEngines, load_config
+from async_rl.data.chat_format import load_chat_format
+from async_rl.data.dataset import load_run_tasks, order_of
+from async_rl.data.feeder import Feeder
+from async_rl.engine_protocol import Engine
+from async_rl.engines.membership import read_urls
+from async_rl.engines.model_facts import load_facts
+from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.engines.sglang.connect import external_keys, sglang_client
+from async_rl.engines.sglang.server import SGLangServer
+from async_rl.engines.simulated import SimulatedEngine
+from async_rl.errors import AsyncRLError, ConfigError, EnvironmentNotReady
+from async_rl.observability.metrics import Metrics
+from async_rl.queue.archive import Event, Observer, kept
+from async_rl.queue.ledger import Ledger
+from async_rl.queue.spool import Spool
+from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.rollout.backend import Here
+from async_rl.rollout.manager import RolloutManager
+from async_rl.run.preflight import check
+from async_rl.runtime.supervision import first_error, services
+from async_rl.types import Task, Trajectory
+
+OpenEngines = Callable[[Config, Path], AbstractAsyncContextManager[list[Engine]]]
+"""Gives engines that answer, and a folder for their logs."""
+
+_ONE_BY_ONE: Final = (
+    "rollout.max_attempts=1",
+    "rollout.min_group_size=1",
+    "rollout.dynamic_filtering=false",
+    "rollout.straggler_wait_s=null",
+    "rollout.max_failed_share=1.0",
+    "trainer.loss.advantages=reinforce++",
+)
+"""Settings for which every trajectory counts, whatever becomes of its siblings."""
+
+
+def rollout(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    number: int,
+    task_id: str | None = None,
+    special: bool = False,
+    as_json: bool = False,
+    save: Path | None = None,
+    console: Console | None = None,
+    open_engines: OpenEngines | None = None,
+) -> int:
+    """Try a config's agent loop, and show the trajectories.
+
+    Args:
+        path: The config's YAML file.
+        overrides: `dotted.key=value` changes to it.
+        number: Of trajectories: of the first tasks in the order of a run, or siblings of one task.
+        task_id: That task.
+        special: Whether special tokens are shown.
+        as_json: Print a line of JSON for each trajectory instead.
+        save: Write these lines into a file.
+        console: Where; None takes stdout.
+        open_engines: None opens what the config says.
+
+    Returns:
+        The exit code: 1 when a trajectory failed.
+
+    Raises:
+        ConfigError: The config cannot work, or has no such task.
+        EnvironmentNotReady: The engine did not come up.
+    """
+    if number < 1:
+        raise ConfigError(f"--n is {number}; expected at least 1")
+    group_size = 1 if task_id is None else number
+    config = load_config(path, [*overrides, *_ONE_BY_ONE, f"rollout.group_size={group_size}"])
+    check(config)
+    tasks = choose(config, number, task_id)
+    console = console or terminal()
+    decode = decoder(load_chat_format(config.model.path), special=special)
+    portraits: list[Portrait] = []
+
+    def ended(trajectory: Trajectory) -> None:
+        now = Event(unix_s=time.time(), what="ended")
+        portraits.append(portray(kept(trajectory), decode, history=[] if not as_json else [now]))
+        if as_json:
+            print(msgspec.json.encode(portraits[-1]).decode(), flush=True)
+        else:
+            show(console, portraits[-1])
+
+    with tempfile.TemporaryDirectory(prefix="async-rl-rollout-") as folder:
+        try:
+            asyncio.run(try_out(config, tasks, ended, Path(folder), open_engines or engines_of))
+        except ExceptionGroup as group:
+            cause = first_error(group)
+            if not isinstance(cause, AsyncRLError):
+                raise
+            raise cause from group
+    if save is not None:
+        save.write_bytes(b"".join(msgspec.json.encode(portrait) + b"\n" for portrait in portraits))
+    if not as_json:
+        show_summary(console, portraits)
+    return int(any(portrait.error is not None for portrait in portraits))
+
+
+def choose(config: Config, number: int, task_id: str | None) -> list[Task]:
+    """The tasks of so many trajectories, in the order in which a run would have them.
+
+    Raises:
+        ConfigError: There is no such task.
+    """
+    tasks = load_run_tasks(config)
+    if task_id is None:
+        order = order_of(tasks, config.run.seed, config.data.shuffle)
+        return [tasks[order.task_at(position)] for position in range(number)]
+    found = [task for task in tasks if task.task_id == task_id]
+    if not found:
+        raise ConfigError(f"--task: the data has no task {task_id!r}; its first is {tasks[0].task_id!r}")
+    return found
+
+
+async def try_out(
+    config: Config,
+    tasks: Sequence[Task],
+    ended: Callable[[Trajectory], None],
+    folder: Path,
+    open_engines: OpenEngines,
+) -> None:
+    """Make a group of each task, to the end.
+
+    Args:
+        config: Of which engines, agent loop and reward are taken.
+        tasks: One a group.
+        ended: Told of each trajectory when it ends, or fails with its outcome's error.
+        folder: For the time of this call.
+        open_engines: Gives the engines.
+    """
+    clock, metrics, facts = time.monotonic, Metrics(), load_facts(config.model.path)
+    queue = TrajectoryQueue(
+        Ledger(folder / "ledger.sqlite"),
+        Spool(folder / "spool", config.queue.max_bytes),
+        groups_per_batch=len(tasks) + 1,  # so that admission stays open until the tasks are exhausted
+        max_staleness=0,
+        facts=facts if config.routing.from_engine else None,
+        clock=clock,
+    )
+    pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
+    chat = load_chat_format(config.model.path)
+    manager = RolloutManager(
+        config,
+        feeder=Feeder(tasks, order_of(tasks, seed=0, shuffle=False), epochs=1),
+        queue=queue,
+        pool=pool,
+        backend=Here(config, chat=chat, metrics=metrics, clock=clock),
+        chat=chat,
+        facts=facts,
+        metrics=metrics,
+        new_id=lambda: uuid7().hex,
+        clock=clock,
+        observer=_Teller(ended),
+    )
+
+    async def watch() -> None:
+        """Nobody repairs engines here: when none is left, that is the end."""
+        failed = await pool.wait_for_repair()
+        raise EnvironmentNotReady(f"engine {failed} failed: {pool.error_of(failed)}")
+
+    try:
+        async with open_engines(config, folder / "logs") as engines:
+            for engine in engines:
+                pool.add(engine)
+                pool.serve(engine.engine_id, (await engine.health()).weight_version)
+            assert pool.has(EngineState.SERVING), "there is at least one engine"
+            async with services(rollouts=manager.run, watch=watch):
+                await manager.drained.wait()
+    finally:
+        queue.close()
+
+
+class _Teller(Observer):
+    """Tells of every trajectory once, those that failed with the traceback of the user's code."""
+
+    def __init__(self, ended: Callable[[Trajectory], None]) -> None:
+        self._ended = ended
+
+    def ended(self, trajectory: Trajectory, attempt: int) -> None:
+        """See `Observer.ended`."""
+        self._ended(trajectory)
+
+    def failed(self, trajectory: Trajectory, attempt: int, error: Exception) -> None:
+        """See `Observer.failed`."""
+        cause = error.__cause__
+        told = f"{trajectory.outcome.error}{_traceback(cause) if cause is not None else ''}"
+        outcome = msgspec.structs.replace(trajectory.outcome, error=told)
+        self._ended(msgspec.structs.replace(trajectory, outcome=outcome))
+
+
+def _traceback(cause: BaseException) -> str:
+    """The frames of the user's code, if there are any."""
+    ours = str(Path(__file__).parents[2])
+    frames = [f for f in traceback.extract_tb(cause.__traceback__) if not f.filename.startswith(ours)]
+    return "\n" + "".join(traceback.format_list(frames)).rstrip() if frames else ""
+
+
+@asynccontextmanager
+async def engines_of(config: Config, log_dir: Path) -> AsyncIterator[list[Engine]]:
+    """The engines that a config names; of those that are to be started, one.
+
+    Raises:
+        ConfigError: There is a file of URLs, but none in it.
+        EnvironmentNotReady: One did not come up.
+    """
+    engine, facts = config.engine, load_facts(config.model.path)
+    if not isinstance(engine, SGLangEngines):
+        yield [SimulatedEngine("engine-0", engine, seed=config.run.seed, facts=facts)]
+        return
+    urls = list(engine.urls)
+    if engine.urls_file is not None:
+        urls = list(read_urls(Path(engine.urls_file)))
+        if not urls:
+            raise ConfigError(f"engine.urls_file: {engine.urls_file} has no URL")
+    if urls:
+        clients: list[Engine] = [
+            sglang_client(config, f"engine-{index}", url, facts, external_keys(url), None)
+            for index, url in enumerate(urls)
+        ]
+        try:
+            for client in clients:
+                await client.wait_ready()
+            yield clients
+        finally:
+            for client in clients:
+                await client.close()
+        return
+    server = SGLangServer(
+        engine,
+        config.model,
+        routing=config.routing.from_engine,
+        index=0,
+        log_dir=log_dir,
+        seed=config.run.seed,
+    )
+    print(f"starting an SGLang server for {config.model.path}", file=sys.stderr, flush=True)
+    try:
+        await server.start()
+        keys = (server.api_key, server.admin_key)
+        started = sglang_client(config, "engine-0", server.url, facts, keys, server.died)
+        try:
+            await started.wait_ready()
+            yield [started]
+        finally:
+            await started.close()
+    finally:
+        await server.stop()

@@ -1,0 +1,79 @@
+"""The page `docs/metrics.md`, made of the declarations of metrics and of the names that trackers see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from async_rl.observability.instruments import PREFIX, Declaration, declared
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.trackers.names import DERIVED, FIELDS, OWN, OWN_BY_KEY
+
+_HEAD = f"""# Metrics
+
+Every metric of a run, with its type, unit and labels, who observes it when, and what a bad value means. This
+page is written by `make docs` from `async_rl/observability/metrics.py` and
+`async_rl/observability/trackers/names.py`; change it there. Where to look for what:
+[monitoring.md](monitoring.md).
+
+Prometheus scrapes them from the driver's `/metrics`; names there begin with `{PREFIX}`. A histogram `x` is
+the series `x_bucket`, `x_sum` and `x_count`. A figure that does not exist (a mean over no tokens) is NaN
+there, and null in `metrics.jsonl`.
+"""
+
+_TRACKERS = """
+## Names in trackers
+
+`metrics.trackers` sends the figures of each step (`StepRecord` in `async_rl/observability/records.py`, one
+line of `metrics.jsonl`) to `wandb`, `tensorboard` (the folder `tensorboard/` of the run), `jsonl` (its file
+`tracker.jsonl`), `console`, or to a class of your own: `module:Class`, made with the config and the run's
+folder, with the two methods of `Tracker` in `async_rl/observability/trackers/tracker.py`.
+
+All of them see the same names: verl's, where verl has one for the same figure. The x axis is the trainer
+step. A figure that does not exist in a step is left out of it. `response_length/*` counts the tokens that
+the policy wrote, not what tools returned.
+
+A tracker has a thread and a queue of its own. One that fails or is too slow loses steps, which the log says
+once and `async_rl_tracker_steps_lost_total` counts; training does not wait for it. A run that resumes goes
+on in the same wandb run, TensorBoard folder and file. Steps that it repeats after its checkpoint take the
+place of the old ones; only wandb, which takes nothing back, keeps the first ones.
+
+wandb is an extra, `pip install 'async-rl[wandb]'`, and its key comes from `wandb login` or WANDB_API_KEY.
+`metrics.wandb.mode: offline` writes files below the run's folder; `wandb sync` in that folder uploads them.
+
+| name | field of the record |
+|---|---|
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    return "".join([_HEAD, *_sections(), _TRACKERS, *_names()])
+
+
+def _sections() -> Iterator[str]:
+    for section in declared(Metrics):
+        yield f"\n## {section.title}\n\n"
+        yield "| metric | what it is, and who observes it | a bad value, and what to do |\n|---|---|---|\n"
+        for name, declaration in section.declarations.items():
+            yield f"| {_signature(name, declaration)} | {_what(declaration)} | {_cell(declaration.bad)} |\n"
+
+
+def _signature(name: str, declaration: Declaration) -> str:
+    labels = f"{{{','.join(declaration.labels)}}}" if declaration.labels else ""
+    unit = f", {declaration.unit}" if declaration.unit else ""
+    return f"`{name}{labels}`<br>{declaration.kind}{unit}"
+
+
+def _what(declaration: Declaration) -> str:
+    return f"{_cell(declaration.help)}<br>*{_cell(declaration.source)}*"
+
+
+def _names() -> Iterator[str]:
+    yield from (f"| `{name}` | `{field}` |\n" for name, field in FIELDS.items())
+    yield from (f"| `{name}` | {derived.says} |\n" for name, derived in DERIVED.items())
+    yield from (f"| `async_rl/{field}/<key>` | each entry of `{field}` |\n" for field in OWN_BY_KEY)
+    yield f"| `async_rl/<field>` | {', '.join(f'`{field}`' for field in OWN)} |\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

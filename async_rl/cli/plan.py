@@ -1,0 +1,330 @@
+"""`async-rl plan CONFIG`: what a job would do, before there are machines for it.
+
+The scheduler that runs is run in virtual time (`async_rl.simulation.planned_job`); this is the command around
+it: flags and past runs become a `Workload`, plans become a table and a sentence on what holds the job back.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
+
+from async_rl.config import Config, SGLangEngines, load_config
+from async_rl.engines.model_facts import load_facts
+from async_rl.errors import ConfigError
+from async_rl.observability.records import StepRecord, read_records
+from async_rl.simulation.planned_job import Plan, Simulation, simulate
+from async_rl.simulation.workload import Workload
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+_WARM_UP: Final = 5
+"""One in so many of a past run's steps come before its steady state and are left out."""
+
+
+def plan(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    engines: Sequence[int] = (),
+    grow: bool = False,
+    run_dir: Path | None = None,
+    figures: Mapping[str, float] | None = None,
+    simulation: Mapping[str, int] | None = None,
+    as_json: bool = False,
+) -> int:
+    """Simulate a config's job and print what to expect of it.
+
+    Args:
+        path: The config's YAML file.
+        overrides: `dotted.key=value` changes to it.
+        engines: Numbers of engines to compare; none takes the config's. Trajectories in flight grow with it.
+        grow: Batches and the trainer grow with the engines too.
+        run_dir: A past run that speeds and lengths are taken from.
+        figures: Fields of the `Workload` that are given, by name.
+        simulation: Fields of the `Simulation` that are given, by name.
+        as_json: Print the plans as JSON instead of a table.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: The config, the run or a figure cannot be used.
+    """
+    config = load_config(path, overrides)
+    row_bytes, remark = _routing_row_bytes(config)
+    workload = workload_for(config, run_dir, {"routing_row_bytes": row_bytes} | dict(figures or {}))
+    how = _checked(simulation or {}, Simulation)
+    base = num_engines(config)
+    plans, sentences = [], []
+    for number in engines or (base,):
+        job, work = with_engines(config, workload, number, grow=grow)
+        plans.append(simulate(job, work, how))
+        sentences.append(bottleneck(plans[-1], job, work) + room(plans[-1], job))
+    if as_json:
+        rows = [msgspec.to_builtins(p) | {"bottleneck": s} for p, s in zip(plans, sentences, strict=True)]
+        sys.stdout.write(json.dumps({"workload": msgspec.to_builtins(workload), "plans": rows}, indent=1))
+        sys.stdout.write("\n")
+    else:
+        _show(Console(), workload, plans, sentences, remark)
+    return 0
+
+
+def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float]) -> Workload:
+    """Lengths and speeds: what is given, else what a past run measured, else the defaults.
+
+    Raises:
+        ConfigError: The run has no steps, or a figure is out of range.
+    """
+    longest = config.rollout.max_new_tokens * int(given.get("turns", 1))
+    figures: dict[str, Any] = {"max_tokens": longest, "mean_tokens": longest / 4}
+    if run_dir is not None:
+        records = read_records(run_dir / "metrics.jsonl")
+        if not records:
+            raise ConfigError(
+                f"--from {run_dir}: there is no metrics.jsonl with a step in it: name a run folder"
+            )
+        figures |= calibrate(config, records)
+    return _checked(figures | dict(given), Workload)
+
+
+def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
+    """What a past run's steps say of lengths and speeds, as fields of a `Workload`.
+
+    A decode step is what makes the measured tokens a second with the slots that the config keeps busy; how it
+    divides into base and slope is left at the defaults' proportion. With `weights.transport: disk`
+    and `delta` engines stand still while they load and the rest of a sync is publishing; with the others
+    they do all the time.
+    """
+    steady = records[len(records) // _WARM_UP :]
+    tokens, sampled = sum(r.tokens for r in steady), sum(r.trained_tokens for r in steady)
+    trajectories = max(1, sum(r.trajectories for r in steady))
+    engines, slots = num_engines(config), config.engine.max_running_requests
+    running = min(slots, config.rollout.max_concurrent_trajectories / engines)
+    rate = sum(r.tokens_per_s for r in steady) / len(steady) / engines
+    sync_s = sum(r.sync_s for r in steady) / len(steady)
+    still_s = sum(r.standstill_s for r in steady) / len(steady)
+    if config.weights.transport not in ("disk", "delta"):
+        still_s = sync_s
+    usual = Workload()
+    slower = running / rate / usual.step_s(round(running)) if rate > 0 else 1.0
+    return {
+        "prompt_tokens": max(1, round((tokens - sampled) / trajectories)),
+        "mean_tokens": max(1.0, sampled / trajectories),
+        "decode_base_s": usual.decode_base_s * slower,
+        "decode_per_call_s": usual.decode_per_call_s * slower,
+        "prefill_tokens_per_s": usual.prefill_tokens_per_s / slower,
+        "train_tokens_per_s": tokens / max(1e-9, sum(r.step_s for r in steady)),
+        "sync_s": still_s,
+        "publish_s": sync_s - still_s,
+    }
+
+
+def num_engines(config: Config) -> int:
+    """Engines of a job, started by us or elsewhere."""
+    urls = config.engine.urls if isinstance(config.engine, SGLangEngines) else ()
+    return len(urls) or config.engine.num_engines
+
+
+def with_engines(config: Config, workload: Workload, number: int, *, grow: bool) -> tuple[Config, Workload]:
+    """The same job on another number of engines.
+
+    Raises:
+        ConfigError: When it is none.
+    """
+    if number < 1:
+        raise ConfigError(f"--engines {number}: expected at least 1")
+    base = num_engines(config)
+    engine = replace(config.engine, num_engines=number)
+    if isinstance(engine, SGLangEngines):
+        engine = replace(engine, urls=[])
+
+    def times(quantity: int) -> int:
+        return max(1, round(quantity * number / base))
+
+    concurrent = times(config.rollout.max_concurrent_trajectories)
+    job = replace(
+        config, engine=engine, rollout=replace(config.rollout, max_concurrent_trajectories=concurrent)
+    )
+    if not grow:
+        return job, workload
+    batch = times(config.trainer.groups_per_batch)
+    if workload.train_tokens_per_s is not None:
+        workload = replace(workload, train_tokens_per_s=workload.train_tokens_per_s * number / base)
+    return replace(job, trainer=replace(job.trainer, groups_per_batch=batch)), workload
+
+
+def bottleneck(plan: Plan, config: Config, workload: Workload) -> str:
+    """What holds a job back most, and what to change, in one sentence."""
+    busy = 1 - plan.trainer_idle
+    losses = {
+        "empty": plan.engines_empty,
+        "prefill": plan.engines_prefill,
+        "still": plan.engines_still,
+    }
+    worst = max(losses, key=lambda name: losses[name])
+    slots = plan.engines * plan.slots
+    waits_for_syncs = plan.trainer_syncs > 0.05 and plan.trainer_syncs > plan.trainer_waits
+    if waits_for_syncs and not config.weights.overlap and config.rollout.max_staleness:
+        return (
+            f"Weight updates, for the trainer: it stands still {plan.trainer_syncs:.0%} of the time until "
+            "engines have its weights; weights.overlap=true sends them while the next step runs."
+        )
+    if plan.trainer_waits < 0.02 and busy > 0.8:
+        return (
+            f"The trainer: it trains {busy:.0%} of the time and batches wait for it; add trainer ranks, or "
+            f"save engines (their slots are {plan.engines_empty:.0%} empty)."
+        )
+    if losses[worst] < 0.05:
+        return (
+            f"The engines, which are busy: they give {plan.relative:.0%} of what they could; add engines, as "
+            f"the trainer is idle {plan.trainer_idle:.0%} of the time."
+        )
+    if worst == "still":
+        return (
+            f"Weight updates: engines stand still {plan.engines_still:.0%} of the time; make a sync faster, "
+            "or a version larger (trainer.groups_per_batch)."
+        )
+    if worst == "prefill":
+        remedy = (
+            "interrupt in_place, which keeps the KV cache (weights.interrupt)"
+            if config.weights.interrupt != "in_place"
+            else "shorten prompts and tool results, or let calls of a trajectory find their prefix"
+        )
+        return f"Prefills: they take {plan.engines_prefill:.0%} of the engines' time; {remedy}."
+    concurrent = config.rollout.max_concurrent_trajectories
+    if concurrent < slots:
+        return (
+            f"Concurrency: {concurrent} trajectories for {slots} slots leave {plan.engines_empty:.0%} of the "
+            f"engines' capacity empty; raise rollout.max_concurrent_trajectories to {slots}."
+        )
+    if plan.admission_closed > 0.05:
+        longest_s = workload.max_tokens * (workload.decode_base_s + workload.decode_per_call_s * plan.slots)
+        version_s = plan.groups_per_batch * config.rollout.group_size / plan.trajectories_per_s
+        return (
+            f"The staleness bound: admission is closed {plan.admission_closed:.0%} of the time, for the "
+            f"longest answer takes {longest_s / version_s:.1f} versions; raise rollout.max_staleness above "
+            f"{plan.max_staleness}, or trainer.groups_per_batch."
+        )
+    if workload.tool_s:
+        return (
+            f"Tools: slots are {plan.engines_empty:.0%} empty while trajectories wait for them; raise "
+            "rollout.max_concurrent_trajectories further above the slots."
+        )
+    return (
+        f"Uneven engines: slots are {plan.engines_empty:.0%} empty though trajectories are enough; raise "
+        "rollout.max_concurrent_trajectories a little above the slots."
+    )
+
+
+def room(plan: Plan, config: Config) -> str:
+    """A further sentence when the queue needs more than the config gives it, else nothing."""
+    if plan.queue_bytes_peak <= config.queue.max_bytes:
+        return ""
+    return (
+        f" Finished groups take up to {_size(plan.queue_bytes_peak)}: with queue.max_bytes = "
+        f"{_size(config.queue.max_bytes)} admission would wait for room."
+    )
+
+
+def _checked(figures: Mapping[str, Any], kind: type[S]) -> S:
+    try:
+        return msgspec.convert(figures, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"plan: {error}") from error
+
+
+def _routing_row_bytes(config: Config) -> tuple[int, str]:
+    """Of one token, if the model is at hand; a remark if it is not."""
+    if not config.routing.from_engine:
+        return 0, ""
+    try:
+        facts = load_facts(config.model.path)
+    except ConfigError as error:
+        return 0, f"Routing rows are counted only as --routing-row-bytes says: {error}"
+    return len(facts.moe_layers) * facts.top_k * (1 if facts.num_experts <= 256 else 2), ""
+
+
+def _show(
+    console: Console, workload: Workload, plans: Sequence[Plan], sentences: Sequence[str], remark: str
+) -> None:
+    table = Table(title="what to expect", title_justify="left")
+    table.add_column("engines")
+    for plan in plans:
+        table.add_column(f"{plan.engines:,}", justify="right")
+    for name, cells in rows_of(plans):
+        table.add_row(name, *cells)
+    console.print(_assumptions(workload), soft_wrap=True, highlight=False, markup=False)
+    console.print(table)
+    for plan, sentence in zip(plans, sentences, strict=True):
+        console.print(f"{plan.engines:,} engines: {sentence}", soft_wrap=True, highlight=False, markup=False)
+    if remark:
+        console.print(remark, soft_wrap=True, highlight=False, markup=False)
+
+
+def rows_of(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
+    """The lines of the table: a name, and a cell for each plan."""
+    return [
+        ("slots of an engine", [f"{p.slots}" for p in plans]),
+        ("groups in a batch", [f"{p.groups_per_batch:,}" for p in plans]),
+        ("trained trajectories/s", [f"{p.trajectories_per_s:,.2f}" for p in plans]),
+        ("trained tokens/s", [f"{p.tokens_per_s:,.0f}" for p in plans]),
+        ("of the fluid bound", [f"{p.relative:.3f}" for p in plans]),
+        ("trainer idle", [f"{p.trainer_idle:.1%}" for p in plans]),
+        ("  waiting for a batch", [f"{p.trainer_waits:.1%}" for p in plans]),
+        ("  during weight updates", [f"{p.trainer_syncs:.1%}" for p in plans]),
+        ("engines: empty slots", [f"{abs(p.engines_empty):.1%}" for p in plans]),
+        ("engines: prefilling", [f"{p.engines_prefill:.1%}" for p in plans]),
+        ("engines: standing still", [f"{p.engines_still:.1%}" for p in plans]),
+        ("staleness mean / p99 / max", [_staleness(p) for p in plans]),
+        ("the bound", [f"{p.max_staleness}" for p in plans]),
+        ("dropped", [f"{p.dropped:.1%}" for p in plans]),
+        ("tokens masked for age", [f"{p.masked:.1%}" for p in plans]),
+        ("prefilled over sampled tokens", [f"{p.prefilled:.3f}" for p in plans]),
+        ("KS distance of lengths", [f"{p.ks_lengths:.3f}" for p in plans]),
+        ("queue, mean / peak", [f"{_size(p.queue_bytes)} / {_size(p.queue_bytes_peak)}" for p in plans]),
+        ("a packed batch", [_size(p.batch_bytes) for p in plans]),
+        ("driver CPU a trajectory", [f"{p.driver_cpu_s * 1e3:.2f} ms" for p in plans]),
+        ("driver CPU a second", [f"{p.driver_load:.3f} s" for p in plans]),
+    ]
+
+
+def _assumptions(w: Workload) -> str:
+    answers = (
+        f"answers of {w.mean_tokens:,.0f} tokens"
+        if w.sigma == 0
+        else f"answers lognormal, mean {w.mean_tokens:,.0f}, sigma {w.sigma}, cut at {w.max_tokens:,}"
+    )
+    turns = f", in {w.turns} turns with {w.tool_tokens} tokens of a tool after {w.tool_s} s" * (w.turns > 1)
+    copying = f", copying {w.snapshot_s:.3g} s" * (w.snapshot_s > 0)
+    trainer = (
+        "a step takes 0.9 of its fluid generation time"
+        if w.train_tokens_per_s is None
+        else f"trainer {w.train_tokens_per_s:,.0f} tokens/s"
+    )
+    return (
+        f"Assumed: prompts of {w.prompt_tokens:,} tokens; {answers}{turns}; a decode step of "
+        f"{w.decode_base_s * 1e3:.3g} + {w.decode_per_call_s * 1e3:.3g} · calls ms; prefill "
+        f"{w.prefill_tokens_per_s:,.0f} tokens/s; {trainer}; publishing {w.publish_s:.3g} s{copying}, "
+        f"standstill of an update {w.sync_s:.3g} s; {w.routing_row_bytes} bytes of routing rows a token."
+    )
+
+
+def _staleness(plan: Plan) -> str:
+    return f"{plan.staleness_mean:.1f} / {plan.staleness_p99} / {plan.staleness_max}"
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            break
+        nbytes //= 1000
+    return f"{nbytes:,} {unit}"

@@ -1,0 +1,83 @@
+"""The config as text: the reference page, the JSON schema, one run's resolved YAML and its versions."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from typing import get_args, get_type_hints
+
+import msgspec
+
+from async_rl.config import Config, describe_fields, to_builtins
+from async_rl.runtime import yaml12
+
+_PACKAGES = ("async-rl", "sglang", "torch", "megatron-core", "transformers", "ray", "numpy")
+
+_HEAD = """# Settings
+
+Every setting of a run, with its type, its default and what it does. This page is written by `make docs` from
+`async_rl/config/`; change it there.
+
+A config is a YAML file of these sections; needed are `model.path`, and `data.path` or `data.datasets`. Keys
+of the entries of a list are written `data.datasets[].path`, those of named entries
+`rollout.rewards.NAME.url`; an entry also takes the keys that stand once for all, as those of `data` do. On
+the command line `dotted.key=value` changes a setting for one run, for example `async-rl train run.yaml
+rollout.max_staleness=2`. Unknown keys and values out of range are refused with the nearest known key or the
+bound. `async-rl check run.yaml` prints what a config resolves to.
+"""
+
+
+def json_schema() -> str:
+    """JSON schema (2020-12) of a config file, for editors."""
+    schema = msgspec.json.encode(msgspec.json.schema(Config))
+    return msgspec.json.format(schema, indent=2).decode() + "\n"
+
+
+def markdown() -> str:
+    """The page `docs/config.md`: one table a section, in the order of the config."""
+    lines, section = [_HEAD], ""
+    told: set[tuple[str, ...]] = set()
+    abouts = _abouts()
+    for key, kind, default, text in describe_fields():
+        name = key.split(".")[0]
+        kind_of_section = key == f"{name}.kind"
+        if name != section or kind_of_section:
+            section, told = name, set()
+            title = f"{name}, {default}" if kind_of_section else name
+            lines += [
+                f"\n## {title}\n",
+                f"\n{abouts[title]}\n",
+                "\n| setting | type | default | |\n|---|---|---|---|\n",
+            ]
+        shown = "required" if default is msgspec.NODEFAULT else f"`{json.dumps(default)}`"
+        escaped = kind.replace("|", "\\|")
+        row = f" | {escaped} | {shown} | {text} |\n"
+        if (key.rpartition(".")[2], row) not in told:  # entries of a list repeat what stands above them
+            lines.append(f"| `{key}`{row}")
+        told.add((key.rpartition(".")[2], row))
+    return "".join(lines)
+
+
+def resolved_yaml(config: Config) -> str:
+    """A config with every default filled in, as YAML that loads to the same config."""
+    return yaml12.dump(to_builtins(config))
+
+
+def versions() -> dict[str, str]:
+    """Of Python, this package and what it stands on, as installed here; without what is not."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _abouts() -> dict[str, str]:
+    """First paragraph of each section's docstring, by the section's title."""
+    hints = get_type_hints(Config)
+    titles: dict[str, type] = {name: hint for name, hint in hints.items() if isinstance(hint, type)}
+    titles |= {f"engine, {kind.__struct_config__.tag}": kind for kind in get_args(hints["engine"])}
+    return {title: " ".join((kind.__doc__ or "").split("\n\n")[0].split()) for title, kind in titles.items()}

@@ -1,0 +1,161 @@
+"""What the rest of the program must know of a model, read from its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from async_rl.config import Config, SGLangEngines
+from async_rl.engine_protocol import EngineFacts
+from async_rl.errors import ConfigError
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Qwen2/3-MoE as they are published; the same as newer transformers writes them; DeepSeek, GLM, Kimi."""
+
+
+def load_facts(model_path: str | Path, context_length: int | None = None) -> EngineFacts:
+    """Read a Hugging Face model folder.
+
+    Args:
+        model_path: The folder with config.json.
+        context_length: What the server was told; None takes the model's own.
+
+    Raises:
+        ConfigError: When there is no such folder, its config says too little, or its architecture has experts
+            and is not known.
+    """
+    try:
+        return facts_of(read_config(model_path), context_length)
+    except KeyError as e:
+        raise ConfigError(
+            f"{model_path}/config.json does not say {e}: is it the config of a causal language model?"
+        ) from e
+
+
+def check_served_by_sglang(model_path: str | Path) -> None:
+    """Refuse a model that SGLang 0.5.23 would take and serve as another one.
+
+    Its Qwen2-MoE and Qwen3-MoE have experts in every layer, whatever `mlp_only_layers` and
+    `decoder_sparse_step` say; weights of a dense layer are dropped, its experts stay as they were allocated.
+
+    Source: sglang/srt/models/qwen2_moe.py and qwen3_moe.py, `is_layer_sparse = True`.
+
+    Raises:
+        ConfigError: With the layers.
+    """
+    config = read_config(model_path)
+    facts = facts_of(config)
+    dense = sorted(set(range(facts.num_layers)) - set(facts.moe_layers))
+    if facts.is_moe and dense and _HAS_EXPERTS[_kind(config)] is _sparse_step:
+        raise ConfigError(
+            f"{model_path} has dense layers {dense}, but SGLang serves every layer of a {_kind(config)} with "
+            "experts: it would sample from other weights. Take a model without mlp_only_layers and with "
+            "decoder_sparse_step 1"
+        )
+
+
+def check_model(config: Config, facts: EngineFacts) -> None:
+    """Refuse settings that the model cannot serve.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    if config.routing.replay != "off" and not facts.is_moe:
+        raise ConfigError(
+            f"routing.replay is {config.routing.replay}, but {config.model.path} is a dense model without "
+            "experts: set routing.replay=off"
+        )
+    if config.rollout.max_context_tokens > facts.context_length:
+        raise ConfigError(
+            f"rollout.max_context_tokens is {config.rollout.max_context_tokens}, but {config.model.path} has "
+            f"a context of {facts.context_length} tokens: lower it"
+        )
+    if isinstance(config.engine, SGLangEngines):
+        check_served_by_sglang(config.model.path)
+
+
+def read_config(model_path: str | Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face model folder.
+
+    Raises:
+        ConfigError: When there is none, or it is damaged.
+    """
+    file = Path(model_path) / "config.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except OSError as e:
+        raise ConfigError(
+            f"cannot read {file}: {e.strerror}. Set model.path to a folder with a Hugging Face model"
+        ) from e
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"{file} is not valid JSON: {e}") from e
+
+
+def _kind(config: dict[str, Any]) -> str:
+    text = config.get("text_config") or config
+    return str(text.get("model_type", config.get("model_type")))
+
+
+def facts_of(config: dict[str, Any], context_length: int | None = None) -> EngineFacts:
+    """Read a config that is parsed already.
+
+    Raises:
+        ConfigError: When the model has experts and is of an architecture that is not known here: which of its
+            layers have them would be a guess, and routing of the wrong layers trains on nonsense.
+        KeyError: For what every language model says.
+    """
+    text = config.get("text_config") or config
+    num_layers = int(text["num_hidden_layers"])
+    num_experts = next((int(text[key]) for key in _NUM_EXPERTS if text.get(key)), 0)
+    moe_layers: tuple[int, ...] = ()
+    if num_experts or any("expert" in key and text[key] for key in text):
+        kind = _kind(config)
+        if kind not in _HAS_EXPERTS:
+            raise ConfigError(
+                f"the model has experts and is of type {kind!r}; where it has them is known of "
+                f"{', '.join(sorted(_HAS_EXPERTS))}. Take one of those, or add its rule to {__name__}"
+            )
+        moe_layers = tuple(i for i in range(num_layers) if num_experts and _HAS_EXPERTS[kind](text, i))
+    return EngineFacts(
+        num_layers=num_layers,
+        moe_layers=moe_layers,
+        num_experts=num_experts if moe_layers else 0,
+        top_k=int(text["num_experts_per_tok"]) if moe_layers else 0,
+        vocab_size=int(text["vocab_size"]),
+        context_length=context_length or int(text["max_position_embeddings"]),
+    )
+
+
+def _sparse_step(config: dict[str, Any], layer: int) -> bool:
+    """Every n-th layer, but for those that are named.
+
+    Source: transformers `Qwen3MoeDecoderLayer`, `Qwen2MoeDecoderLayer`.
+    """
+    step = config.get("decoder_sparse_step") or 1
+    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % step == 0
+
+
+def _after_dense_layers(config: dict[str, Any], layer: int) -> bool:
+    """All layers after the first few, of them every n-th or those that are flagged.
+
+    Source: DeepSeek-V3's `modeling_deepseek.py` (moe_layer_freq is a step or one flag a layer).
+    """
+    if layer < int(config["first_k_dense_replace"]):
+        return False
+    frequency = config.get("moe_layer_freq") or 1
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+
+
+_HAS_EXPERTS: dict[str, Callable[[dict[str, Any], int], bool]] = {
+    "deepseek_v2": _after_dense_layers,
+    "deepseek_v3": _after_dense_layers,
+    "glm4_moe": _after_dense_layers,
+    "kimi_k2": _after_dense_layers,
+    "mixtral": lambda config, layer: True,
+    "qwen2_moe": _sparse_step,
+    "qwen3_moe": _sparse_step,
+}
+"""(config.json, layer from 0) → whether the layer has experts, by `model_type`."""

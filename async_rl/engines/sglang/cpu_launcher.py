@@ -1,0 +1,156 @@
+"""Runs an SGLang server on a CPU that SGLang has no kernels for: the shims, each with its reason.
+
+This file is a program of its own, started by `async_rl.engines.sglang.server`, or run by `narrow_launcher.py`
+in the same process. Nothing of `async_rl` is imported here and nothing else imports it: SGLang lives in the
+server's processes only. The shims reach SGLang's scheduler and detokenizer because those are forked from this
+process, see `main`.
+
+The shims patch internals of exactly one version; on any other the program ends with a sentence.
+
+Needs in the environment: `SGLANG_USE_CPU_ENGINE=1` (else SGLang looks for a GPU) and `OMP_NUM_THREADS=1`
+(OpenMP threads that spin against the server's other processes cost a factor of ten).
+"""
+
+# mypy: disable-error-code="import-untyped, no-untyped-call"
+# (SGLang has no type marker, and torch.library no annotations.)
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.metadata
+import multiprocessing
+import os
+import socket
+import sys
+import types
+from typing import Any, NoReturn
+
+SUPPORTED = "0.5.23"
+
+_installed = importlib.metadata.version("sglang")
+if _installed != SUPPORTED:
+    sys.exit(
+        f"The CPU shims fit sglang {SUPPORTED}, found {_installed}: install sglang=={SUPPORTED}, or run "
+        f"the engines on a GPU (engine.device=cuda)"
+    )
+
+# SGLang compiles its grouped top-k (DeepSeek's) where it is first called: 40 s on a CPU, in the middle of a
+# request, for a few operations on small tensors.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import torch  # noqa: E402
+
+# The torchvision wheel on PyPI is a CUDA build: its library does not load beside a CPU torch, and torchvision
+# then fails on registering meta kernels for two operators that do not exist. Declaring them is enough;
+# nobody calls them.
+_torchvision = torch.library.Library("torchvision", "DEF")
+for _operator in ("nms", "qnms"):
+    _torchvision.define(f"{_operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+class _NoKernels(types.ModuleType):
+    """Stands in for `sgl_kernel`, of which only CUDA builds exist: importable, and loud when called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*_: Any, **__: Any) -> NoReturn:
+            raise NotImplementedError(f"sgl_kernel.{name} has no CPU build; this model needs a GPU engine")
+
+        return missing
+
+
+_kernels = _NoKernels("sgl_kernel")
+_kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
+sys.modules["sgl_kernel"] = _kernels
+
+from sglang.kernels.ops.elementwise import elementwise  # noqa: E402
+from sglang.srt.mem_cache.pool_host import common as host_pool  # noqa: E402
+from sglang.srt.models.deepseek_common import attention_backend_handler as mla  # noqa: E402
+
+# --enable-return-routed-experts keeps its rows in a CUDA-pinned host buffer, whatever the device. Plain
+# memory does where there is no CUDA.
+host_pool.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, pin_memory, allocator, **_: torch.empty(
+    dims, dtype=dtype
+)
+
+
+def _gate_by_torch(
+    hidden: torch.Tensor, weight: torch.Tensor, shared: torch.Tensor, out: torch.Tensor, *, do_add: bool
+) -> None:
+    """Qwen2-MoE's gated shared expert: SGLang has a Triton kernel for it and no CPU branch."""
+    gated = torch.sigmoid(hidden.float() @ weight.float()).unsqueeze(-1).to(shared.dtype) * shared
+    if do_add:
+        out.add_(gated)
+    else:
+        out.copy_(gated)
+
+
+elementwise._launch_fused_gate_sigmoid_mul = _gate_by_torch
+
+# DeepSeek's latent attention: the torch backend has no path that expands the latent cache, so always take
+# the absorbed one.
+mla.AttentionBackendRegistry.register("torch_native", lambda *_: mla.AttnForwardMethod.MLA)
+
+
+# `torch.distributed.rendezvous` is a function of that name.
+_meeting: Any = importlib.import_module("torch.distributed.rendezvous")
+_create_store = _meeting._create_c10d_store
+
+
+def _store_on_its_host(
+    hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True
+) -> Any:
+    """The store of the server's own ranks listens where it is told to be, not on all interfaces."""
+    if rank != 0:
+        return _create_store(hostname, port, rank, world_size, timeout, use_libuv)
+    with socket.create_server((hostname, port)) as listener:
+        return _meeting.TCPStore(
+            hostname,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            use_libuv=use_libuv,
+            master_listen_fd=listener.detach(),
+        )
+
+
+_meeting._create_c10d_store = _store_on_its_host
+
+
+def _without_keys(information: Any) -> Any:
+    """What /server_info answers: it would tell who has the API key the admin key too, in several places."""
+    if isinstance(information, dict):
+        secret = ("api_key", "admin_api_key", "launch_command")
+        return {name: _without_keys(value) for name, value in information.items() if name not in secret}
+    if isinstance(information, list | tuple):
+        return [_without_keys(value) for value in information]
+    return information
+
+
+def main(arguments: list[str]) -> None:
+    """Run the server with these arguments until it is told to end."""
+    # SGLang asks for "spawn", because a CUDA context does not survive a fork. Here there is none, and no
+    # thread but this one when it starts its children: a fork shares the imports, which are most of the start
+    # (20 s with "spawn" on two cores, 10 s so) and a quarter of the memory.
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *_, **__: None
+
+    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    plain = http_server.msgspec_to_builtins
+    http_server.msgspec_to_builtins = lambda information: _without_keys(plain(information))
+    try:
+        run_server(prepare_server_args(arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

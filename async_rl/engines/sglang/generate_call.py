@@ -1,0 +1,256 @@
+"""One generate call in SGLang's words: the request as it is sent, and the account of what comes back.
+
+Only what is read or written is named here, typed, and parsed by msgspec; a routing payload stays the bytes it
+came as.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, cast
+
+import msgspec
+
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, RoutingPayload, check_partition
+from async_rl.engines.sglang.routing_payload import RoutingText
+from async_rl.errors import (
+    AlignmentError,
+    EngineError,
+    PromptTooLong,
+    RequestRefused,
+    RolloutError,
+    VersionMismatch,
+)
+from async_rl.types import VersionSpan
+
+
+class _SamplingParams(msgspec.Struct):
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...] | None
+    stop: tuple[str, ...] | None
+    # Stop strings may hold special tokens, and what was sampled is never trimmed.
+    skip_special_tokens: bool = False
+    no_stop_trim: bool = True
+
+
+class _Body(msgspec.Struct):
+    rid: str
+    input_ids: list[int]
+    sampling_params: _SamplingParams
+    return_routed_experts: bool
+    routed_experts_start_len: int
+    return_logprob: bool = True
+    stream: bool = True
+
+
+class _FinishReason(msgspec.Struct, gc=False):
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _WeightSpan(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int = 0
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    finish_reason: _FinishReason | None = None
+    weight_version: str | None = None
+    weight_versions: list[_WeightSpan] | None = None
+    cached_tokens: int = 0
+    routed_experts: msgspec.Raw = msgspec.Raw()
+
+
+class _Refusal(msgspec.Struct):
+    message: str = ""
+    code: int = 400
+
+
+class _Event(msgspec.Struct):
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+    error: _Refusal | None = None
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+def encode_request(request: GenerateRequest) -> bytes:
+    """The body of POST /generate."""
+    sampling = request.sampling
+    return _encode(
+        _Body(
+            rid=request.request_id,
+            input_ids=request.input_ids.tolist(),
+            sampling_params=_SamplingParams(
+                max_new_tokens=request.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                stop_token_ids=sampling.stop_token_ids or None,
+                stop=sampling.stop or None,
+            ),
+            return_routed_experts=request.return_routing,
+            routed_experts_start_len=request.routing_start,
+        )
+    )
+
+
+def parse_version(engine_id: str, text: str | None) -> int:
+    """A weight version as we publish it.
+
+    Raises:
+        VersionMismatch: When it is no decimal integer, so that nobody of ours has published it.
+    """
+    if text is None or not text.isdecimal():
+        raise VersionMismatch(
+            f"{engine_id} serves weights of version {text!r}, which nobody published: versions are decimal "
+            f"integers"
+        )
+    return int(text)
+
+
+class CallAccount:
+    """What has been delivered of one call, so that no token, log-prob or row is delivered twice.
+
+    SGLang says with every event how many tokens the call has by now. What an event repeats is cut off, and
+    what is missing ends the call with an error.
+    """
+
+    def __init__(self, engine_id: str, request: GenerateRequest) -> None:
+        self.delivered = 0
+        """Tokens so far."""
+        self.cut_short = False
+        """A chunk had fewer log-probs than tokens; it was cut to them, and nothing can follow it."""
+        self._engine_id = engine_id
+        self._request = request
+
+    @property
+    def num_rows(self) -> int:
+        """Routing rows of what has been fed so far, from the one that was asked for first."""
+        fed = len(self._request.input_ids) + self.delivered - 1
+        return max(0, fed - self._request.routing_start)  # none, not minus one, where nothing was fed since
+
+    def take(self, document: bytes, payload: RoutingText | None) -> tuple[Chunk | None, Finish | None]:
+        """Read one event: the tokens that it adds, and the end of the call if it is the last.
+
+        Args:
+            document: The event's JSON.
+            payload: Its routing, where `sse.EventReader` has taken it out; narrowed so far.
+
+        Raises:
+            EngineError: When the server refuses the call, or the event does not continue it.
+            PromptTooLong: When the server says that.
+        """
+        try:
+            event = _decode_event(document)
+        except msgspec.DecodeError as e:
+            raise EngineError(f"{self._engine_id} sent an event that is not what was expected: {e}") from e
+        meta = event.meta_info
+        if event.error is not None or meta is None:
+            raise self._refusal(event.error or _Refusal(message="an event without meta_info"))
+        finish = meta.finish_reason
+        if finish is not None and finish.type == "abort" and finish.status_code is not None:
+            raise self._refusal(_Refusal(message=finish.message or "", code=finish.status_code))
+        chunk = self._new_tokens(event.output_ids, meta)
+        return chunk, (self._finish(meta, finish, payload) if finish is not None else None)
+
+    def _new_tokens(self, token_ids: list[int], meta: _Meta) -> Chunk | None:
+        """The tokens of an event that are new.
+
+        An abort of a retracted request repeats its last token and all its log-probs, so what is new stands at
+        the end of both lists, which need not be equally long.
+        """
+        new = meta.completion_tokens - self.delivered
+        if new == 0:
+            return None
+        if self.cut_short or new < 0 or new > len(token_ids):
+            raise EngineError(
+                f"{self._engine_id} counts {meta.completion_tokens} tokens of the call "
+                f"{self._request.request_id}, but {self.delivered} were delivered and {len(token_ids)} came"
+            )
+        if new < len(token_ids) and meta.finish_reason is None:
+            raise EngineError(
+                f"{self._engine_id} repeats tokens in its stream: start it with "
+                f"--incremental-streaming-output"
+            )
+        token_ids = token_ids[len(token_ids) - new :]
+        entries = meta.output_token_logprobs
+        if len(entries) > new:
+            entries = entries[len(entries) - new :]
+        elif len(entries) < new:
+            self.cut_short = True
+            token_ids = token_ids[: len(entries)]
+            if not token_ids:
+                return None
+        self.delivered += len(token_ids)
+        # JSON has no NaN: it comes as null, and the caller is to see that the value is none.
+        return Chunk(token_ids=token_ids, log_probs=[math.nan if e[0] is None else e[0] for e in entries])
+
+    def _finish(self, meta: _Meta, finish: _FinishReason, payload: RoutingText | None) -> Finish:
+        if finish.type not in ("stop", "length", "abort"):
+            raise EngineError(f"{self._engine_id} finished for an unknown reason {finish.type!r}")
+        raw = memoryview(meta.routed_experts)  # a JSON string with its quotes, null, or nothing
+        routing = None
+        # Rows of tokens that could not be delivered would be rows too many.
+        if raw.nbytes and raw[0] == ord('"') and not self.cut_short:
+            routing = self._payload(payload or raw[1:-1], parse_version(self._engine_id, meta.weight_version))
+        return Finish(
+            reason=cast(Literal["stop", "length", "abort"], finish.type),
+            version_spans=self._spans(meta),
+            routing=routing,
+            cached_tokens=meta.cached_tokens,
+        )
+
+    def _payload(self, text: RoutingText | memoryview, version: int) -> RoutingPayload:
+        data, fault = memoryview(b""), None
+        if isinstance(text, memoryview):
+            data = text
+        else:
+            try:
+                data = text.rows(self.num_rows).data
+            except AlignmentError as e:
+                fault = str(e)
+        return RoutingPayload(
+            data=data,
+            num_rows=self.num_rows,
+            weight_version=version,
+            start=self._request.routing_start,
+            fault=fault,
+        )
+
+    def _spans(self, meta: _Meta) -> tuple[VersionSpan, ...]:
+        if not self.delivered:
+            return ()
+        reported = meta.weight_versions
+        if not reported:
+            version = parse_version(self._engine_id, meta.weight_version)
+            return (VersionSpan(start=0, end=self.delivered, weight_version=version),)
+        spans = tuple(
+            VersionSpan(
+                start=span.start,
+                end=min(span.end, self.delivered),
+                weight_version=parse_version(self._engine_id, span.version),
+            )
+            for span in reported
+            if span.start < min(span.end, self.delivered)
+        )
+        if not check_partition(spans, self.delivered):
+            raise EngineError(
+                f"{self._engine_id} reports versions {reported} for {self.delivered} sampled tokens"
+            )
+        return spans
+
+    def _refusal(self, refusal: _Refusal) -> EngineError | RolloutError:
+        message = f"{self._engine_id} refused the call {self._request.request_id}: {refusal.message}"
+        if refusal.code == 400 and "context length" in refusal.message:
+            return PromptTooLong(message)
+        return RequestRefused(message) if refusal.code == 400 else EngineError(message)

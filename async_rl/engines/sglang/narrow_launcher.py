@@ -1,0 +1,154 @@
+"""Runs an SGLang server that returns routing as narrow ids of the MoE layers only.
+
+    python -m async_rl.engines.sglang.narrow_launcher LAYERS NUM_EXPERTS [arguments of sglang.launch_server]
+
+SGLang itself returns int32 of all layers, and keeps as much on the device, in a host buffer as long as its KV
+cache, and in each message between its processes. Here the ids are narrowed on the device, where a forward
+pass ends, and everything after that carries a quarter of the bytes or less:
+
+```
+top-k ─► device buffer ─┬─ narrow ─► host buffer ─► rows of a request ─► detokenizer ─► base64 ─► HTTP
+        int32, all layers   uint8 or uint16, MoE layers
+```
+
+Like `cpu_launcher.py` this file is a program of its own; `server.py` takes no more than the names of it. It
+patches what it has read, and nothing else: on another version, or where the classes it patches are not
+literally those of that version, the program ends with a sentence.
+"""
+
+# mypy: disable-error-code="import-untyped, no-untyped-call"
+# (SGLang has no type marker.)
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+SUPPORTED: Final = "0.5.23"
+
+_SOURCE: Final = "3c426572d6a5816b7857a0103f4ebd7b1214e00ba3d2deb8c61033c83db0fc18"
+"""sha256 of the sources of the classes that are patched or relied upon, as they were read."""
+
+
+def install(layers: Sequence[int], num_experts: int) -> None:
+    """Patch SGLang in this process.
+
+    Args:
+        layers: Which layers have experts, ascending, counted from 0.
+        num_experts: E, of one layer: up to 256 make uint8, more uint16.
+
+    Raises:
+        SystemExit: With the reason, when this is not the SGLang that the patch was written for.
+    """
+    check_version()
+    import torch
+    from sglang.srt.state_capturer import base, routed_experts
+
+    capturer = routed_experts.RoutedExpertsCapturer
+    check_source(base.BaseHostCache, base.TopkCaptureOutput, base.BaseTopkCapturer, capturer)
+    # Of uint16, torch can do little; int16 has the same bits, and nobody here calculates with them.
+    dtype = torch.uint8 if num_experts <= 1 << 8 else torch.int16
+    first, count = layers[0], len(layers)
+    together = layers[-1] - first + 1 == count
+    wide_slice = capturer._get_local_slice
+
+    def narrow_slice(self: Any, *arguments: Any) -> Any:
+        wide = wide_slice(self, *arguments)
+        if together:
+            return wide.narrow(1, first, count).to(dtype)
+        if self.async_rl_layers is None:  # kept on the device: a list would be copied there in every pass
+            self.async_rl_layers = torch.tensor(layers, device=wide.device)
+        return wide.index_select(1, self.async_rl_layers).to(dtype)
+
+    class HostCache(base.BaseHostCache):  # type: ignore[misc]
+        """SGLang's own memory, pinned as it pins it, but less of it and seen as narrow ids."""
+
+        buffer: Any
+
+        def __init__(self, num_tokens: int, num_layers: int, topk_size: int, name: str, device: str) -> None:
+            if name != "routed_experts":  # the capturer of sparse attention keeps its own
+                super().__init__(num_tokens, num_layers, topk_size, name=name, device=device)
+                return
+            if layers[-1] >= num_layers:
+                raise ValueError(f"layer {layers[-1]} has experts, but the model has {num_layers} layers")
+            size = num_tokens * count * topk_size
+            super().__init__(-(-size * dtype.itemsize // 4), 1, 1, name=name, device=device)
+            self.async_rl_words = self.buffer
+            self.buffer = self.buffer.view(-1).view(dtype)[:size].view(num_tokens, count, topk_size)
+            self.num_tokens, self.num_layers, self.topk_size = num_tokens, count, topk_size
+
+        def destroy(self) -> None:
+            self.buffer = getattr(self, "async_rl_words", self.buffer)  # what was pinned is unpinned
+            super().destroy()
+
+    capturer.async_rl_layers = None
+    capturer._get_local_slice = narrow_slice
+    base.BaseHostCache = HostCache
+
+
+def check_version() -> None:
+    """End the program when another SGLang is installed."""
+    installed = importlib.metadata.version("sglang")
+    if installed != SUPPORTED:
+        sys.exit(wrong_version(installed))
+
+
+def wrong_version(installed: str) -> str:
+    """What to say of it."""
+    return (
+        f"engine.narrow_routing patches sglang {SUPPORTED}, found {installed}: install "
+        f"sglang=={SUPPORTED}, or set engine.narrow_routing=false"
+    )
+
+
+def check_source(*classes: type, expected: str = _SOURCE) -> None:
+    """End the program when the classes are not, to the letter, those that were read."""
+    found = hashlib.sha256("".join(inspect.getsource(c) for c in classes).encode()).hexdigest()
+    if found != expected:
+        names = ", ".join(f"{c.__module__}.{c.__qualname__}" for c in classes)
+        sys.exit(
+            f"engine.narrow_routing patches {names} as they are in sglang {SUPPORTED}, but what is installed "
+            f"under that version differs (sha256 {found}, expected {expected}): reinstall sglang, or set "
+            f"engine.narrow_routing=false"
+        )
+
+
+def _install_as_told() -> list[str]:
+    """Patch as the command line says; returns SGLang's part of it."""
+    layers, num_experts, *rest = sys.argv[1:]
+    if "--device=cpu" in rest:
+        from async_rl.engines.sglang import cpu_launcher  # noqa: F401  (the shims come first)
+    install([int(layer) for layer in layers.split(",")], int(num_experts))
+    return rest
+
+
+def main() -> None:
+    """Run the server until it is told to end."""
+    arguments = _install_as_told()
+    if "--device=cpu" in arguments:
+        from async_rl.engines.sglang import cpu_launcher
+
+        cpu_launcher.main(arguments)
+        return
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args(arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__":
+    # SGLang spawns its scheduler and detokenizer, and each imports the main module again, under this name.
+    _install_as_told()

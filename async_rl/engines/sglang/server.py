@@ -1,0 +1,299 @@
+"""Starts one SGLang server, watches it and ends it, with everything it started.
+
+On a GPU it is `python -m sglang.launch_server`, on a CPU the launcher in `cpu_launcher.py`, and on both the
+one in `narrow_launcher.py` where routing is to be sent as narrow ids; always under the guard of `guard.py`,
+so that no server outlives the process that started it. Nothing here knows of Ray: the same class works in the
+driver, in a Ray actor and in a test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import importlib.metadata
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from importlib.util import find_spec
+from pathlib import Path
+
+from async_rl.config import ModelConfig, SGLangEngines
+from async_rl.engines.model_facts import load_facts
+from async_rl.engines.sglang import narrow_launcher
+from async_rl.errors import EnvironmentNotReady
+
+_HERE = Path(__file__).parent
+
+_CPU_KV_TOKENS = 1 << 16
+"""KV cache of a CPU engine that was told no size: SGLang would take a share of the host's memory instead."""
+
+_LAST_WORDS_LINES = 25
+
+_GPU_GRACE_S = 15.0
+"""A server that holds a GPU is asked to end first, so that the driver frees its memory in order."""
+
+_STOP_LIMIT_S = 30.0
+
+_EVERYWHERE = ("0.0.0.0", "::")
+"""Addresses to bind to that are none to be reached at."""
+
+_PORTS = range(15000, 30000)
+"""Below the ephemeral range: while a server starts up no outgoing connection can take its port."""
+
+
+class SGLangServer:
+    """One SGLang server process.
+
+    The port and both keys are chosen once, so that a restarted server is found where it was. The keys are
+    handed over in a file that only we can read, not on the command line, which everybody on the host can.
+
+    Example:
+        >>> server = SGLangServer(config, model, routing=True, index=0, log_dir=logs, seed=0)
+        >>> await server.start()
+        >>> engine = SGLangEngine("engine-0", server.url, facts, api_key=server.api_key,
+        ...                       admin_key=server.admin_key, died=server.died)
+        >>> await engine.wait_ready()
+        >>> await server.stop()
+    """
+
+    def __init__(
+        self,
+        config: SGLangEngines,
+        model: ModelConfig,
+        *,
+        routing: bool,
+        index: int,
+        log_dir: Path,
+        seed: int,
+        shared: bool = False,
+        node_address: str | None = None,
+    ) -> None:
+        """Choose address and keys; starts nothing.
+
+        Args:
+            config: The engine section.
+            model: What to serve.
+            routing: Whether the server must be able to return routed experts.
+            index: Number of this engine; names its log.
+            log_dir: Where `engine-<index>.log` goes.
+            seed: Seed of the run; the engines' own seeds are derived from it.
+            shared: Whether it shares its device with the trainer, and must be able to give its memory back.
+            node_address: Of this host, where it is one of several: `engine.host: auto` binds to it; None is
+                the only one.
+        """
+        self._config = config
+        self._model = model
+        self._routing = routing
+        self._narrow = routing and config.narrow_routing
+        self._index = index
+        self._seed = seed
+        self._shared = shared
+        self._device = detect_device() if config.device == "auto" else config.device
+        here = node_address or "127.0.0.1"
+        self._bind = here if config.host == "auto" else config.host
+        self._host = here if self._bind in _EVERYWHERE else self._bind
+        self._port = free_port(self._bind)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0
+        self.log_path = log_dir / f"engine-{index}.log"
+        self.api_key = secrets.token_hex(24)
+        self.admin_key = secrets.token_hex(24)
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://{self._host}:{self._port}"
+
+    @property
+    def host(self) -> str:
+        """The address it is reached at."""
+        return self._host
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the guard, which leads the server's process group."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the process (again); `SGLangEngine.wait_ready` waits until it answers.
+
+        Raises:
+            EnvironmentNotReady: When SGLang is not installed, or the process cannot be started.
+        """
+        if self.poll() is None and self._process is not None:
+            raise EnvironmentNotReady(f"engine {self._index} runs already (pid {self._process.pid})")
+        try:
+            installed = importlib.metadata.version("sglang")
+        except importlib.metadata.PackageNotFoundError as e:
+            raise EnvironmentNotReady(
+                "sglang is not installed here: `make setup` installs it for a CPU, "
+                "`pip install async-rl[sglang]` for a GPU"
+            ) from e
+        if self._saves_memory and find_spec("torch_memory_saver") is None:
+            raise EnvironmentNotReady(
+                "placement.shared: SGLang gives device memory back by torch-memory-saver, which is not "
+                "installed here: `pip install torch-memory-saver`"
+            )
+        if self._narrow and installed != narrow_launcher.SUPPORTED:
+            raise EnvironmentNotReady(narrow_launcher.wrong_version(installed))
+        self._process = self._spawn()
+
+    @property
+    def _saves_memory(self) -> bool:
+        """Without the switch SGLang takes the same requests and frees nothing: good enough for a CPU."""
+        return self._shared and self._device == "cuda"
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        scratch = Path(tempfile.mkdtemp(prefix="async-rl-"))
+        keys = scratch / "keys.yaml"
+        keys.touch(mode=0o600)
+        keys.write_text(f'api-key: "{self.api_key}"\nadmin-api-key: "{self.admin_key}"\n')
+        grace_s = 0.0 if self._device == "cpu" else _GPU_GRACE_S
+        guard = [sys.executable, "-I", str(_HERE / "guard.py"), str(os.getpid()), str(scratch), str(grace_s)]
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+            self._log_begin = log.tell()
+            return subprocess.Popen(
+                [*guard, *self.command(), "--config", str(keys)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(scratch),
+                start_new_session=True,
+            )
+
+    def command(self) -> list[str]:
+        """The server's command line, without the keys."""
+        config = self._config
+        # -P keeps the launcher's own folder off the path: our `sglang.py` lies there beside it.
+        cpu = self._device == "cpu"
+        launcher = ["-P", str(_HERE / "cpu_launcher.py")] if cpu else ["-m", "sglang.launch_server"]
+        if self._narrow:
+            facts = load_facts(self._model.path)
+            layers = ",".join(map(str, facts.moe_layers))
+            launcher = ["-m", "async_rl.engines.sglang.narrow_launcher", layers, str(facts.num_experts)]
+        arguments = {
+            "model-path": self._model.path,
+            "dtype": self._model.dtype,
+            "device": self._device,
+            "host": self._bind,
+            "port": self._port,
+            "tp-size": config.tp_size,
+            "max-running-requests": config.max_running_requests,
+            "context-length": config.context_length,
+            "max-total-tokens": config.max_total_tokens,
+            "random-seed": self._seed * 1000 + self._index,
+            "weight-version": 0,
+            # At "info" the whole configuration is logged, keys included.
+            "log-level": "warning",
+        }
+        switches = ["incremental-streaming-output"]
+        if self._routing:
+            switches.append("enable-return-routed-experts")
+        if self._saves_memory:
+            switches.append("enable-memory-saver")
+        if cpu:
+            arguments["attention-backend"] = "torch_native"
+            arguments["max-total-tokens"] = config.max_total_tokens or _CPU_KV_TOKENS
+            # An interrupt waits for the forward pass that runs: on a CPU, a long prefill is hundreds of ms.
+            arguments["chunked-prefill-size"] = 256
+            # On few cores a step can take long while trainers hold them; that is not a hang.
+            arguments["watchdog-timeout"] = 600
+            # An idle scheduler polls its sockets with a whole core otherwise.
+            switches += ["sleep-on-idle", "skip-server-warmup"]
+        options = [f"--{key}={value}" for key, value in arguments.items() if value is not None]
+        return [sys.executable, *launcher, *options, *(f"--{s}" for s in switches), *config.extra_args]
+
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        # SGLang's sockets go where temporary files go, and are left there.
+        environment = {**os.environ, "TMPDIR": str(scratch), "TOKENIZERS_PARALLELISM": "false"}
+        # Connections of ours are idle between turns for as long as tools take.
+        environment |= {"SGLANG_TIMEOUT_KEEP_ALIVE": "60"}
+        # When one of its processes dies, a server is to end at once; it would debug itself for up to a
+        # minute first, while its calls wait.
+        environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+        environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        if self._saves_memory:
+            environment |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+        if self._device == "cpu":
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return environment
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs or before it was started."""
+        return self._process.poll() if self._process is not None else None
+
+    async def wait(self) -> int:
+        """Wait until the process ends; its exit code."""
+        assert self._process is not None, "wait() before start()"
+        if self._process.poll() is None:
+            loop, ended = asyncio.get_running_loop(), asyncio.Event()
+            descriptor = os.pidfd_open(self._process.pid)
+            loop.add_reader(descriptor, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+        return self._process.wait()
+
+    async def died(self) -> str | None:
+        """Its last words when it has ended, None while it runs: what `SGLangEngine.wait_ready` asks."""
+        return None if self._process is not None and self.poll() is None else self.last_words()
+
+    def last_words(self) -> str:
+        """The end of its log, and where the whole log is."""
+        code = "was not started" if self._process is None else f"ended with code {self.poll()}"
+        try:
+            with open(self.log_path, errors="replace") as log:
+                log.seek(self._log_begin)
+                lines = deque((line.rstrip() for line in log if line.strip()), maxlen=_LAST_WORDS_LINES)
+        except FileNotFoundError:
+            lines = deque()
+        return "\n  ".join([f"engine {self._index} {code}; the end of {self.log_path}:", *lines])
+
+    async def stop(self) -> None:
+        """End the server and all it started, be they stopped (SIGSTOP). Returns when they are gone."""
+        if self._process is None or self.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGCONT)  # the guard may be stopped too; it kills all others
+        self._process.terminate()
+        try:
+            async with asyncio.timeout(_GPU_GRACE_S + _STOP_LIMIT_S):
+                await self.wait()
+        except TimeoutError:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            await self.wait()
+
+
+def detect_device() -> str:
+    """`cuda` where this process may use a GPU and has a torch that can, else `cpu`.
+
+    Told from files and metadata: importing torch to ask it would cost seconds.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = visible is not None and visible.strip() in ("", "-1")
+    try:
+        cpu_only = importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        cpu_only = True
+    return "cuda" if glob.glob("/dev/nvidia[0-9]*") and not hidden and not cpu_only else "cpu"
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    for port in random.SystemRandom().sample(_PORTS, k=100):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise EnvironmentNotReady(f"found no free port on {host} between {_PORTS.start} and {_PORTS.stop}")

@@ -1,0 +1,399 @@
+"""What a person sees of a run: the first screen, progress while it goes, and the summary with its files.
+
+Everything here reads `StepRecord`s and the `Summary` and decides nothing. `matplotlib` and `plotext` are
+imported when something is drawn: they cost more than the rest of the driver's start.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from async_rl import __version__
+from async_rl.config import Config, changed_fields
+from async_rl.observability.records import WINDOW, Figure, StepRecord, Summary, is_finite
+
+PLOT_FILE = "reward.png"
+SUMMARY_FILE = "summary.json"
+
+
+def derived_bounds(config: Config) -> dict[str, int]:
+    """Bounds that follow from the config, by what they bound."""
+    outstanding, branches = config.max_outstanding_groups, config.rollout.max_branches
+    in_flight = min(config.rollout.max_concurrent_trajectories, outstanding * config.rollout.group_size)
+    return {
+        "trajectories in a batch": config.batch_trajectories,
+        "groups dispatched and not yet trained, at most": outstanding,
+        "trajectories dispatched and not yet trained, at most": outstanding * config.rollout.group_size,
+        "trajectories in flight, at most": in_flight,
+        **({"their branches, at most": in_flight * branches} if branches else {}),
+    }
+
+
+def print_header(console: Console, config: Config, run_dir: Path, metrics_url: str) -> None:
+    """The first screen: version, where the run's files are, what differs from the defaults, what follows."""
+    console.print(Text(f"async-rl {__version__}", style="bold"))
+    console.print(
+        _figures(
+            [
+                ("run folder", _path(run_dir)),
+                ("live page", metrics_url),
+                ("metrics", f"{metrics_url}/metrics"),
+            ]
+        )
+    )
+    console.print(Text("differs from the defaults", style="bold"))
+    console.print(_figures([(key, str(value)) for key, value in changed_fields(config).items()]))
+    console.print(Text("follows from it", style="bold"))
+    console.print(_figures([(key, str(value)) for key, value in derived_bounds(config).items()]))
+
+
+_NAMES_WIDTH = 30
+"""Columns of the panel that its frame and the names in it take."""
+
+_PACE_STEPS = 10
+"""Steps whose times say how long the others will take."""
+
+
+class Progress:
+    """Shows how far a run is: a live panel on a terminal, otherwise one line a step.
+
+    The panel moves the cursor, so it is only for a console that says that it is interactive.
+
+    Example:
+        >>> progress = Progress(Console())
+        >>> progress.start(config, run_dir, "http://127.0.0.1:9000")
+        >>> progress.phase("starting 2 engines")
+        >>> progress.flow(in_flight=64, queued=8, waiting_for="a batch")
+        >>> progress.step(record)
+        >>> progress.stop()
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._started_s = clock()
+        self._max_steps = 0
+        self._record: StepRecord | None = None
+        self._rewards: list[Figure] = []
+        self._ends_s: deque[float] = deque(maxlen=_PACE_STEPS + 1)
+        self._in_flight = 0
+        self._queued = 0
+        self._waiting_for = ""
+        self._live = (
+            Live(get_renderable=self.render, console=console, refresh_per_second=4, transient=True)
+            if console.is_interactive
+            else None
+        )
+
+    def start(self, config: Config, run_dir: Path, metrics_url: str) -> None:
+        """Print the first screen and, on a terminal, open the live panel under it."""
+        self._started_s = self._clock()
+        self._max_steps = config.run.max_steps
+        print_header(self._console, config, run_dir, metrics_url)
+        if self._live:
+            self._live.start()
+
+    def stop(self) -> None:
+        """Close the live panel; what was printed stays."""
+        if self._live:
+            self._live.stop()
+
+    def phase(self, text: str) -> None:
+        """Say what the run does now; a line that stays, for things that happen a few times a run."""
+        self._waiting_for = text
+        self._print(f"[{self._clock() - self._started_s:5.0f} s] {text}")
+
+    def flow(self, *, in_flight: int, queued: int, waiting_for: str) -> None:
+        """Say where trajectories are and what is waited for; shown in the live panel only."""
+        self._in_flight, self._queued, self._waiting_for = in_flight, queued, waiting_for
+
+    def step(self, record: StepRecord) -> None:
+        """Show a finished step."""
+        self._record = record
+        self._rewards.append(record.reward_mean)
+        self._ends_s.append(record.time_s)
+        self._in_flight, self._queued = record.in_flight, record.queued
+        if not self._live:
+            self._print(step_line(record, self._max_steps))
+
+    def render(self) -> RenderableType:
+        """The live panel as it is now."""
+        record = self._record
+        done = record.step if record else 0
+        room = max(8, self._console.width - _NAMES_WIDTH)
+        rows: list[tuple[str, str]] = [
+            ("step", f"{done} of {self._max_steps}"),
+            ("in flight / queued", f"{self._in_flight} / {self._queued} trajectories"),
+            ("waiting for", self._waiting_for or "nothing"),
+        ]
+        if record:
+            rows += [
+                ("reward", f"{_number(record.reward_mean)}  {sparkline(self._rewards, min(40, room - 8))}"),
+                (_kl_name(record.ppo_kl_bypass), f"{_number(_kl(record), 5)} nats"),
+                *_kl_parts(record),
+                ("staleness p50 / p95", f"{record.staleness_p50:.0f} / {record.staleness_p95:.0f} versions"),
+                ("interrupted", f"{record.interrupted} of {record.trajectories} trajectories"),
+                ("throughput", f"{record.tokens_per_s:,.0f} tokens/s"),
+                ("wait / step / sync", f"{record.wait_s:.2f} / {record.step_s:.2f} / {record.sync_s:.2f} s"),
+            ]
+        bar = Table.grid()  # a bar by itself does not end its line
+        bar.add_row(
+            ProgressBar(total=self._max_steps, completed=done, width=min(40, self._console.width - 4))
+        )
+        title = f"async-rl  {_duration(self._clock() - self._started_s)}{self._remaining(done)}"
+        return Panel(Group(bar, _figures(rows)), title=title, title_align="left", expand=False)
+
+    def _remaining(self, done: int) -> str:
+        """How long the steps that are left will take, by the pace of the last ones."""
+        if len(self._ends_s) < 2:
+            return ""
+        pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        return f" · {_duration(pace_s * (self._max_steps - done))} left"
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _kl_parts(record: StepRecord) -> list[tuple[str, str]]:
+    """What the rollout KL is made of, where it has been measured."""
+    parts = {"mismatch": record.kl_mismatch, "staleness": record.kl_staleness, "routing": record.kl_routing}
+    shown = [f"{name} {_number(part, 5)}" for name, part in parts.items() if is_finite(part)]
+    return [("parts of rollout KL", ", ".join(shown))] if shown else []
+
+
+def _kl_name(bypass: Figure) -> str:
+    """The two are of different policies, so neither goes by the other's name."""
+    return "ppo_kl_bypass" if is_finite(bypass) else "ppo_kl"
+
+
+def _either(ppo_kl: Figure, bypass: Figure) -> Figure:
+    return bypass if is_finite(bypass) else ppo_kl
+
+
+def _kl(record: StepRecord) -> Figure:
+    return _either(record.ppo_kl, record.ppo_kl_bypass)
+
+
+def step_line(record: StepRecord, max_steps: int) -> str:
+    """One step as one line."""
+    return (
+        f"step {record.step:>{len(str(max_steps))}}/{max_steps}"
+        f" | reward {_number(record.reward_mean)}"
+        f" | {_kl_name(record.ppo_kl_bypass)} {_number(_kl(record), 5)}"
+        f" | stale p50 {record.staleness_p50:.0f} p95 {record.staleness_p95:.0f}"
+        f" | interrupted {record.interrupted}/{record.trajectories}"
+        f" | in flight {record.in_flight} | queued {record.queued}"
+        f" | {record.tokens_per_s:,.0f} tok/s"
+        f" | wait {record.wait_s:.2f} step {record.step_s:.2f} sync {record.sync_s:.2f} s"
+    )
+
+
+def sparkline(values: Sequence[Figure], width: int = 40) -> str:
+    """The last values as a row of blocks, scaled to their own range; a gap where there is none."""
+    shown = list(values[-width:])
+    finite = [value for value in shown if is_finite(value)]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    blocks, span = "▁▂▃▄▅▆▇█", (high - low) or 1.0
+    return "".join(
+        blocks[int((value - low) / span * (len(blocks) - 1))] if is_finite(value) else " " for value in shown
+    )
+
+
+def write_run_files(run_dir: Path, records: Sequence[StepRecord], summary: Summary) -> None:
+    """Write `summary.json` and, when there are steps, the curves as `reward.png` into the run folder."""
+    text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    _replace(run_dir / SUMMARY_FILE, text + b"\n")
+    if records:
+        _plot(run_dir / PLOT_FILE, records, summary)
+
+
+def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord], summary: Summary) -> None:
+    """The last screen: the reward curve, the figures of the run, and where its files are."""
+    if len(records) > 1:
+        console.print(reward_chart(records, width=min(console.width, 90), colour=console.is_terminal))
+    counts, sync = summary.trajectories, summary.sync
+    dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(counts.dropped.items()) if n) or "0"
+    rows = [
+        (
+            "reward",
+            f"{_number(summary.reward_first)} → {_number(summary.reward_last)} (means of {WINDOW} steps)",
+        ),
+        ("weight versions", f"{summary.weight_versions} published in {summary.rl_seconds:.0f} s"),
+        ("trajectories", f"{counts.dispatched} dispatched, {counts.trained} trained, dropped: {dropped}"),
+        ("", f"{counts.in_flight} in flight, {counts.queued} queued"),
+        ("interrupted and resumed", f"{_percent(summary.interrupted_share)} of the trained ones"),
+        ("staleness", f"at most {summary.staleness_max} versions (bound {summary.max_staleness})"),
+        (
+            _kl_name(summary.ppo_kl_bypass_mean),
+            f"{_number(_either(summary.ppo_kl_mean, summary.ppo_kl_bypass_mean), 5)} nats",
+        ),
+        ("trainer against rollout", f"{_number(summary.log_prob_abs_diff_mean, 6)} nats at equal versions"),
+        (
+            "routing",
+            f"{summary.routing.merge}: {summary.routing.rows_checked:,} rows checked, "
+            f"{summary.routing.rows_invalid:,} invalid",
+        ),
+        ("throughput", f"{_number(summary.tokens_per_s, 0)} tokens/s sampled"),
+        (
+            "idle",
+            f"trainer {_percent(summary.trainer_idle_share)}, engines {_percent(summary.engine_idle_share)}",
+        ),
+        ("weight sync", f"{_number(sync.mean_s)} s mean, {_number(sync.max_s)} s longest"),
+        ("standstill beyond transfer", f"{_milliseconds(sync.standstill_max_s)} longest"),
+        ("files", _path(run_dir)),
+    ]
+    if records:
+        rows.append(("curves", _path(run_dir / PLOT_FILE)))
+        rows.append(("as one page", f"async-rl report {_path(run_dir)}"))
+    console.print(Panel(_figures(rows), title="summary", title_align="left", expand=False))
+
+
+def reward_chart(records: Sequence[StepRecord], *, width: int, colour: bool) -> Text:
+    """The reward over the steps as text, drawn with `plotext`."""
+    import plotext
+
+    points = [(r.step, r.reward_mean) for r in records if is_finite(r.reward_mean)]
+    if len(points) < 2:
+        return Text("")
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(width, 15)
+    figure.title("mean reward by step")
+    steps, rewards = zip(*points, strict=True)
+    figure.draw(figure.signal(list(steps), list(rewards), marker="braille").lines())
+    text = Text(figure.build().string(colorless=True).rstrip(), style="cyan" if colour else "")
+    figure.clear()
+    return text
+
+
+def _plot(path: Path, records: Sequence[StepRecord], summary: Summary) -> None:
+    """Draw reward, staleness and divergence over the steps, one above the other."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    steps = [record.step for record in records]
+
+    def series(name: str) -> list[float]:
+        values = (getattr(record, name) for record in records)
+        return [float("nan") if value is None else value for value in values]
+
+    ink, blue, orange, green = "#333333", "#2f6fb2", "#d9822b", "#3a9a5b"
+    # No pyplot: it keeps figures in a global list and picks a backend by the display.
+    canvas = Canvas(figsize=(9, 9), dpi=130, layout="constrained")
+    FigureCanvasAgg(canvas)
+    top, middle, bottom = canvas.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
+
+    rewards = series("reward_mean")
+    top.plot(steps, rewards, color=blue, alpha=0.35, linewidth=1, marker="o", markersize=2.5, label="batch")
+    top.plot(steps, _smoothed(rewards), color=blue, linewidth=2.2, label=f"mean of {WINDOW} steps")
+    top.set_ylabel("mean reward")
+    change = f"{_number(summary.reward_first)} → {_number(summary.reward_last)}"
+    top.set_title(
+        f"reward {change}   ·   {summary.weight_versions} weight versions in {summary.rl_seconds:.0f} s"
+        f"   ·   {_percent(summary.interrupted_share)} interrupted and resumed",
+        loc="left",
+        fontsize=10,
+        color=ink,
+    )
+
+    p50, p95 = series("staleness_p50"), series("staleness_p95")
+    middle.fill_between(
+        steps, p50, p95, color=orange, alpha=0.25, linewidth=0, step="mid", label="p50 to p95"
+    )
+    middle.plot(steps, series("staleness_mean"), color=orange, linewidth=1.8, label="mean")
+    middle.plot(steps, series("staleness_max"), color=orange, linewidth=0.9, linestyle=":", label="max")
+    middle.axhline(summary.max_staleness, color=ink, linewidth=0.9, linestyle="--", label="bound")
+    middle.set_ylabel("staleness, versions")
+    middle.set_ylim(-0.15, summary.max_staleness * 1.4 + 0.6)  # room for the legend
+
+    name = _kl_name(summary.ppo_kl_bypass_mean)
+    bottom.plot(steps, series(name), color=green, linewidth=1.6, label=name)
+    bottom.plot(
+        steps,
+        series("log_prob_abs_diff"),
+        color=ink,
+        linewidth=1.1,
+        alpha=0.7,
+        label="|trainer - rollout|, all tokens",
+    )
+    bottom.set_ylabel("nats")
+    bottom.set_xlabel("trainer step")
+
+    for axes in (top, middle, bottom):
+        axes.grid(color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color("#999999")
+        axes.tick_params(colors=ink, labelsize=9)
+        axes.legend(frameon=False, fontsize=8, loc="best", ncols=2)
+    partial = path.with_name(f".{path.name}.part")
+    canvas.savefig(partial, format="png")
+    partial.replace(path)
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Mean of each value and the ones before it, over the window of the summary."""
+    windows = (values[max(0, i - WINDOW + 1) : i + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _figures(rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(f"  {name}"), Text(value))
+    return table
+
+
+def _number(value: Any, digits: int = 3) -> str:
+    if not is_finite(value):
+        return "n/a"
+    # A difference of 1e-7 is not 0: it is what tells a right replay from a lucky one.
+    tiny = 0 < abs(value) < 10**-digits
+    return f"{value:.1e}" if tiny else f"{value:,.{digits}f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    )
+
+
+def _percent(share: Figure) -> str:
+    return f"{share:.0%}" if is_finite(share) else "n/a"
+
+
+def _milliseconds(seconds: Figure) -> str:
+    return f"{seconds * 1000:.0f} ms" if is_finite(seconds) else "n/a"
+
+
+def _path(path: Path) -> str:
+    """Relative to where the user stands, when it is below."""
+    absolute = path.resolve()
+    return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old or the new one, never a half."""
+    partial = path.with_name(f".{path.name}.part")
+    partial.write_bytes(content)
+    partial.replace(path)

@@ -1,0 +1,67 @@
+"""What the driver serves over HTTP: `/metrics`, `/health`, and routes that others bring."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from async_rl.errors import EnvironmentNotReady
+from async_rl.observability.metrics import Metrics
+
+
+@asynccontextmanager
+async def serve(
+    metrics: Metrics,
+    host: str,
+    port: int,
+    health: Callable[[], dict[str, Any]],
+    more: Sequence[web.RouteDef] = (),
+) -> AsyncIterator[str]:
+    """Serve `/metrics` (Prometheus text) and `/health` (JSON) while the block runs.
+
+    Args:
+        metrics: What to show.
+        host: Address to bind to.
+        port: 0 takes a free one.
+        health: Says how the run is; its `"status"` must be `"ok"` for an answer of 200, else it is 503.
+        more: Routes of others beside these.
+
+    Yields:
+        The URL that was bound, without a path.
+
+    Raises:
+        EnvironmentNotReady: The address cannot be bound.
+    """
+
+    async def show_metrics(_: web.Request) -> web.Response:
+        body = generate_latest(metrics.registry)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    async def show_health(_: web.Request) -> web.Response:
+        state = health()
+        status = 200 if state.get("status") == "ok" else 503
+        return web.json_response(state, status=status, dumps=lambda value: json.dumps(value, default=str))
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", show_metrics), web.get("/health", show_health), *more])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise EnvironmentNotReady(
+                f"cannot serve metrics on {host}:{port} ({error.strerror or error}): set metrics.port "
+                f"to a free port, or to 0 for any"
+            ) from error
+        bound = runner.addresses[0][1]
+        yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,307 @@
+"""`async-rl report RUN`: a run as one HTML file that needs nothing else, drawn from what is in its folder.
+
+It works at any time of a run's life, before its first step and after a crash, for it reads only what the
+driver has written by then: `config.yaml`, `metrics.jsonl`, `summary.json`, `versions.json` and the log. The
+charts are those of the live page; without its few lines of script they only lack the readout under the
+pointer.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+from jinja2 import Environment
+from markupsafe import Markup
+
+from async_rl import __version__
+from async_rl.config import changed_fields, load_config
+from async_rl.errors import ConfigError
+from async_rl.observability.evaluation_record import FILE as EVALUATIONS
+from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
+from async_rl.observability.page import STATIC
+from async_rl.observability.page.charts import RECENT, sections
+from async_rl.observability.page.drawing import compact
+from async_rl.observability.page.flow import flow_chart
+from async_rl.observability.page.tiles import tiles
+from async_rl.observability.records import StepRecord, TrajectoryCounts, mean, read_records
+from async_rl.runtime import yaml12
+from async_rl.runtime.processes import private_files
+
+T = TypeVar("T")
+
+REPORT_FILE: Final = "report.html"
+
+State = Literal["running", "finished", "failed", "stopped"]
+
+_MAX_EVENTS: Final = 200
+_MAX_LOG_BYTES: Final = 8 << 20
+"""Of the log's end; the rest of a very long one is left out."""
+
+_LOG_LINE: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} (\w+) +([\w.]+): (.*)")
+
+_SECRET: Final = re.compile(
+    r"(^|[._-])(?i:api_?key|secret|password|passwd|token|authorization|credentials?)$|[A-Z]_(KEY|PAT)$"
+)
+"""Names of settings whose value is nobody else's business: a report is a file that is sent around."""
+
+_FAILED: Final = "the run failed"
+"""How the driver's last word begins when it ends with an error, see `train`."""
+
+_OWN: Final = ("train", "orchestrator", "driver")
+"""What speaks for the run as a whole."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the driver's log that is worth showing."""
+
+    time: str
+    level: str
+    source: str
+    """The module it comes from."""
+    text: str
+
+
+class _Ended(msgspec.Struct, frozen=True):
+    """What the report takes from `summary.json`, whose other figures differ between versions."""
+
+    trajectories: TrajectoryCounts
+
+
+class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is in a run folder."""
+
+    name: str
+    state: State
+    config: Mapping[str, Any]
+    changed: Mapping[str, Any]
+    """Settings that differ from the defaults."""
+    records: Sequence[StepRecord]
+    evaluations: Sequence[EvaluationRecord]
+    summary: _Ended | None
+    """Of the newest life that came to its end."""
+    events: Sequence[Event]
+    versions: Mapping[str, str]
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Write a run's report; like all that a run leaves it is for its user alone, until given away.
+
+    Args:
+        run_dir: The run's folder.
+        out: The file to write; None takes `report.html` in the folder.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        ConfigError: The folder is no run's, its files are not ours, or the report cannot be written.
+    """
+    page = render(read_run(run_dir), datetime.now(UTC))
+    path = run_dir / REPORT_FILE if out is None else out
+    partial = path.with_name(f".{path.name}.part")
+    try:
+        with private_files():
+            partial.write_text(page, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the report to {path}: {error.strerror}; choose --out FILE"
+        ) from error
+    return path
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Read what a run has written down so far.
+
+    Raises:
+        ConfigError: The folder is no run's, or its files are not ours.
+    """
+    config_file = run_dir / "config.yaml"
+    if not config_file.is_file():
+        raise ConfigError(
+            f"{run_dir} is no run folder: there is no config.yaml in it; expected <run.dir>/<run.name> of "
+            f"`async-rl train`"
+        )
+    try:
+        tree = yaml12.load(config_file.read_text())
+        records = read_records(run_dir / "metrics.jsonl")
+        evaluations = read_evaluations(run_dir / EVALUATIONS)
+        summary = _decoded(run_dir / "summary.json", _Ended)
+        versions = _decoded(run_dir / "versions.json", dict[str, str]) or {}
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ConfigError(f"{run_dir}: its files are not those of a run: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{config_file} is not the config of a run: expected settings by section")
+    events = list(read_events(run_dir / "logs" / "driver.log"))
+    return RunFiles(
+        name=str(tree.get("run", {}).get("name", run_dir.resolve().name)),
+        state=_state(run_dir, records, events, tree.get("run", {}).get("max_steps")),
+        config=redacted(tree),
+        changed=_changed(config_file),
+        records=records,
+        evaluations=evaluations,
+        summary=summary,
+        events=events,
+        versions=versions,
+    )
+
+
+def read_events(log_file: Path) -> Iterator[Event]:
+    """What a driver's log says of engines and weights, and all its warnings and errors; the newest ones."""
+    if not log_file.exists():
+        return
+    with log_file.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _MAX_LOG_BYTES))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    kept: deque[Event] = deque(maxlen=_MAX_EVENTS)
+    for line in lines:
+        if (found := _LOG_LINE.fullmatch(line)) is None:
+            continue  # of a traceback
+        time, level, source, text = found.groups()
+        if level in ("WARNING", "ERROR", "CRITICAL") or source.startswith(
+            ("async_rl.engines", "async_rl.weights", "async_rl.run.orchestrator", "async_rl.run")
+        ):
+            kept.append(Event(time=time, level=level, source=source.removeprefix("async_rl."), text=text))
+    yield from kept
+
+
+def redacted(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what is secret in it, by the names of its settings."""
+
+    def shown(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: shown(str(name), inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [shown(key, inner) for inner in value]
+        if isinstance(value, str) and value:
+            if _SECRET.search(key):
+                return "(hidden)"
+            return re.sub(r"(\w://)[^/@\s]+@", r"\1(hidden)@", value)
+        return value
+
+    return {str(key): shown(str(key), value) for key, value in tree.items()}
+
+
+def render(run: RunFiles, now: datetime) -> str:
+    """The report as HTML."""
+    records = run.records
+    bound = run.config.get("rollout", {}).get("max_staleness")
+    max_staleness = bound if isinstance(bound, int) else None
+    script = Markup((STATIC / "charts.js").read_text(encoding="utf-8"))
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((STATIC.parent / "report.html.jinja").read_text(encoding="utf-8"))
+    return template.render(
+        run=run,
+        max_steps=run.config.get("run", {}).get("max_steps"),
+        style=Markup((STATIC / "page.css").read_text(encoding="utf-8")),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        written=now.strftime("%Y-%m-%d %H:%M UTC"),
+        version=__version__,
+        tiles=tiles(records, max_staleness),
+        flow=_flow(run),
+        sections=sections(records, max_staleness, run.evaluations),
+        facts=_facts(run),
+        recent=records[-RECENT:][::-1],
+        extremes=records[-1].extremes if records else (),
+        cause=_cause(run),
+        config_text=yaml12.dump(run.config),
+        compact=compact,
+    )
+
+
+def _flow(run: RunFiles) -> Markup:
+    """The flow at the last step: the log of a run has no later account of it."""
+    if not run.records:
+        return Markup("")
+    last = run.records[-1]
+    return flow_chart(
+        in_flight=last.in_flight,
+        queued=last.queued,
+        trained=sum(record.trajectories for record in run.records),
+        dropped=last.dropped_reasons,
+    )
+
+
+def _facts(run: RunFiles) -> list[tuple[str, str]]:
+    """The run in figures, from its records."""
+    records = run.records
+    if not records:
+        return []
+    last = records[-1]
+    trained = sum(record.trajectories for record in records)
+    interrupted = sum(record.interrupted for record in records)
+    rows = sum(record.routing_rows for record in records)
+    invalid = sum(record.routing_rows_invalid for record in records)
+    waited = sum(record.wait_s for record in records)
+    facts = [
+        ("time of training", _duration(last.time_s)),
+        ("weight version", str(last.weight_version)),
+        ("trajectories trained", f"{trained:,}, {interrupted / max(trained, 1):.0%} interrupted and resumed"),
+        ("dropped", f"{last.dropped:,}"),
+        ("tokens trained", f"{sum(record.trained_tokens for record in records):,}"),
+        ("throughput", f"{compact(mean(record.tokens_per_s for record in records))} tokens/s, mean"),
+        ("staleness", f"at most {max(record.staleness_max for record in records)} versions"),
+        ("trainer idle", f"{waited / max(last.time_s, 1e-9):.0%}"),
+        ("weight sync", f"{compact(mean(record.sync_s for record in records))} s, mean"),
+        ("routing rows", f"{rows:,} checked, {invalid:,} invalid"),
+    ]
+    if run.summary is not None and run.summary.trajectories.unaccounted:
+        facts.append(("unaccounted for", f"{run.summary.trajectories.unaccounted:,} trajectories"))
+    return facts
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def _state(run_dir: Path, records: Sequence[StepRecord], events: Sequence[Event], max_steps: Any) -> State:
+    if _is_locked(run_dir / ".lock"):
+        return "running"
+    said = [event.text for event in events if event.source.split(".")[0] in _OWN]
+    if said and said[-1].startswith(_FAILED):
+        return "failed"
+    return "finished" if records and records[-1].step == max_steps else "stopped"
+
+
+def _cause(run: RunFiles) -> str:
+    """Why a failed run ended; empty for others."""
+    if run.state != "failed":
+        return ""
+    last = next(event for event in reversed(run.events) if event.text.startswith(_FAILED))
+    return last.text.removeprefix(_FAILED).removeprefix(": ") or "see logs/driver.log in the run's folder"
+
+
+def _is_locked(lock_file: Path) -> bool:
+    """Whether a driver runs in the folder; it holds this lock for as long as it lives."""
+    if not lock_file.exists():
+        return False
+    with lock_file.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _changed(config_file: Path) -> Mapping[str, Any]:
+    try:
+        changed = changed_fields(load_config(config_file))
+    except ConfigError:  # of another version of async-rl: its settings are shown as they are
+        return {}
+    return {key: redacted({key: value})[key] for key, value in changed.items()}
+
+
+def _decoded(path: Path, kind: type[T]) -> T | None:
+    return msgspec.json.decode(path.read_bytes(), type=kind) if path.exists() else None

@@ -1,0 +1,187 @@
+"""What the live page shows between two steps: the run at one moment. Assembled from the parts, no I/O."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Final, Protocol
+
+import msgspec
+
+from async_rl.observability.diagnosis import Diagnosis, phrase
+from async_rl.observability.page.flow import flow_chart
+from async_rl.observability.records import Figure, StepRecord, TrajectoryCounts, mean
+from async_rl.runtime.waits import Waits
+from async_rl.types import Task
+
+NUM_SLOWEST: Final = 12
+
+_MAX_ENGINES: Final = 48
+"""Engines in the table: those that do not serve first, then the busiest; more are counted."""
+
+_PACE_STEPS: Final = 10
+"""Steps whose times say how long the others will take."""
+
+_CALLS: Final = frozenset({"chunk", "first chunk"})
+"""Waits whose target is an engine."""
+
+
+class InProgress(Protocol):
+    """A trajectory that is being made, as far as the page shows it."""
+
+    task: Task
+    started_s: float
+    """On the run's clock."""
+
+    @property
+    def trajectory_id(self) -> str:
+        """Which."""
+        ...
+
+    @property
+    def num_turns(self) -> int:
+        """That are over."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are settled: a running call's are not."""
+        ...
+
+
+class TrajectoryView(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the slowest trajectories."""
+
+    trajectory_id: str
+    task_id: str
+    age_s: float
+    turn: int
+    """The one that it is in, from 1."""
+    tokens: int
+    engine: str
+    """Which it waits for; empty where that is nothing of an engine's."""
+    waits_for: str
+    waits_s: float
+
+
+class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine."""
+
+    engine_id: str
+    state: str
+    weight_version: int
+    calls: int
+    prefill_tokens: int
+    """Tokens that it has to prefill before its calls go on."""
+    error: str
+
+
+class Now(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one moment."""
+
+    phase: str
+    state: str
+    """`moving`, `quiet`, `overdue` or `stalled`, see `async_rl.observability.diagnosis`."""
+    step: int
+    max_steps: int
+    elapsed_s: Figure
+    """Since the first trajectory of the run was dispatched, earlier lives included."""
+    remaining_s: Figure
+    """By the pace of the last steps."""
+    flow: str
+    """Where trajectories are, drawn."""
+    engines: Sequence[EngineRow]
+    engines_more: int
+    """Engines that the table leaves out."""
+    engines_by_state: dict[str, int]
+    slowest: Sequence[TrajectoryView]
+    report: str
+    """What the run waits for, as `async-rl doctor` says it."""
+
+
+def look(
+    *,
+    phase: str,
+    max_steps: int,
+    elapsed_s: Figure,
+    records: Sequence[StepRecord],
+    counts: TrajectoryCounts | None,
+    engines: Sequence[EngineRow],
+    waits: Waits,
+    diagnosis: Diagnosis,
+    running: Iterable[InProgress],
+) -> Now:
+    """See the run as it is now."""
+    by_state: dict[str, int] = {}
+    for engine in engines:
+        by_state[engine.state] = by_state.get(engine.state, 0) + 1
+    first = sorted(engines, key=lambda engine: (engine.state == "serving", -engine.calls))
+    shown = sorted(first[:_MAX_ENGINES], key=lambda engine: _natural(engine.engine_id))
+    step = records[-1].step if records else 0
+    return Now(
+        phase=phase,
+        state=diagnosis.state,
+        step=step,
+        max_steps=max_steps,
+        elapsed_s=elapsed_s,
+        remaining_s=_remaining_s(records, max_steps - step),
+        flow=_flow(counts),
+        engines=shown,
+        engines_more=len(engines) - len(shown),
+        engines_by_state=by_state,
+        slowest=slowest(running, waits),
+        report=_report(diagnosis),
+    )
+
+
+def _report(diagnosis: Diagnosis) -> str:
+    """As `async-rl doctor` says it; while the run moves only what it waits for, for nothing is amiss."""
+    if diagnosis.state != "moving" or not diagnosis.causes:
+        return diagnosis.text
+    return "\n  <- ".join(diagnosis.causes[0].chain)
+
+
+def slowest(running: Iterable[InProgress], waits: Waits) -> list[TrajectoryView]:
+    """The trajectories that have been running for longest, and what each of them waits for."""
+    chosen = heapq.nsmallest(NUM_SLOWEST, running, key=lambda trajectory: trajectory.started_s)
+    ids = {trajectory.trajectory_id for trajectory in chosen}
+    # In the order in which they began: the last wait of each stands inside its others.
+    inner = {wait.actor.who.id: wait for wait in list(waits.open) if wait.actor.who.id in ids}
+    now = waits.clock()
+    views = []
+    for trajectory in chosen:
+        wait = inner.get(trajectory.trajectory_id)
+        why = wait.why() if wait is not None and wait.why is not None else None
+        views.append(
+            TrajectoryView(
+                trajectory_id=trajectory.trajectory_id,
+                task_id=trajectory.task.task_id,
+                age_s=now - trajectory.started_s,
+                turn=trajectory.num_turns + 1,
+                tokens=trajectory.num_tokens,
+                engine=wait.target if wait is not None and wait.on in _CALLS else "",
+                waits_for=phrase(wait.on, wait.target, why) if wait is not None else "at work",
+                waits_s=now - wait.since_s if wait is not None else 0.0,
+            )
+        )
+    return views
+
+
+def _natural(name: str) -> tuple[int, str]:
+    """`engine-2` before `engine-10`."""
+    return len(name), name
+
+
+def _flow(counts: TrajectoryCounts | None) -> str:
+    if counts is None:
+        return ""
+    return flow_chart(
+        in_flight=counts.in_flight, queued=counts.queued, trained=counts.trained, dropped=counts.dropped
+    )
+
+
+def _remaining_s(records: Sequence[StepRecord], num_steps: int) -> Figure:
+    last = records[-_PACE_STEPS - 1 :]
+    pace_s = mean(after.time_s - before.time_s for before, after in pairwise(last))
+    return None if pace_s is None else pace_s * max(0, num_steps)

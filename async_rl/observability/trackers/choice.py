@@ -1,0 +1,99 @@
+"""Which trackers a config names, made when the first step comes; and the block in which they live."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from asyncio import CancelledError
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError, EnvironmentNotReady
+from async_rl.observability.metrics import Metrics
+from async_rl.observability.trackers.file_trackers import ConsoleTracker, JsonlTracker, TensorBoardTracker
+from async_rl.observability.trackers.names import count_devices
+from async_rl.observability.trackers.tracker import CLOSE_S, Tracker, Trackers
+from async_rl.runtime.loading import load_object
+from async_rl.runtime.threads import call_in_thread
+from async_rl.runtime.waits import waiting
+
+Maker = Callable[[Config, Path], Tracker]
+"""Of a run's config and folder; what a dotted path in `metrics.trackers` names."""
+
+ABORTED_S = 2.0
+"""Longest wait for trackers after the second Ctrl-C."""
+
+
+def _wandb(config: Config, run_dir: Path) -> Tracker:
+    from async_rl.observability.trackers.wandb import (
+        WandbTracker,  # a second and 60 MB, for those who ask for it
+    )
+
+    return WandbTracker(config, run_dir)
+
+
+KNOWN: Mapping[str, Maker] = {
+    "console": lambda _, __: ConsoleTracker(),
+    "jsonl": lambda _, run_dir: JsonlTracker(run_dir / "tracker.jsonl"),
+    "tensorboard": lambda _, run_dir: TensorBoardTracker(run_dir / "tensorboard"),
+    "wandb": _wandb,
+}
+
+
+def choose(config: Config) -> dict[str, Maker]:
+    """The trackers of a config by name; nothing is made yet.
+
+    Raises:
+        ConfigError: For a name that is unknown or comes twice, or a dotted path that leads nowhere.
+        EnvironmentNotReady: When a package is missing.
+    """
+    names = config.metrics.trackers
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(f"metrics.trackers names {twice[0]!r} more than once: leave one")
+    if "wandb" in names and importlib.util.find_spec("wandb") is None:
+        raise EnvironmentNotReady(
+            "metrics.trackers names wandb, which is not installed: run `pip install 'async-rl[wandb]'`, or "
+            "take another tracker"
+        )
+    return {name: _maker(name) for name in names}
+
+
+def _maker(name: str) -> Maker:
+    if name in KNOWN:
+        return KNOWN[name]
+    if ":" in name:
+        made: Maker = load_object(name, what="tracker")
+        return made
+    close = difflib.get_close_matches(name, KNOWN, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(KNOWN)}"
+    raise ConfigError(
+        f"metrics.trackers: there is no tracker {name!r}; {hint} One of your own is a dotted path "
+        "`module:Class`"
+    )
+
+
+@asynccontextmanager
+async def tracking(config: Config, run_dir: Path, metrics: Metrics) -> AsyncIterator[Trackers]:
+    """The trackers of a run, while the block runs; at its end they get some time to write what they have.
+
+    Raises:
+        ConfigError: As `choose` says.
+        EnvironmentNotReady: Likewise.
+    """
+    makers = {name: partial(maker, config, run_dir) for name, maker in choose(config).items()}
+    trackers = Trackers(makers, metrics, count_devices(config))
+    limit_s = CLOSE_S
+    try:
+        yield trackers
+    except CancelledError:
+        limit_s = ABORTED_S
+        raise
+    finally:
+        if makers:
+            with waiting("trackers"):
+                await call_in_thread(lambda: trackers.close(limit_s), name="closing trackers")

@@ -1,0 +1,130 @@
+"""Under which names trackers see the figures of a step: verl's where it has one, else `async_rl/<field>`.
+
+One table for all trackers, so that runs of both frameworks lie over each other in one chart.
+
+Source: verl, `verl/trainer/ppo/metric_utils.py` and `rollout_corr_helper.py`, and the `timing_s` and
+`fully_async` keys of its fully-async trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, get_origin
+
+import msgspec
+
+from async_rl.config import Config, SGLangEngines
+from async_rl.observability.evaluation_record import EvaluationRecord
+from async_rl.observability.records import Figure, StepRecord, is_finite
+
+FIELDS: Final[Mapping[str, str]] = {
+    "actor/ppo_kl": "ppo_kl",
+    "actor/pg_loss": "loss",
+    "actor/pg_clipfrac": "clip_fraction",
+    "actor/entropy": "entropy",
+    "actor/grad_norm": "grad_norm",
+    "actor/lr": "learning_rate",
+    "critic/rewards/mean": "reward_mean",
+    "critic/rewards/max": "reward_max",
+    "critic/rewards/min": "reward_min",
+    "response_length/mean": "sampled_tokens_mean",
+    "response_length/max": "sampled_tokens_max",
+    "response_length/min": "sampled_tokens_min",
+    "rollout_corr/kl": "rollout_kl",
+    "rollout_corr/rollout_is_ratio_fraction_high": "importance_truncated_fraction",
+    "rollout_corr/rollout_is_eff_sample_size": "effective_sample_share",
+    "timing_s/gen": "wait_s",
+    "timing_s/update_actor": "step_s",
+    "timing_s/param_sync": "sync_s",
+    "perf/total_num_tokens": "tokens",
+    "training/global_step": "step",
+    "fully_async/partial/total_partial_num": "interrupted",
+}
+"""verl's name → the field of `StepRecord` that is the same."""
+
+
+class Derived(NamedTuple):
+    """A figure that is made of several fields."""
+
+    of: Callable[[StepRecord, int], Figure]
+    """Takes the number of devices too."""
+    says: str
+
+
+def _step_s(record: StepRecord) -> float:
+    return record.wait_s + record.step_s + record.sync_s
+
+
+DERIVED: Final[Mapping[str, Derived]] = {
+    "timing_s/step": Derived(lambda r, _: _step_s(r), "`wait_s + step_s + sync_s`"),
+    "perf/time_per_step": Derived(lambda r, _: _step_s(r), "the same"),
+    "perf/throughput": Derived(
+        lambda r, devices: _ratio(r.tokens, _step_s(r) * devices),
+        "`tokens` over the time of the step, for each trainer rank and each device of an engine",
+    ),
+    "fully_async/trainer/idle_ratio": Derived(
+        lambda r, _: _ratio(r.wait_s, _step_s(r)), "`wait_s` over the time of the step"
+    ),
+    "fully_async/partial/partial_ratio": Derived(
+        lambda r, _: _ratio(r.interrupted, r.trajectories), "`interrupted` over `trajectories`"
+    ),
+    "async_rl/log_prob_diff_extreme": Derived(
+        lambda r, _: r.log_prob_diff_extreme, "largest absolute difference in `extremes`"
+    ),
+}
+
+
+def _own(*kinds: type | None) -> tuple[str, ...]:
+    """Fields that verl has no name for, of such types; None: of any that is not a collection."""
+    fields = msgspec.structs.fields(StepRecord)
+    origins = {field.name: get_origin(field.type) for field in fields if field.name not in FIELDS.values()}
+    collections = (tuple, dict)
+    return tuple(
+        name for name, origin in origins.items() if (origin if origin in collections else None) in kinds
+    )
+
+
+OWN: Final = _own(None)
+"""Each goes by `async_rl/<field>`."""
+
+OWN_BY_KEY: Final = _own(dict)
+"""Each entry goes by `async_rl/<field>/<key>`."""
+
+
+def figures(record: StepRecord, devices: int) -> dict[str, float]:
+    """What trackers are given of a step: finite numbers only.
+
+    Args:
+        record: Of the step.
+        devices: As `count_devices` says.
+    """
+    found: dict[str, Figure] = {name: getattr(record, field) for name, field in FIELDS.items()}
+    found |= {name: derived.of(record, devices) for name, derived in DERIVED.items()}
+    found |= {f"async_rl/{field}": getattr(record, field) for field in OWN}
+    for field in OWN_BY_KEY:
+        found |= {f"async_rl/{field}/{key}": value for key, value in getattr(record, field).items()}
+    return {name: float(value) for name, value in found.items() if is_finite(value)}
+
+
+def evaluation_figures(record: EvaluationRecord) -> dict[str, float]:
+    """What trackers are given of an evaluation: for each set its reward and pass@k, as verl names them."""
+    found: dict[str, Figure] = {"val-aux/weight_version": record.weight_version}
+    for name, score in record.scores.items():
+        found[f"val-core/{name}/reward/mean"] = score.reward.value
+        found |= {f"val-core/{name}/pass@{k}": estimate.value for k, estimate in score.pass_at.items()}
+        found |= {f"val-aux/{name}/{part}/mean": value for part, value in score.parts.items()}
+        found[f"val-aux/{name}/tokens/mean"] = score.tokens_mean
+        found[f"val-aux/{name}/truncated_share"] = score.truncated_share
+    return {name: float(value) for name, value in found.items() if is_finite(value)}
+
+
+def count_devices(config: Config) -> int:
+    """Trainer ranks, and the devices of all engines that a run starts with."""
+    engine = config.engine
+    if isinstance(engine, SGLangEngines):
+        return config.trainer.num_ranks + (len(engine.urls) or engine.num_engines) * engine.tp_size
+    return config.trainer.num_ranks + engine.num_engines
+
+
+def _ratio(part: float, whole: float) -> Figure:
+    return part / whole if whole > 0 else None

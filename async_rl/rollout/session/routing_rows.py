@@ -1,0 +1,307 @@
+"""The routing of one trajectory while it is being made: what is held, what to ask for next, what it comes to.
+
+```
+ next call ──start()──► position of the first row that is asked for
+ its answer ──take()──► held: payloads as they came, undecoded, each with the hash of the text it covers
+ the end ────build()──► RoutingTrace, merged and verified
+```
+
+An answer may carry the rows of the whole sequence or only those from a start on (a delta). A delta saves
+bytes, but it is lawful only where the rows before it still count: under `splice` always, under `replace` only
+while the same engine serves the same weights. What an engine recomputed meanwhile (`retract`) makes a delta
+useless, and the next fetch starts from 0. Rows of another text than the trajectory now has are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from async_rl import routing
+from async_rl.config import RoutingConfig
+from async_rl.engine_protocol import Engine, EngineFacts, Finish, InterruptMode, RoutingPayload
+from async_rl.errors import AlignmentError, EngineError
+from async_rl.observability.metrics import Metrics
+from async_rl.types import NEVER_COMPUTED, ExpertIdArray, Int32Array, RoutingTrace, VersionSpan
+
+log = logging.getLogger(__name__)
+
+
+class _Held(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One answer's rows, `[payload.start, end)`."""
+
+    engine: Engine
+    payload: RoutingPayload
+    prefix_hash: int
+    """Of the tokens `[0, end)`."""
+    prompt: int
+    """Tokens of the call that were given to it; those from here on it sampled."""
+    spans: tuple[VersionSpan, ...]
+    """Weight versions of its rows, counted from its first one."""
+
+    @property
+    def end(self) -> int:
+        return self.payload.start + self.payload.num_rows
+
+    @property
+    def weight_version(self) -> int:
+        return self.payload.weight_version
+
+
+class Rows:
+    """See the module's docstring. All methods but `build` are immediate, so that they can run on a cancel.
+
+    Example:
+        >>> start = rows.start(token_ids, engine_id, weight_version)  # token_ids: all so far
+        >>> rows.take(engine, finish, token_ids, prompt)  # token_ids: with what was sampled
+        >>> trace = await rows.build(token_ids)
+    """
+
+    def __init__(
+        self,
+        trajectory_id: str,
+        *,
+        config: RoutingConfig,
+        interrupt: InterruptMode,
+        facts: EngineFacts,
+        metrics: Metrics,
+        strike: Callable[[str, EngineError], None],
+    ) -> None:
+        """Start with none.
+
+        Args:
+            trajectory_id: Its hash decides whether flips are measured.
+            config: How rows are merged, and for which share of trajectories flips are measured.
+            interrupt: How weight updates interrupt, which says what an engine does to rows it has.
+            facts: Of the model.
+            metrics: Fetches, rejections, mixtures and flips are counted.
+            strike: Called with an engine whose answer cannot be right.
+        """
+        self._trajectory_id = trajectory_id
+        self._splices = config.merge == "splice"
+        self._interrupt = interrupt
+        self._facts = facts
+        self._metrics = metrics
+        self._strike = strike
+        self._measures_flips = _unit(trajectory_id) < config.flip_sample
+        self._held: list[_Held] = []
+        self._replaced: list[_Held] = []
+
+    def branch(self) -> Rows:
+        """For a trajectory that begins with the same tokens: what is held now is held there too."""
+        other = copy.copy(self)
+        other._held, other._replaced = list(self._held), []
+        return other
+
+    def held(self, token_ids: Int32Array) -> int:
+        """Rows that are held of this text. Rows of another are forgotten: the history was edited since."""
+        if not self._held:
+            return 0
+        last = self._held[-1]
+        if routing.hash_tokens(token_ids[: last.end]) != last.prefix_hash:
+            log.warning(
+                "trajectory %s was edited: its %d routing rows are fetched again",
+                self._trajectory_id,
+                last.end,
+            )
+            self._metrics.replay_rejected_total.labels("wrong_prefix").inc()
+            self._held.clear()
+            self._replaced.clear()
+            return 0
+        return last.end
+
+    def start(self, token_ids: Int32Array, engine_id: str, weight_version: int) -> int:
+        """Position of the first row to ask an engine for, in a call that is given these tokens."""
+        held = self.held(token_ids)
+        if not held:
+            return 0
+        last = self._held[-1]
+        if self._splices:
+            return 0 if self._measures_flips and weight_version != last.weight_version else held
+        same = (last.engine.engine_id, last.weight_version) == (engine_id, weight_version)
+        return held if same else 0
+
+    def take(
+        self, engine: Engine, finish: Finish, token_ids: Int32Array, prompt: int, *, recovery: bool = False
+    ) -> None:
+        """Remember what an answer reports, if it reports rows that can be used.
+
+        Args:
+            engine: Which decodes it.
+            finish: The end of the call.
+            token_ids: What the call was given and what it sampled, `[prompt + n] int32`.
+            prompt: How many it was given.
+            recovery: Whether the call was made for the rows alone.
+        """
+        payload = finish.routing
+        if payload is None:
+            return
+        kind = "recovery" if recovery else "delta" if payload.start else "full"
+        self._metrics.routing_payloads_total.labels(kind).inc()
+        if mixture := self._mixture(finish.version_spans, payload):
+            self._alarm(engine, mixture)
+            return  # these rows are of nobody's weights; they are fetched again
+        end = payload.start + payload.num_rows
+        new = _Held(
+            engine=engine,
+            payload=payload,
+            prefix_hash=routing.hash_tokens(token_ids[:end]),
+            prompt=prompt,
+            spans=self._row_spans(finish.version_spans, payload, prompt),
+        )
+        before = self._held[-1].end if self._held else 0
+        if payload.start > before:
+            return  # it begins further on than it was asked to: there would be a gap
+        if self._splices:
+            self._held.append(new)
+        elif payload.start == 0:
+            if self._measures_flips:
+                stale = [old for old in self._held if old.weight_version != new.weight_version]
+                self._replaced += stale
+            self._held = [new]
+        elif payload.weight_version == self._held[-1].weight_version:
+            self._held.append(new)
+        # Else the engine took new weights during the call and recomputed the rows before the delta: those
+        # that are held are another version's, and the next fetch, which sees that, starts from 0.
+
+    async def build(self, token_ids: Int32Array) -> RoutingTrace:
+        """Decode what is held, merge it and check it against the tokens, in threads.
+
+        Args:
+            token_ids: The finished trajectory, `[T] int32`.
+
+        Raises:
+            AlignmentError: When it does not fit them; it has been counted.
+        """
+        try:
+            traces = [await self._decode(held) for held in self._held]
+            trace = await asyncio.to_thread(self._merge, traces, token_ids)
+        except AlignmentError as error:
+            self._metrics.replay_rejected_total.labels(error.reason).inc()
+            raise
+        for old in self._replaced:
+            await self._measure_flips(old, trace)
+        return trace
+
+    # -- decoding and merging --------------------------------------------------------------------------
+
+    async def _decode(self, held: _Held) -> RoutingTrace:
+        try:
+            trace = await asyncio.to_thread(held.engine.decode_routing, held.payload)
+            if (found := len(trace.rows)) != (expected := held.payload.num_rows):
+                raise AlignmentError(
+                    f"{held.engine.engine_id} sent {found} routing rows, expected {expected}",
+                    "too_many_rows" if found > expected else "wrong_shape",
+                )
+        except AlignmentError as error:
+            self._strike(held.engine.engine_id, EngineError(str(error)))
+            raise
+        spans = trace.spans
+        if len(spans) > 1:  # an engine that knows the version of each row
+            versions = sorted({span.weight_version for span in spans})
+            if self._interrupt != "in_place" and len(versions) > 1:
+                self._alarm(held.engine, f"rows of the versions {versions} in one response")
+        elif len(held.spans) > 1:
+            spans = held.spans
+        return msgspec.structs.replace(trace, prefix_hash=held.prefix_hash, spans=spans)
+
+    def _merge(self, traces: Sequence[RoutingTrace], token_ids: Int32Array) -> RoutingTrace:
+        facts = self._facts
+        merged: RoutingTrace | None = None
+        last: _Held | None = None
+        for held, trace in zip(self._held, traces, strict=True):
+            old, merged = merged, routing.splice(merged, trace, start=held.payload.start)
+            if old is not None and last is not None and held.payload.start == 0:
+                self._observe_flips(last, old.rows[last.prompt : last.end], trace)
+            last = held
+        if merged is None:
+            shape = (0, len(facts.moe_layers), facts.top_k)
+            none = np.empty(shape, routing.id_dtype(facts.num_experts))
+            merged = routing.make_trace(
+                none,
+                facts.num_experts,
+                NEVER_COMPUTED,
+                moe_layers=facts.moe_layers,
+                token_ids=token_ids[:0],
+            )
+        merged = routing.fit(merged, token_ids)
+        routing.verify(merged, token_ids, facts.moe_layers)
+        return merged
+
+    # -- weight versions -------------------------------------------------------------------------------
+
+    def _mixture(self, sampled: Sequence[VersionSpan], payload: RoutingPayload) -> str | None:
+        """What shows that the rows of one answer were not computed under one version, where they must be.
+
+        An update that flushes the prefix cache leaves nothing of the old weights in an engine: after `abort`
+        a call runs under one version, after `retract` the engine recomputes what it fed before. Only
+        `in_place` keeps old rows beside new ones, by intention.
+        """
+        if self._interrupt == "in_place":
+            return None
+        versions = [span.weight_version for span in sampled]
+        if self._interrupt == "retract":
+            versions = versions[-1:]
+        if {*versions, payload.weight_version} == {payload.weight_version}:
+            return None
+        return (
+            f"tokens of the versions {versions} and rows of version {payload.weight_version} in one response"
+        )
+
+    def _row_spans(
+        self, sampled: Sequence[VersionSpan], payload: RoutingPayload, prompt: int
+    ) -> tuple[VersionSpan, ...]:
+        """The version of each row, from that of the token it sampled where rows are not recomputed."""
+        count, version = payload.num_rows, payload.weight_version
+        if self._interrupt != "in_place" or not sampled:
+            return _one_span(count, version)
+        # Row prompt - 1 sampled the first token; what came before it was prefilled under the same weights.
+        offset = prompt - 1 - payload.start
+        spans, begin = [], 0
+        for span in sampled:
+            end = min(offset + span.end, count)
+            if end > begin:
+                spans.append(VersionSpan(start=begin, end=end, weight_version=span.weight_version))
+                begin = end
+        return tuple(spans) if begin == count else _one_span(count, version)
+
+    def _alarm(self, engine: Engine, what: str) -> None:
+        self._metrics.routing_mixed_versions_total.inc()
+        problem = f"{engine.engine_id}: {what}, though updates flush its cache (weights.interrupt)"
+        log.warning("trajectory %s: %s", self._trajectory_id, problem)
+        self._strike(engine.engine_id, EngineError(problem))
+
+    # -- flips -----------------------------------------------------------------------------------------
+
+    async def _measure_flips(self, old: _Held, trace: RoutingTrace) -> None:
+        """Compare replaced rows with those that took their place; only a measurement, so it cannot fail."""
+        try:
+            replaced = await self._decode(old)
+        except AlignmentError as error:
+            log.warning("trajectory %s: replaced rows cannot be read: %s", self._trajectory_id, error)
+            return
+        self._observe_flips(old, replaced.rows[old.prompt - old.payload.start :], trace)
+
+    def _observe_flips(self, old: _Held, before: ExpertIdArray, trace: RoutingTrace) -> None:
+        """Compare the rows of what an answer sampled with those that a later one has there.
+
+        Rows that were never trained on need not be right: those that do not fit are not compared.
+        """
+        after = trace.rows[old.prompt : old.end]
+        if before.size and before.shape == after.shape:
+            self._metrics.routing_flip_ratio.observe(routing.flip_ratio(before, after))
+
+
+def _one_span(count: int, version: int) -> tuple[VersionSpan, ...]:
+    return (VersionSpan(start=0, end=count, weight_version=version),) if count else ()
+
+
+def _unit(name: str) -> float:
+    """A number in [0, 1) that is a function of a name, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") / 2**64

@@ -1,0 +1,162 @@
+"""What a life of a run takes over from the one before, and leaves to the next.
+
+A life ends with its process, or with its trainer, which comes back at its newest checkpoint. Either way the
+next one begins here, from what stands in the run's folder:
+
+```
+ ledger.sqlite   who owns which trajectory, what the trainer acknowledged  ─► rolled back to the checkpoint
+ spool/          finished groups; finished trajectories of groups that are not ─► not made again
+ journal/        tokens of what was in flight, up to the last second         ─► sampled on from there
+ trajectories.sqlite   the newest finished trajectories, for people          ─► told of the rollback
+```
+
+Nothing that was sampled is sampled again, but for what a kill found unwritten; nothing is trained twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from async_rl.config import Config
+from async_rl.data.dataset import order_of
+from async_rl.data.feeder import Feeder
+from async_rl.engine_protocol import EngineFacts
+from async_rl.errors import AsyncRLError
+from async_rl.observability.metrics import Metrics
+from async_rl.queue import archive
+from async_rl.queue.archive import Archive
+from async_rl.queue.journal import Journal
+from async_rl.queue.journal_file import Journalled
+from async_rl.queue.ledger import Ledger
+from async_rl.queue.spool import Spool
+from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.runtime.waits import waiting
+from async_rl.types import Task
+
+log = logging.getLogger(__name__)
+
+_ARCHIVE_S: Final = 1.0
+"""Between two writings of finished trajectories."""
+
+
+class Estate:
+    """Queue, feeder and journal of a life, as the life before left them.
+
+    Example:
+        >>> estate = Estate(config, run_dir, tasks, facts, step, metrics, clock)
+        >>> async with services(**estate.services): ...
+        >>> estate.leave()
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        tasks: Sequence[Task],
+        facts: EngineFacts,
+        step: int,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        """Take over what is in the run's folder; blocking.
+
+        Args:
+            config: Of the run.
+            run_dir: Its folder.
+            tasks: The dataset. A group in flight whose task is no longer at its position is given up.
+            facts: Of the model.
+            step: Of the checkpoint that the trainer goes on from.
+            metrics: Of the run.
+            clock: Monotonic seconds.
+
+        Raises:
+            AsyncRLError: When the ledger cannot go back to the step.
+            SpoolFull: When the disk has no room for the journal to go on.
+        """
+        ledger = Ledger(run_dir / "ledger.sqlite")
+        ledger.rollback(step)
+        self._every_s = config.queue.journal_s
+        self.archive: Archive | None = None
+        if config.run.keep_trajectories:
+            self.archive = Archive(run_dir / archive.FILE, config.run.keep_trajectories)
+            self.archive.rollback(step)
+        self.journal: Journal | None = None
+        self.journalled: dict[str, Journalled] = {}
+        """What the journal has of trajectories in flight."""
+        if self._every_s is not None:
+            self.journal = Journal(run_dir / "journal", metrics)
+            self.journalled = self.journal.restore(ledger.in_flight, newest_version=step)
+        self.queue = TrajectoryQueue(
+            ledger,
+            Spool(run_dir / "spool", config.queue.max_bytes),
+            groups_per_batch=config.trainer.groups_per_batch,
+            max_staleness=config.rollout.max_staleness,
+            overage=config.rollout.overage,
+            min_group_size=min(config.rollout.min_group_size, config.rollout.group_size),
+            facts=facts if config.routing.from_engine else None,
+            version=step,
+            metrics=metrics,
+            observer=self.archive,
+            clock=clock,
+        )
+        self.queue.restore(self.journalled)
+        order = order_of(tasks, config.run.seed, config.data.shuffle)
+        for left in tuple(self.queue.left):
+            if tasks[order.task_at(left.position)].task_id != left.task_id:
+                log.warning("group %s is given up: the data has no task %s now", left.group_id, left.task_id)
+                self.queue.abandon(left)
+        position = ledger.data_position()
+        self.feeder = Feeder(
+            tasks,
+            order,
+            config.data.epochs,
+            start=position.cursor,
+            pending=position.pending,
+            max_retries=config.rollout.max_task_retries,
+            retry_after=config.trainer.groups_per_batch,
+        )
+
+    async def write_journal(self) -> None:
+        """Write what is new every `queue.journal_s`; a service, it never returns."""
+        if self.journal is None or self._every_s is None:
+            await asyncio.Future()
+            return
+        while True:
+            await asyncio.sleep(self._every_s)
+            self.journal.forget(await self.queue.keep_ended())
+            # The ledger first: it must know the trajectories that the journal tells of, and those that it
+            # need not tell of any more.
+            await self.journal.tick(before=self.queue.flush)
+
+    @property
+    def services(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """What must run beside the life."""
+        loops: dict[str, Callable[[], Awaitable[None]]] = {"journal": self.write_journal}
+        return loops if self.archive is None else {**loops, "archive": self._write_archive}
+
+    async def _write_archive(self) -> None:
+        while True:
+            with waiting("idle"):
+                await asyncio.sleep(_ARCHIVE_S)
+            assert self.archive is not None, "only an archive that there is is written"
+            with waiting("disk"):
+                await asyncio.to_thread(self.archive.write)
+
+    def leave(self) -> None:
+        """Write what is in flight at the end of a life, however it ends, up to the last token."""
+        if self.archive is not None:
+            self.archive.close()
+        if self.journal is None:
+            return
+        try:
+            self.journal.forget(self.queue.keep_ended_now())
+            self.queue.flush()
+            self.journal.write()
+        except AsyncRLError as error:  # the life may end because of it
+            log.warning("what is in flight could not be journalled to the last token: %s", error)
+        finally:
+            self.journal.close()

@@ -1,0 +1,202 @@
+"""Every task has a parent: the only module that starts asyncio tasks.
+
+```
+services(feeder=…, sync=…)   endless loops beside a block; one that fails or returns fails the block
+Nursery()                    a block that owns tasks started as it goes; it ends when they have ended
+finished(work)               one that ends whatever happens to whoever awaits it
+```
+
+Both end as a `TaskGroup` ends: the first failure cancels the siblings and leaves the block as an exception
+group. `first_error` finds the cause in it, `service_of` the name of the loop or task it came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from async_rl.errors import AsyncRLError, ServiceExited
+from async_rl.runtime.waits import acting
+
+T = TypeVar("T")
+
+_NOTE = "in service "
+
+
+@asynccontextmanager
+async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Run endless loops while the block runs; a loop that fails or returns fails the block.
+
+    When the block is done the loops are cancelled and awaited.
+
+    Raises:
+        ExceptionGroup: Of the first failure, marked with its service's name; `ServiceExited` for a loop that
+            returned.
+
+    Example:
+        >>> async with services(feeder=feeder.run, metrics=metrics.run):
+        ...     await trainer_loop()
+    """
+    closing = False
+
+    async def supervise(name: str, loop: Callable[[], Awaitable[None]]) -> None:
+        with acting("service", name):
+            await loop()
+        if not closing:
+            raise ServiceExited(f"{name} returned while the run was still going")
+
+    async with _TaskGroup() as group:
+        tasks = [group.create_task(supervise(name, loop), name=name) for name, loop in loops.items()]
+        for task in tasks:
+            task.add_done_callback(_mark)
+        try:
+            yield
+        finally:
+            closing = True
+            for task in tasks:
+                task.cancel()
+
+
+class Nursery:
+    """A block that owns tasks: it ends when all have ended, and a failed one cancels the others.
+
+    Example:
+        >>> async with Nursery() as nursery:
+        ...     nursery.start("trajectory 7", run_trajectory(task))
+    """
+
+    def __init__(self) -> None:
+        self._group = _TaskGroup()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        await self._group.__aexit__(kind, error, traceback)
+        return None
+
+    def start(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task that belongs to the block; its failure is marked with the name.
+
+        Raises:
+            RuntimeError: When the block has ended, or is ending because a task failed.
+        """
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(_mark)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def cancel(self) -> None:
+        """Cancel every task that is still running; the block then ends without an error."""
+        for task in self._tasks:
+            task.cancel()
+
+    @property
+    def running(self) -> list[str]:
+        """Names of the tasks that have not ended, for a stall report."""
+        return sorted(task.get_name() for task in self._tasks)
+
+
+async def finished(work: Coroutine[Any, Any, T], *, limit_s: float) -> T:
+    """Await this to its end, also when whoever awaits it is cancelled meanwhile: that is raised afterwards.
+
+    For giving back what must not be kept: a process, a tool's state.
+
+    Args:
+        work: Run in a task of its own.
+        limit_s: It is cancelled after so long.
+
+    Raises:
+        TimeoutError: After `limit_s`.
+        CancelledError: Whoever awaits was cancelled; how the work ended is not said then.
+    """
+
+    async def limited() -> T:
+        async with asyncio.timeout(limit_s):
+            return await work
+
+    task = asyncio.create_task(limited())
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # looked at, so that nobody reports it as forgotten
+    raise cancelled
+
+
+class _TaskGroup(asyncio.TaskGroup):
+    """A task group that heeds a cancellation from outside also while it ends for another reason.
+
+    CPython before 3.13 forgets it there (`asyncio.TaskGroup.__aexit__`), so that whoever handles the error
+    goes on as if nobody had said stop.
+    """
+
+    _parent_cancel_requested: bool
+
+    async def __aenter__(self) -> Self:
+        self._cancelled_before = _current_task().cancelling()
+        return await super().__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        settled = self._parent_cancel_requested
+        try:
+            await super().__aexit__(kind, error, traceback)
+        except BaseExceptionGroup as errors:
+            task = _current_task()
+            if self._parent_cancel_requested and not settled and sys.version_info < (3, 13):
+                task.uncancel()  # asked for by the group when a task failed while the block waited for it
+            if task.cancelling() > self._cancelled_before:
+                raise asyncio.CancelledError from errors
+            raise
+
+
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The cause inside nested exception groups: the first `AsyncRLError`, or else the first exception."""
+    leaves = list(_leaves(error))
+    return next((leaf for leaf in leaves if isinstance(leaf, AsyncRLError)), leaves[0])
+
+
+def service_of(error: BaseException) -> str | None:
+    """Name of the innermost service or task that an exception came out of."""
+    notes = getattr(error, "__notes__", ())  # PEP 678: the attribute exists once a note was added
+    return next((note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)), None)
+
+
+def _mark(task: asyncio.Task[Any]) -> None:
+    """Name the task in its exception; the group, woken by an earlier callback, raises it later."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        error.add_note(_NOTE + task.get_name())
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

@@ -1,0 +1,78 @@
+"""What a person sees of a supervised run: a bar on a terminal, otherwise some twenty lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from async_rl.observability.records import Figure
+
+_LINES: Final = 20
+
+
+class Progress:
+    """See the module.
+
+    Example:
+        >>> progress = Progress(Console(), total=100)
+        >>> progress.step(1, loss=2.3, validation_loss=None, tokens_per_s=1200.0)
+        >>> progress.close()
+    """
+
+    def __init__(self, console: Console, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Show nothing before the first step."""
+        self._console = console
+        self._total = total
+        self._clock = clock
+        self._since_s = clock()
+        self._first = 0
+        self._bar = Bar(
+            TextColumn("sft"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[told]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("sft", total=total, told="")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def resumed(self, step: int) -> None:
+        """The ranks are up, and go on after this step."""
+        self._first, self._since_s = step, self._clock()
+        self._bar.update(self._task, completed=step)
+        if step:
+            self.say(f"resumed after step {step}")
+        if self._console.is_interactive:
+            self._bar.start()
+
+    def step(self, step: int, loss: Figure, validation_loss: Figure, tokens_per_s: float) -> None:
+        """A step is done."""
+        told = f"loss {_figure(loss)}"
+        if validation_loss is not None:
+            told += f"  validation loss {_figure(validation_loss)}"
+        told += f"  {tokens_per_s:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, told=told)
+        every = max(1, self._total // _LINES)
+        if not self._console.is_interactive and (
+            step % every == 0 or step == self._total or validation_loss is not None
+        ):
+            left_s = (self._clock() - self._since_s) / max(1, step - self._first) * (self._total - step)
+            self.say(f"step {step}/{self._total}  {told}  {left_s:.0f} s left")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+def _figure(value: Figure) -> str:
+    return "n/a" if value is None else f"{value:.4f}"

@@ -1,0 +1,328 @@
+"""`async-rl sft CONFIG`: one supervised run in its folder, which holds what that of `async-rl train` does.
+
+```
+<run.dir>/<run.name>/
+  config.yaml      the resolved config        metrics.jsonl   one SftRecord a line
+  logs/            driver, ranks              checkpoints/    to resume from
+  hf/              the model, unless sft.out names another folder
+```
+
+| loop | consumes | waits for | unblocked by | produces |
+|---|---|---|---|---|
+| `fine_tune` | batches of the plan | the ranks | a step's end | records, checkpoints, the model |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from async_rl.codec import write_frame
+from async_rl.config import Config, RoutingConfig, SftConfig, WeightsConfig, load_config
+from async_rl.data.chat_format import load_chat_format
+from async_rl.engines.model_facts import load_facts
+from async_rl.errors import AsyncRLError, CheckpointError, ConfigError
+from async_rl.observability.records import Figure, mean
+from async_rl.run.folder import console, describe, logging_to, on_signals, run_folder
+from async_rl.run.preflight import check_trainer
+from async_rl.runtime.processes import private_files
+from async_rl.runtime.supervision import first_error
+from async_rl.sft.examples import read_rows
+from async_rl.sft.schedule import Plan, Row, SftBatch, batch_of, learning_rate, plan_batches
+from async_rl.sft.sft_progress import Progress
+from async_rl.sft.sft_ranks import Ranks, ranks_of
+
+log = logging.getLogger(__name__)
+
+OpenRanks = Callable[[Config, Path], AbstractAsyncContextManager[Ranks]]
+
+
+class SftRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. Its names are those of `StepRecord`, so that what reads `metrics.jsonl` reads this too."""
+
+    step: int
+    weight_version: int
+    """The same: there is one weight version a step."""
+    time_s: float
+    """Since the first step of the run, those of earlier lives included."""
+    epoch: int
+    """From 0."""
+    loss: Figure
+    """Mean negative log-prob of the trained tokens before the step, nats."""
+    validation_loss: Figure = None
+    """The same over the validation file, after it; None in steps without."""
+    grad_norm: Figure = None
+    learning_rate: float
+    updates_skipped: int = 0
+    tokens: int
+    trained_tokens: int
+    step_s: float
+    tokens_per_s: float
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True):
+    """What is trained on."""
+
+    rows: Sequence[Row]
+    validation: Sequence[Row]
+    plan: Plan
+    left_out: int
+    """Rows that are too long."""
+
+
+def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = ranks_of) -> int:
+    """Train a config's model on its conversations, to the end or until a signal.
+
+    Args:
+        path: The config's YAML file.
+        overrides: `dotted.key=value` changes to it.
+        open_ranks: Starts the ranks.
+
+    Returns:
+        The exit code. An error of the run is printed, its traceback goes to the log.
+
+    Raises:
+        ConfigError: Before the run has a folder, and so a log.
+    """
+    config = sft_config(load_config(path, overrides))
+    settings = config.sft
+    data = read_data(config, settings)
+    progress = Progress(console(), len(data.plan.batches))
+    with private_files(), run_folder(config) as run_dir:
+        out = Path(settings.out) if settings.out is not None else run_dir / "hf"
+        done = read_sft_records(run_dir / "metrics.jsonl")
+        if done and done[-1].step >= len(data.plan.batches) and (out / "config.json").exists():
+            progress.say(f"{out} is complete: raise sft.epochs to go on, or set run.name for another run")
+            return 0
+        log_file = run_dir / "logs" / "driver.log"
+        with logging_to(log_file, config.run.log_level):
+            signals: list[signal.Signals] = []
+            try:
+                asyncio.run(_run(config, settings, data, run_dir, out, open_ranks, progress, signals))
+            except asyncio.CancelledError:
+                print(f"async-rl: aborted by {signals[0].name}; log: {log_file}", file=sys.stderr)
+                return 128 + signals[0]
+            except Exception as error:
+                cause = first_error(error)
+                log.error("the run failed: %s", describe(cause), exc_info=error)
+                print(f"async-rl: {describe(cause)}; log: {log_file}", file=sys.stderr)
+                return cause.exit_code if isinstance(cause, AsyncRLError) else 1
+            finally:
+                progress.close()
+    return 128 + signals[0] if signals else 0
+
+
+def sft_config(config: Config) -> Config:
+    """The config as the ranks are given it: supervised, with the model's own routing.
+
+    Raises:
+        ConfigError: It names no conversations.
+    """
+    if config.sft.path is None:
+        raise ConfigError("sft.path is missing: set it to a .jsonl or .parquet file of conversations")
+    trainer = replace(
+        config.trainer,
+        worker=config.sft.worker,
+        optimizer=replace(config.trainer.optimizer, lr=config.sft.lr),
+        loss=replace(config.trainer.loss, kl=replace(config.trainer.loss.kl, coefficient=0.0)),
+    )
+    weights = WeightsConfig(timeout_s=config.weights.timeout_s)  # there is nobody to send them to
+    return replace(config, trainer=trainer, weights=weights, routing=RoutingConfig(replay="off"))
+
+
+def read_data(config: Config, settings: SftConfig) -> Data:
+    """Read both files and plan the steps; nothing is started yet.
+
+    Raises:
+        ConfigError: Of the model's folder, its chat template, the worker or a row.
+    """
+    facts = load_facts(config.model.path)
+    if settings.max_tokens > facts.context_length:
+        raise ConfigError(
+            f"sft.max_tokens is {settings.max_tokens}, but {config.model.path} has a context of "
+            f"{facts.context_length} tokens: lower it"
+        )
+    check_trainer(config, settings.worker, "sft.worker")
+    chat = load_chat_format(config.model.path)
+    rows, left_out = read_rows(Path(settings.path or ""), "sft.path", settings, chat)
+    validation: list[Row] = []
+    if settings.validation is not None:
+        validation, more = read_rows(Path(settings.validation), "sft.validation", settings, chat)
+        left_out += more
+    plan = plan_batches(
+        [len(row.token_ids) for row in rows],
+        batch_tokens=settings.batch_tokens,
+        epochs=settings.epochs,
+        max_steps=settings.max_steps,
+        shuffle=settings.shuffle,
+        seed=config.run.seed,
+    )
+    return Data(rows=rows, validation=validation, plan=plan, left_out=left_out)
+
+
+async def _run(
+    config: Config,
+    settings: SftConfig,
+    data: Data,
+    run_dir: Path,
+    out: Path,
+    open_ranks: OpenRanks,
+    progress: Progress,
+    signals: list[signal.Signals],
+) -> None:
+    stop = asyncio.Event()
+
+    def stopping(name: str) -> None:
+        progress.say(f"{name}: the step ends, then a checkpoint is written; once more to abort")
+        stop.set()
+
+    rows, tokens = len(data.rows), sum(len(row.token_ids) for row in data.rows)
+    trained = sum(int(row.loss_mask.sum()) for row in data.rows) / max(tokens, 1)
+    longer = f", {data.left_out} longer ones left out" if data.left_out else ""
+    progress.say(
+        f"{rows:,} conversations, {tokens:,} tokens, {trained:.0%} of them trained on{longer}; "
+        f"{len(data.plan.batches)} steps; folder {run_dir}"
+    )
+    with on_signals(stopping, signals):
+        async with open_ranks(config, run_dir) as ranks:
+            await fine_tune(config, settings, data, run_dir, out, ranks, stop, progress)
+
+
+async def fine_tune(
+    config: Config,
+    settings: SftConfig,
+    data: Data,
+    run_dir: Path,
+    out: Path,
+    ranks: Ranks,
+    stop: asyncio.Event,
+    progress: Progress,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Take all steps from the newest checkpoint on, and write the model.
+
+    Raises:
+        ConfigError: The checkpoint is of other data.
+        AsyncRLError: Of the ranks.
+    """
+    plan, total, scratch = data.plan, len(data.plan.batches), run_dir / "batch"
+    metrics = run_dir / "metrics.jsonl"
+    state = await ranks.setup(str(run_dir / "checkpoints"))
+    _check_same(plan, state.step, state.extra)
+    records = [record for record in read_sft_records(metrics) if record.step <= state.step]
+    begin_s = clock() - (records[-1].time_s if records else 0.0)
+    progress.resumed(state.step)
+    step, saved = state.step, state.step
+
+    async def save() -> int:
+        await ranks.save_checkpoint(str(run_dir / "checkpoints"), {"plan": plan.digest(step)})
+        return step
+
+    while step < total and not stop.is_set():
+        rate = learning_rate(
+            step,
+            total,
+            peak=settings.lr,
+            warmup_steps=settings.warmup_steps,
+            decay=settings.decay,
+            final_share=settings.final_lr_share,
+        )
+        rows = batch_of([data.rows[row] for row in plan.batches[step]], f"sft-{step + 1}")
+        write_frame(scratch, SftBatch(rows=rows, learning_rate=rate))
+        before_s = clock()
+        result = await ranks.train_step(str(scratch), step + 1)
+        step += 1
+        step_s = clock() - before_s
+        due = settings.validate_every and step % settings.validate_every == 0
+        validated = None
+        if data.validation and (due or step == total):
+            validated = await _validate(data.validation, settings.batch_tokens, ranks, scratch, step)
+        figures = result.metrics
+        record = SftRecord(
+            step=step,
+            weight_version=step,
+            time_s=clock() - begin_s,
+            epoch=plan.epochs[step - 1],
+            loss=figures["loss"],
+            validation_loss=validated,
+            grad_norm=figures["grad_norm"],
+            learning_rate=rate,
+            updates_skipped=int(figures["updates_skipped"]),
+            tokens=int(figures["tokens"]),
+            trained_tokens=int(figures["trained_tokens"]),
+            step_s=step_s,
+            tokens_per_s=figures["tokens"] / max(step_s, 1e-9),
+        )
+        with metrics.open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
+        progress.step(record.step, record.loss, record.validation_loss, record.tokens_per_s)
+        every = config.trainer.checkpoint_every
+        if every and step % every == 0:
+            saved = await save()
+    scratch.unlink(missing_ok=True)
+    if step > saved:
+        await save()
+    written = await ranks.saved_checkpoint(wait=True)
+    if written.failure is not None:
+        raise CheckpointError(written.failure)
+    if step >= total:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        await ranks.publish(str(out), step)
+        progress.say(f"the model is in {out}: set model.path to it")
+    await ranks.close()
+
+
+async def _validate(
+    rows: Sequence[Row], batch_tokens: int, ranks: Ranks, scratch: Path, step: int
+) -> float | None:
+    """Mean negative log-prob of the trained tokens of all rows."""
+    parts = plan_batches(
+        [len(row.token_ids) for row in rows], batch_tokens=batch_tokens, epochs=1, shuffle=False
+    )
+    summed, tokens = 0.0, 0.0
+    for part in parts.batches:
+        batch = batch_of([rows[row] for row in part], f"validation-{step}")
+        write_frame(scratch, SftBatch(rows=batch, learning_rate=0.0, train=False))
+        figures = (await ranks.train_step(str(scratch), step)).metrics
+        summed += figures["loss"] * figures["trained_tokens"]
+        tokens += figures["trained_tokens"]
+    return mean([summed / tokens])
+
+
+def _check_same(plan: Plan, step: int, extra: dict[str, object]) -> None:
+    if step and extra.get("plan") != plan.digest(step):
+        raise ConfigError(
+            f"the run's checkpoint of step {step} was trained on other batches than the config gives now: "
+            "set sft.path, sft.batch_tokens, sft.shuffle and run.seed back, or choose another run.name"
+        )
+
+
+def read_sft_records(path: Path) -> list[SftRecord]:
+    """Read `metrics.jsonl`; of records of one step the last counts, because a resumed run repeats some."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    kept: list[SftRecord] = []
+    for record in _decoded(whole, path):
+        while kept and kept[-1].step >= record.step:
+            kept.pop()
+        kept.append(record)
+    return kept
+
+
+def _decoded(lines: bytes, path: Path) -> Iterator[SftRecord]:
+    try:
+        yield from msgspec.json.Decoder(SftRecord).decode_lines(lines)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"{path} is not of a supervised run ({error}): set run.name, this folder is another's"
+        ) from error

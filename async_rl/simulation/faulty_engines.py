@@ -1,0 +1,448 @@
+"""Simulated engines with the faults of real ones, behind a network that delays and loses connections.
+
+The network is the client's side of a call: what the engine sends arrives later, or the connection ends though
+the engine lives. An engine that is frozen keeps its connections and says nothing until it thaws or is
+restarted, as a stopped process does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from pathlib import Path
+from typing import Final, NoReturn, cast, get_args
+
+import msgspec
+
+from async_rl.config import SimulatedEngines
+from async_rl.data.chat_format import ChatFormat
+from async_rl.engine_protocol import (
+    Chunk,
+    DiskUpdate,
+    DistributedUpdate,
+    Engine,
+    EngineHealth,
+    Finish,
+    GenerateRequest,
+    GroupInvite,
+    InterruptMode,
+    MemoryPart,
+    TensorUpdate,
+    WeightUpdate,
+)
+from async_rl.engines.simulated import Fault, SimulatedEngine, _Call
+from async_rl.errors import EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
+from async_rl.rollout.workers.messages import Link
+from async_rl.simulation.invariant_checker import Witness
+from async_rl.simulation.scenario import (
+    ENGINE_FAULTS,
+    FACTS,
+    CallFault,
+    EngineFault,
+    Injection,
+    Scenario,
+    UpdateFault,
+)
+from async_rl.simulation.simulated_trainer import Broadcasts, SimulatedTrainer
+from async_rl.simulation.simulated_workers import SimulatedWorkers, exponential
+from async_rl.simulation.users import SimulatedChat
+from async_rl.trainer_protocol import Trainer
+from async_rl.weights.delta import DeltaRefused
+from async_rl.weights.local_folders import LocalFolder
+
+_AT_ONCE: Final = frozenset(get_args(EngineFault))
+
+_CONTROL_S: Final = 2.0
+"""A control request without an answer for so long is given up."""
+
+
+class FaultyEngine(SimulatedEngine):
+    """See the module."""
+
+    def __init__(
+        self, index: int, scenario: Scenario, witness: Witness, broadcasts: Broadcasts, life: int
+    ) -> None:
+        """Start idle, at version 0.
+
+        Args:
+            index: Number among the engines.
+            scenario: Speeds and sizes.
+            witness: Who hears everything that is said.
+            broadcasts: Where the trainer sends weights.
+            life: Number of the driver's life, which draws other delays.
+        """
+        config = scenario.config.engine
+        assert isinstance(config, SimulatedEngines)
+        super().__init__(
+            f"engine-{index}",
+            config,
+            seed=scenario.seed + index,
+            facts=FACTS,
+            update_s=scenario.speeds.update_s,
+        )
+        self._speed = config
+        self._model_path = str(Path(scenario.config.model.path).absolute())
+        self._witness = witness
+        self._broadcasts = broadcasts
+        self._latency_s = scenario.speeds.latency_s
+        self._delays = random.Random(f"network {scenario.seed} {life} {index}")
+        self._call_faults: list[CallFault] = []
+        self._update_faults_to_come: list[UpdateFault] = []
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self._streams = 0
+        self._no_streams = asyncio.Event()
+        self._no_streams.set()
+        self._attested: int | None = None
+        self.failing_restarts = 0
+
+    @property
+    def weight_version(self) -> int:
+        """What it really serves."""
+        return self._version
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether its process lives and holds anything."""
+        return not self._dead and len(self.missing) < len(get_args(MemoryPart))
+
+    @property
+    def num_streams(self) -> int:
+        """Calls that the driver has open."""
+        return self._streams
+
+    # -- faults -------------------------------------------------------------------------------------------
+
+    def inject(self, injection: Injection) -> None:
+        """Let something go wrong, now or in the next call or update."""
+        kind = injection.kind
+        if kind in ("die", "die_unseen"):
+            self.die()
+        elif kind == "freeze":
+            self._thawed.clear()
+            asyncio.get_running_loop().call_later(10 ** (4 * injection.amount - 1), self._thawed.set)
+        elif kind == "slow":
+            self._config = msgspec.structs.replace(
+                self._speed, decode_step_s=self._speed.decode_step_s * 20 + 0.05
+            )
+            asyncio.get_running_loop().call_later(10 * injection.amount, self._speed_up)
+        elif kind == "fail_restarts":
+            self.failing_restarts += 1 + int(3 * injection.amount)
+        elif kind == "die_in_call":
+            self.faults.append(Fault("die", after_tokens=int(8 * injection.amount)))
+        elif kind in ("hang", "wrong_rows", "nan", "lose", "repeat"):
+            self.faults.append(Fault(kind, after_tokens=int(8 * injection.amount)))
+        elif kind == "disconnect":
+            self._call_faults.append(kind)
+        elif kind in ("refuse_flush", "partial_update", "refuse_memory", "hang_memory"):
+            self.faults.append(Fault(kind))
+        elif kind in ("late_error", "no_op_update", "hang_update", "die_in_update"):
+            self._update_faults_to_come.append(kind)
+        else:
+            raise ValueError(f"{kind} is nothing that an engine does")
+
+    def die(self) -> None:
+        """See `SimulatedEngine.die`."""
+        super().die()
+        self._thawed.set()
+
+    def restart(self) -> None:
+        """See `SimulatedEngine.restart`."""
+        super().restart()
+        self._attested = None
+
+    def _speed_up(self) -> None:
+        self._config = self._speed
+
+    # -- calls --------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
+        """See `Engine.generate`."""
+        self._witness.call_begins(self._engine_id, request, self._version, self._attested)
+        self._streams += 1
+        self._no_streams.clear()
+        breaks_after = self._delays.randrange(1, 9) if self._call_faults else 0
+        if breaks_after:
+            self._witness.met(self._call_faults.pop())
+        chunks: list[Chunk] = []
+        finish: Finish | None = None
+        failed = False
+        try:
+            async with aclosing(super().generate(request)) as stream:
+                async for event in stream:
+                    await self._arrival()
+                    if isinstance(event, Finish):
+                        finish = event
+                        break
+                    chunks.append(event)
+                    yield event
+                    if len(chunks) == breaks_after:
+                        raise EngineError(f"{self._engine_id}: connection lost")
+        except EngineError:
+            failed = True
+            raise
+        finally:
+            self._witness.call_ends(request, chunks, finish, failed=failed)
+            self._streams -= 1
+            if not self._streams:
+                self._no_streams.set()
+        assert finish is not None
+        yield finish
+
+    async def _arrival(self) -> None:
+        """The way of an event to the client."""
+        if self._latency_s and self._delays.random() < 0.5:
+            await asyncio.sleep(self._delays.expovariate(1 / self._latency_s))
+        if not self._thawed.is_set():
+            deaths = self._deaths
+            await self._thawed.wait()
+            self._check_alive(deaths)
+
+    def _sample(self, call: _Call) -> Chunk:
+        digest = call.digest
+        chunk = super()._sample(call)
+        self._witness.says(digest, chunk.token_ids[0], self._version, chunk.log_probs[0])
+        return chunk
+
+    def _next_fault(self, kinds: frozenset[str]) -> Fault | None:
+        fault = super()._next_fault(kinds)
+        if fault is not None:
+            self._witness.met("die_in_call" if fault.kind == "die" else fault.kind)
+        return fault
+
+    # -- control ------------------------------------------------------------------------------------------
+
+    async def interrupt(self, mode: InterruptMode) -> None:
+        """See `Engine.interrupt`."""
+        await self._answering()
+        await super().interrupt(mode)
+        if mode == "abort":
+            await self._no_streams.wait()
+
+    async def resume_generation(self, mode: InterruptMode) -> None:
+        """See `Engine.resume_generation`."""
+        await self._answering()
+        await super().resume_generation(mode)
+
+    async def join_weight_group(self, invite: GroupInvite) -> None:
+        """See `Engine.join_weight_group`."""
+        await self._answering()
+        await super().join_weight_group(invite)
+        await self._broadcasts.join(invite.group_name, "engine", "trainer")
+
+    async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
+        """See `Engine.update_weights`."""
+        await self._answering()
+        self._attested = None
+        deaths = self._deaths
+        fault = self._update_faults_to_come.pop(0) if self._update_faults_to_come else None
+        if fault is not None:
+            self._witness.met(fault)
+        if isinstance(update, DistributedUpdate):
+            self._check_alive()
+            sent = await self._broadcasts.receive(update.group_name)
+            if sent != update.weight_version:
+                self._witness.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
+            self._check_alive(deaths)
+        elif isinstance(update, TensorUpdate):
+            await self._load_buckets(update, deaths)
+        if fault == "no_op_update":
+            return
+        if fault == "hang_update":
+            await asyncio.Future()
+        if fault == "die_in_update":
+            self.die()
+        self._check_files(update)
+        await super().update_weights(update, flush=flush)
+        self._check_files(update)
+        self._witness.published(update.weight_version)
+        if fault == "late_error":
+            raise WeightSyncError(f"{self._engine_id} has new weights, and fails all the same")
+
+    async def _load_buckets(self, update: TensorUpdate, deaths: int) -> None:
+        async with aclosing(update.buckets()) as buckets:
+            async for payloads in buckets:
+                await asyncio.sleep(self._update_s / update.num_buckets)
+                self._check_alive(deaths)
+                if (sent := int(payloads[0])) != update.weight_version:
+                    self._witness.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
+
+    def _check_files(self, update: WeightUpdate) -> None:
+        """Published files hold their version for as long as an engine reads them."""
+        if not isinstance(update, DiskUpdate) or update.path == self._model_path:
+            return
+        path = Path(update.path) / "weights"
+        found = path.read_text() if path.exists() else "nothing"
+        if found != str(update.weight_version):
+            self._witness.fail(f"{self._engine_id} reads {found} for version {update.weight_version}")
+
+    async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.release_memory`."""
+        await self._answering()
+        await super().release_memory(parts)
+
+    async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """See `Engine.resume_memory`."""
+        await self._answering()
+        await super().resume_memory(parts)
+
+    def _die_of(self, what: str) -> NoReturn:
+        self._witness.fail(f"{self._engine_id} dies of what it was asked: {what}")
+        super()._die_of(what)
+
+    async def health(self) -> EngineHealth:
+        """See `Engine.health`."""
+        await self._answering()
+        health = await super().health()
+        self._attested = health.weight_version
+        return health
+
+    async def _answering(self) -> None:
+        if self._latency_s:
+            await asyncio.sleep(self._delays.expovariate(1 / self._latency_s))
+        try:
+            async with asyncio.timeout(_CONTROL_S):
+                await self._thawed.wait()
+        except TimeoutError as error:
+            raise EngineTimeout(f"{self._engine_id} did not answer within {_CONTROL_S} s") from error
+
+
+class SimulatedFolder(LocalFolder):
+    """A host's copy of the weights: a file that says which version it is of."""
+
+    def __init__(self, engine_id: str, witness: Witness, seconds: float) -> None:
+        self._engine_id = engine_id
+        self._witness = witness
+        self._seconds = seconds
+        self._version: int | None = None
+
+    async def hold(self, path: str, version: int) -> str:
+        """See `Follower.hold`."""
+        await asyncio.sleep(self._seconds)
+        source = Path(path) / "weights"
+        found = source.read_text() if source.exists() else "nothing"
+        if found != str(version):
+            self._witness.fail(f"the host of {self._engine_id} copies {found} as version {version}")
+        return self._put(Path(path).parent, version)
+
+    async def apply(self, path: str) -> str:
+        """See `Follower.apply`."""
+        await asyncio.sleep(self._seconds)
+        base, version = map(int, Path(path).read_text().split())  # noqa: ASYNC240 - no time passes here
+        if base != self._version:
+            raise DeltaRefused(f"{path} is of version {base}, held is {self._version}", "base")
+        return self._put(Path(path).parent, version)
+
+    def _put(self, directory: Path, version: int) -> str:
+        folder = directory / f"host of {self._engine_id}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "weights").write_text(str(version))
+        self._version = version
+        return str(folder)
+
+
+class SimulatedCluster:
+    """See `async_rl.run.cluster.Cluster`."""
+
+    weight_backend = "gloo"
+
+    def __init__(self, scenario: Scenario, witness: Witness, life: int, look: Callable[[], None]) -> None:
+        """Make engines and a trainer for one life of the driver."""
+        broadcasts = Broadcasts()
+        self._scenario = scenario
+        self._witness = witness
+        self.engines = [
+            FaultyEngine(index, scenario, witness, broadcasts, life)
+            for index in range(scenario.config.engine.num_engines)
+        ]
+        self.trainer = SimulatedTrainer(scenario.config, scenario.speeds, witness, broadcasts, look)
+        delays = random.Random(f"workers {scenario.seed} {life}")
+        self._workers = SimulatedWorkers(
+            scenario.config,
+            cast(ChatFormat, SimulatedChat()),
+            delay_s=exponential(delays, scenario.speeds.latency_s),
+            start_s=scenario.speeds.restart_s,
+        )
+        self._died: Callable[[str, EngineError], None] | None = None
+        self._folders: dict[str, SimulatedFolder] = {}
+
+    def inject(self, injection: Injection) -> None:
+        """Let something go wrong with an engine or the trainer."""
+        kind = injection.kind
+        if kind == "kill_worker" or kind == "mute_worker":
+            end = self._workers.kill if kind == "kill_worker" else self._workers.mute
+            if end(injection.engine):
+                self._witness.met(kind)
+        elif kind in ENGINE_FAULTS:
+            engine = self.engines[injection.engine % len(self.engines)]
+            engine.inject(injection)
+            if kind in _AT_ONCE:
+                self._witness.met(kind)
+            if kind == "die" and self._died is not None:
+                self._died(engine.engine_id, EngineError(f"{engine.engine_id} was killed"))
+        else:
+            self.trainer.faults.append(kind)  # type: ignore[arg-type]
+
+    def look_at_devices(self) -> None:
+        """Where devices are shared, nobody holds memory beside somebody else."""
+        if not self._scenario.config.placement.shared or self.trainer.offloaded:
+            return
+        holding = [e.engine_id for e in self.engines if e.holds_memory]
+        if holding:
+            self._witness.fail(f"out of memory: the trainer holds it, and so do {holding}")
+
+    async def start_engines(self) -> list[Engine]:
+        """See `Cluster.start_engines`."""
+        await asyncio.sleep(self._scenario.speeds.restart_s)
+        return list(self.engines)
+
+    async def start_trainer(self) -> Trainer:
+        """See `Cluster.start_trainer`."""
+        await asyncio.sleep(self._scenario.speeds.restart_s)
+        return self.trainer
+
+    def connect_engine(self, engine_id: str, url: str) -> Engine:
+        """See `Cluster.connect_engine`. Nobody joins: the scenarios have no `engine.urls_file`."""
+        raise AssertionError(f"{engine_id} at {url} joins")
+
+    async def disconnect_engine(self, engine_id: str) -> None:
+        """See `Cluster.disconnect_engine`."""
+
+    async def stop_engine(self, engine_id: str) -> None:
+        """See `Cluster.stop_engine`."""
+        next(engine for engine in self.engines if engine.engine_id == engine_id).die()
+
+    async def restart_engine(self, engine_id: str) -> None:
+        """See `Cluster.restart_engine`."""
+        engine = next(engine for engine in self.engines if engine.engine_id == engine_id)
+        engine.die()
+        self._folders.pop(engine_id, None)
+        await asyncio.sleep(self._scenario.speeds.restart_s)
+        if engine.failing_restarts:
+            engine.failing_restarts -= 1
+            raise EnvironmentNotReady(f"{engine_id} does not come up")
+        engine.restart()
+
+    async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
+        """See `Cluster.watch_engines`."""
+        self._died = died
+        try:
+            await asyncio.Future()
+        finally:
+            self._died = None
+
+    def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
+        """See `Cluster.rollout_worker`."""
+        return self._workers.open(name)
+
+    def local_folder(self, engine_id: str) -> SimulatedFolder:
+        """See `Cluster.local_folder`. It is lost when the engine is restarted."""
+        return self._folders.setdefault(
+            engine_id, SimulatedFolder(engine_id, self._witness, self._scenario.speeds.update_s / 2)
+        )
+
+    async def open_port(self) -> tuple[str, int]:
+        """See `Cluster.open_port`."""
+        return "127.0.0.1", 0

@@ -1,0 +1,444 @@
+"""Sees all that engines say, trainers get and the ledger writes, and keeps what cannot be right.
+
+It trusts nothing that the program computes: tokens are compared with those that an engine drew after the same
+text, rows with those that the engine computes for (position, token, version), the ledger's tables with the
+batches that the trainer saw. See `docs/simulation.md` for the list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import sqlite3
+import struct
+import zlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from async_rl import codec
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, check_partition
+from async_rl.engines.simulated import routing_rows
+from async_rl.errors import CorruptFrame
+from async_rl.simulation.scenario import ENGINE_FAULTS, FACTS, Scenario
+from async_rl.types import BoolArray, ExpertIdArray, Int32Array, TrainBatch, root_of
+
+_KEPT_EVENTS: Final = 60
+_HOLDING: Final = frozenset({"in_flight", "queued", "trained"})
+_RETRIED: Final = frozenset({"overage", "sibling_failed"})
+"""Reasons for which the task of a whole group may be dispatched once more."""
+_INVERSE_OF_7: Final = pow(7, -1, FACTS.num_experts)
+
+_connect = sqlite3.connect  # the disk of the simulation is not in our way
+
+
+speaker: ContextVar[str] = ContextVar("speaker")
+"""Which trajectory calls an engine, where it is not its task's name: a branch."""
+
+
+class Witness:
+    """See the module.
+
+    Example:
+        >>> witness = Witness(scenario)
+        >>> witness.trains(batch, version=3, step=4)
+        >>> witness.violations
+        ['step 4 trains trajectory ... twice']
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Start with nothing seen."""
+        self._config = scenario.config
+        self.in_peace = not (scenario.injections or scenario.deaths)
+        self.violations: list[str] = []
+        self.met_faults: Counter[str] = Counter()
+        """By kind: those that really happened."""
+        self.deaf = False
+        """While a killed driver's remains are cleared away: what they do never happened."""
+        self.now: Callable[[], float] = lambda: 0.0
+        self.events: deque[str] = deque(maxlen=_KEPT_EVENTS)
+        """The last ones, in words."""
+        self._trace = hashlib.blake2b(digest_size=8)
+        self._said: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
+        self._heads: dict[str, list[int]] = {}
+        self._unaccounted: Counter[str] = Counter()
+        """Calls of a trajectory that have begun and not ended with their engine's account of versions."""
+        self._steps: dict[int, frozenset[str]] = {}
+        self._rollbacks: list[int] = []
+        self._fates: dict[str, tuple[int, set[str]]] = {}
+        self._seen: set[str] = set()
+        self._newest = self._saved = 0
+        self.tokens_said = 0
+
+    # -- the trace ----------------------------------------------------------------------------------------
+
+    def note(self, event: str) -> None:
+        """Take down an event."""
+        if self.deaf:
+            return
+        line = f"{self.now():11.4f}  {event}"
+        self.events.append(line)
+        self._trace.update(line.encode())
+
+    def turn(self, number: int) -> None:
+        """A task had its turn."""
+        if self.deaf:
+            return
+        self._trace.update(struct.pack("<dq", self.now(), number))
+
+    @property
+    def trace(self) -> str:
+        """A hash of everything that happened, in its order."""
+        return self._trace.hexdigest()
+
+    def fail(self, violation: str) -> None:
+        """Something is not as it must always be."""
+        if self.deaf:
+            return
+        self.violations.append(violation)
+        self.note(f"VIOLATION {violation}")
+
+    def met(self, fault: str) -> None:
+        """A fault has happened."""
+        if self.deaf:
+            return
+        self.met_faults[fault] += 1
+        self.note(f"fault {fault}")
+
+    # -- engines ------------------------------------------------------------------------------------------
+
+    def published(self, version: int) -> None:
+        """An engine has loaded a version."""
+        self._newest = max(self._newest, version)
+
+    def says(self, digest: int, token: int, version: int, log_prob: float) -> None:
+        """An engine has drawn a token after the text of a digest."""
+        self.tokens_said += 1
+        self._said[digest, token].append((version, float(np.float32(log_prob))))
+
+    def call_begins(
+        self, engine_id: str, request: GenerateRequest, version: int, attested: int | None
+    ) -> None:
+        """A session calls an engine that serves `version` and last said that it serves `attested`."""
+        name = _task_name()
+        self.note(f"{name}: {engine_id} gets {len(request.input_ids)} tokens at version {version}")
+        if attested != version:
+            self.fail(f"{engine_id} serves version {version}, attested is {attested}")
+        self._unaccounted[name] += request.max_new_tokens > 0
+        tokens, head = request.input_ids.tolist(), self._heads.get(name)
+        if head is None:
+            return
+        # A call for rows alone leaves out what nobody predicts.
+        kept = head[: len(tokens)] if request.max_new_tokens == 0 else head
+        if tokens[: len(kept)] != kept:
+            self.fail(f"{name}: a call of {len(tokens)} tokens does not continue the {len(head)} seen before")
+
+    def call_ends(
+        self, request: GenerateRequest, chunks: Sequence[Chunk], finish: Finish | None, *, failed: bool
+    ) -> None:
+        """A session's call is over; its next one must continue what is kept of it."""
+        if request.max_new_tokens == 0:
+            return
+        sampled = [token for chunk in chunks for token in chunk.token_ids]
+        log_probs = [value for chunk in chunks for value in chunk.log_probs]
+        fit = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), len(log_probs))
+        if finish is None:
+            kept = sampled[:fit]
+        else:  # it is judged as a whole
+            right = fit == len(sampled) and check_partition(finish.version_spans, len(sampled))
+            kept = sampled if right else []
+        how = "failed" if failed else finish.reason if finish else "was left"
+        name = _task_name()
+        self._unaccounted[name] -= finish is not None
+        self.note(f"{name}: the call {how} after {len(sampled)} tokens, {len(kept)} kept")
+        self._heads[name] = [*request.input_ids.tolist(), *kept]
+
+    def attempt_begins(self) -> None:
+        """The agent loop of a trajectory starts from its prompt."""
+        root = _task_name()
+        self.note(f"{root} starts")
+        # What an earlier life journalled of a call that ran is as old as the call, however it ended later.
+        for name in [name for name in self._heads if root_of(name) == root]:
+            del self._heads[name]
+            self._unaccounted[name] += 1
+
+    # -- the trainer --------------------------------------------------------------------------------------
+
+    def restored(self, step: int) -> None:
+        """A trainer has taken up a checkpoint; what was trained after it never was."""
+        self.note(f"the trainer starts at step {step}")
+        if step != self._saved:
+            self.fail(f"the trainer starts at step {step}, saved was {self._saved}")
+        if any(later > step for later in self._steps) or self._newest > step:
+            self._rollbacks.append(step)
+        self._steps = {done: names for done, names in self._steps.items() if done <= step}
+
+    def saved(self, step: int) -> None:
+        """The trainer has written a checkpoint."""
+        if self.deaf:
+            return
+        self.note(f"checkpoint {step}")
+        self._saved = step
+
+    def trains(self, batch: TrainBatch, version: int, step: int) -> None:
+        """The trainer, at a version, consumes a batch in a step."""
+        if self.deaf:
+            return
+        self.note(f"step {step}: {batch.num_trajectories} trajectories, {batch.num_tokens} tokens")
+        if (batch.trainer_version, step) != (version, version + 1):
+            self.fail(f"step {step} of a trainer at {version}, the batch is for {batch.trainer_version}")
+        names = frozenset(batch.trajectory_ids)
+        if len(names) < batch.num_trajectories:
+            self.fail(f"step {step} has a trajectory twice")
+        for done, trained in self._steps.items():
+            if twice := sorted(trained & names):
+                self.fail(f"step {step} trains again what step {done} has: {twice}")
+        self._steps[step] = names
+        self._check_trees(batch)
+        groups = len(np.unique(batch.group_index))
+        if groups != self._config.trainer.groups_per_batch:
+            self.fail(f"step {step} has {groups} groups")
+        times = Counter[tuple[int, int]]()
+        for name, bounds in zip(batch.trajectory_ids, pairwise(batch.offsets.tolist()), strict=True):
+            part = slice(*bounds)
+            self._check_tokens(name, batch, part, version, times)
+            if batch.routed_experts is not None and batch.routing_valid is not None:
+                self._check_rows(name, batch, part, batch.routed_experts[part], batch.routing_valid[part])
+
+    def _check_tokens(
+        self, name: str, batch: TrainBatch, part: slice, version: int, times: Counter[tuple[int, int]]
+    ) -> None:
+        """`times`: how often each token after each text is trained in this batch."""
+        tokens, versions = batch.token_ids[part], batch.weight_versions[part]
+        trained = batch.loss_mask[part]
+        if not trained.any():
+            self.fail(f"trajectory {name} has nothing to train on")
+            return
+        oldest = int(versions[trained].min())
+        if version - oldest > self._config.rollout.max_staleness:
+            self.fail(f"trajectory {name}: a token of version {oldest} is trained at {version}")
+        if (newest := int(versions.max())) > version and not self._rollbacks:
+            self.fail(f"trajectory {name}: a token of version {newest} is trained at {version}")
+        if (trained & (versions < 0)).any():
+            self.fail(f"trajectory {name}: trained on what nobody sampled")
+        digest = 0
+        for token, seen, log_prob, counts in zip(
+            tokens.tolist(),
+            versions.tolist(),
+            batch.rollout_log_probs[part].tolist(),
+            trained.tolist(),
+            strict=True,
+        ):
+            times[digest, token] += counts
+            if times[digest, token] > len(self._said.get((digest, token), ())):
+                self.fail(f"trajectory {name}: token {token} is trained more often than it was sampled")
+                return
+            if seen >= 0 and not self._was_said(name, digest, token, seen, log_prob):
+                known = self._said.get((digest, token))
+                self.fail(
+                    f"trajectory {name}: no engine said token {token} at version {seen} with log-prob "
+                    f"{log_prob} there; known: {known}"
+                )
+                return
+            digest = zlib.crc32(token.to_bytes(8, "little"), digest)
+
+    def _was_said(self, name: str, digest: int, token: int, version: int, log_prob: float) -> bool:
+        """Tokens may count as older than they are: by versions that a checkpoint did not reach as its own,
+        once it was restored, and of a call that ended without an account as old as the call.
+        """
+        return any(
+            log_prob == spoken
+            and (
+                version == said
+                or (version < said and (version in self._rollbacks or self._is_unaccounted(name)))
+            )
+            for said, spoken in self._said.get((digest, token), ())
+        )
+
+    def _is_unaccounted(self, name: str) -> bool:
+        """Whether a call of a trajectory, or of one that it is a branch of, ended without an account."""
+        ids = name.split(".")
+        lines = (".".join(ids[:count]) for count in range(1, len(ids) + 1))
+        return any(self._unaccounted[f"trajectory {line}"] > 0 for line in lines)
+
+    def _check_trees(self, batch: TrainBatch) -> None:
+        """What a branch read of the policy is trained in a trajectory that it is a branch of."""
+        if self._config.rollout.overage == "mask_tokens":
+            return
+        trees: dict[str, list[tuple[str, slice]]] = defaultdict(list)
+        for name, bounds in zip(batch.trajectory_ids, pairwise(batch.offsets.tolist()), strict=True):
+            trees[root_of(name)].append((name, slice(*bounds)))
+        for root, tree in trees.items():
+            if all(name != root for name, _ in tree):
+                self.fail(f"branches of {root} are trained without it")
+            for name, part in tree:
+                sampled, trained = batch.weight_versions[part] >= 0, batch.loss_mask[part]
+                if not (read := np.flatnonzero(sampled & ~trained)).size:
+                    continue
+                owned = np.zeros(len(sampled), np.bool_)
+                for other, its in tree:
+                    if name.startswith(f"{other}."):
+                        alike = _num_alike(batch.token_ids[its], batch.token_ids[part])
+                        owned[:alike] |= batch.loss_mask[its][:alike]
+                if trained[: read[-1]].any() or not owned[read].all():
+                    self.fail(f"what {name} inherits is trained by nobody, or by it too")
+
+    def _check_rows(
+        self, name: str, batch: TrainBatch, part: slice, experts: ExpertIdArray, valid: BoolArray
+    ) -> None:
+        tokens, sampled = batch.token_ids[part][:-1], batch.weight_versions[part][1:]
+        if valid[-1]:
+            self.fail(f"trajectory {name}: the last token was never fed, but has a row")
+        rows, valid = experts[:-1], valid[:-1]
+        versions = _versions_of(rows, tokens)
+        if not np.array_equal(routing_rows(tokens, versions, FACTS)[valid], rows[valid]):
+            self.fail(f"trajectory {name}: rows that no engine computes for these tokens and positions")
+            return
+        seen = versions[valid]
+        if len(seen) and int(seen.max()) > self._newest:
+            self.fail(f"trajectory {name}: rows of the versions {set(seen.tolist())} > {self._newest}")
+        if self.in_peace and not valid[sampled >= 0].all():
+            self.fail(f"trajectory {name}: rows are missing though nothing went wrong")
+        if self._config.weights.interrupt == "in_place" or self._rollbacks:
+            return  # old rows stay beside new ones
+        if self._config.routing.merge == "replace" and len(set(seen.tolist())) > 1:
+            self.fail(f"trajectory {name}: rows of the versions {set(seen.tolist())} under replace")
+        if self._config.weights.rolling:
+            return  # a trajectory may move to an engine whose turn comes later
+        if (np.diff(seen) < 0).any():
+            self.fail(f"trajectory {name}: a row is older than one before it")
+        predicts = valid & (sampled >= 0)
+        if (versions[predicts] < sampled[predicts]).any():
+            self.fail(f"trajectory {name}: a row is older than the token that it sampled")
+
+    # -- the ledger ---------------------------------------------------------------------------------------
+
+    def check_ledger(self, run_dir: Path, *, settled: int) -> None:
+        """Compare its tables with what was seen; all steps up to `settled` have been settled.
+
+        Rows of what is settled may be gone once a checkpoint has it. They were seen before.
+        """
+        if self.deaf:
+            return
+        database = _connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)
+        try:
+            rows = database.execute(
+                "SELECT t.trajectory_id, t.group_id, g.position, t.state, t.step, t.reason, g.frame "
+                "FROM trajectories t LEFT JOIN groups g USING (group_id)"
+            ).fetchall()
+            pending = {position for (position,) in database.execute("SELECT position FROM pending")}
+            ((folded,),) = database.execute("SELECT coalesce(sum(number), 0) FROM folded")
+        finally:
+            database.close()
+        trained: dict[int, set[str]] = defaultdict(set)
+        frames: dict[str, str] = {}
+        fates: dict[str, tuple[int, set[str]]] = {}
+        for name, group, position, state, step, reason, frame in rows:
+            if position is None:
+                self.fail(f"trajectory {name} belongs to no group")
+                continue
+            if state == "trained":
+                trained[step].add(name)
+            fates.setdefault(group, (position, set()))[1].add(reason if state == "dropped" else state)
+            if state == "queued":
+                if frames.setdefault(frame, group) != group:
+                    self.fail(f"the groups {group} and {frames[frame]} are queued in one frame, {frame}")
+                if not (run_dir / "spool" / frame).exists():
+                    self.fail(f"group {group} is queued in {frame}, which is not there")
+        for step, names in trained.items():
+            if step > settled or names != set(self._steps.get(step, ())):
+                self.fail(f"the ledger and the trainer disagree on what was trained in step {step}")
+        unsettled = [step for step in self._steps if self._saved < step <= settled and step not in trained]
+        if unsettled:
+            self.fail(f"the ledger knows nothing of the steps {unsettled}")
+        for group in self._fates.keys() - fates.keys():  # settled since, and folded into a count
+            position, ends = self._fates[group]
+            self._fates[group] = position, ends - {"in_flight", "queued"} | {"folded"}
+        self._fates |= fates
+        names = {row[0] for row in rows}
+        self._seen |= names
+        unseen = folded - len(self._seen - names)
+        if unseen < 0:
+            self.fail(f"{-unseen} trajectories are gone from the ledger")
+        self._check_positions(pending, unseen // self._config.rollout.group_size)
+
+    def _check_positions(self, pending: set[int], unseen: int) -> None:
+        """Each position is held by one group at most, used up, or pending.
+
+        A group that a restart undid has not used it up. So many groups came and went between two looks.
+        """
+        holders: dict[int, list[str]] = defaultdict(list)
+        used: set[int] = set()
+        for group, (position, ends) in self._fates.items():
+            if ends & _HOLDING:
+                holders[position].append(group)
+            if ends != {"restart"}:
+                used.add(position)
+        for position, groups in holders.items():
+            if len(groups) > 1:
+                self.fail(f"position {position} is held by the groups {groups}")
+            if position in pending:
+                self.fail(f"position {position} is pending, but group {groups[0]} has it")
+        end = max((position for position, _ in self._fates.values()), default=-1) + 1
+        skipped = [position for position in range(end) if position not in used | pending]
+        if len(skipped) > unseen:
+            self.fail(f"of the positions {skipped} more than {unseen} were skipped")
+
+    def check_folder(self, run_dir: Path) -> None:
+        """What lies in the folder of a run that has ended is what its ledger knows of, and no more."""
+        database = _connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)
+        try:
+            queued = {
+                frame
+                for (frame,) in database.execute(
+                    "SELECT DISTINCT g.frame FROM trajectories t JOIN groups g USING (group_id) "
+                    "WHERE t.state = 'queued'"
+                )
+            }
+        finally:
+            database.close()
+        for folder, expected in (("spool", queued), ("spool/batches", set())):
+            if left := _frames(run_dir / folder) - expected:
+                self.fail(f"frames that nobody owns are left in {folder}: {sorted(left)}")
+        versions = list((run_dir / "weights").glob("version_*"))
+        # An engine that hangs may have one open until the next life clears it away.
+        hanging = self._config.engine.num_engines if self.met_faults.keys() & ENGINE_FAULTS else 0
+        if len(versions) > self._config.weights.keep_versions + hanging:
+            self.fail(f"published versions are left: {sorted(path.name for path in versions)}")
+
+
+def _versions_of(rows: ExpertIdArray, tokens: Int32Array) -> Int32Array:
+    """The version of each row, read from its first expert; see `routing_rows`."""
+    first = rows[:, 0, 0].astype(np.int64) - 3 * np.arange(len(tokens)) - 5 * tokens.astype(np.int64)
+    return (first * _INVERSE_OF_7 % FACTS.num_experts).astype(np.int32)
+
+
+def _num_alike(one: Int32Array, other: Int32Array) -> int:
+    """With how many equal tokens both begin."""
+    count = min(len(one), len(other))
+    differs = np.flatnonzero(one[:count] != other[:count])
+    return int(differs[0]) if differs.size else count
+
+
+def _frames(folder: Path) -> set[str]:
+    """Names of the slabs that hold an intact frame."""
+    found = set()
+    for path in folder.glob("slab-*"):
+        with suppress(CorruptFrame):
+            codec.inspect(path.read_bytes())
+            found.add(path.name)
+    return found
+
+
+def _task_name() -> str:
+    if name := speaker.get(""):
+        return name
+    task = asyncio.current_task()
+    return task.get_name() if task is not None else "nobody"

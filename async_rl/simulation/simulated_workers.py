@@ -1,0 +1,149 @@
+"""Rollout workers as tasks of the simulated loop: links with a delay, workers that die and fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Self
+
+from async_rl.config import Config
+from async_rl.data.chat_format import ChatFormat
+from async_rl.errors import WorkerLost
+from async_rl.observability.metrics import Metrics
+from async_rl.rollout.workers.messages import Link, Message, decode, encode
+from async_rl.rollout.workers.worker import RolloutWorker
+from async_rl.runtime.supervision import Nursery
+
+
+class MemoryLink(Link):
+    """One end of a link within a process; messages are encoded, so that both sides have their own.
+
+    Example:
+        >>> ours, theirs = MemoryLink.pair(lambda: 0.0)
+        >>> ours.post(Stop(play=1))
+        >>> await theirs.receive()
+        Stop(play=1)
+    """
+
+    def __init__(self, delay_s: Callable[[], float]) -> None:
+        """Make one end; see `pair`."""
+        self._delay_s = delay_s
+        self._under_way: deque[bytes] = deque()
+        self._arrived: deque[Message] = deque()
+        self._news = asyncio.Event()
+        self._last_s = 0.0
+        self._other: MemoryLink | None = None
+        self._lost = ""
+
+    @classmethod
+    def pair(cls, delay_s: Callable[[], float]) -> tuple[Self, Self]:
+        """Both ends; `delay_s` draws how long a message is under way, which never overtakes another."""
+        one, other = cls(delay_s), cls(delay_s)
+        one._other, other._other = other, one
+        return one, other
+
+    def post(self, message: Message) -> None:
+        """See `Link.post`."""
+        other = self._other
+        assert other is not None, "ends are made in pairs"
+        if self._lost or other._lost:
+            return
+        loop = asyncio.get_running_loop()
+        self._last_s = max(self._last_s, loop.time() + self._delay_s())
+        other._under_way.append(b"".join(encode(message)))
+        loop.call_at(self._last_s, other._arrive)
+
+    async def receive(self) -> Message:
+        """See `Link.receive`."""
+        while not self._arrived:
+            if self._lost:
+                raise WorkerLost(self._lost)
+            self._news.clear()
+            await self._news.wait()
+        return self._arrived.popleft()
+
+    def close(self) -> None:
+        """See `Link.close`."""
+        self.lose("the link was closed")
+
+    def lose(self, cause: str) -> None:
+        """Both ends hear of it; what is under way is lost."""
+        for end in (self, self._other):
+            if end is not None and not end._lost:
+                end._lost = cause
+                end._news.set()
+
+    def _arrive(self) -> None:
+        """The oldest message, for timers of one moment have no order."""
+        if not self._lost:
+            self._arrived.append(decode(self._under_way.popleft()))
+            self._news.set()
+
+
+class SimulatedWorkers:
+    """Starts workers in this process, and ends them on demand.
+
+    Example:
+        >>> workers = SimulatedWorkers(config, chat, delay_s=lambda: 0.001)
+        >>> async with RolloutWorkers(config.rollout, workers.open, metrics): ...
+        >>> workers.kill(0)
+    """
+
+    def __init__(
+        self, config: Config, chat: ChatFormat, *, delay_s: Callable[[], float], start_s: float = 0.0
+    ) -> None:
+        """Start nothing yet; a start takes `start_s`."""
+        self._config = config
+        self._chat = chat
+        self._delay_s = delay_s
+        self._start_s = start_s
+        self.ends: dict[str, MemoryLink] = {}
+        """The workers' ends of their links, by name."""
+        self.metrics: list[Metrics] = []
+        """Of all workers that there were."""
+
+    @asynccontextmanager
+    async def open(self, name: str) -> AsyncIterator[Link]:
+        """See `rollout.remote.driver.OpenWorker`."""
+        await asyncio.sleep(self._start_s)
+        ours, theirs = MemoryLink.pair(self._delay_s)
+        clock = asyncio.get_running_loop().time
+        self.metrics.append(Metrics())
+        worker = RolloutWorker(self._config, chat=self._chat, metrics=self.metrics[-1], clock=clock)
+        self.ends[name] = theirs
+        async with Nursery() as process:
+            process.start(name, worker.run(theirs))
+            try:
+                yield ours
+            finally:
+                theirs.lose("the worker was ended")
+                process.cancel()
+                del self.ends[name]
+
+    def kill(self, index: int) -> bool:
+        """End a worker as SIGKILL does: it says nothing more, and its link is lost; whether there was one."""
+        names = sorted(self.ends)
+        if not names:
+            return False
+        self.ends[names[index % len(names)]].lose("the worker was killed")
+        return True
+
+    def mute(self, index: int) -> bool:
+        """Let a worker say nothing more, as one whose event loop is blocked; whether there was one."""
+        names = sorted(self.ends)
+        if not names:
+            return False
+        self.ends[names[index % len(names)]].post = _nothing  # type: ignore[method-assign]
+        return True
+
+
+def exponential(rng: random.Random, mean_s: float) -> Callable[[], float]:
+    """Delays with this mean; none when it is 0."""
+    return lambda: rng.expovariate(1 / mean_s) if mean_s else 0.0
+
+
+def _nothing(message: Message) -> None:
+    """In the place of `Link.post`."""

@@ -1,1 +1,0 @@
-"""Experiment trackers: each step's figures under the names that users know, to wandb, TensorBoard, files."""

@@ -1,0 +1,88 @@
+"""What makes up for tokens sampled by another policy than the one the update starts from.
+
+The ratio `exp(old - rollout)` compares the proximal policy with the one that sampled, by token, by whole
+answer (`sequence`: their product) or by its geometric mean. A ratio out of bounds is truncated from above, or
+its tokens are masked. Answers that are too far off altogether can be rejected.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from async_rl.config import ImportanceConfig, RejectConfig
+from trainer.losses.sequences import Sequences
+
+_MOST = 20.0
+"""Largest logarithm of a ratio: a product over thousands of tokens must stay finite to be compared."""
+
+
+class Correction(NamedTuple):
+    """Per trained token, `[n]` each; nothing has a gradient."""
+
+    weights: torch.Tensor
+    """0 for tokens that are masked or of rejected answers."""
+    ratios: torch.Tensor
+    """Token by token, before any bound."""
+    bounded: torch.Tensor
+    """1 where the bound has changed the weight."""
+    rejected: torch.Tensor
+    """1 for tokens of rejected answers."""
+
+
+def correct(
+    importance: ImportanceConfig,
+    reject: RejectConfig,
+    old_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    sequences: Sequences,
+) -> Correction:
+    """Importance weights of the proximal over the behaviour policy.
+
+    Args:
+        importance: Level, bounds, and what is done beyond them.
+        reject: When a whole answer is left out.
+        old_log_probs: `[n]` float32, the trainer's at the start of the update.
+        rollout_log_probs: `[n]` float32, the engine's.
+        sequences: Whose tokens these are.
+
+    Source: token, truncated: arXiv 2505.24298 (AReaL), section 5.2, and IMPALA, arXiv 1802.01561, section
+    4.1; token, masked on both sides: IcePop, arXiv 2510.18855, section 3; sequence and geometric levels,
+    truncated or masked, and the rejection of answers by them: Liu, Li et al., "When Speed Kills Stability"
+    (2025).
+    """
+    log_ratios = (old_log_probs - rollout_log_probs).detach()
+    ratios = log_ratios.clamp(-_MOST, _MOST).exp()
+    match importance.level:
+        case "off":
+            weights = torch.ones_like(ratios)
+            bounded = torch.zeros_like(ratios)
+        case "token":
+            weights, bounded = _bounded(importance, ratios)
+        case "sequence" | "geometric":
+            over = sequences.sums if importance.level == "sequence" else sequences.means
+            answers = over(log_ratios).clamp(-_MOST, _MOST).exp()
+            weights, bounded = (part[sequences.index] for part in _bounded(importance, answers))
+    rejected = _rejected(reject, log_ratios, sequences)
+    return Correction(weights * (1 - rejected), ratios, bounded, rejected)
+
+
+def _bounded(importance: ImportanceConfig, ratios: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = importance.low, importance.high
+    outside = (ratios > high) | (ratios < low)
+    if importance.beyond == "truncate":
+        return ratios.clamp(low, high), outside.to(ratios.dtype)
+    return torch.where(outside, torch.zeros_like(ratios), ratios), outside.to(ratios.dtype)
+
+
+def _rejected(reject: RejectConfig, log_ratios: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    """1 for tokens of answers to be left out, `[n]`."""
+    out = torch.zeros(len(sequences.lengths), dtype=torch.bool, device=log_ratios.device)
+    if reject.geometric_low is not None or reject.geometric_high is not None:
+        means = sequences.means(log_ratios).exp()
+        low, high = reject.geometric_low or 0.0, reject.geometric_high or float("inf")
+        out |= (means < low) | (means > high)
+    if reject.token_below is not None:
+        out |= sequences.sums((log_ratios.exp() < reject.token_below).float()) > 0
+    return out[sequences.index].to(log_ratios.dtype)

@@ -1,0 +1,165 @@
+"""Policy objectives, token by token.
+
+| objective | ratio | what bounds it |
+|---|---|---|
+| `ppo` | of each token | the smaller of it and the clipped one; a third bound for bad tokens (dual clip) |
+| `gspo` | of the whole answer, its geometric mean | the same minimum |
+| `cispo` | of each token, as a weight without gradient | clipped; every token keeps a gradient |
+
+All take the proximal policy's log-probs; how far that is from the policy that sampled is corrected by weights
+(`trainer.losses.corrections`). How tokens are averaged is said apart (`token_weights`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from async_rl.config import LossConfig
+from async_rl.types import Float32Array, Int64Array
+from trainer.losses.sequences import Sequences
+
+
+class Objective(NamedTuple):
+    """Per trained token, `[n]` each."""
+
+    loss: torch.Tensor
+    clipped: torch.Tensor
+    """1 where the ratio was bounded (`ppo`, `gspo`: such a token gives no gradient)."""
+
+
+def policy_objective(
+    config: LossConfig,
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    sequences: Sequences,
+) -> Objective:
+    """The objective that the config names.
+
+    Args:
+        config: `objective` and its clips.
+        log_probs: `[n]` float32, current policy, with gradient.
+        old_log_probs: `[n]` float32, proximal policy.
+        advantages: `[n]`.
+        weights: `[n]`, importance weights of the proximal over the behaviour policy.
+        sequences: Whose tokens these are.
+    """
+    low, high = config.clip_low, config.clip_high
+    match config.objective:
+        case "ppo":
+            return ppo(log_probs, old_log_probs, advantages, weights, low, high, config.dual_clip)
+        case "gspo":
+            return gspo(log_probs, old_log_probs, advantages, weights, low, high, sequences)
+        case "cispo":
+            return cispo(log_probs, old_log_probs, advantages, weights, low, high)
+
+
+def ppo(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Objective:
+    """Clipped PPO around the proximal policy, weighted for the behaviour policy.
+
+    `-w · min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)` with `r = exp(log_probs - old_log_probs)`;
+    where A < 0 it is at most `-w · dual_clip · A`, so that no token that has become likely rules the step.
+
+    Source: arXiv 1707.06347 (PPO), equation 7; decoupled: arXiv 2110.00641, equation 5; two clips: arXiv
+    2503.14476 (DAPO), section 3.1; dual clip: arXiv 1912.09729, equation 5.
+    """
+    return _clipped((log_probs - old_log_probs).exp(), advantages, weights, clip_low, clip_high, dual_clip)
+
+
+def gspo(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    sequences: Sequences,
+) -> Objective:
+    """PPO whose ratio is that of the whole answer: `s = exp(mean of log_probs - old_log_probs)`.
+
+    Each token has `s` as its value and its own share of the gradient of `s`: averaged over the tokens of each
+    answer and then over answers (`aggregate: sequence_mean`) it is the objective of the source. Its clips are
+    a hundredth of PPO's.
+
+    Source: arXiv 2507.18071 (GSPO), equations 5, 7 and 13 (the token form).
+    """
+    difference = log_probs - old_log_probs
+    ratio = sequences.means(difference).exp()[sequences.index] * (difference - difference.detach()).exp()
+    return _clipped(ratio, advantages, weights, clip_low, clip_high, None)
+
+
+def cispo(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> Objective:
+    """REINFORCE with a clipped importance weight: `-w · sg(clip(r)) · A · log_probs`.
+
+    Source: arXiv 2506.13585 (MiniMax-M1), equations 4 and 5.
+    """
+    ratio = (log_probs - old_log_probs).detach().exp()
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return Objective(-weights * bounded * advantages * log_probs, (bounded != ratio).to(log_probs.dtype))
+
+
+def _clipped(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> Objective:
+    free = ratio * advantages
+    bound = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    gain, clipped = torch.minimum(free, bound), bound < free
+    if dual_clip is not None:
+        floor = dual_clip * advantages
+        too_bad = (advantages < 0) & (gain < floor)
+        gain, clipped = torch.where(too_bad, floor, gain), clipped | too_bad
+    return Objective(-weights * gain, clipped.to(ratio.dtype).detach())
+
+
+def token_weights(aggregate: str, trajectory: Int64Array, lengths: Int64Array, longest: int) -> Float32Array:
+    """How much each trained token counts, so that the weighted sum over a batch is its loss.
+
+    Args:
+        aggregate: `token_mean` counts all tokens of the batch alike; `sequence_mean` all answers alike, and
+            tokens alike within one; `constant` divides by the longest possible answer, so that neither
+            length nor batch changes what a token counts.
+        trajectory: `[n]`, the trajectory of each token.
+        lengths: `[N]`, trained tokens of each trajectory; those without any do not count.
+        longest: Tokens of the longest possible answer.
+
+    Returns:
+        `[n] float32`; they depend on the batch alone, never on how it is cut.
+
+    Source: `token_mean`: arXiv 2503.14476 (DAPO), section 3.3; `sequence_mean`: arXiv 2402.03300 (GRPO),
+    equation 3; `constant`: arXiv 2503.20783 (Dr. GRPO), appendix A.
+    """
+    answers = max(int(np.count_nonzero(lengths)), 1)
+    match aggregate:
+        case "token_mean":
+            weights = np.full(len(trajectory), 1 / max(int(lengths.sum()), 1))
+        case "sequence_mean":
+            weights = 1 / (answers * lengths[trajectory])
+        case "constant":
+            weights = np.full(len(trajectory), 1 / (answers * longest))
+        case _:
+            raise ValueError(f"aggregate is {aggregate!r}; expected token_mean, sequence_mean or constant")
+    return weights.astype(np.float32)

@@ -1,0 +1,111 @@
+"""What an update minimises and measures: sums over trained tokens, which micro-batches and ranks add up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from async_rl.config import LossConfig
+from trainer.losses.corrections import correct
+from trainer.losses.kl import kl_estimate
+from trainer.losses.objectives import policy_objective
+from trainer.losses.sequences import Sequences
+
+SUMS = (
+    "loss",
+    "ppo_kl",
+    "clip_fraction",
+    "entropy",
+    "importance_ratio_mean",
+    "importance_truncated_fraction",
+    "importance_rejected_fraction",
+    "reference_kl",
+)
+"""What a micro-batch sums over its trained tokens, for means over all of them."""
+
+
+class Tokens(NamedTuple):
+    """The trained tokens of a micro-batch, `[n]` each."""
+
+    proximal: torch.Tensor
+    """Log-probs of the policy that the update starts from."""
+    rollout: torch.Tensor
+    """Log-probs of the policy that sampled."""
+    advantages: torch.Tensor
+    counts: torch.Tensor
+    """What each token counts, times the trained tokens of the update: 1 in a mean over tokens."""
+    sequences: Sequences
+    reference: torch.Tensor | None = None
+    """Log-probs of the reference policy, where there is a penalty on the distance from it."""
+
+
+def policy_sums(
+    config: LossConfig, log_probs: torch.Tensor, entropy: torch.Tensor, tokens: Tokens
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss of one micro-batch's trained tokens, and its other sums in the order of `SUMS`.
+
+    `loss = objective + kl · coefficient - entropy · bonus`, each token as often as it counts; those of
+    rejected answers add nothing. `ppo_kl` is the k1 estimator, the mean of proximal minus current log-probs
+    over tokens of the behaviour policy, as the field reports it; it may be negative.
+
+    Args:
+        config: The loss.
+        log_probs: `[n]`, of the current policy, with gradient.
+        entropy: `[n]`, of its distributions, with gradient.
+        tokens: What else is known of them.
+
+    Source: k1: John Schulman, "Approximating KL Divergence" (2020).
+    """
+    correction = correct(config.importance, config.reject, tokens.proximal, tokens.rollout, tokens.sequences)
+    policy = policy_objective(
+        config, log_probs, tokens.proximal, tokens.advantages, correction.weights, tokens.sequences
+    )
+    loss, kept = policy.loss, 1 - correction.rejected
+    if config.entropy_bonus:
+        loss = loss - config.entropy_bonus * kept * entropy
+    if tokens.reference is not None and config.kl.where == "loss":
+        distance = kl_estimate(config.kl.estimator, log_probs, tokens.reference)
+        loss = loss + config.kl.coefficient * kept * distance
+    loss = loss * tokens.counts
+    with torch.no_grad():
+        away = torch.zeros_like(log_probs)
+        if tokens.reference is not None:
+            away = kl_estimate(config.kl.estimator, log_probs, tokens.reference)
+        sums = torch.stack(
+            [
+                values.sum(dtype=torch.float64)
+                for values in (
+                    loss,
+                    tokens.proximal - log_probs,
+                    policy.clipped,
+                    entropy,
+                    correction.ratios,
+                    correction.bounded,
+                    correction.rejected,
+                    away,
+                )
+            ]
+        )
+    return loss.sum(), sums
+
+
+def means(sums: Sequence[float], trained: int, *, bypass: bool, reference: bool) -> dict[str, float]:
+    """The metrics that `SUMS` amount to.
+
+    Args:
+        sums: Over all ranks.
+        trained: Tokens.
+        bypass: Whether the engine's log-probs were the proximal ones. What is then proximal minus current is
+            another quantity, staleness and the engines' mismatch together, and has another name.
+        reference: Whether there is a reference policy.
+    """
+    named = {name: value / trained for name, value in zip(SUMS, sums, strict=True)}
+    ppo_kl = named["ppo_kl"]
+    return named | {
+        "ppo_kl": math.nan if bypass else ppo_kl,
+        "ppo_kl_bypass": ppo_kl if bypass else math.nan,
+        "reference_kl": named["reference_kl"] if reference else math.nan,
+    }

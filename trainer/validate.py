@@ -1,0 +1,115 @@
+"""Whether the trainer knows a model and can lay it out: what config.json alone can say. Pure, without torch.
+
+`async-rl check` and `train` ask before anything is started; every rank asks again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from async_rl.config import Config, LayoutConfig
+from async_rl.engines.model_facts import load_facts, read_config
+from async_rl.errors import ConfigError
+
+KNOWN = (
+    "deepseek_v3",
+    "glm4_moe",
+    "llama",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Values of `model_type`: see `trainer.megatron.architectures`."""
+
+
+class Sizes(NamedTuple):
+    """What of a model is shared out over ranks."""
+
+    layers: int
+    heads: int
+    groups: int
+    """Of attention heads with keys and values of their own."""
+    vocabulary: int
+    experts: int
+    """Of each layer that has some; 0 for a dense model."""
+
+
+def check(config: Config) -> None:
+    """Check that the trainer can be started with this model and layout.
+
+    Raises:
+        ConfigError: When it cannot.
+    """
+    path = config.model.path
+    model = read_config(path)
+    check_known(str(model.get("model_type")), path)
+    facts = load_facts(path)
+    heads = model.get("num_attention_heads")
+    if not heads:
+        raise ConfigError(f"{path}/config.json does not say 'num_attention_heads'")
+    groups = model.get("num_key_value_heads") or heads
+    sizes = Sizes(facts.num_layers, heads, groups, facts.vocab_size, facts.num_experts)
+    check_layout(config.trainer.layout, sizes)
+
+
+def check_known(kind: str, path: str) -> None:
+    """Refuse a model of another type.
+
+    Raises:
+        ConfigError: With the types that are known.
+    """
+    if kind not in KNOWN:
+        raise ConfigError(
+            f"model.path is {path}, a model of type {kind!r}; the trainer knows {', '.join(KNOWN)}"
+        )
+
+
+def check_layout(layout: LayoutConfig, model: Sizes) -> None:
+    """Check that a model can be cut as a layout says.
+
+    Raises:
+        ConfigError: With the setting, what it is, and what it must divide.
+    """
+    tp, ep, etp = layout.tp, layout.ep, layout.etp
+    if model.heads % tp or model.groups % tp:
+        raise ConfigError(
+            f"trainer.layout.tp is {tp}, but the model has {model.heads} attention heads in {model.groups} "
+            "groups: tp must divide both"
+        )
+    if model.vocabulary % tp:
+        raise ConfigError(
+            f"trainer.layout.tp is {tp}, but the vocabulary has {model.vocabulary} tokens: tp must divide it"
+        )
+    if ep > 1 and not model.experts:
+        raise ConfigError(f"trainer.layout.ep is {ep}, but the model has no experts: set ep=1")
+    if ep > 1 and model.experts % ep:
+        raise ConfigError(
+            f"trainer.layout.ep is {ep}, but the model has {model.experts} experts: ep must divide them"
+        )
+    if model.experts and ep == 1 and etp != tp:
+        # Megatron then takes experts for dense parameters and does not add up tensor ranks' gradients.
+        raise ConfigError(
+            f"trainer.layout has ep=1, tp={tp} and etp={etp}: without expert parallelism set etp={tp}"
+        )
+    if model.experts and etp > 1 and tp == 1:
+        raise ConfigError(
+            f"trainer.layout has tp=1 and etp={etp}: experts can only be split where attention is; set tp "
+            "above 1, or etp=1"
+        )
+    uneven = [n for n in (layout.first_stage_layers, layout.last_stage_layers) if n is not None]
+    left, stages = model.layers - sum(uneven), layout.pp - len(uneven)
+    fits = left > 0 and left % (stages * layout.vpp) == 0 if stages else left == 0
+    if not uneven and not fits:
+        raise ConfigError(
+            f"trainer.layout.pp is {layout.pp} and vpp is {layout.vpp}, but the model has {model.layers} "
+            "layers: pp must divide them, and so must pp times vpp; or set first_stage_layers, "
+            "last_stage_layers"
+        )
+    if not fits or any(n % layout.vpp for n in uneven):
+        raise ConfigError(
+            f"trainer.layout has pp={layout.pp}, vpp={layout.vpp} and stages of {uneven} layers, which "
+            f"leaves {left} of the model's {model.layers} for {stages} others: they must divide among them, "
+            "and every stage's among its vpp chunks"
+        )
