@@ -222,14 +222,14 @@ def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
         raise CorruptFrame(f"header is no {expected.__name__} of this program: {error}") from error
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What a frame says of itself."""
 
     kind: str
     nbytes: int
 
 
-def inspect(buffer: Buffer, *, verify: bool = True) -> Head:
+def inspect(buffer: Buffer, *, verify: bool = True) -> FrameHeader:
     """Verify the frame at the beginning of a buffer without knowing what it holds.
 
     Args:
@@ -243,7 +243,7 @@ def inspect(buffer: Buffer, *, verify: bool = True) -> Head:
     if verify and _checksum(payload) != crc:
         raise CorruptFrame(f"payload of {len(payload)} bytes fails its checksum")
     kind, _ = _open(header)
-    return Head(kind=kind, nbytes=_align(_PREFIX_BYTES + len(header)) + len(payload))
+    return FrameHeader(kind=kind, nbytes=_align(_PREFIX_BYTES + len(header)) + len(payload))
 
 
 def write_frame(path: str | os.PathLike[str], obj: Any) -> int:

@@ -36,12 +36,12 @@ from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.attempt import close
-from async_rl.rollout.backend import Here, Stage
+from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.workers.link import connect, door
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
-from async_rl.rollout.workers.worker_backend import RolloutWorkers
+from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.runtime.processes import die_with_parent
 from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.scenario import FACTS
@@ -158,10 +158,10 @@ async def playing(workers: int) -> AsyncIterator[Play]:
     for index in range(4):
         pool.add(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
         pool.serve(f"engine-{index}", 0)
-    stage: Stage = (
-        RolloutWorkers(config.rollout, lambda name: open_worker(workers), metrics)
+    stage: RolloutBackend = (
+        WorkerBackend(config.rollout, lambda name: open_worker(workers), metrics)
         if workers
-        else Here(config, chat=CHAT, metrics=metrics, clock=time.monotonic)
+        else LocalBackend(config, chat=CHAT, metrics=metrics, clock=time.monotonic)
     )
 
     async def play(task: Task, number: int) -> None:

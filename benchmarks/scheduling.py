@@ -35,7 +35,7 @@ from async_rl.config import Config, parse_config
 from async_rl.engine_protocol import Chunk, DiskUpdate, GenerateRequest, InterruptMode, SamplingParams
 from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.coarse_engine import CoarseEngine, EngineSpeed, mark
-from async_rl.simulation.planned_job import Simulation, simulate
+from async_rl.simulation.planned_job import PlannedRun, simulate
 from async_rl.simulation.virtual_time import run_virtual
 from async_rl.simulation.workload import EndlessTasks, Workload, fluid_rate
 
@@ -520,7 +520,7 @@ def config_for(ours: Ours, groups: int) -> Config:
 
 def run_ours(ours: Ours, groups: int, seed: int, length: Length) -> Row:
     """The scheduler that runs, one world, one seed."""
-    simulation = Simulation(versions=length.versions, warmup=length.warmup, seed=seed, scale=SCALE)
+    simulation = PlannedRun(versions=length.versions, warmup=length.warmup, seed=seed, scale=SCALE)
     plan = simulate(config_for(ours, groups), WORLD, simulation)
     return Row(
         policy=f"{ours.policy}, bound {ours.bounds[groups]}",
@@ -552,7 +552,7 @@ def plot(path: Path, versions: int) -> None:
         plans = []
         for bound in bounds:
             warmup = 4 + round(longest_s / version_s)
-            simulation = Simulation(versions=versions * 128 // groups, warmup=warmup, coarsen=8)
+            simulation = PlannedRun(versions=versions * 128 // groups, warmup=warmup, coarsen=8)
             config = config_for(Ours("ours", {groups: bound}), groups)
             plans.append(simulate(config, WORLD, simulation))
             print(f"{groups} groups, bound {bound}: rel {plans[-1].relative:.3f}", file=sys.stderr)

@@ -14,7 +14,7 @@ from async_rl.errors import AsyncRLError, TrainerError
 
 
 @contextmanager
-def together(
+def raise_on_all_ranks(
     kind: type[AsyncRLError] = TrainerError, doing: str = "", group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
     """Run a block without exchanges on every rank, and wait for all; an error of any rank is raised on all.

@@ -15,7 +15,7 @@ import torch
 from async_rl.codec import read_frame
 from async_rl.sft.schedule import SftBatch
 from async_rl.trainer_protocol import StepResult
-from trainer.collectives import together
+from trainer.collectives import raise_on_all_ranks
 from trainer.losses.log_probs import vocab_parallel_log_probs
 from trainer.megatron.packing import targets
 from trainer.worker import TrainerWorker
@@ -26,7 +26,7 @@ class SftWorker(TrainerWorker):
 
     def train_step(self, batch_path: str, step: int) -> StepResult:
         """Consume the `SftBatch` frame at a path; see `fit`."""
-        with together(doing=f"cannot read the batch {batch_path}"):
+        with raise_on_all_ranks(doing=f"cannot read the batch {batch_path}"):
             batch = read_frame(batch_path, SftBatch)
         return self.fit(batch, step)
 

@@ -36,12 +36,12 @@ from async_rl.types import Float32Array, Int64Array, TrainBatch
 from trainer import logprob_mismatch
 from trainer.checkpoints import loading
 from trainer.checkpoints.saving import Saver, saver_of
-from trainer.collectives import together
+from trainer.collectives import raise_on_all_ranks
 from trainer.losses.advantages import estimate_advantages, longest_answers, overlong_penalty
 from trainer.losses.kl import kl_estimate
 from trainer.losses.log_probs import vocab_parallel_log_probs
 from trainer.losses.objectives import token_weights
-from trainer.losses.policy_loss import SUMS, Tokens, means, policy_sums
+from trainer.losses.policy_loss import SUMS, TrainedTokens, means, policy_sums
 from trainer.losses.sequences import Sequences
 from trainer.megatron.model import Inputs, LossFunction, MegatronModel
 from trainer.megatron.offload import Offload, memory_saver
@@ -57,7 +57,7 @@ from trainer.megatron.packing import (
 from trainer.megatron.process_groups import choose_device, start_process_groups, stop_process_groups
 from trainer.megatron.replay import check_rows
 from trainer.schedule import linear_warmup
-from trainer.weights.snapshot import Snapshot, beside_training
+from trainer.weights.snapshot import WeightSnapshot, beside_training
 from trainer.weights.weight_export import WeightExport
 from trainer.weights.weight_manifest import check_exported, served_specs
 
@@ -75,7 +75,7 @@ class _Placed:
 
 
 @dataclass(frozen=True)
-class Goal:
+class UpdateInputs:
     """What the updates of a batch are to do, at the predicting positions; `[S]` each."""
 
     wanted: Targets
@@ -94,7 +94,7 @@ class TrainerWorker:
         self._rank, self._world_size, self._init_address = rank, world_size, init_address
         self._steps = self._skipped = 0
         self._model: MegatronModel | None = None
-        self._snapshot: Snapshot | None = None
+        self._snapshot: WeightSnapshot | None = None
         self._saver: Saver | None = None
         self._offload: Offload | None = None
         self._weights: WeightExport | None = None
@@ -171,7 +171,7 @@ class TrainerWorker:
 
     def train_step(self, batch_path: str, step: int) -> StepResult:
         """Consume the `TrainBatch` frame at a path; see `train_on`."""
-        with together(doing=f"cannot read the batch {batch_path}"):
+        with raise_on_all_ranks(doing=f"cannot read the batch {batch_path}"):
             batch = read_frame(batch_path, TrainBatch)
         return self.train_on(batch, step)
 
@@ -206,7 +206,7 @@ class TrainerWorker:
                 (self._reference_log_probs(part, batch.num_tokens) for part in placed),
                 np.zeros(batch.num_tokens, np.float32),
             )
-        goal = Goal(wanted, self._advantages(batch, wanted, old, reference), old, reference)
+        goal = UpdateInputs(wanted, self._advantages(batch, wanted, old, reference), old, reference)
 
         learning_rate = linear_warmup(self._steps, trainer.optimizer.lr, trainer.optimizer.warmup_steps)
         sums, trained, norms, skipped = torch.zeros(len(SUMS), dtype=torch.float64), 0, list[float](), 0
@@ -333,7 +333,7 @@ class TrainerWorker:
         if self._config.routing.replay == "r3":
             rows, valid = batch.routed_experts, batch.routing_valid
             mine = [j for micro_batch in plan for j in micro_batch.trajectories]
-            with together():
+            with raise_on_all_ranks():
                 check_rows(batch, model.config, mine)
         packings = [pack(micro_batch, batch.offsets, model.alignment) for micro_batch in plan]
         placed = []
@@ -419,7 +419,7 @@ class TrainerWorker:
         return logprob_mismatch.measure_routing(wanted, start, native, self._from_all_ranks(probed) > 0)
 
     def _forward_backward(
-        self, placed: list[_Placed], trajectories: Sequence[int], goal: Goal
+        self, placed: list[_Placed], trajectories: Sequence[int], goal: UpdateInputs
     ) -> tuple[torch.Tensor, Float32Array, int]:
         """Accumulate the gradients of one update.
 
@@ -446,7 +446,7 @@ class TrainerWorker:
                 return torch.from_numpy(of[micro_batch.tokens]).to(log_probs.device)
 
             rollout = values(wanted.rollout_log_probs)
-            tokens = Tokens(
+            tokens = TrainedTokens(
                 proximal=rollout if goal.old is None else values(goal.old),
                 rollout=rollout,
                 advantages=values(goal.advantages),
@@ -472,7 +472,7 @@ class TrainerWorker:
     def take_snapshot(self, weight_version: int) -> None:
         """Copy the current weights; see `TrainerRank.take_snapshot`."""
         if self._snapshot is None:
-            self._snapshot = Snapshot(keeps=self._rank == 0, where=self._config.weights.snapshot)
+            self._snapshot = WeightSnapshot(keeps=self._rank == 0, where=self._config.weights.snapshot)
         self._snapshot.take(self.model.bridge.export_hf(self.model.chunks))
 
     def publish(self, directory: str, weight_version: int) -> None:

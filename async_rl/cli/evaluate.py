@@ -26,7 +26,7 @@ from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_validation, prompt_rule
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.evaluation.evaluator import Examiner
+from async_rl.evaluation.evaluator import Evaluator
 from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, append_evaluation
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive
@@ -94,7 +94,7 @@ def evaluate(
 
 
 async def _examine(config: Config, out: Path | None, open_engines: OpenEngines) -> EvaluationRecord:
-    examiner = Examiner(
+    examiner = Evaluator(
         config,
         load_validation(config.data, prompt_rule(config)),
         chat=load_chat_format(config.model.path),
@@ -118,7 +118,7 @@ async def _examine(config: Config, out: Path | None, open_engines: OpenEngines) 
                     f"engine.urls: the servers have weight versions {sorted(versions)}, expected one: they "
                     "belong to a run that updates them, or were left by one"
                 )
-            return await examiner.examine(pool, versions.pop(), kept)
+            return await examiner.evaluate_sets(pool, versions.pop(), kept)
     finally:
         scratch.cleanup()
         if kept is not None:

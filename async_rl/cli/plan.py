@@ -21,7 +21,7 @@ from async_rl.config import Config, SGLangEngines, load_config
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from async_rl.observability.records import StepRecord, read_records
-from async_rl.simulation.planned_job import Plan, Simulation, simulate
+from async_rl.simulation.planned_job import JobPlan, PlannedRun, simulate
 from async_rl.simulation.workload import Workload
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -62,7 +62,7 @@ def plan(
     config = load_config(path, overrides)
     row_bytes, remark = _routing_row_bytes(config)
     workload = workload_for(config, run_dir, {"routing_row_bytes": row_bytes} | dict(figures or {}))
-    how = _checked(simulation or {}, Simulation)
+    how = _checked(simulation or {}, PlannedRun)
     base = num_engines(config)
     plans, sentences = [], []
     for number in engines or (base,):
@@ -162,7 +162,7 @@ def with_engines(config: Config, workload: Workload, number: int, *, grow: bool)
     return replace(job, trainer=replace(job.trainer, groups_per_batch=batch)), workload
 
 
-def bottleneck(plan: Plan, config: Config, workload: Workload) -> str:
+def bottleneck(plan: JobPlan, config: Config, workload: Workload) -> str:
     """What holds a job back most, and what to change, in one sentence."""
     busy = 1 - plan.trainer_idle
     losses = {
@@ -225,7 +225,7 @@ def bottleneck(plan: Plan, config: Config, workload: Workload) -> str:
     )
 
 
-def room(plan: Plan, config: Config) -> str:
+def room(plan: JobPlan, config: Config) -> str:
     """A further sentence when the queue needs more than the config gives it, else nothing."""
     if plan.queue_bytes_peak <= config.queue.max_bytes:
         return ""
@@ -254,7 +254,7 @@ def _routing_row_bytes(config: Config) -> tuple[int, str]:
 
 
 def _show(
-    console: Console, workload: Workload, plans: Sequence[Plan], sentences: Sequence[str], remark: str
+    console: Console, workload: Workload, plans: Sequence[JobPlan], sentences: Sequence[str], remark: str
 ) -> None:
     table = Table(title="what to expect", title_justify="left")
     table.add_column("engines")
@@ -270,7 +270,7 @@ def _show(
         console.print(remark, soft_wrap=True, highlight=False, markup=False)
 
 
-def rows_of(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
+def rows_of(plans: Sequence[JobPlan]) -> list[tuple[str, list[str]]]:
     """The lines of the table: a name, and a cell for each plan."""
     return [
         ("slots of an engine", [f"{p.slots}" for p in plans]),
@@ -318,7 +318,7 @@ def _assumptions(w: Workload) -> str:
     )
 
 
-def _staleness(plan: Plan) -> str:
+def _staleness(plan: JobPlan) -> str:
     return f"{plan.staleness_mean:.1f} / {plan.staleness_p99} / {plan.staleness_max}"
 
 

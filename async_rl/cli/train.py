@@ -23,7 +23,7 @@ import msgspec
 
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError
-from async_rl.observability.console_report import Progress, print_summary, write_run_files
+from async_rl.observability.console_report import RunProgress, print_summary, write_run_files
 from async_rl.observability.records import Summary, read_records
 from async_rl.run.folder import console, describe, logging_to, on_signals, run_folder
 from async_rl.runtime.processes import private_files
@@ -31,7 +31,7 @@ from async_rl.runtime.supervision import first_error
 
 log = logging.getLogger(__name__)
 
-Launch = Callable[[Config, Path, asyncio.Event, Progress], Awaitable[Summary]]
+Launch = Callable[[Config, Path, asyncio.Event, RunProgress], Awaitable[Summary]]
 """Runs a config in its folder until it is done or the event is set."""
 
 
@@ -68,7 +68,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
         with logging_to(log_file, config.run.log_level):
             signals: list[signal.Signals] = []
             try:
-                summary = asyncio.run(_run(config, run_dir, launch or _on_ray, Progress(shown), signals))
+                summary = asyncio.run(_run(config, run_dir, launch or _on_ray, RunProgress(shown), signals))
             except asyncio.CancelledError:
                 print(f"async-rl: aborted by {signals[0].name}; log: {log_file}", file=sys.stderr)
                 return 128 + signals[0]
@@ -84,7 +84,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
 
 
 async def _run(
-    config: Config, run_dir: Path, launch: Launch, progress: Progress, signals: list[signal.Signals]
+    config: Config, run_dir: Path, launch: Launch, progress: RunProgress, signals: list[signal.Signals]
 ) -> Summary:
     stop = asyncio.Event()
 
@@ -97,7 +97,7 @@ async def _run(
         return await launch(config, run_dir, stop, progress)
 
 
-async def _on_ray(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
+async def _on_ray(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
     from async_rl import placement  # imports Ray: a second that a test of this module need not pay
 
     return await placement.run(config, run_dir, stop, progress)

@@ -22,7 +22,7 @@ import msgspec
 
 from async_rl.config import Config, DataConfig, DatasetConfig, SourceConfig
 from async_rl.data.chat_format import load_chat_format
-from async_rl.data.order import Mixture, Order, TaskOrder
+from async_rl.data.order import DataOrder, Mixture, TaskOrder
 from async_rl.data.schemas import Schema, chosen_schema, detect, keys_of, to_task
 from async_rl.errors import ConfigError
 from async_rl.types import Task
@@ -114,7 +114,7 @@ class TaskSet(Sequence[Task]):
         return self._tasks[index]
 
 
-def order_of(tasks: Sequence[Task], seed: int, shuffle: bool) -> Order:
+def order_of(tasks: Sequence[Task], seed: int, shuffle: bool) -> DataOrder:
     """In which order tasks are taken; any sequence but a `TaskSet` is one dataset."""
     if isinstance(tasks, TaskSet):
         return tasks.order(seed, shuffle)

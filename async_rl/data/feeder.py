@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from async_rl.data.order import Order
+from async_rl.data.order import DataOrder
 from async_rl.types import Task
 
 
@@ -25,7 +25,7 @@ class Feeder:
     def __init__(
         self,
         tasks: Sequence[Task],
-        order: Order,
+        order: DataOrder,
         epochs: int | None,
         start: int = 0,
         pending: Iterable[int] = (),

@@ -17,7 +17,7 @@ _MAX_BLOCK: Final = 1000
 """Weights hold exactly over so many tasks at most, each to a thousandth; small ratios over fewer."""
 
 
-class Order(Protocol):
+class DataOrder(Protocol):
     """Which task stands at which position of an endless stream."""
 
     def task_at(self, position: int) -> int:

@@ -33,7 +33,7 @@ DEFAULT_SLACK: Final = 0.25
 calls an engine, is about two standard deviations of random arrivals."""
 
 
-class _Place:
+class _EngineEntry:
     """What is known of one engine."""
 
     __slots__ = ("load_tokens", "name", "order", "prefill_tokens", "serves")
@@ -68,18 +68,18 @@ class Balancer:
         """
         self._max_prefill_tokens = max_prefill_tokens
         self._slack = slack
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _EngineEntry] = {}
         self._num_added = 0
         self._num_serving = 0
         self._serving_tokens = 0
         # By load, of engines that serve and have room; entries that no longer say the truth are passed over.
-        self._heap: list[tuple[int, int, _Place]] = []
+        self._heap: list[tuple[int, int, _EngineEntry]] = []
 
     # -- engines ------------------------------------------------------------------------------------------
 
     def add(self, name: str) -> None:
         """Know an engine; nothing is sent there before `open`."""
-        self._places[name] = _Place(name, self._num_added)
+        self._places[name] = _EngineEntry(name, self._num_added)
         self._num_added += 1
 
     def remove(self, name: str) -> None:
@@ -159,16 +159,16 @@ class Balancer:
     def _bound(self) -> float:
         return (1.0 + self._slack) * self._serving_tokens / max(1, self._num_serving)
 
-    def _has_room(self, place: _Place) -> bool:
+    def _has_room(self, place: _EngineEntry) -> bool:
         return self._max_prefill_tokens is None or place.prefill_tokens < self._max_prefill_tokens
 
-    def _change(self, place: _Place, tokens: int) -> None:
+    def _change(self, place: _EngineEntry, tokens: int) -> None:
         place.load_tokens += tokens
         if place.serves:
             self._serving_tokens += tokens
         self._offer(place)
 
-    def _offer(self, place: _Place) -> None:
+    def _offer(self, place: _EngineEntry) -> None:
         """Put an engine up for choice at its present load."""
         if not place.serves or not self._has_room(place):
             return
@@ -179,7 +179,7 @@ class Balancer:
             ]
             heapq.heapify(self._heap)
 
-    def _least(self) -> _Place | None:
+    def _least(self) -> _EngineEntry | None:
         while self._heap:
             load, _, place = self._heap[0]
             known = self._places.get(place.name) is place

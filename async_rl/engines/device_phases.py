@@ -32,7 +32,7 @@ _FROM: Final[dict[Turn, frozenset[Turn]]] = {
 }
 
 
-class Turns:
+class DevicePhases:
     """See the module. It moves nothing: whoever hands over does, and says so here.
 
     Example:

@@ -21,7 +21,7 @@ from typing import Final, Literal
 
 from async_rl.config import EnginesConfig
 from async_rl.engine_protocol import Engine
-from async_rl.engines.lease import EngineState, Vitals
+from async_rl.engines.lease import EngineLoad, EngineState
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import EngineError, EngineTimeout, VersionMismatch
 from async_rl.observability.metrics import Metrics
@@ -42,7 +42,7 @@ _LOOKS_PER_PROBE: Final = 4
 """So that a probe is at most a quarter of `engine.probe_s` late."""
 
 
-def judge(vitals: Vitals, now: float, config: EnginesConfig) -> Finding | None:
+def judge(vitals: EngineLoad, now: float, config: EnginesConfig) -> Finding | None:
     """What the calls of a serving engine say of it.
 
     Args:

@@ -44,7 +44,7 @@ class EngineState(StrEnum):
     QUARANTINED = "quarantined"
 
 
-class Vitals(msgspec.Struct, frozen=True, kw_only=True):
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What the calls of an engine tell of its health. Times are of the pool's clock."""
 
     calls: int
@@ -60,18 +60,18 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     """When the oldest call without a token was overtaken by one that was sent later."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """An engine's state and what it serves; equal at two moments when nothing happened to it in between."""
 
     state: EngineState
     weight_version: int
-    life: int
+    restart_count: int
     """Counts restarts: what an earlier life had in its prefix cache is gone."""
     epoch: int
     """Counts flushes of the prefix cache."""
 
 
-class Slot:
+class EngineSlot:
     """What the pool knows of one engine."""
 
     def __init__(self, engine: Engine, now: float) -> None:
@@ -84,7 +84,7 @@ class Slot:
         """It joins a running job, and has never been brought to its weights."""
         self.reserved = False
         """It serves evaluations and nobody else."""
-        self.life = 0
+        self.restart_count = 0
         self.epoch = 0
         self.prefilling: dict[Lease, None] = {}
         """Calls without a token, in the order in which they were sent."""
@@ -111,10 +111,13 @@ class Slot:
         return [*self.streaming, *self.prefilling]
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> EngineSnapshot:
         """Where it stands."""
-        return Standing(
-            state=self.state, weight_version=self.weight_version, life=self.life, epoch=self.epoch
+        return EngineSnapshot(
+            state=self.state,
+            weight_version=self.weight_version,
+            restart_count=self.restart_count,
+            epoch=self.epoch,
         )
 
     @property
@@ -122,11 +125,11 @@ class Slot:
         """Whether it serves nobody until somebody brings it (back)."""
         return self.state is EngineState.QUARANTINED or (self.newcomer and self.state is EngineState.JOINING)
 
-    def vitals(self, prefill_tokens: int) -> Vitals:
+    def vitals(self, prefill_tokens: int) -> EngineLoad:
         """What the calls say now."""
         silent = next(iter(self.streaming), None)
         waiting = next(iter(self.prefilling), None)
-        return Vitals(
+        return EngineLoad(
             calls=self.num_calls,
             progress_s=self.progress_s,
             decode_s=self.decode_s,
@@ -136,16 +139,16 @@ class Slot:
         )
 
 
-class Home(msgspec.Struct, frozen=True):
+class CachedPrefix(msgspec.Struct, frozen=True):
     """Where a trajectory's last call was, and what the engine holds of it."""
 
     engine_id: str
-    life: int
+    restart_count: int
     epoch: int
     tokens: int
 
 
-class Desk(Protocol):
+class LeaseListener(Protocol):
     """What a lease reports to: the pool."""
 
     def strike(self, engine_id: str, error: EngineError) -> None:
@@ -169,7 +172,13 @@ class Lease:
     """The right to make one call on one engine; given back when the block of `EnginePool.lease` ends."""
 
     def __init__(
-        self, desk: Desk, clock: Callable[[], float], key: str, tokens: int, prompt: int, home: Home | None
+        self,
+        desk: LeaseListener,
+        clock: Callable[[], float],
+        key: str,
+        tokens: int,
+        prompt: int,
+        home: CachedPrefix | None,
     ) -> None:
         """Ask for a place; the pool calls `place` when there is one.
 
@@ -188,7 +197,7 @@ class Lease:
         self.prefill_tokens = 0
         self.cause: Recomputed | None = None
         """Why what the home held must be prefilled again, None while it is there."""
-        self.life = self.epoch = -1
+        self.restart_count = self.epoch = -1
         """Of the engine when the call began."""
         self.number = -1
         self.received = 0
@@ -198,16 +207,16 @@ class Lease:
         self.overtaken_s: float | None = None
         self._desk = desk
         self._clock = clock
-        self._slot: Slot | None = None
+        self._slot: EngineSlot | None = None
         self._waiter: asyncio.Task[Any] | None = None
         self._cancelled = False
         self._cancellations = 0
         self._dropped: EngineError | None = None
 
-    def place(self, slot: Slot, number: int, prefill_tokens: int, cause: Recomputed | None) -> None:
+    def place(self, slot: EngineSlot, number: int, prefill_tokens: int, cause: Recomputed | None) -> None:
         """It is the engine's from now on."""
         self._slot, self.number, self.prefill_tokens, self.cause = slot, number, prefill_tokens, cause
-        self.life, self.epoch = slot.life, slot.epoch
+        self.restart_count, self.epoch = slot.restart_count, slot.epoch
         now = self.heard_s = self._clock()
         if not slot.num_calls:
             slot.progress_s = now  # what an idle engine did not say is no silence
@@ -215,7 +224,7 @@ class Lease:
         slot.empty.clear()
 
     @property
-    def slot(self) -> Slot:
+    def slot(self) -> EngineSlot:
         """Of the engine that it was placed on."""
         assert self._slot is not None, "the lease has no engine yet"
         return self._slot
@@ -239,7 +248,10 @@ class Lease:
     def interrupted(self) -> bool:
         """Whether the engine has stopped serving since the lease was given, so that an abort is ours."""
         slot = self.slot
-        return slot.state is not EngineState.SERVING or (slot.life, slot.epoch) != (self.life, self.epoch)
+        return slot.state is not EngineState.SERVING or (slot.restart_count, slot.epoch) != (
+            self.restart_count,
+            self.epoch,
+        )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
         """Stream the call, as `Engine.generate` does.

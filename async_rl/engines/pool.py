@@ -30,12 +30,20 @@ from typing import Final
 
 from async_rl.engine_protocol import Engine
 from async_rl.engines.balancing import Balancer
-from async_rl.engines.lease import EngineState, Home, Lease, Recomputed, Slot, Standing, Vitals
+from async_rl.engines.lease import (
+    CachedPrefix,
+    EngineLoad,
+    EngineSlot,
+    EngineSnapshot,
+    EngineState,
+    Lease,
+    Recomputed,
+)
 from async_rl.errors import EngineError
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import progressed, waiting
 
-__all__ = ["EnginePool", "EngineState", "Lease", "Vitals"]
+__all__ = ["EngineLoad", "EnginePool", "EngineState", "Lease"]
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +84,10 @@ class EnginePool:
         self._clock = clock
         self._max_strikes = max_strikes
         self._balancer = Balancer(max_prefill_tokens=max_prefill_tokens)
-        self._slots: dict[str, Slot] = {}
+        self._slots: dict[str, EngineSlot] = {}
         self._broken: dict[str, None] = {}
         """Those that need repair: to look for them among thousands with every change would cost seconds."""
-        self._homes: OrderedDict[str, Home] = OrderedDict()
+        self._homes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._changed = asyncio.Event()
         self._num_asked = self._num_placed = 0
         self._waiters: list[tuple[str, int, Lease, asyncio.Future[None]]] = []
@@ -95,7 +103,7 @@ class EnginePool:
             engine: The engine.
             newcomer: Whether it joins a running job, so that `repair` must bring it to its weights.
         """
-        slot = Slot(engine, self._clock())
+        slot = EngineSlot(engine, self._clock())
         slot.newcomer = newcomer
         self._slots[engine.engine_id] = slot
         self._balancer.add(engine.engine_id)
@@ -165,7 +173,7 @@ class EnginePool:
     def rejoin(self, engine_id: str) -> None:
         """A quarantined engine was restarted: it may be brought up to date."""
         slot = self._slots[engine_id]
-        slot.life += 1
+        slot.restart_count += 1
         slot.weight_version = -1
         slot.strikes.clear()
         self._moved(slot, EngineState.JOINING)
@@ -309,7 +317,11 @@ class EnginePool:
         slot = self._slots.get(home.engine_id) if home is not None else None
         cause: Recomputed | None = None
         if home is not None:
-            if slot is None or slot.life != home.life or slot.state is EngineState.QUARANTINED:
+            if (
+                slot is None
+                or slot.restart_count != home.restart_count
+                or slot.state is EngineState.QUARANTINED
+            ):
                 cause = "failover"
             elif slot.epoch != home.epoch:
                 cause = "update"
@@ -351,7 +363,7 @@ class EnginePool:
     def _remember(self, lease: Lease, tokens: int) -> None:
         """Where the trajectory's tokens are. The last one sampled was never fed."""
         slot = lease.slot
-        home = Home(slot.engine.engine_id, lease.life, lease.epoch, max(0, tokens - 1))
+        home = CachedPrefix(slot.engine.engine_id, lease.restart_count, lease.epoch, max(0, tokens - 1))
         self._homes[lease.key] = home
         self._homes.move_to_end(lease.key)
         if len(self._homes) > _MAX_HOMES:
@@ -381,7 +393,7 @@ class EnginePool:
     def __contains__(self, engine_id: str) -> bool:
         return engine_id in self._slots
 
-    def standing_of(self, engine_id: str) -> Standing | None:
+    def standing_of(self, engine_id: str) -> EngineSnapshot | None:
         """Where an engine stands; None when it is not one of the pool."""
         slot = self._slots.get(engine_id)
         return slot.standing if slot is not None else None
@@ -394,7 +406,7 @@ class EnginePool:
         """Why an engine is quarantined."""
         return self._slots[engine_id].error
 
-    def vitals(self, engine_id: str) -> Vitals:
+    def vitals(self, engine_id: str) -> EngineLoad:
         """What the calls of an engine tell of its health."""
         return self._slots[engine_id].vitals(self._balancer.prefill(engine_id))
 
@@ -463,7 +475,7 @@ class EnginePool:
         names = (f"{engine_id} {slot.state}" for engine_id, slot in self._slots.items())
         return ", ".join(names) or "no engine yet"
 
-    def _moved(self, slot: Slot, state: EngineState) -> None:
+    def _moved(self, slot: EngineSlot, state: EngineState) -> None:
         """An engine has changed its state, or its version."""
         engine_id = slot.engine.engine_id
         slot.state = state
@@ -486,7 +498,7 @@ class EnginePool:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _drop_all(self, slot: Slot, why: str) -> None:
+    def _drop_all(self, slot: EngineSlot, why: str) -> None:
         for call in slot.calls():
             call.drop(why)
         for limit in slot.attended:

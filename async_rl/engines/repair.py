@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from async_rl.config import EnginesConfig
-from async_rl.engines.device_phases import Turns
+from async_rl.engines.device_phases import DevicePhases
 from async_rl.engines.lease import EngineState
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady
@@ -35,7 +35,7 @@ from async_rl.runtime.waits import waiting
 log = logging.getLogger(__name__)
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class RepairVerdict(msgspec.Struct, frozen=True):
     """When a failed engine may be started again."""
 
     delay_s: float
@@ -52,7 +52,7 @@ class Restarts:
         self._rng = rng
         self._times: deque[float] = deque()
 
-    def next(self, now: float) -> Verdict:
+    def next(self, now: float) -> RepairVerdict:
         """When the next may be: at once the first time, then later and later.
 
         Jitter keeps engines that failed together from starting together: half of the delay is drawn.
@@ -64,11 +64,11 @@ class Restarts:
         if len(self._times) >= config.max_restarts:
             oldest = self._times[0] if self._times else now
             # What rounding leaves of a window is no time to sleep: the clock would not move.
-            return Verdict(max(1.0, oldest + config.restart_window_s - now), exhausted=True)
+            return RepairVerdict(max(1.0, oldest + config.restart_window_s - now), exhausted=True)
         if not self._times:
-            return Verdict(0.0)
+            return RepairVerdict(0.0)
         doubled = config.restart_delay_s * 2.0 ** (len(self._times) - 1)
-        return Verdict(min(doubled, config.restart_delay_max_s) * self._rng.uniform(0.5, 1.0))
+        return RepairVerdict(min(doubled, config.restart_delay_max_s) * self._rng.uniform(0.5, 1.0))
 
     def note(self, now: float) -> None:
         """One begins."""
@@ -98,7 +98,7 @@ class Repair:
         clock: Callable[[], float],
         *,
         seed: int,
-        turns: Turns | None = None,
+        turns: DevicePhases | None = None,
     ) -> None:
         """Wire the parts.
 
@@ -119,7 +119,7 @@ class Repair:
         self._metrics = metrics
         self._clock = clock
         self._seed = seed
-        self._turns = turns or Turns()
+        self._turns = turns or DevicePhases()
         self._restarts: dict[str, Restarts] = {}
         self._under_way: set[str] = set()
 

@@ -105,7 +105,7 @@ def routing_rows(
     return (ids % facts.num_experts).astype(routing.id_dtype(facts.num_experts))
 
 
-class _Call:
+class _SimulatedCall:
     """One call on the engine: queued, running, or retracted back into the queue."""
 
     def __init__(self, request: GenerateRequest, fault: Fault | None) -> None:
@@ -211,11 +211,11 @@ class SimulatedEngine:
         self._random = random.Random()
         self._version = 0
         self._pages: OrderedDict[int, tuple[int, ...]] = OrderedDict()
-        self._queue: deque[_Call] = deque()
-        self._running: list[_Call] = []
+        self._queue: deque[_SimulatedCall] = deque()
+        self._running: list[_SimulatedCall] = []
         self.missing: set[MemoryPart] = set()
         """Of the device memory: what it has given back."""
-        self._calls: dict[_Call, None] = {}  # ordered, so that a run can be repeated
+        self._calls: dict[_SimulatedCall, None] = {}  # ordered, so that a run can be repeated
         self._idle = asyncio.Event()
         self._idle.set()
         self._standing_still = False
@@ -245,7 +245,7 @@ class SimulatedEngine:
             )
         if self.missing:
             self._die_of(f"a call, without {self.missing}")
-        call = _Call(request, self._next_fault(_CALL_FAULTS))
+        call = _SimulatedCall(request, self._next_fault(_CALL_FAULTS))
         self._calls[call] = None
         self._idle.clear()
         self._queue.append(call)
@@ -258,7 +258,7 @@ class SimulatedEngine:
             self._leave(call)
         yield finish
 
-    async def _decode(self, call: _Call) -> AsyncGenerator[Chunk, None]:
+    async def _decode(self, call: _SimulatedCall) -> AsyncGenerator[Chunk, None]:
         """Prefill and sample, from the prefill again after a retraction, until the call is over."""
         while not self._is_over(call) or not call.row_versions:
             if not await self._prefill(call):
@@ -279,7 +279,7 @@ class SimulatedEngine:
                 for chunk in chunks:
                     yield chunk
 
-    def _end(self, call: _Call) -> Finish:
+    def _end(self, call: _SimulatedCall) -> Finish:
         """The call is over; it leaves its slot with what is known now."""
         if call.finish is None:
             call.finish = Finish(
@@ -291,7 +291,7 @@ class SimulatedEngine:
             self._leave(call)
         return call.finish
 
-    async def _deliver(self, call: _Call, chunk: Chunk) -> tuple[Chunk, ...]:
+    async def _deliver(self, call: _SimulatedCall, chunk: Chunk) -> tuple[Chunk, ...]:
         """What becomes of a chunk on its way, once the call's fault is due.
 
         The client counts along, as that of a server does: it takes nothing twice, and nothing after a gap.
@@ -322,7 +322,7 @@ class SimulatedEngine:
                 return ()
         return (chunk,)
 
-    async def _prefill(self, call: _Call) -> bool:
+    async def _prefill(self, call: _SimulatedCall) -> bool:
         """Wait for a slot and feed all tokens so far; False when the call was aborted before the end."""
         while await call.until(lambda: call.has_slot and not self._standing_still):
             call.row_versions = []
@@ -340,7 +340,7 @@ class SimulatedEngine:
                 return True
         return False
 
-    def _sample(self, call: _Call) -> Chunk:
+    def _sample(self, call: _SimulatedCall) -> Chunk:
         """Draw the next token, which makes a row of the token before it where there is none yet."""
         call.row_versions += [self._version] * (len(call.tokens) - len(call.row_versions))
         request = call.request
@@ -354,19 +354,19 @@ class SimulatedEngine:
         call.sampled_versions.append(self._version)
         return Chunk(token_ids=[token], log_probs=[log_prob])
 
-    def _is_over(self, call: _Call) -> bool:
+    def _is_over(self, call: _SimulatedCall) -> bool:
         return call.num_sampled >= call.request.max_new_tokens or self._has_stopped(call)
 
-    def _has_stopped(self, call: _Call) -> bool:
+    def _has_stopped(self, call: _SimulatedCall) -> bool:
         stops = call.request.sampling.stop_token_ids or (_EOS,)
         return call.num_sampled > 0 and call.tokens[-1] in stops
 
-    def _reason(self, call: _Call) -> Literal["stop", "length", "abort"]:
+    def _reason(self, call: _SimulatedCall) -> Literal["stop", "length", "abort"]:
         if self._has_stopped(call):
             return "stop"
         return "length" if call.num_sampled >= call.request.max_new_tokens and not call.aborted else "abort"
 
-    def _payload(self, call: _Call) -> RoutingPayload | None:
+    def _payload(self, call: _SimulatedCall) -> RoutingPayload | None:
         """Rows, unless none were asked for, or the call ended in the queue or during its prefill."""
         if not call.request.return_routing or not call.has_slot or not call.row_versions:
             return None
@@ -404,7 +404,7 @@ class SimulatedEngine:
             call.changed.set()
             self._running.append(call)
 
-    def _leave(self, call: _Call) -> None:
+    def _leave(self, call: _SimulatedCall) -> None:
         """The call has ended, however it did; what it fed stays in the prefix cache."""
         if call not in self._calls:
             return  # it has left before, or died with the process

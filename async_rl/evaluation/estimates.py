@@ -10,14 +10,14 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from async_rl.observability.evaluation_record import EVERYTHING, Estimate, Score
+from async_rl.observability.evaluation_record import EVERYTHING, Estimate, EvaluationScore
 from async_rl.observability.records import mean
 
 _Z: Final = 1.959964
 """Of the normal distribution, for 95 %."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluatedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One scored answer of a task."""
 
     dataset: str
@@ -76,9 +76,11 @@ def estimate(values: Sequence[float], *, low: float = -math.inf, high: float = m
     )
 
 
-def scores(answers: Iterable[Answer], *, pass_at: Sequence[int], pass_reward: float) -> dict[str, Score]:
+def scores(
+    answers: Iterable[EvaluatedAnswer], *, pass_at: Sequence[int], pass_reward: float
+) -> dict[str, EvaluationScore]:
     """Score all answers together, by dataset, and by data source within it; empty without any answer."""
-    sets: dict[str, list[Answer]] = defaultdict(list)
+    sets: dict[str, list[EvaluatedAnswer]] = defaultdict(list)
     for answer in answers:
         names = [EVERYTHING, answer.dataset]
         if answer.source:
@@ -88,7 +90,7 @@ def scores(answers: Iterable[Answer], *, pass_at: Sequence[int], pass_reward: fl
     return {name: _score(found, pass_at, pass_reward) for name, found in sorted(sets.items())}
 
 
-def _score(answers: Sequence[Answer], pass_at: Sequence[int], pass_reward: float) -> Score:
+def _score(answers: Sequence[EvaluatedAnswer], pass_at: Sequence[int], pass_reward: float) -> EvaluationScore:
     by_task: dict[tuple[str, str], list[float]] = defaultdict(list)
     others: dict[str, list[float]] = defaultdict(list)
     for answer in answers:
@@ -99,7 +101,7 @@ def _score(answers: Sequence[Answer], pass_at: Sequence[int], pass_reward: float
     counted = [
         (len(rewards), sum(reward >= pass_reward for reward in rewards)) for rewards in by_task.values()
     ]
-    return Score(
+    return EvaluationScore(
         tasks=len(by_task),
         answers=len(answers),
         reward=estimate([float(np.mean(rewards)) for rewards in by_task.values()]),

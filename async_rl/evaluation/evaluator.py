@@ -36,7 +36,7 @@ from async_rl.errors import (
     RewardError,
     RolloutError,
 )
-from async_rl.evaluation.estimates import Answer, scores
+from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.instruments import value_of
 from async_rl.observability.metrics import Metrics
@@ -69,7 +69,7 @@ def rollout_settings(config: Config) -> RolloutConfig:
     return replace(rollout, **{name: value for name, value in changed.items() if value is not None})
 
 
-class Examiner:
+class Evaluator:
     """See the module.
 
     Example:
@@ -114,7 +114,7 @@ class Examiner:
         """An empty pool for the engines of one evaluation; what it measures is nobody's."""
         return EnginePool(Metrics(), self._clock, max_prefill_tokens=self._config.engine.max_prefill_tokens)
 
-    async def examine(
+    async def evaluate_sets(
         self, pool: EnginePool, weight_version: int, observer: Observer | None = None
     ) -> EvaluationRecord:
         """Have everything answered once, and score it.
@@ -130,7 +130,7 @@ class Examiner:
         """
         began_s, metrics = self._clock(), Metrics()
         engines = tuple(engine.engine_id for engine in pool.engines())
-        sitting = _Sitting(self, pool, weight_version, metrics, observer or Observer())
+        sitting = _EvaluationRun(self, pool, weight_version, metrics, observer or Observer())
         limit_s = self._config.evaluation.timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -174,11 +174,11 @@ class Examiner:
         )
 
 
-class _Sitting:
+class _EvaluationRun:
     """One evaluation under way."""
 
     def __init__(
-        self, examiner: Examiner, pool: EnginePool, weight_version: int, metrics: Metrics, observer: Observer
+        self, examiner: Evaluator, pool: EnginePool, weight_version: int, metrics: Metrics, observer: Observer
     ) -> None:
         self._examiner = examiner
         self._config = examiner._config
@@ -191,7 +191,7 @@ class _Sitting:
             self._config, decode=examiner._chat.decode, metrics=metrics, clock=examiner._clock
         )
         self._places = asyncio.Semaphore(self._config.evaluation.max_concurrent)
-        self.answers: list[Answer] = []
+        self.answers: list[EvaluatedAnswer] = []
         self.dropped: Counter[str] = Counter()
 
     @property
@@ -206,7 +206,7 @@ class _Sitting:
             async with services(health=health.run, lost=self._watch), self._loops, Nursery() as nursery:
                 for dataset in datasets:
                     for task in dataset.tasks:
-                        group = _Group(self._examiner._new_id(), dataset.name, task, self._config)
+                        group = _AnswerGroup(self._examiner._new_id(), dataset.name, task, self._config)
                         for _ in range(self._config.evaluation.samples):
                             with waiting("evaluation"):
                                 await self._places.acquire()
@@ -224,7 +224,7 @@ class _Sitting:
         told = "; ".join(f"{name}: {error}" for name, error in engines.items())
         raise EngineError(f"no engine of the evaluation is left: {told}")
 
-    async def _answer(self, name: str, group: _Group) -> None:
+    async def _answer(self, name: str, group: _AnswerGroup) -> None:
         """Try until it comes to something; the last one of its group has the group scored, if that is due."""
         try:
             with acting("answer", name):
@@ -236,7 +236,7 @@ class _Sitting:
             self._places.release()
         progressed()
 
-    async def _attempts(self, name: str, group: _Group) -> None:
+    async def _attempts(self, name: str, group: _AnswerGroup) -> None:
         limit = self._config.rollout.max_attempts
         for attempt in range(1, limit + 1):
             session = self._examiner.session(group.task, name, group.group_id, self._pool, self._metrics)
@@ -257,7 +257,7 @@ class _Sitting:
                 self._take(group, tree[0], tree[0].outcome.reward_parts)
                 return
 
-    async def _score_group(self, group: _Group) -> None:
+    async def _score_group(self, group: _AnswerGroup) -> None:
         """By one call for all answers of a task."""
         trajectories, completions = zip(*group.unscored.values(), strict=True)
         results = await self._rewards.score_group(group.task, list(completions))
@@ -268,14 +268,14 @@ class _Sitting:
             outcome = replace(trajectory.outcome, reward=parts["reward"], reward_parts=parts)
             self._take(group, replace(trajectory, outcome=outcome), parts)
 
-    def _take(self, group: _Group, trajectory: Trajectory, parts: dict[str, float]) -> None:
+    def _take(self, group: _AnswerGroup, trajectory: Trajectory, parts: dict[str, float]) -> None:
         """Count an answer, if all of it is of the pinned version."""
         self._observer.ended(trajectory, 1)
         if {segment.weight_version for segment in trajectory.sampled} != {self._weight_version}:
             self.dropped[MIXED_VERSION] += 1
             return
         self.answers.append(
-            Answer(
+            EvaluatedAnswer(
                 dataset=group.dataset,
                 source=group.task.data_source,
                 task_id=group.task.task_id,
@@ -286,7 +286,7 @@ class _Sitting:
         )
 
 
-class _Group:
+class _AnswerGroup:
     """The answers of one task."""
 
     def __init__(self, group_id: str, dataset: str, task: Task, config: Config) -> None:

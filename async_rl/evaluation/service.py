@@ -34,10 +34,10 @@ from typing import Final
 
 from async_rl.config import EvaluationConfig
 from async_rl.engine_protocol import Engine
-from async_rl.engines.device_phases import Turns
+from async_rl.engines.device_phases import DevicePhases
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import AsyncRLError, EngineError, InvariantError, WeightSyncError
-from async_rl.evaluation.evaluator import Examiner, missing
+from async_rl.evaluation.evaluator import Evaluator, missing
 from async_rl.observability.evaluation_record import (
     FILE,
     EvaluationRecord,
@@ -89,13 +89,13 @@ class EvaluationService:
         run_dir: Path,
         pool: EnginePool,
         take_back: Callable[[str], Awaitable[None]],
-        examiner: Examiner,
+        examiner: Evaluator,
         *,
         step: int,
         interrupt_timeout_s: float,
         ended: Callable[[EvaluationRecord], EvaluationRecord],
         clock: Callable[[], float],
-        turns: Turns | None = None,
+        turns: DevicePhases | None = None,
     ) -> None:
         """Wire the parts.
 
@@ -113,7 +113,7 @@ class EvaluationService:
         """
         self._config = config
         self._run_dir = run_dir
-        self._turns = turns or Turns()
+        self._turns = turns or DevicePhases()
         self._pool = pool
         self._take_back = take_back
         self._examiner = examiner
@@ -211,7 +211,7 @@ class EvaluationService:
         answers = self._archive(version)
         try:
             async with services(mirror=lambda: self._mirror(pool)):
-                return await self._examiner.examine(pool, version, answers)
+                return await self._examiner.evaluate_sets(pool, version, answers)
         except ExceptionGroup as group:
             raise first_error(group) from group
         finally:

@@ -67,7 +67,7 @@ _PACE_STEPS = 10
 """Steps whose times say how long the others will take."""
 
 
-class Progress:
+class RunProgress:
     """Shows how far a run is: a live panel on a terminal, otherwise one line a step.
 
     The panel moves the cursor, so it is only for a console that says that it is interactive.

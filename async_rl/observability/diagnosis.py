@@ -26,7 +26,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from async_rl.runtime.waits import Actor, Node, Wait
+from async_rl.runtime.waits import Wait, WaitingActor, WaitNode
 
 State = Literal["moving", "quiet", "overdue", "stalled"]
 """moving: work is done.  quiet: nothing moved for `stall_s`, and what is awaited is within its limit.
@@ -58,10 +58,10 @@ or three times longer, not four."""
 _JUDGED_ELSEWHERE: Final = frozenset({"chunk", "first chunk"})
 """While the run moves, `engines.health` says which call takes too long: it knows what else goes on there."""
 
-TRAIN_LOOP: Final = Node("train loop")
-RUN: Final = Node("run")
-ROLLOUTS: Final = Node("service", "rollouts")
-REPAIR: Final = Node("service", "repair")
+TRAIN_LOOP: Final = WaitNode("train loop")
+RUN: Final = WaitNode("run")
+ROLLOUTS: Final = WaitNode("service", "rollouts")
+REPAIR: Final = WaitNode("service", "repair")
 
 _AWAITED: Final[dict[str, str]] = {
     "admission": "admission",
@@ -174,7 +174,7 @@ class SlotsView(msgspec.Struct, frozen=True, kw_only=True):
     holders: tuple[str, ...]
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A run at one moment."""
 
     quiet_s: float
@@ -182,7 +182,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float
     """So long may nothing move."""
     waits: Sequence[Wait]
-    actors: Sequence[Actor]
+    actors: Sequence[WaitingActor]
     limits_s: Mapping[str, float]
     """Longest waits by the config, by what is awaited."""
     longest_s: Mapping[str, float] = {}
@@ -249,7 +249,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def diagnose(snapshot: Snapshot) -> Diagnosis:
+def diagnose(snapshot: RunSnapshot) -> Diagnosis:
     """Find what everything waits for."""
     standing = snapshot.quiet_s >= snapshot.stall_s
     causes = _Walk(snapshot).causes()
@@ -276,20 +276,20 @@ def phrase(on: str, target: str, why: str | None = None) -> str:
 class _Walk:
     """One walk through the graph of waits. Every node is looked at once, by way of the oldest wait."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: RunSnapshot) -> None:
         self._snapshot = snapshot
         self._actors = {actor.who: actor for actor in snapshot.actors}
-        self._children: dict[Node, list[Node]] = defaultdict(list)
+        self._children: dict[WaitNode, list[WaitNode]] = defaultdict(list)
         for actor in snapshot.actors:
             if actor.parent is not None:
                 self._children[actor.parent].append(actor.who)
-        self._waits: dict[Node, list[Wait]] = defaultdict(list)
+        self._waits: dict[WaitNode, list[Wait]] = defaultdict(list)
         self._waiters: dict[tuple[str, str], int] = defaultdict(int)
         for wait in sorted(snapshot.waits, key=lambda wait: -wait.age_s):
             self._waits[wait.who].append(wait)
             self._waiters[wait.on, wait.target] += 1
         self._engines = {engine.engine_id: engine for engine in snapshot.engines}
-        self._seen: set[Node] = set()
+        self._seen: set[WaitNode] = set()
         self._found: dict[tuple[str, str], Cause] = {}
         self._cycles: list[tuple[Wait, tuple[str, ...]]] = []
 
@@ -316,7 +316,7 @@ class _Walk:
 
     # -- who waits ----------------------------------------------------------------------------------------
 
-    def _visit(self, node: Node, path: tuple[Node, ...], chain: tuple[str, ...]) -> None:
+    def _visit(self, node: WaitNode, path: tuple[WaitNode, ...], chain: tuple[str, ...]) -> None:
         """Follow what an actor waits for."""
         if node in self._seen:
             return
@@ -345,7 +345,7 @@ class _Walk:
 
     # -- what is awaited ----------------------------------------------------------------------------------
 
-    def _follow(self, wait: Wait, path: tuple[Node, ...], chain: tuple[str, ...]) -> None:
+    def _follow(self, wait: Wait, path: tuple[WaitNode, ...], chain: tuple[str, ...]) -> None:
         match wait.on:
             case "batch":
                 self._batch(wait, path, chain)
@@ -375,7 +375,7 @@ class _Walk:
                 self._leaf(wait, chain, age_s=wait.age_s)
 
     def _turn_to(
-        self, nodes: Iterable[Node], wait: Wait, path: tuple[Node, ...], chain: tuple[str, ...]
+        self, nodes: Iterable[WaitNode], wait: Wait, path: tuple[WaitNode, ...], chain: tuple[str, ...]
     ) -> None:
         for node in nodes:
             if node in path:
@@ -383,19 +383,19 @@ class _Walk:
             else:
                 self._visit(node, path, chain)
 
-    def _batch(self, wait: Wait, path: tuple[Node, ...], chain: tuple[str, ...]) -> None:
+    def _batch(self, wait: Wait, path: tuple[WaitNode, ...], chain: tuple[str, ...]) -> None:
         queue = self._snapshot.queue
         if queue is None:
             self._leaf(wait, chain, age_s=wait.age_s)
             return
         awaited = queue.due or queue.in_flight
-        groups = [Node("group", group_id) for group_id in awaited if group_id not in queue.left]
+        groups = [WaitNode("group", group_id) for group_id in awaited if group_id not in queue.left]
         self._turn_to(groups, wait, path, chain)
         too_few = queue.num_ready + len(queue.in_flight) < queue.groups_per_batch
         if too_few or len(groups) < len(awaited):
             self._turn_to([ROLLOUTS], wait, path, chain)
 
-    def _slot(self, wait: Wait, path: tuple[Node, ...], chain: tuple[str, ...]) -> None:
+    def _slot(self, wait: Wait, path: tuple[WaitNode, ...], chain: tuple[str, ...]) -> None:
         slots = self._snapshot.slots
         if slots is None:
             self._leaf(wait, chain, age_s=wait.age_s)
@@ -403,7 +403,7 @@ class _Walk:
         if len(slots.holders) < slots.limit:
             self._asleep(wait, chain)
             return
-        holders = [Node("trajectory", holder) for holder in slots.holders]
+        holders = [WaitNode("trajectory", holder) for holder in slots.holders]
         alive = [holder for holder in holders if holder in self._actors]
         if len(alive) < len(holders):
             gone = [holder.id for holder in holders if holder not in self._actors]
@@ -411,7 +411,7 @@ class _Walk:
             self._add("leaked", "slot", _some(gone), wait.age_s, (*chain, link), some_left=bool(alive))
         self._turn_to(alive, wait, path, chain)
 
-    def _any_engine(self, wait: Wait, path: tuple[Node, ...], chain: tuple[str, ...]) -> None:
+    def _any_engine(self, wait: Wait, path: tuple[WaitNode, ...], chain: tuple[str, ...]) -> None:
         if any(engine.state == "serving" for engine in self._engines.values()):
             self._asleep(wait, chain)
         for engine in self._engines.values():
@@ -421,7 +421,7 @@ class _Walk:
             self._leaf(wait, chain, age_s=wait.age_s)
 
     def _held_up(
-        self, engine: EngineView, wait: Wait, path: tuple[Node, ...], chain: tuple[str, ...]
+        self, engine: EngineView, wait: Wait, path: tuple[WaitNode, ...], chain: tuple[str, ...]
     ) -> bool:
         """Whether an engine stands still for somebody's sake, and then for whose."""
         if engine.state not in ("updating", "joining"):
@@ -524,7 +524,7 @@ class _Walk:
         )
 
 
-def _overdue(snapshot: Snapshot) -> list[Cause]:
+def _overdue(snapshot: RunSnapshot) -> list[Cause]:
     """Waits that are over their own limit, whatever else moves; the oldest of each target."""
     found: dict[tuple[str, str], Cause] = {}
     waiters: dict[tuple[str, str], int] = defaultdict(int)
@@ -557,7 +557,7 @@ def _is_around(wait: Wait) -> bool:
     return wait.on in _CONTAINERS or (wait.on == "engine start" and not wait.target)
 
 
-def _limit_s(wait: Wait, snapshot: Snapshot) -> float | None:
+def _limit_s(wait: Wait, snapshot: RunSnapshot) -> float | None:
     return wait.limit_s if wait.limit_s is not None else snapshot.limits_s.get(wait.on)
 
 

@@ -27,7 +27,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """That it is a mean over."""
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationScore(msgspec.Struct, frozen=True, kw_only=True):
     """What the answers of a set of tasks are worth."""
 
     tasks: int
@@ -57,7 +57,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When it ended, since the first trajectory of the run was dispatched."""
     duration_s: float = 0.0
     engines: tuple[str, ...] = ()
-    scores: dict[str, Score] = {}
+    scores: dict[str, EvaluationScore] = {}
     """By set: `all`, each dataset, and `<dataset>/<data source>` where rows name theirs."""
     asked: int = 0
     """Answers that were to be made: those scored, and those dropped."""

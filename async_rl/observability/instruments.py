@@ -83,7 +83,7 @@ class Instruments:
                 setattr(self, name, declaration.make(PREFIX + name, self.registry))
 
 
-class Section(NamedTuple):
+class MetricSection(NamedTuple):
     """Instruments that one class declares."""
 
     title: str
@@ -91,9 +91,9 @@ class Section(NamedTuple):
     declarations: dict[str, Declaration]
 
 
-def declared(instruments: type[Instruments]) -> Iterator[Section]:
+def declared(instruments: type[Instruments]) -> Iterator[MetricSection]:
     """The declarations of a class and its bases, in the order in which it names them."""
     for part in instruments.__mro__:
         found = {name: value for name, value in vars(part).items() if isinstance(value, Declaration)}
         if found:
-            yield Section((part.__doc__ or part.__name__).splitlines()[0].rstrip("."), found)
+            yield MetricSection((part.__doc__ or part.__name__).splitlines()[0].rstrip("."), found)

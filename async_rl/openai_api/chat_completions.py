@@ -101,7 +101,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What it asks for in vain: sampling parameters, forced tool calls; by parameter."""
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call as it goes out."""
 
     id: str
@@ -117,12 +117,12 @@ class TokenLogProb(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of the policy in OpenAI's terms."""
 
     content: str | None
     reasoning: str | None
-    calls: tuple[Call, ...]
+    calls: tuple[FunctionCall, ...]
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
     prompt_tokens: int
@@ -200,7 +200,7 @@ def read_request(body: bytes, model: str) -> ChatRequest:
     )
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
     """What every answer and all chunks of one begin with."""
 
     id: str
@@ -209,7 +209,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
-def completion(answer: Answer, head: Head, *, logprobs: bool) -> dict[str, Any]:
+def completion(answer: ChatAnswer, head: ReplyHead, *, logprobs: bool) -> dict[str, Any]:
     """The JSON of a whole answer."""
     return {
         **msgspec.structs.asdict(head),
@@ -229,7 +229,7 @@ def completion(answer: Answer, head: Head, *, logprobs: bool) -> dict[str, Any]:
 class Chunks:
     """The chunks of one streamed answer, ready to be sent."""
 
-    def __init__(self, head: Head, *, include_usage: bool) -> None:
+    def __init__(self, head: ReplyHead, *, include_usage: bool) -> None:
         self._head = msgspec.structs.asdict(head) | {"object": "chat.completion.chunk"}
         self._include_usage = include_usage
 
@@ -237,11 +237,11 @@ class Chunks:
         """A part of the message."""
         return self._event([{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}])
 
-    def calls(self, calls: Sequence[Call]) -> bytes:
+    def calls(self, calls: Sequence[FunctionCall]) -> bytes:
         """All tool calls."""
         return self.delta({"tool_calls": [{"index": i, **_call(call)} for i, call in enumerate(calls)]})
 
-    def end(self, answer: Answer, *, logprobs: bool) -> bytes:
+    def end(self, answer: ChatAnswer, *, logprobs: bool) -> bytes:
         """What comes last."""
         values = _logprobs(answer) if logprobs else None
         last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": values}
@@ -272,7 +272,7 @@ def _event(value: Mapping[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: FunctionCall) -> dict[str, Any]:
     return {
         "id": call.id,
         "type": "function",
@@ -280,7 +280,7 @@ def _call(call: Call) -> dict[str, Any]:
     }
 
 
-def _logprobs(answer: Answer) -> dict[str, Any]:
+def _logprobs(answer: ChatAnswer) -> dict[str, Any]:
     """Of all tokens of the turn, tags and thoughts included: nothing says which belong to the content."""
     content = [
         {"token": t.token, "logprob": t.logprob, "bytes": list(t.token.encode()), "top_logprobs": []}

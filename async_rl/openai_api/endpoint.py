@@ -25,14 +25,14 @@ from async_rl.openai_api.answers import Reader
 from async_rl.openai_api.chat_completions import (
     ApiError,
     Chunks,
-    Head,
+    ReplyHead,
     completion,
     error_event,
     models,
     read_request,
 )
 from async_rl.openai_api.history import Exchange
-from async_rl.openai_api.request_handler import Desk, closed
+from async_rl.openai_api.request_handler import RequestHandler, closed
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.supervision import Nursery, first_error
 
@@ -58,7 +58,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     session_url: str
     """The same with the key in it, for agents that cannot be given one; any API key will do then."""
     model: str
-    desk: Desk
+    desk: RequestHandler
 
 
 class Endpoint:
@@ -89,7 +89,7 @@ class Endpoint:
         self._model = model
         self._max_body_bytes = max_body_bytes
         self._secret = secrets.token_bytes(32)
-        self._desks: dict[str, Desk] = {}
+        self._desks: dict[str, RequestHandler] = {}
         self._num_keys = 0
         self._lock = asyncio.Lock()
         self._users = 0
@@ -112,7 +112,7 @@ class Endpoint:
             EnvironmentNotReady: The address cannot be bound.
             AsyncRLError: What ended a turn of the policy; the block is cancelled then.
         """
-        desk = Desk(session, reader=reader, opens_thought=opens_thought, noticed=self._notice)
+        desk = RequestHandler(session, reader=reader, opens_thought=opens_thought, noticed=self._notice)
         self._num_keys += 1
         key = self._sign(str(self._num_keys))
         async with self.serving() as url:
@@ -179,7 +179,7 @@ class Endpoint:
         code = hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()
         return f"sk-{name}-{code}"
 
-    def _desk(self, request: web.Request) -> Desk:
+    def _desk(self, request: web.Request) -> RequestHandler:
         """Whose key this is.
 
         Raises:
@@ -212,7 +212,7 @@ class Endpoint:
         except ApiError:
             desk.refused()
             raise
-        head = Head(id=f"chatcmpl-{secrets.token_hex(12)}", created=int(time.time()), model=self._model)
+        head = ReplyHead(id=f"chatcmpl-{secrets.token_hex(12)}", created=int(time.time()), model=self._model)
         exchange.listeners += 1
         try:
             if chat.stream:
@@ -257,7 +257,7 @@ class Endpoint:
 
 
 async def _stream(
-    request: web.Request, desk: Desk, exchange: Exchange, chunks: Chunks, *, logprobs: bool
+    request: web.Request, desk: RequestHandler, exchange: Exchange, chunks: Chunks, *, logprobs: bool
 ) -> web.StreamResponse:
     """Send an answer as it grows."""
     response = web.StreamResponse(

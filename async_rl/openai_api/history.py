@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from async_rl.openai_api.chat_completions import Answer, ApiError, ChatRequest
+from async_rl.openai_api.chat_completions import ApiError, ChatAnswer, ChatRequest
 from async_rl.rollout.session.api import Session
 
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
@@ -42,7 +42,7 @@ class Exchange:
         self.keys = tuple(keys)
         self.text = ""
         """What the policy has written so far."""
-        self.answer: Answer | None = None
+        self.answer: ChatAnswer | None = None
         self.error: ApiError | None = None
         self.listeners = 0
         """Connections that wait for it."""
@@ -61,7 +61,7 @@ class Exchange:
         return self.keys == tuple(keys) and _parameters(self.request) == _parameters(request)
 
 
-class Conversation:
+class RequestConversation:
     """What one session knows, in messages: those of the agent as they came, answers as they went out."""
 
     def __init__(self, session: Session) -> None:
@@ -89,7 +89,7 @@ class Conversation:
         self.exchanges.append(exchange)
         return new
 
-    def end(self, exchange: Exchange, answer: Answer) -> None:
+    def end(self, exchange: Exchange, answer: ChatAnswer) -> None:
         """The answer is part of it now. An exchange that failed leaves what is known as it was."""
         exchange.answer = answer
         self.tools = tools_key(exchange.request)
@@ -97,7 +97,7 @@ class Conversation:
 
 
 def find_repeated(
-    conversations: Iterable[Conversation],
+    conversations: Iterable[RequestConversation],
     request: ChatRequest,
     keys: Sequence[Key],
     *,
@@ -117,8 +117,8 @@ def find_repeated(
 
 
 def find_continued(
-    conversations: Iterable[Conversation], request: ChatRequest, keys: Sequence[Key]
-) -> Conversation | None:
+    conversations: Iterable[RequestConversation], request: ChatRequest, keys: Sequence[Key]
+) -> RequestConversation | None:
     """The conversation that a request continues: of several, the one that knows most."""
     fitting = [c for c in conversations if c.continued_by(request, keys)]
     return max(fitting, key=lambda conversation: len(conversation.known), default=None)

@@ -21,10 +21,10 @@ from typing import Any, Final
 
 from async_rl.errors import ConfigError, OutOfTurns, PromptTooLong
 from async_rl.openai_api.answers import Form, Reader, Shown, show
-from async_rl.openai_api.chat_completions import Answer, ApiError, Call, ChatRequest, TokenLogProb
+from async_rl.openai_api.chat_completions import ApiError, ChatAnswer, ChatRequest, FunctionCall, TokenLogProb
 from async_rl.openai_api.history import (
-    Conversation,
     Exchange,
+    RequestConversation,
     find_continued,
     find_repeated,
     message_keys,
@@ -35,11 +35,11 @@ from async_rl.runtime.supervision import Nursery
 _MAX_WAITING: Final = 64
 """Requests of one trajectory that have not begun."""
 
-_Job = tuple[Conversation, Exchange, list[dict[str, Any]]]
+_Job = tuple[RequestConversation, Exchange, list[dict[str, Any]]]
 """A request, where it belongs, and its messages that are new there."""
 
 
-class Desk:
+class RequestHandler:
     """Answers the requests of one trajectory.
 
     Args:
@@ -61,7 +61,7 @@ class Desk:
         self._reader = reader
         self._opens_thought = opens_thought
         self._noticed = noticed
-        self._conversations = [Conversation(session)]
+        self._conversations = [RequestConversation(session)]
         self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()  # `ask` keeps it short
         self._num_exchanges = 0
         self._closed = False
@@ -117,7 +117,7 @@ class Desk:
         """Count a request that was turned down."""
         self._session.record_request("refused")
 
-    def _another(self) -> Conversation:
+    def _another(self) -> RequestConversation:
         """One more conversation of this trajectory.
 
         Raises:
@@ -132,7 +132,7 @@ class Desk:
                 param="messages",
                 code="too_many_conversations",
             )
-        conversation = Conversation(self._session.conversation())
+        conversation = RequestConversation(self._session.conversation())
         self._conversations.append(conversation)
         return conversation
 
@@ -161,7 +161,9 @@ class Desk:
                 if not exchange.ended:
                     _fail(exchange, closed())
 
-    async def _turn(self, conversation: Conversation, exchange: Exchange, new: list[dict[str, Any]]) -> None:
+    async def _turn(
+        self, conversation: RequestConversation, exchange: Exchange, new: list[dict[str, Any]]
+    ) -> None:
         """Let the policy answer a request, and put the answer where connections find it."""
         session, request = conversation.session, exchange.request
 
@@ -198,15 +200,15 @@ class Desk:
             conversation.end(exchange, self._answer(session, exchange, turn, prompt_tokens))
             _changed(exchange)
 
-    def _answer(self, session: Session, exchange: Exchange, turn: Turn, prompt_tokens: int) -> Answer:
+    def _answer(self, session: Session, exchange: Exchange, turn: Turn, prompt_tokens: int) -> ChatAnswer:
         exchange.text = turn.text
         pieces = session.pieces(turn.token_ids.tolist()) if exchange.request.logprobs else []
         shown = show(turn.text, self._form(exchange.request), whole=True)
         calls = tuple(
-            Call(id=f"call_{exchange.number}_{i}", name=name, arguments=json.dumps(arguments))
+            FunctionCall(id=f"call_{exchange.number}_{i}", name=name, arguments=json.dumps(arguments))
             for i, (name, arguments) in enumerate(shown.calls)
         )
-        return Answer(
+        return ChatAnswer(
             content=shown.content or (None if calls or shown.reasoning else ""),
             reasoning=shown.reasoning,
             calls=calls,

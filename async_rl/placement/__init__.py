@@ -22,7 +22,7 @@ import ray
 
 from async_rl.config import Config
 from async_rl.engines.sglang.server import SGLangServer
-from async_rl.observability.console_report import Progress
+from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import Summary
 from async_rl.placement.local_ray import connect, scratch_folder
 from async_rl.placement.ray_cluster import RayCluster
@@ -33,7 +33,7 @@ async def run(
     config: Config,
     run_dir: Path,
     stop: asyncio.Event,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
     server: type[SGLangServer] = SGLangServer,
 ) -> Summary:
     """Run a config with its processes on Ray; see `async_rl.run.orchestrator.run`.

@@ -25,7 +25,7 @@ from async_rl.runtime.processes import Process, die_with_parent, this_process
 from async_rl.weights.follower import Follower
 
 
-class Home(msgspec.Struct, frozen=True):
+class ActorHome(msgspec.Struct, frozen=True):
     """What an actor must know to be at home on its node; the same for all actors of a run."""
 
     folder: str
@@ -37,10 +37,10 @@ class Home(msgspec.Struct, frozen=True):
     driver_node: str
 
 
-class Actor:
+class NodeActor:
     """What ranks and owners of servers have in common."""
 
-    def arrive(self, home: Home, log_path: str | None) -> Process:
+    def arrive(self, home: ActorHome, log_path: str | None) -> Process:
         """Go to the driver's folder and look whether the run's folder is shared; which process this is.
 
         Args:
@@ -57,7 +57,7 @@ class Actor:
         return this_process(ray.get_runtime_context().get_node_id())
 
 
-class RankActor(Actor):
+class RankActor(NodeActor):
     """One trainer rank in a process of its own."""
 
     def __init__(self, cpus: float, gpu: str | None = None) -> None:
@@ -67,7 +67,7 @@ class RankActor(Actor):
         # Several ranks of OpenMP threads that spin for each other stall a machine of few cores for seconds.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
         self._worker: Any = None
-        self._frame: Frame | None = None
+        self._frame: SharedFrame | None = None
 
     def address(self) -> tuple[str, int]:
         """A host and free port of this node."""
@@ -91,11 +91,11 @@ class RankActor(Actor):
             frame: `[bytes] uint8`, in this node's store.
         """
         self._frame = None  # of the step before
-        self._frame = Frame(frame)
+        self._frame = SharedFrame(frame)
         return self._frame.path
 
 
-class EngineActor(Actor):
+class EngineActor(NodeActor):
     """Owns one SGLang server process: it dies with this actor."""
 
     def __init__(self, server: type[SGLangServer], config: dict[str, Any], index: int, log_dir: str) -> None:
@@ -118,7 +118,7 @@ class EngineActor(Actor):
         name = f"async_rl-weights-{run}-{index}"
         self._folder = Follower(Path(parsed.weights.local_dir) / name)
 
-    def arrive(self, home: Home, log_path: str | None) -> Process:
+    def arrive(self, home: ActorHome, log_path: str | None) -> Process:
         """See `Actor.arrive`.
 
         Raises:
@@ -166,7 +166,7 @@ class EngineActor(Actor):
         return await asyncio.to_thread(self._folder.apply, path)
 
 
-class Frame:
+class SharedFrame:
     """Bytes in memory under a path that other processes of this host and user can open.
 
     The path is of this process (an anonymous file), so nothing is left behind when it is killed.
@@ -187,7 +187,7 @@ class Frame:
         os.close(self._file)
 
 
-def go_to_work(home: Home, node: str) -> None:
+def go_to_work(home: ActorHome, node: str) -> None:
     """Make the driver's working folder this process's, and check that its files are the driver's.
 
     Raises:

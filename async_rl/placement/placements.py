@@ -30,7 +30,7 @@ TELL_S: Final = 5.0
 log = logging.getLogger(__name__)
 
 
-class Node(msgspec.Struct, frozen=True):
+class ClusterNode(msgspec.Struct, frozen=True):
     """A node that is alive, and what is on it."""
 
     name: str
@@ -38,7 +38,7 @@ class Node(msgspec.Struct, frozen=True):
     free: Mapping[str, float]
 
 
-class Places:
+class Placements:
     """One place a process, numbered as the processes are.
 
     Example:
@@ -169,7 +169,9 @@ def by_node(nodes: Sequence[str]) -> list[int]:
     return sorted(range(len(nodes)), key=lambda i: (-counts[nodes[i]], first[nodes[i]], i))
 
 
-def no_room(what: str, asked: Mapping[str, float], count: int, strategy: str, nodes: Sequence[Node]) -> str:
+def no_room(
+    what: str, asked: Mapping[str, float], count: int, strategy: str, nodes: Sequence[ClusterNode]
+) -> str:
     """Why processes cannot be placed, with what each node has; one line a node."""
     one = ", ".join(f"{amount:g} {name}" for name, amount in sorted(asked.items()))
     fits = sum(all(node.total.get(name, 0) >= amount for name, amount in asked.items()) for node in nodes)
@@ -182,7 +184,7 @@ def no_room(what: str, asked: Mapping[str, float], count: int, strategy: str, no
     )
 
 
-def resources(asked: Iterable[str], nodes: Sequence[Node]) -> list[str]:
+def resources(asked: Iterable[str], nodes: Sequence[ClusterNode]) -> list[str]:
     """What there is of what was asked for, and of CPUs and GPUs; one line a node."""
     wanted = {"CPU", "GPU", *asked}
     return [
@@ -202,11 +204,11 @@ def addresses() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
 
 
-def alive_nodes() -> list[Node]:
+def alive_nodes() -> list[ClusterNode]:
     """The nodes of the cluster, in the order of their addresses; blocks."""
     free = available_resources_per_node()  # type: ignore[no-untyped-call]
     found = [
-        Node(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
+        ClusterNode(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]
     ]

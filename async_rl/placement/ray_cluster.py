@@ -23,9 +23,9 @@ from async_rl.engines.sglang.connect import check_shares_memory, external_keys, 
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, EnvironmentNotReady, TrainerError
-from async_rl.placement.actors import EngineActor, Home, RankActor
+from async_rl.placement.actors import ActorHome, EngineActor, RankActor
 from async_rl.placement.ending import EXIT_LIMIT_S, end
-from async_rl.placement.placements import TELL_S, Places, addresses
+from async_rl.placement.placements import TELL_S, Placements, addresses
 from async_rl.placement.ray_folders import RayFolder
 from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_line, made
 from async_rl.placement.rollout_worker_actor import rollout_worker
@@ -260,13 +260,13 @@ class RayCluster(Cluster):
             self._server, to_builtins(self._config), index, str(self._logs)
         )
 
-    def _places_of_engines(self) -> Places:
+    def _places_of_engines(self) -> Placements:
         engine, placement = self._config.engine, self._config.placement
         gpus = placement.gpus_per_engine
         if gpus is None:
             real = isinstance(engine, SGLangEngines) and uses_gpus(engine.device)
             gpus = float(engine.tp_size) if real and isinstance(engine, SGLangEngines) else 0.0
-        return Places(
+        return Placements(
             "engine",
             {"CPU": placement.cpus_per_engine, "GPU": gpus, **placement.resources_per_engine},
             engine.num_engines,
@@ -274,12 +274,12 @@ class RayCluster(Cluster):
             remedy="lower engine.num_engines, engine.tp_size or placement.*_per_engine",
         )
 
-    def _places_of_ranks(self) -> Places:
+    def _places_of_ranks(self) -> Placements:
         trainer, placement = self._config.trainer, self._config.placement
         gpus = placement.gpus_per_rank
         if gpus is None:
             gpus = 1.0 if uses_gpus(trainer.device) and not placement.shared else 0.0
-        return Places(
+        return Placements(
             "trainer rank",
             {"CPU": placement.cpus_per_rank, "GPU": gpus, **placement.resources_per_rank},
             trainer.num_ranks,
@@ -297,7 +297,7 @@ class RayCluster(Cluster):
             except EnvironmentNotReady as error:
                 log.warning("engine %s waits for a node: %s", engine_id, error)
 
-    async def _arrival(self, name: str, actor: Any, places: Places, log_path: Path | None) -> None:
+    async def _arrival(self, name: str, actor: Any, places: Placements, log_path: Path | None) -> None:
         """Wait until an actor is there, and know its process.
 
         Raises:
@@ -388,8 +388,8 @@ def uses_gpus(device: str) -> bool:
     return bool(ray.cluster_resources().get("GPU", 0) > 0)  # type: ignore[no-untyped-call]
 
 
-def _home(run_dir: Path) -> Home:
+def _home(run_dir: Path) -> ActorHome:
     """What actors find their way by; writes the sign."""
     word, sign = secrets.token_hex(16), run_dir / ".shared"
     sign.write_text(word)
-    return Home(os.getcwd(), str(sign), word, ray.get_runtime_context().get_node_id())
+    return ActorHome(os.getcwd(), str(sign), word, ray.get_runtime_context().get_node_id())

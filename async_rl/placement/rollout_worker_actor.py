@@ -21,7 +21,7 @@ from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.loop_watchdog import LoopWatch
 from async_rl.observability.metrics import Metrics
-from async_rl.placement.actors import Actor, Home, node_address
+from async_rl.placement.actors import ActorHome, NodeActor, node_address
 from async_rl.placement.ending import EXIT_LIMIT_S, end
 from async_rl.placement.ray_trainer import cause_of, last_line
 from async_rl.rollout.workers.link import Door, connect, door
@@ -36,7 +36,7 @@ _LEAVE_S: Final = 10.0
 """Once the link is closed, loops and tools have so long to let go of what they hold elsewhere."""
 
 
-class RolloutWorkerActor(Actor):
+class RolloutWorkerActor(NodeActor):
     """The process of a rollout worker."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class RolloutWorkerActor(Actor):
 
 
 @asynccontextmanager
-async def rollout_worker(config: Config, name: str, home: Home, log_path: Path) -> AsyncIterator[Link]:
+async def rollout_worker(config: Config, name: str, home: ActorHome, log_path: Path) -> AsyncIterator[Link]:
     """Start a rollout worker; it ends with the block, whatever state it is in.
 
     Raises:

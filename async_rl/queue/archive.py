@@ -84,7 +84,7 @@ class RoutingCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Which weights computed which rows; `NEVER_COMPUTED` where no engine reported any."""
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class ArchivedTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A trajectory of the archive: the frame of a row."""
 
     trajectory: Trajectory
@@ -92,7 +92,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     routing: RoutingCounts | None
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class ArchiveRow(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory in a table, without its tokens."""
 
     number: int
@@ -114,7 +114,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class ArchiveEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Something that became of a trajectory."""
 
     unix_s: float
@@ -140,14 +140,14 @@ class Observer:
         """They will not be trained."""
 
 
-def kept(trajectory: Trajectory) -> Kept:
+def kept(trajectory: Trajectory) -> ArchivedTrajectory:
     """A trajectory without its routing rows, which it no longer holds in memory then."""
     trace = trajectory.trace
     counts = None
     if trace is not None:
         invalid = sum(s.end - s.start for s in trace.spans if s.weight_version == NEVER_COMPUTED)
         counts = RoutingCounts(rows=len(trace.rows), invalid=invalid, spans=trace.spans)
-    return Kept(trajectory=msgspec.structs.replace(trajectory, trace=None), routing=counts)
+    return ArchivedTrajectory(trajectory=msgspec.structs.replace(trajectory, trace=None), routing=counts)
 
 
 class Archive(Observer):
@@ -250,7 +250,13 @@ class Archive(Observer):
             self._notes.append((kind, (self._clock(), *values)))
 
     def _write_put(
-        self, database: sqlite3.Connection, unix_s: float, item: Kept, attempt: int, status: str, why: Any
+        self,
+        database: sqlite3.Connection,
+        unix_s: float,
+        item: ArchivedTrajectory,
+        attempt: int,
+        status: str,
+        why: Any,
     ) -> None:
         trajectory, outcome = item.trajectory, item.trajectory.outcome
         name = trajectory.trajectory_id
@@ -349,7 +355,7 @@ class ArchiveReader:
 
     def rows(
         self, where: str = "1", values: Sequence[Any] = (), *, order: str = "number DESC", limit: int = -1
-    ) -> list[Row]:
+    ) -> list[ArchiveRow]:
         """Rows of a table.
 
         Args:
@@ -358,18 +364,21 @@ class ArchiveReader:
             order: In SQL.
             limit: Most rows; -1 for all.
         """
-        columns = ", ".join(Row.__struct_fields__)
+        columns = ", ".join(ArchiveRow.__struct_fields__)
         found = self._database.execute(
             f"SELECT {columns} FROM trajectories WHERE {where} ORDER BY {order} LIMIT ?", (*values, limit)
         )
-        return [msgspec.convert(dict(zip(Row.__struct_fields__, row, strict=True)), Row) for row in found]
+        return [
+            msgspec.convert(dict(zip(ArchiveRow.__struct_fields__, row, strict=True)), ArchiveRow)
+            for row in found
+        ]
 
     def count(self) -> int:
         """Trajectories that are there."""
         ((number,),) = self._database.execute("SELECT count(*) FROM trajectories")
         return int(number)
 
-    def read(self, trajectory_id: str) -> tuple[Kept, list[Event]]:
+    def read(self, trajectory_id: str) -> tuple[ArchivedTrajectory, list[ArchiveEvent]]:
         """One trajectory that `rows` has shown, and what became of it.
 
         Raises:
@@ -382,13 +391,13 @@ class ArchiveReader:
         if found is None:
             raise ConfigError(f"trajectory {trajectory_id} has made room for newer ones")
         try:
-            item = codec.decode(found[0], Kept)
+            item = codec.decode(found[0], ArchivedTrajectory)
         except CorruptFrame as error:
             raise CorruptFrame(f"trajectory {trajectory_id}: {error}") from error
         events = self._database.execute(
             "SELECT unix_s, what FROM events WHERE trajectory_id = ? ORDER BY rowid", (trajectory_id,)
         )
-        return item, [Event(unix_s=unix_s, what=what) for unix_s, what in events]
+        return item, [ArchiveEvent(unix_s=unix_s, what=what) for unix_s, what in events]
 
     def close(self) -> None:
         """Close the file."""

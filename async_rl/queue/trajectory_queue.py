@@ -44,7 +44,7 @@ from async_rl.queue.ledger import DataPosition, GroupRecord, Ledger
 from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.packing import Packer, StoredGroup, TakenBatch, age_counts_from
 from async_rl.queue.spool import Spool, SpoolRef
-from async_rl.runtime.threads import to_the_end
+from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import Awaited, waiting
 from async_rl.staleness import Backlog, Overage
 from async_rl.types import Group, Trajectory, root_of
@@ -303,7 +303,7 @@ class TrajectoryQueue:
         ended = self._ended_early.pending
         if not ended:
             return []
-        stored, cancelled = await to_the_end(self._threads, lambda: self._ended_early.store(ended))
+        stored, cancelled = await run_uncancellable(self._threads, lambda: self._ended_early.store(ended))
         kept = self._ended_early.note(stored)
         if cancelled is not None:
             raise cancelled
@@ -338,7 +338,7 @@ class TrajectoryQueue:
                     f"{sorted(record.in_flight)}"
                 )
             try:
-                ref, cancelled = await to_the_end(self._threads, lambda: self._spool.put(group))
+                ref, cancelled = await run_uncancellable(self._threads, lambda: self._spool.put(group))
                 break
             except SpoolFull:
                 if not (self._packing or self._taken or self._backlog.select(self._admission.next)):
@@ -365,7 +365,7 @@ class TrajectoryQueue:
         self._make_ready(group.group_id, ref, known if counts_from is None else counts_from, counted=True)
         self._wake()
         if cancelled is None:
-            _, cancelled = await to_the_end(self._threads, self._ledger.flush)
+            _, cancelled = await run_uncancellable(self._threads, self._ledger.flush)
         if cancelled is not None:
             raise cancelled  # what was kept is nobody's once the ledger is written: `restore` removes it
         self._ended_early.forget((), kept.values())
@@ -583,7 +583,9 @@ class TrajectoryQueue:
         ]
         self._packing = frozenset(chosen)
         try:
-            packed, cancelled = await to_the_end(self._threads, lambda: self._packer.pack(version, stored))
+            packed, cancelled = await run_uncancellable(
+                self._threads, lambda: self._packer.pack(version, stored)
+            )
         finally:
             self._packing = frozenset()
         for group_id, reason in packed.unusable.items():

@@ -124,10 +124,10 @@ async def finish(task: Task, tree: Sequence[RolloutSession], rewards: Rewards) -
         RewardError: As `score`.
         AlignmentError: As `close`.
     """
-    return await close(await worth(task, tree, rewards))
+    return await close(await score_tree(task, tree, rewards))
 
 
-async def worth(task: Task, tree: Sequence[RolloutSession], rewards: Rewards) -> Sequence[Played]:
+async def score_tree(task: Task, tree: Sequence[RolloutSession], rewards: Rewards) -> Sequence[Played]:
     """A session and its branches with their rewards; see `score`."""
     parts = await score(task, tree, rewards)
     return [

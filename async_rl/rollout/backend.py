@@ -10,14 +10,14 @@ from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import RewardError
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.attempt import Played, play, worth
+from async_rl.rollout.attempt import Played, play, score_tree
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.types import Completion, Task
 
 
-class Stage(Protocol):
+class RolloutBackend(Protocol):
     """Runs agent loops and rewards while its block lasts."""
 
     session: type[RolloutSession]
@@ -56,7 +56,7 @@ class Stage(Protocol):
         ...
 
 
-class Here(Stage):
+class LocalBackend(RolloutBackend):
     """In this event loop."""
 
     session = RolloutSession
@@ -92,7 +92,7 @@ class Here(Stage):
         """See `Stage.play`."""
         await play(task, session, self._loops, self._config)
         if not self._rewards.scores_groups(task):
-            return await worth(task, session.tree, self._rewards)
+            return await score_tree(task, session.tree, self._rewards)
         return [Played(session=each, speaker=each.speaker.trajectory_id, parts=None) for each in session.tree]
 
     async def score_group(

@@ -50,7 +50,7 @@ class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class GroupVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of a group whose siblings have all ended."""
 
     train: bool
@@ -62,7 +62,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge(
     rewards: Sequence[float], dropped: Mapping[str, str], policy: GroupPolicy, *, may_retry: bool = False
-) -> Verdict:
+) -> GroupVerdict:
     """Decide on a group.
 
     Args:
@@ -73,14 +73,14 @@ def judge(
     """
     failures = [reason for reason in dropped.values() if reason != STRAGGLER]
     if failures and policy.failed_siblings == "drop":
-        return Verdict(train=False, reason="sibling_failed")
+        return GroupVerdict(train=False, reason="sibling_failed")
     if failures and policy.failed_siblings == "retry" and may_retry and not _HOPELESS.issuperset(failures):
-        return Verdict(train=False, reason="sibling_failed", retry=True)
+        return GroupVerdict(train=False, reason="sibling_failed", retry=True)
     if len(rewards) < policy.min_size:
-        return Verdict(train=False, reason="too_few_siblings")
+        return GroupVerdict(train=False, reason="too_few_siblings")
     if policy.dynamic_filtering and not has_signal(rewards):
-        return Verdict(train=False, reason="no_signal")
-    return Verdict(train=True)
+        return GroupVerdict(train=False, reason="no_signal")
+    return GroupVerdict(train=True)
 
 
 def has_signal(rewards: Sequence[float]) -> bool:

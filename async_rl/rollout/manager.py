@@ -43,7 +43,7 @@ from async_rl.queue.journal import Entry, Journal
 from async_rl.queue.journal_file import Journalled
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.attempt import close
-from async_rl.rollout.backend import Stage
+from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.groups import (
     STRAGGLER,
     GroupInFlight,
@@ -83,7 +83,7 @@ class RolloutManager:
         feeder: Feeder,
         queue: TrajectoryQueue,
         pool: EnginePool,
-        backend: Stage,
+        backend: RolloutBackend,
         chat: ChatFormat,
         facts: EngineFacts,
         metrics: Metrics,

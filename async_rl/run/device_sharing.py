@@ -24,7 +24,7 @@ from typing import Protocol
 
 from async_rl.engine_protocol import Engine
 from async_rl.engines.device_memory import Empty, Loadable, stop
-from async_rl.engines.device_phases import Turns
+from async_rl.engines.device_phases import DevicePhases
 from async_rl.engines.lease import EngineState
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import EngineError, EngineTimeout, WeightSyncError
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class Devices(Protocol):
     """Where engines and trainer run, as the orchestrator needs to know it."""
 
-    turns: Turns
+    turns: DevicePhases
     """Whose turn it is: engines are started in their own alone."""
     shared: bool
     """Whether one stands still while the other works."""
@@ -68,7 +68,7 @@ class OwnDevices:
     shared = False
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.turns = DevicePhases()
 
     async def clear(self) -> None:
         """See `Devices.clear`."""
@@ -112,7 +112,7 @@ class SharedDevices:
             clock: Monotonic seconds.
             timeout_s: Longest part of a hand-over of one engine, seconds.
         """
-        self.turns = Turns()
+        self.turns = DevicePhases()
         self._pool = pool
         self._stop_engine = stop_engine
         self._metrics = metrics

@@ -28,7 +28,7 @@ from async_rl.observability.diagnosis import (
     Cause,
     Diagnosis,
     EngineView,
-    Snapshot,
+    RunSnapshot,
     diagnose,
     phrase,
 )
@@ -162,7 +162,7 @@ class Doctor:
         """What the run waits for, now."""
         waits, now = self._waits, self._waits.clock()
         return diagnose(
-            Snapshot(
+            RunSnapshot(
                 quiet_s=waits.quiet_s,
                 stall_s=self._config.stall_s,
                 waits=waits.open_waits(),

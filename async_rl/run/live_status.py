@@ -17,14 +17,14 @@ from async_rl.observability.page.view import EngineRow, Now, look
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.manager import RolloutManager
 from async_rl.run.doctor import Doctor
-from async_rl.run.run_log import Chronicle
+from async_rl.run.run_log import RunLogger
 from async_rl.runtime.waits import Waits, waiting
 
 _DIAGNOSIS_LASTS_S: Final = 5.0
 """On the live page; 40 ms go into one of 4096 trajectories."""
 
 
-class Pulse:
+class LiveStatus:
     """See the module.
 
     Example:
@@ -36,7 +36,7 @@ class Pulse:
 
     def __init__(
         self,
-        chronicle: Chronicle,
+        chronicle: RunLogger,
         doctor: Doctor,
         pool: EnginePool,
         waits: Waits,

@@ -40,9 +40,9 @@ from async_rl.engines.model_facts import check_model, load_facts
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.repair import Repair
 from async_rl.errors import TrainerError
-from async_rl.evaluation.evaluator import Examiner
+from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
-from async_rl.observability.console_report import Progress
+from async_rl.observability.console_report import RunProgress
 from async_rl.observability.discovery import announced
 from async_rl.observability.endpoints import serve
 from async_rl.observability.metrics import Metrics
@@ -52,18 +52,18 @@ from async_rl.observability.records import Summary
 from async_rl.observability.trackers.choice import tracking
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.backend import Here, Stage
+from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.manager import RolloutManager
-from async_rl.rollout.workers.worker_backend import RolloutWorkers
+from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.run.checkpoints import Checkpoints, can_follow
 from async_rl.run.cluster import Cluster
 from async_rl.run.device_sharing import Devices, OwnDevices, SharedDevices
 from async_rl.run.doctor import Doctor, watched
-from async_rl.run.live_status import Pulse
-from async_rl.run.recovery import Estate
-from async_rl.run.run_log import Chronicle
+from async_rl.run.live_status import LiveStatus
+from async_rl.run.recovery import RecoveredState
+from async_rl.run.run_log import RunLogger
 from async_rl.run.train_loop import TrainLoop
-from async_rl.run.trainer_restarts import Footing, TrainerStarts
+from async_rl.run.trainer_restarts import TrainerHandle, TrainerRestarts
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.trainer_protocol import Trainer
@@ -78,7 +78,7 @@ async def run(
     stop: asyncio.Event,
     cluster: Cluster,
     *,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
     clock: Callable[[], float] = time.monotonic,
     new_id: Callable[[], str] = lambda: uuid7().hex,
 ) -> Summary:
@@ -124,7 +124,7 @@ async def run(
                 progress.stop()
 
 
-class _Given(NamedTuple):
+class _RunInputs(NamedTuple):
     """What all lives of a run work on."""
 
     tasks: Any
@@ -134,12 +134,12 @@ class _Given(NamedTuple):
     validation: Sequence[Dataset]
 
 
-class _Life(NamedTuple):
+class _Incarnation(NamedTuple):
     """What hangs on one trainer, from where it has come up to where it ends."""
 
     trainer: Trainer
     sync: WeightSync
-    estate: Estate
+    estate: RecoveredState
     manager: RolloutManager
     checkpoints: Checkpoints
     loop: TrainLoop
@@ -185,8 +185,8 @@ class Orchestrator:
         self._membership: Membership | None = None
         self.named_waits = Waits(clock)
         self.doctor = Doctor(config, self.named_waits, pool, metrics)
-        self.chronicle = Chronicle(config, run_dir, pool, metrics, clock)
-        self.pulse = Pulse(
+        self.chronicle = RunLogger(config, run_dir, pool, metrics, clock)
+        self.pulse = LiveStatus(
             self.chronicle,
             self.doctor,
             pool,
@@ -196,7 +196,7 @@ class Orchestrator:
             run_dir,
             max_steps=config.run.max_steps,
         )
-        self._starts = TrainerStarts(
+        self._starts = TrainerRestarts(
             cluster,
             run_dir,
             pool,
@@ -205,7 +205,7 @@ class Orchestrator:
             metrics,
             max_restarts=config.trainer.max_restarts,
         )
-        self._life: _Life | None = None
+        self._life: _Incarnation | None = None
 
     @property
     def queue(self) -> TrajectoryQueue | None:
@@ -218,7 +218,7 @@ class Orchestrator:
         chat: Any,
         facts: EngineFacts,
         new_id: Callable[[], str],
-        progress: Progress | None,
+        progress: RunProgress | None,
         trackers: Trackers | None = None,
         validation: Sequence[Dataset] = (),
     ) -> Summary:
@@ -229,7 +229,7 @@ class Orchestrator:
         if isinstance(num_reserved := self._config.evaluation.engines, int) and validation:
             for engine in self.pool.engines()[-num_reserved:]:
                 self.pool.reserve(engine.engine_id)
-        given = _Given(tasks, chat, facts, new_id, validation)
+        given = _RunInputs(tasks, chat, facts, new_id, validation)
         failed_saves = 0
         while True:
             # A trainer that came back starts from its checkpoint as a new driver does: with all that hangs on
@@ -242,18 +242,18 @@ class Orchestrator:
                 life.estate.leave()
             trajectories = queue.statistics().counts
             queue.close()
-            if not isinstance(end, Footing):
+            if not isinstance(end, TrainerHandle):
                 return self.chronicle.summary(trajectories, ended_s=end)
             footing, failed_saves = end, life.checkpoints.failed
 
     # -- a life ----------------------------------------------------------------------------------------
 
-    def _begin_life(self, given: _Given, footing: Footing, failed_saves: int) -> _Life:
+    def _begin_life(self, given: _RunInputs, footing: TrainerHandle, failed_saves: int) -> _Incarnation:
         """All that hangs on the trainer's step, as what is in the run's folder has it."""
         config, metrics, clock = self._config, self._metrics, self._clock
         trainer, step = footing
         sync = self._weight_sync(trainer)
-        estate = Estate(config, self._dir, given.tasks, given.facts, step, metrics, clock)
+        estate = RecoveredState(config, self._dir, given.tasks, given.facts, step, metrics, clock)
         queue = estate.queue
         manager = RolloutManager(
             config,
@@ -275,7 +275,7 @@ class Orchestrator:
         )
         self.doctor.attend(queue, manager.slots)
         self.pulse.attend(queue, manager)
-        return _Life(
+        return _Incarnation(
             trainer=trainer,
             sync=sync,
             estate=estate,
@@ -295,12 +295,12 @@ class Orchestrator:
             evaluation=self._evaluation(given, sync, step) if given.validation else None,
         )
 
-    def _rollout_backend(self, chat: ChatFormat) -> Stage:
+    def _rollout_backend(self, chat: ChatFormat) -> RolloutBackend:
         """Rollout workers where the config asks for them, else this event loop."""
         config = self._config
         if config.rollout.num_workers:
-            return RolloutWorkers(config.rollout, self._cluster.rollout_worker, self._metrics)
-        return Here(config, chat=chat, metrics=self._metrics, clock=self._clock)
+            return WorkerBackend(config.rollout, self._cluster.rollout_worker, self._metrics)
+        return LocalBackend(config, chat=chat, metrics=self._metrics, clock=self._clock)
 
     def _weight_sync(self, trainer: Trainer) -> WeightSync:
         config = self._config
@@ -318,8 +318,8 @@ class Orchestrator:
             generation=self._starts.failures,
         )
 
-    def _evaluation(self, given: _Given, sync: WeightSync, step: int) -> EvaluationService:
-        examiner = Examiner(
+    def _evaluation(self, given: _RunInputs, sync: WeightSync, step: int) -> EvaluationService:
+        examiner = Evaluator(
             self._config,
             given.validation,
             chat=given.chat,
@@ -340,7 +340,7 @@ class Orchestrator:
             turns=self._devices.turns,
         )
 
-    async def _live(self, life: _Life) -> float | Footing:
+    async def _live(self, life: _Incarnation) -> float | TrainerHandle:
         """Run until the end, or until the trainer has failed and is back at its newest checkpoint.
 
         Returns:
@@ -389,7 +389,7 @@ class Orchestrator:
                 await checkpoints.last(loop.step)
             raise
 
-    async def _train_and_save(self, life: _Life) -> float:
+    async def _train_and_save(self, life: _Incarnation) -> float:
         """All that needs the trainer, up to its end; returns when the last step ended."""
         trainer, sync, loop = life.trainer, life.sync, life.loop
         self.chronicle.enter("bringing engines to the trainer's weights")
@@ -426,7 +426,7 @@ class Orchestrator:
 
     # -- engines and trainer ---------------------------------------------------------------------------
 
-    async def _start_both(self) -> Footing:
+    async def _start_both(self) -> TrainerHandle:
         """Start engines and trainer at the same time; on devices that they share, one after the other."""
         if self._devices.shared:
             await self._start_engines()

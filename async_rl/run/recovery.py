@@ -43,7 +43,7 @@ _ARCHIVE_S: Final = 1.0
 """Between two writings of finished trajectories."""
 
 
-class Estate:
+class RecoveredState:
     """Queue, feeder and journal of a life, as the life before left them.
 
     Example:

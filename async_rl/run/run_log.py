@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
 from async_rl.observability import evaluation_record as evaluations
-from async_rl.observability.console_report import Progress
+from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
 from async_rl.observability.instruments import value_of
 from async_rl.observability.metrics import Metrics
@@ -38,7 +38,7 @@ from async_rl.weights.weight_sync import SyncReport
 log = logging.getLogger(__name__)
 
 
-class Chronicle:
+class RunLogger:
     """See the module.
 
     Invariant: from `back_to` on, `records` are all steps up to the trainer's, of earlier lives too.
@@ -70,7 +70,7 @@ class Chronicle:
         """Until the trainer is up all that there are, for the live page; then what its checkpoint knows."""
         self.evaluations = read_evaluations(run_dir / evaluations.FILE)
         """Likewise."""
-        self.progress: Progress | None = None
+        self.progress: RunProgress | None = None
         """Where a person sees the run, if one looks on."""
         self.trackers: Trackers | None = None
         self._begin_s: float | None = None

@@ -19,7 +19,7 @@ from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.run.checkpoints import Checkpoints
 from async_rl.run.device_sharing import Devices
-from async_rl.run.run_log import Chronicle
+from async_rl.run.run_log import RunLogger
 from async_rl.run.step_record import StepDone
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import progressed, waiting
@@ -47,7 +47,7 @@ class TrainLoop:
         sync: WeightSync,
         devices: Devices,
         checkpoints: Checkpoints,
-        chronicle: Chronicle,
+        chronicle: RunLogger,
         clock: Callable[[], float],
     ) -> None:
         """Wire the parts.

@@ -12,14 +12,14 @@ from async_rl.observability.metrics import Metrics
 from async_rl.run import checkpoints
 from async_rl.run.cluster import Cluster
 from async_rl.run.device_sharing import Devices
-from async_rl.run.run_log import Chronicle
+from async_rl.run.run_log import RunLogger
 from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
 
 log = logging.getLogger(__name__)
 
 
-class Footing(NamedTuple):
+class TrainerHandle(NamedTuple):
     """What a life begins with."""
 
     trainer: Trainer
@@ -27,7 +27,7 @@ class Footing(NamedTuple):
     """Of the checkpoint that it has come up at; 0 without one."""
 
 
-class TrainerStarts:
+class TrainerRestarts:
     """See the module.
 
     Example:
@@ -42,7 +42,7 @@ class TrainerStarts:
         run_dir: Path,
         pool: EnginePool,
         devices: Devices,
-        chronicle: Chronicle,
+        chronicle: RunLogger,
         metrics: Metrics,
         *,
         max_restarts: int,
@@ -58,7 +58,7 @@ class TrainerStarts:
         self.failures = 0
         """Of the trainer, in the life of this driver."""
 
-    async def first(self) -> Footing:
+    async def first(self) -> TrainerHandle:
         """Start all ranks from the newest checkpoint, and take up the records of the steps before it.
 
         Raises:
@@ -71,9 +71,9 @@ class TrainerStarts:
         for flaw in state.passed_over:
             log.warning("a newer checkpoint is passed over: %s", flaw)
         self._chronicle.back_to(state.step)
-        return Footing(trainer, state.step)
+        return TrainerHandle(trainer, state.step)
 
-    async def again(self, cause: AsyncRLError) -> Footing:
+    async def again(self, cause: AsyncRLError) -> TrainerHandle:
         """Start the trainer again, as often as `trainer.max_restarts` allows.
 
         Raises:

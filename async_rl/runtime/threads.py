@@ -14,7 +14,9 @@ from async_rl.runtime.waits import waiting
 R = TypeVar("R")
 
 
-async def to_the_end(threads: Executor, work: Callable[[], R]) -> tuple[R, asyncio.CancelledError | None]:
+async def run_uncancellable(
+    threads: Executor, work: Callable[[], R]
+) -> tuple[R, asyncio.CancelledError | None]:
     """Run work on files in a thread to its end, whatever happens to whoever awaits it.
 
     Returns:

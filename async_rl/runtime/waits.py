@@ -81,7 +81,7 @@ idle: nothing is to be done before it (a signal, a quarantine, the next second).
 """
 
 
-class Node(NamedTuple):
+class WaitNode(NamedTuple):
     """Who waits, or what is waited for."""
 
     kind: str
@@ -94,7 +94,7 @@ class Node(NamedTuple):
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
     """One open wait, at the moment of a look."""
 
-    who: Node
+    who: WaitNode
     on: Awaited
     target: str = ""
     age_s: float
@@ -104,11 +104,11 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     """What the awaited thing says of itself."""
 
 
-class Actor(msgspec.Struct, frozen=True, kw_only=True):
+class WaitingActor(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody who is at work or waits, at the moment of a look."""
 
-    who: Node
-    parent: Node | None = None
+    who: WaitNode
+    parent: WaitNode | None = None
     untouched_s: float
     """Since it began, or since a wait of its ended or was renewed."""
 
@@ -159,11 +159,11 @@ class Waits:
             for wait in list(self.open)
         ]
 
-    def actors(self) -> list[Actor]:
+    def actors(self) -> list[WaitingActor]:
         """Who is there."""
         now = self.clock()
         return [
-            Actor(
+            WaitingActor(
                 who=actor.who,
                 parent=actor.parent.who if actor.parent is not None else None,
                 untouched_s=now - actor.touched_s,
@@ -193,7 +193,7 @@ class acting:
     __slots__ = ("_token", "parent", "touched_s", "waits", "who")
 
     def __init__(self, kind: str, id: str = "", *, waits: Waits | None = None) -> None:
-        self.who = Node(kind, id)
+        self.who = WaitNode(kind, id)
         self.parent: acting | None = None if waits is not None else _acting.get()
         self.waits: Waits = waits if waits is not None else _acting.get().waits
         self.touched_s = self.waits.clock()
@@ -312,7 +312,7 @@ def progressed() -> None:
 def _nobody() -> acting:
     """Stands for whoever waits outside of a run: in tests, and in the user's own programs."""
     nobody = acting.__new__(acting)
-    nobody.who, nobody.parent, nobody.waits, nobody.touched_s = Node("nobody"), None, Waits(), 0.0
+    nobody.who, nobody.parent, nobody.waits, nobody.touched_s = WaitNode("nobody"), None, Waits(), 0.0
     return nobody
 
 

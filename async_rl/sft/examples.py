@@ -18,10 +18,10 @@ from async_rl.config import SftConfig
 from async_rl.data.chat_format import ChatFormat
 from async_rl.data.dataset import Complaints, rows_of
 from async_rl.errors import ConfigError
-from async_rl.sft.schedule import Row
+from async_rl.sft.schedule import SftExample
 
 
-def read_rows(path: Path, place: str, config: SftConfig, chat: ChatFormat) -> tuple[list[Row], int]:
+def read_rows(path: Path, place: str, config: SftConfig, chat: ChatFormat) -> tuple[list[SftExample], int]:
     """Read all conversations of a file.
 
     Args:
@@ -62,7 +62,7 @@ def read_rows(path: Path, place: str, config: SftConfig, chat: ChatFormat) -> tu
     return rows, long.count
 
 
-def _row(raw: Any, config: SftConfig, chat: ChatFormat) -> Row:
+def _row(raw: Any, config: SftConfig, chat: ChatFormat) -> SftExample:
     if isinstance(raw, ConfigError):
         raise raw
     if not isinstance(raw, Mapping):
@@ -80,10 +80,10 @@ def _row(raw: Any, config: SftConfig, chat: ChatFormat) -> Row:
     if isinstance(tools, str):
         tools = _json(tools, config.tools_key)
     token_ids, loss_mask = chat.encode_conversation(said, tools, train_on=_trained(messages, config))
-    return Row(token_ids=token_ids, loss_mask=loss_mask)
+    return SftExample(token_ids=token_ids, loss_mask=loss_mask)
 
 
-def _tokens(raw: Mapping[str, Any]) -> Row:
+def _tokens(raw: Mapping[str, Any]) -> SftExample:
     """A row that is tokenised already."""
     try:
         token_ids = np.asarray(raw["token_ids"], np.int32)
@@ -96,7 +96,7 @@ def _tokens(raw: Mapping[str, Any]) -> Row:
         )
     if not loss_mask[1:].any():  # the first token is predicted by nothing
         raise ConfigError("loss_mask trains on no token, so the row teaches nothing")
-    return Row(token_ids=token_ids, loss_mask=loss_mask)
+    return SftExample(token_ids=token_ids, loss_mask=loss_mask)
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from async_rl.types import TrainBatch
 Decay = Literal["cosine", "linear", "constant"]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class SftExample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One conversation."""
 
     token_ids: np.ndarray  # [n] int32
@@ -33,7 +33,7 @@ class SftBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     train: bool = True
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingOrder(msgspec.Struct, frozen=True, kw_only=True):
     """All steps of a run: which rows each is made of."""
 
     batches: tuple[tuple[int, ...], ...]
@@ -54,7 +54,7 @@ def plan_batches(
     max_steps: int | None = None,
     shuffle: bool = True,
     seed: int = 0,
-) -> Plan:
+) -> TrainingOrder:
     """Put whole rows one after the other into batches of at most so many tokens.
 
     Each row comes once an epoch, and no batch has rows of two epochs. A row longer than `batch_tokens` is a
@@ -79,10 +79,10 @@ def plan_batches(
             tokens += lengths[row]
         batches.append(tuple(batch))
         numbers.append(epoch)
-    return Plan(batches=tuple(batches[:max_steps]), epochs=tuple(numbers[:max_steps]))
+    return TrainingOrder(batches=tuple(batches[:max_steps]), epochs=tuple(numbers[:max_steps]))
 
 
-def batch_of(rows: Sequence[Row], name: str) -> TrainBatch:
+def batch_of(rows: Sequence[SftExample], name: str) -> TrainBatch:
     """Conversations as a batch of trajectories that nobody sampled."""
     count = len(rows)
     offsets = np.array([0, *accumulate(len(row.token_ids) for row in rows)], np.int64)

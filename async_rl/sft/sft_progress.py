@@ -15,7 +15,7 @@ from async_rl.observability.records import Figure
 _LINES: Final = 20
 
 
-class Progress:
+class SftProgress:
     """See the module.
 
     Example:

@@ -37,8 +37,8 @@ from async_rl.run.preflight import check_trainer
 from async_rl.runtime.processes import private_files
 from async_rl.runtime.supervision import first_error
 from async_rl.sft.examples import read_rows
-from async_rl.sft.schedule import Plan, Row, SftBatch, batch_of, learning_rate, plan_batches
-from async_rl.sft.sft_progress import Progress
+from async_rl.sft.schedule import SftBatch, SftExample, TrainingOrder, batch_of, learning_rate, plan_batches
+from async_rl.sft.sft_progress import SftProgress
 from async_rl.sft.sft_ranks import Ranks, ranks_of
 
 log = logging.getLogger(__name__)
@@ -72,9 +72,9 @@ class SftRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Data(msgspec.Struct, frozen=True, kw_only=True):
     """What is trained on."""
 
-    rows: Sequence[Row]
-    validation: Sequence[Row]
-    plan: Plan
+    rows: Sequence[SftExample]
+    validation: Sequence[SftExample]
+    plan: TrainingOrder
     left_out: int
     """Rows that are too long."""
 
@@ -96,7 +96,7 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = ranks
     config = sft_config(load_config(path, overrides))
     settings = config.sft
     data = read_data(config, settings)
-    progress = Progress(console(), len(data.plan.batches))
+    progress = SftProgress(console(), len(data.plan.batches))
     with private_files(), run_folder(config) as run_dir:
         out = Path(settings.out) if settings.out is not None else run_dir / "hf"
         done = read_sft_records(run_dir / "metrics.jsonl")
@@ -154,7 +154,7 @@ def read_data(config: Config, settings: SftConfig) -> Data:
     check_trainer(config, settings.worker, "sft.worker")
     chat = load_chat_format(config.model.path)
     rows, left_out = read_rows(Path(settings.path or ""), "sft.path", settings, chat)
-    validation: list[Row] = []
+    validation: list[SftExample] = []
     if settings.validation is not None:
         validation, more = read_rows(Path(settings.validation), "sft.validation", settings, chat)
         left_out += more
@@ -176,7 +176,7 @@ async def _run(
     run_dir: Path,
     out: Path,
     open_ranks: OpenRanks,
-    progress: Progress,
+    progress: SftProgress,
     signals: list[signal.Signals],
 ) -> None:
     stop = asyncio.Event()
@@ -205,7 +205,7 @@ async def fine_tune(
     out: Path,
     ranks: Ranks,
     stop: asyncio.Event,
-    progress: Progress,
+    progress: SftProgress,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Take all steps from the newest checkpoint on, and write the model.
@@ -282,7 +282,7 @@ async def fine_tune(
 
 
 async def _validate(
-    rows: Sequence[Row], batch_tokens: int, ranks: Ranks, scratch: Path, step: int
+    rows: Sequence[SftExample], batch_tokens: int, ranks: Ranks, scratch: Path, step: int
 ) -> float | None:
     """Mean negative log-prob of the trained tokens of all rows."""
     parts = plan_batches(
@@ -298,7 +298,7 @@ async def _validate(
     return mean([summed / tokens])
 
 
-def _check_same(plan: Plan, step: int, extra: dict[str, object]) -> None:
+def _check_same(plan: TrainingOrder, step: int, extra: dict[str, object]) -> None:
     if step and extra.get("plan") != plan.digest(step):
         raise ConfigError(
             f"the run's checkpoint of step {step} was trained on other batches than the config gives now: "

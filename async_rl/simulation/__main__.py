@@ -22,7 +22,7 @@ from typing import Final
 from async_rl.config import changed_fields
 from async_rl.simulation.cancellation_sweep import Place, Sweep, sweep
 from async_rl.simulation.scenario import Scenario, branching, draw, sharing, with_workers
-from async_rl.simulation.simulate import Outcome, simulate
+from async_rl.simulation.simulate import SeedOutcome, simulate
 
 _MEMORY: Final = Path("/dev/shm")
 
@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(outcome)
         return int(bool(outcome.violations))
     begin_s = time.perf_counter()
-    outcomes: list[Outcome] = []
-    failed: list[Outcome] = []
+    outcomes: list[SeedOutcome] = []
+    failed: list[SeedOutcome] = []
     with ProcessPoolExecutor(options.jobs) as pool:
         for outcome in pool.map(run, seeds, chunksize=4):
             outcomes.append(outcome)
@@ -98,27 +98,27 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="async_rl_simulation_", dir=memory)
 
 
-def run_seed(seed: int) -> Outcome:
+def run_seed(seed: int) -> SeedOutcome:
     """Simulate in a folder of its own."""
     return _run(draw(seed))
 
 
-def run_branching_seed(seed: int) -> Outcome:
+def run_branching_seed(seed: int) -> SeedOutcome:
     """The same with agent loops that branch."""
     return _run(branching(draw(seed)))
 
 
-def run_shared_seed(seed: int) -> Outcome:
+def run_shared_seed(seed: int) -> SeedOutcome:
     """The same on devices that engines and trainer share."""
     return _run(sharing(draw(seed)))
 
 
-def run_worker_seed(seed: int) -> Outcome:
+def run_worker_seed(seed: int) -> SeedOutcome:
     """The same with agent loops in rollout workers; those of odd seeds branch."""
     return _run(with_workers(branching(draw(seed)) if seed % 2 else draw(seed)))
 
 
-def _run(scenario: Scenario) -> Outcome:
+def _run(scenario: Scenario) -> SeedOutcome:
     seed = scenario.seed
     with _scratch() as folder:
         try:
@@ -127,7 +127,7 @@ def _run(scenario: Scenario) -> Outcome:
             return _broken(seed, traceback.format_exc())
 
 
-def summary(outcomes: Sequence[Outcome], real_s: float) -> list[str]:
+def summary(outcomes: Sequence[SeedOutcome], real_s: float) -> list[str]:
     """A table of what was done to the runs and what became of them."""
     lives = Counter(kind for outcome in outcomes for kind in map(_kind_of_end, outcome.lives))
     faults = Counter[str]()
@@ -155,7 +155,7 @@ def _kind_of_end(life: str) -> str:
     return ":".join(re.split(": ", life)[:2]) if life.startswith("failed") else life
 
 
-def _tell(outcome: Outcome) -> None:
+def _tell(outcome: SeedOutcome) -> None:
     for key, value in _settings(outcome.seed):
         print(f"{key} = {value}")
     print(f"\nthe last events\n{os.linesep.join(outcome.events)}\n")
@@ -181,8 +181,8 @@ def _show_progress(done: int, total: int, failed: int, real_s: float) -> None:
         print(f"{done} of {total} seeds, {failed} failed, {real_s:.0f} s", end=end, flush=True)
 
 
-def _broken(seed: int, what: str) -> Outcome:
-    return Outcome(
+def _broken(seed: int, what: str) -> SeedOutcome:
+    return SeedOutcome(
         seed=seed,
         violations=(f"the simulation broke: {what}",),
         lives=(),

@@ -22,7 +22,7 @@ import msgspec
 from msgspec.structs import replace
 
 from async_rl.simulation.scenario import Death, Scenario
-from async_rl.simulation.simulate import Outcome, simulate
+from async_rl.simulation.simulate import SeedOutcome, simulate
 
 _PRODUCT: Final = Path(__file__).parent.parent
 _SIMULATION: Final = Path(__file__).parent
@@ -42,7 +42,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
     places: tuple[Place, ...]
     """Where tasks waited."""
-    runs: tuple[Outcome, ...]
+    runs: tuple[SeedOutcome, ...]
     """The run in peace, then one for each callback after which a task waited at a new place."""
 
     @property
@@ -68,7 +68,7 @@ def sweep(scenario: Scenario, folder: Path, *, within: str | None = None) -> Swe
                 name = str(file.relative_to(_PRODUCT))
                 first.setdefault(Place(name, frame.f_lineno, frame.f_code.co_qualname), step)
 
-    def run(name: str, *deaths: Death, **watched: Any) -> Outcome:
+    def run(name: str, *deaths: Death, **watched: Any) -> SeedOutcome:
         (folder / name).mkdir()
         alive = replace(scenario, deaths=deaths)
         return simulate(scenario.seed, folder / name, scenario=alive, **watched)

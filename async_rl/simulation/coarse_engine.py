@@ -105,7 +105,7 @@ def mark(length: int, *, stop_at: int, trajectory: int = 0, group: int = 0) -> I
     return token_ids
 
 
-class _Call:
+class _CoarseCall:
     __slots__ = ("begin", "ended", "group", "left_s", "prompt", "sampled", "spans", "target", "trajectory")
 
     def __init__(self, request: GenerateRequest, ended: asyncio.Future[Literal["stop", "length", "abort"]]):
@@ -138,10 +138,10 @@ class CoarseEngine:
         self._marks: list[tuple[float, int]] = [(0.0, 0)]  # progress at which a version began
         self._progress = 0.0
         self._moment = self._loop.time()
-        self._waiting: deque[_Call] = deque()
-        self._prefilling: deque[_Call] = deque()
-        self._decoding: dict[_Call, None] = {}
-        self._ends: list[tuple[float, int, _Call]] = []  # heap of progress; calls that left are skipped
+        self._waiting: deque[_CoarseCall] = deque()
+        self._prefilling: deque[_CoarseCall] = deque()
+        self._decoding: dict[_CoarseCall, None] = {}
+        self._ends: list[tuple[float, int, _CoarseCall]] = []  # heap of progress; calls that left are skipped
         self._numbers = count()
         self._calls = 0
         self._idle = asyncio.Event()
@@ -166,7 +166,7 @@ class CoarseEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
         """See `Engine.generate`: everything sampled comes in one chunk, when the call ends."""
-        call = _Call(request, self._loop.create_future())
+        call = _CoarseCall(request, self._loop.create_future())
         self._calls += 1
         self._idle.clear()
         self._advance()
@@ -241,7 +241,7 @@ class CoarseEngine:
                     self._end(call, "stop")
         self._go_on()
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: _CoarseCall) -> None:
         """Give a call its slot: feed what the cache does not hold."""
         tokens = call.prompt + call.sampled
         cached = self._prefixes.get(call.trajectory, 0)
@@ -252,7 +252,7 @@ class CoarseEngine:
         call.left_s = missing / self._speed.prefill_tokens_per_s
         self._prefilling.append(call)
 
-    def _decode(self, call: _Call) -> None:
+    def _decode(self, call: _CoarseCall) -> None:
         """Its prefill is done."""
         call.begin = self._progress - call.sampled
         self._decoding[call] = None
@@ -260,7 +260,7 @@ class CoarseEngine:
         if self._speed.shares_prompts and not call.sampled:
             self._remember(-call.group, call.prompt)
 
-    def _settle(self, call: _Call) -> None:
+    def _settle(self, call: _CoarseCall) -> None:
         """Count a decoding call's tokens up to now, each under the version that sampled it."""
         if call not in self._decoding:
             return
@@ -276,12 +276,12 @@ class CoarseEngine:
             call.spans.append(VersionSpan(start=start, end=end, weight_version=version))
             call.sampled = end
 
-    def _end(self, call: _Call, reason: Literal["stop", "length", "abort"]) -> None:
+    def _end(self, call: _CoarseCall, reason: Literal["stop", "length", "abort"]) -> None:
         if not call.ended.done():
             call.ended.set_result(reason)
         self._remember(call.trajectory, call.prompt + call.sampled)
 
-    def _leave(self, call: _Call) -> None:
+    def _leave(self, call: _CoarseCall) -> None:
         """The caller has its answer, or has gone."""
         self._advance()
         if call in self._decoding:

@@ -32,10 +32,10 @@ from async_rl.engine_protocol import (
     TensorUpdate,
     WeightUpdate,
 )
-from async_rl.engines.simulated import Fault, SimulatedEngine, _Call
+from async_rl.engines.simulated import Fault, SimulatedEngine, _SimulatedCall
 from async_rl.errors import EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
 from async_rl.rollout.workers.messages import Link
-from async_rl.simulation.invariant_checker import Witness
+from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import (
     ENGINE_FAULTS,
     FACTS,
@@ -62,7 +62,7 @@ class FaultyEngine(SimulatedEngine):
     """See the module."""
 
     def __init__(
-        self, index: int, scenario: Scenario, witness: Witness, broadcasts: Broadcasts, life: int
+        self, index: int, scenario: Scenario, witness: InvariantChecker, broadcasts: Broadcasts, life: int
     ) -> None:
         """Start idle, at version 0.
 
@@ -200,7 +200,7 @@ class FaultyEngine(SimulatedEngine):
             await self._thawed.wait()
             self._check_alive(deaths)
 
-    def _sample(self, call: _Call) -> Chunk:
+    def _sample(self, call: _SimulatedCall) -> Chunk:
         digest = call.digest
         chunk = super()._sample(call)
         self._witness.says(digest, chunk.token_ids[0], self._version, chunk.log_probs[0])
@@ -312,7 +312,7 @@ class FaultyEngine(SimulatedEngine):
 class SimulatedFolder(LocalFolder):
     """A host's copy of the weights: a file that says which version it is of."""
 
-    def __init__(self, engine_id: str, witness: Witness, seconds: float) -> None:
+    def __init__(self, engine_id: str, witness: InvariantChecker, seconds: float) -> None:
         self._engine_id = engine_id
         self._witness = witness
         self._seconds = seconds
@@ -348,7 +348,9 @@ class SimulatedCluster:
 
     weight_backend = "gloo"
 
-    def __init__(self, scenario: Scenario, witness: Witness, life: int, look: Callable[[], None]) -> None:
+    def __init__(
+        self, scenario: Scenario, witness: InvariantChecker, life: int, look: Callable[[], None]
+    ) -> None:
         """Make engines and a trainer for one life of the driver."""
         broadcasts = Broadcasts()
         self._scenario = scenario

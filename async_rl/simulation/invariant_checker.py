@@ -43,7 +43,7 @@ speaker: ContextVar[str] = ContextVar("speaker")
 """Which trajectory calls an engine, where it is not its task's name: a branch."""
 
 
-class Witness:
+class InvariantChecker:
     """See the module.
 
     Example:

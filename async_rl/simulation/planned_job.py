@@ -36,7 +36,7 @@ from async_rl.codec import read_frame
 from async_rl.config import Config, SGLangEngines
 from async_rl.engine_protocol import Engine, EngineFacts, GroupInvite, TensorSpec
 from async_rl.errors import EngineError
-from async_rl.observability.console_report import Progress
+from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import StepRecord, Summary
 from async_rl.run.orchestrator import Orchestrator
@@ -66,7 +66,7 @@ _BATCH_BYTES: Final = 14
 """Of a token in a batch: besides these its version, and two masks."""
 
 
-class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
     """How a plan is simulated."""
 
     versions: int = 12
@@ -86,7 +86,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to expect of a job. Shares are of the measured time, tokens and trajectories are real ones."""
 
     engines: int
@@ -142,7 +142,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     scale: int
 
 
-def simulate(config: Config, workload: Workload, simulation: Simulation | None = None) -> Plan:
+def simulate(config: Config, workload: Workload, simulation: PlannedRun | None = None) -> JobPlan:
     """Run a job in virtual time.
 
     Args:
@@ -156,7 +156,7 @@ def simulate(config: Config, workload: Workload, simulation: Simulation | None =
     Raises:
         ExceptionGroup: With the error that ended the simulated run.
     """
-    simulation = simulation or Simulation()
+    simulation = simulation or PlannedRun()
     shared = Path("/dev/shm")  # memory, where there is some: only the CPU time of files is of interest
     parent = shared if os.access(shared, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="async-rl-plan-", dir=parent) as folder:
@@ -168,7 +168,7 @@ def simulate(config: Config, workload: Workload, simulation: Simulation | None =
 class _Job:
     """One simulated run, and what is observed of it."""
 
-    def __init__(self, config: Config, workload: Workload, simulation: Simulation, folder: Path) -> None:
+    def __init__(self, config: Config, workload: Workload, simulation: PlannedRun, folder: Path) -> None:
         self._config = config
         self._workload = workload
         self._simulation = simulation
@@ -193,14 +193,14 @@ class _Job:
         self.config = self._simulated(config)
         self.tasks = EndlessTasks(workload, scale, simulation.seed, config.rollout.group_size)
         self.fluid = fluid_rate(self.engines, self.slots, workload)
-        self.trainer = _Trainer(
+        self.trainer = _TimedTrainer(
             self.train_s,
             publish_s=workload.publish_s,
             snapshot_s=workload.snapshot_s,
             warmup=simulation.warmup,
         )
         self.observer = _Observer(simulation.warmup, self._usage)
-        self.cluster: _Cluster | None = None
+        self.cluster: _PlannedCluster | None = None
 
     def _simulated(self, config: Config) -> Config:
         """The config as it runs here: its own scheduling, our agent loop, model and lengths."""
@@ -251,7 +251,7 @@ class _Job:
         """The whole run."""
         clock = asyncio.get_running_loop().time
         engines = [CoarseEngine(f"engine-{i}", self.speed) for i in range(self.engines)]
-        self.cluster = _Cluster(engines, self.trainer)
+        self.cluster = _PlannedCluster(engines, self.trainer)
         ids = count()
         for name in ("checkpoints", "logs"):
             (self._folder / name).mkdir()
@@ -279,7 +279,7 @@ class _Job:
                 setattr(total, name, getattr(total, name) + getattr(usage, name))
         return total
 
-    def measure(self) -> Plan:
+    def measure(self) -> JobPlan:
         """Everything between the end of the warm-up and the last step."""
         observer, trainer, workload = self.observer, self.trainer, self._workload
         coarsen, scale = self._simulation.coarsen, self.scale
@@ -298,7 +298,7 @@ class _Job:
         frame_bytes = tokens * (_FRAME_BYTES + rows)
         cpu_s = observer.cpu_s[1] - observer.cpu_s[0]
         limit = self.config.max_outstanding_groups * self.config.rollout.group_size
-        return Plan(
+        return JobPlan(
             engines=self.engines,
             slots=self.slots,
             groups_per_batch=self._config.trainer.groups_per_batch,
@@ -333,7 +333,7 @@ class _Job:
         )
 
 
-class _Trainer:
+class _TimedTrainer:
     """Takes the time of a step and looks at what it is given. See `training.Trainer`."""
 
     def __init__(
@@ -406,12 +406,12 @@ class _Trainer:
     async def close(self) -> None: ...
 
 
-class _Cluster:
+class _PlannedCluster:
     """See `async_rl.run.cluster.Cluster`: nothing dies here."""
 
     weight_backend = "gloo"
 
-    def __init__(self, engines: list[CoarseEngine], trainer: _Trainer) -> None:
+    def __init__(self, engines: list[CoarseEngine], trainer: _TimedTrainer) -> None:
         self.engines = engines
         self._trainer = trainer
 
@@ -442,7 +442,7 @@ class _Cluster:
         raise AssertionError(f"{name}: a plan is of a run whose agent loops are in the driver")
 
 
-class _Observer(Progress):
+class _Observer(RunProgress):
     """Sees the run as a terminal would, and notes down what the plan is made of."""
 
     def __init__(self, warmup: int, usage: Callable[[], Usage]) -> None:

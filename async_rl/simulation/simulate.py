@@ -43,7 +43,7 @@ from async_rl.run.orchestrator import Orchestrator
 from async_rl.runtime.supervision import first_error
 from async_rl.runtime.waits import acting
 from async_rl.simulation.faulty_engines import FaultyEngine, SimulatedCluster
-from async_rl.simulation.invariant_checker import Witness
+from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import (
     ENGINE_FAULTS,
     FACTS,
@@ -73,7 +73,7 @@ _DOWNTIME_S: Final = 1.0
 Ended = Literal["finished", "killed", "kill_on_disk", "cancelled", "stopped", "failed", "halted"]
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SeedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a seed."""
 
     seed: int
@@ -102,7 +102,7 @@ def simulate(
     *,
     scenario: Scenario | None = None,
     after_turn: Callable[[int, asyncio.Task[Any]], None] | None = None,
-) -> Outcome:
+) -> SeedOutcome:
     """Run a seed to its end.
 
     Args:
@@ -125,7 +125,7 @@ class _Simulation:
         self._after_turn = after_turn
         self._config = scenario.config
         self._folder = folder
-        self._witness = Witness(scenario)
+        self._witness = InvariantChecker(scenario)
         self._disk = Disk()
         self._disk.die = self._kill_on_disk
         self._threads = random.Random(f"threads {scenario.seed}")
@@ -138,7 +138,7 @@ class _Simulation:
         self._ended: Ended = "finished"
         self._clearing = self._killed = False
 
-    def run(self) -> Outcome:
+    def run(self) -> SeedOutcome:
         begin_s = time.perf_counter()
         with self._disk.mounted(), _silence():
             self._run_dir.mkdir()
@@ -150,7 +150,7 @@ class _Simulation:
                 self._disk.full = False
             else:
                 self._witness.fail(f"after {_MAX_LIVES} lives there is no end: {self._lives}")
-        return Outcome(
+        return SeedOutcome(
             seed=self._scenario.seed,
             violations=tuple(self._witness.violations),
             lives=tuple(self._lives),

@@ -15,7 +15,7 @@ from async_rl.codec import read_frame
 from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import TrainerError, WeightSyncError
-from async_rl.simulation.invariant_checker import Witness
+from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import OffloadFault, Speeds, TrainerFault
 from async_rl.trainer_protocol import FIGURES, Saved, StepResult, TrainerState
 from async_rl.types import TrainBatch
@@ -90,7 +90,7 @@ class SimulatedTrainer:
         self,
         config: Config,
         speeds: Speeds,
-        witness: Witness,
+        witness: InvariantChecker,
         broadcasts: Broadcasts,
         look: Callable[[], None],
     ) -> None:

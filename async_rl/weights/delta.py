@@ -80,7 +80,7 @@ class Change(msgspec.Struct, frozen=True):
     after: int
 
 
-class Header(msgspec.Struct, frozen=True):
+class DeltaHeader(msgspec.Struct, frozen=True):
     """What a delta is of."""
 
     base: int
@@ -133,7 +133,7 @@ class DeltaWriter:
                 old[:] = new
                 self._kept[name] = (old, after)
                 changes.append(Change(name, itemsize, len(new), start, out.size, before, after))
-            header = msgspec.json.encode(Header(base, version, tuple(changes)))
+            header = msgspec.json.encode(DeltaHeader(base, version, tuple(changes)))
             out.write(header)
             out.write(struct.pack("<Q", len(header)))
             file.write(struct.pack("<I", out.sum))
@@ -189,7 +189,7 @@ def decode(data: Raw, target: Raw, itemsize: int) -> None:
         raise DeltaRefused(f"a delta is {len(data)} bytes longer than its tensor asks for", "damaged")
 
 
-def read_header(data: Raw) -> Header:
+def read_header(data: Raw) -> DeltaHeader:
     """Check the sum over a whole file, and say what it is of.
 
     Raises:
@@ -202,7 +202,7 @@ def read_header(data: Raw) -> Header:
     found = google_crc32c.value(data[:-4])
     if found != expected:
         raise DeltaRefused(f"a delta sums to {found:08x}, expected {expected:08x}", "damaged")
-    return msgspec.json.decode(data[tail - length : tail].tobytes(), type=Header)
+    return msgspec.json.decode(data[tail - length : tail].tobytes(), type=DeltaHeader)
 
 
 class _Summed:

@@ -16,7 +16,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from async_rl.weights.delta import Change, DeltaRefused, Header, Raw, decode, read_header
+from async_rl.weights.delta import Change, DeltaHeader, DeltaRefused, Raw, decode, read_header
 
 
 class Follower:
@@ -80,7 +80,7 @@ class Follower:
         self._held = None
         shutil.rmtree(self._root, ignore_errors=True)
 
-    def _put(self, source: Path, version: int, delta: tuple[Header, Raw] | None) -> str:
+    def _put(self, source: Path, version: int, delta: tuple[DeltaHeader, Raw] | None) -> str:
         final = self._root / f"version_{version}"
         scratch = self._root / f".version_{version}.tmp"
         shutil.rmtree(scratch, ignore_errors=True)
@@ -99,7 +99,7 @@ class Follower:
         return str(final)
 
 
-def patch(folder: Path, header: Header, data: Raw) -> None:
+def patch(folder: Path, header: DeltaHeader, data: Raw) -> None:
     """Change the safetensors of a folder in place.
 
     Raises:

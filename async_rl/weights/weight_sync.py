@@ -43,7 +43,7 @@ from async_rl.engine_protocol import (
     TensorUpdate,
     WeightUpdate,
 )
-from async_rl.engines.lease import Standing
+from async_rl.engines.lease import EngineSnapshot
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import EngineError, VersionMismatch, WeightSyncError
 from async_rl.observability.metrics import Metrics
@@ -168,7 +168,7 @@ class WeightSync:
         )
         self._local: dict[str, str] = {}
         """By engine: the folder on its host that it is to load, with deltas."""
-        self._held: dict[str, Standing | None] = {}
+        self._held: dict[str, EngineSnapshot | None] = {}
         """How each engine stood when it was stopped for the last update."""
 
     async def start(self, version: int, initial_path: Path | None, *, bring: bool = True) -> None:
@@ -572,7 +572,7 @@ class WeightSync:
                 if not self._pool.needs_repair(engine.engine_id):
                     nursery.start(f"catch up {engine.engine_id}", bring(engine))
 
-    async def _load_files(self, engine: Engine, version: int) -> Standing | None:
+    async def _load_files(self, engine: Engine, version: int) -> EngineSnapshot | None:
         """Load a published version into an engine that serves nobody, and read it back.
 
         Returns:
@@ -597,7 +597,7 @@ class WeightSync:
                 await self._attest(engine, version, from_files=True)
         return standing
 
-    async def _serve(self, engine: Engine, loaded: Standing | None) -> None:
+    async def _serve(self, engine: Engine, loaded: EngineSnapshot | None) -> None:
         """Let an engine serve the current version, which it has loaded; nobody changes that meanwhile.
 
         One that was restarted since has loaded nothing: whoever restarted it brings it up.

@@ -23,7 +23,7 @@ import yaml
 from async_rl.cli.train import train
 from async_rl.config import Config
 from async_rl.observability import endpoints
-from async_rl.observability.console_report import Progress
+from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import Summary
 from async_rl.run import orchestrator
 from monitoring.dashboard import dashboard
@@ -135,7 +135,7 @@ def scraped(calculator: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     path.write_text(yaml.safe_dump(settings(calculator, folder)))
     generate, scrapes, begin_s = endpoints.generate_latest, 0, time.time()
 
-    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
+    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
         cluster = TroubledCluster(config)
 
         def counted(registry: Any) -> bytes:

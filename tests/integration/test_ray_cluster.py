@@ -13,7 +13,7 @@ from rich.console import Console
 from async_rl import placement
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.observability.console_report import Progress
+from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import StepRecord
 from async_rl.queue.ledger import Ledger
 from async_rl.runtime.supervision import Nursery, first_error
@@ -70,7 +70,7 @@ class DistantRank(MortalRank):
         return super().train_step(batch_path, step)
 
 
-class Steps(Progress):
+class Steps(RunProgress):
     """Lets a test wait for a step."""
 
     def __init__(self) -> None:

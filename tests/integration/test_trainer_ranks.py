@@ -266,10 +266,10 @@ class _Look:
         for router in routers:
             router.weight.data.copy_(router.weight.data.flip(0))
         from trainer.megatron.packing import targets
-        from trainer.worker import Goal
+        from trainer.worker import UpdateInputs
 
         wanted = targets(batch)
-        goal = Goal(wanted, batch.rewards[wanted.trajectory], old, None)
+        goal = UpdateInputs(wanted, batch.rewards[wanted.trajectory], old, None)
         with RouterWitness().watching(worker) as replayed:
             worker._forward_backward(placed, range(batch.num_trajectories), goal)
         with RouterWitness().watching(worker) as changed:

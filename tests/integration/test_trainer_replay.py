@@ -22,9 +22,9 @@ from tests.support.trainers import (
 )
 from trainer.megatron.replay import (
     MaskedRouterReplay,
+    ReplayRows,
     RouterReplayAction,
     RouterReplayAdapter,
-    Rows,
     TopKRouter,
     check_rows,
 )
@@ -157,7 +157,7 @@ def test_result_is_the_same_when_activations_are_recomputed(moe):
 def rows_of(tokens, layers=2, value=0):
     """Rows of `tokens` tokens that all name the experts `value` and `value + 1`."""
     ids = torch.tensor([value, value + 1], dtype=torch.uint8).repeat(tokens, layers, 1)
-    return Rows(ids, None)
+    return ReplayRows(ids, None)
 
 
 def call(router, tokens, top_k=2):

@@ -17,10 +17,10 @@ from trainer.megatron import replay as replay_module
 from trainer.megatron.attention import PackedTrajectories
 from trainer.megatron.replay import (
     MaskedRouterReplay,
+    ReplayRows,
     RouterReplay,
     RouterReplayAction,
     RouterReplayAdapter,
-    Rows,
     TopKRouter,
 )
 
@@ -300,7 +300,7 @@ def test_rows_go_to_the_decoders_routers_when_there_are_others(tmp_path):
                 module.register_forward_hook(lambda m, i, o, name=name: seen.update({name: o[1].clone()}))
         ids = torch.arange(3, 12)[None]
         rows = torch.stack([torch.tensor([0, 1]), torch.tensor([6, 7])]).expand(9, 2, 2).to(torch.uint8)
-        with adapter.schedule(), adapter.micro_batch(0, Rows(rows, None)):
+        with adapter.schedule(), adapter.micro_batch(0, ReplayRows(rows, None)):
             model(
                 input_ids=ids,
                 position_ids=torch.arange(9)[None],
@@ -331,7 +331,7 @@ def test_padded_rectangle_gives_what_the_packing_gives_when_rows_follow_its_orde
         layer = worker.model.chunks[0].module.decoder.layers[1].mlp
 
         def run(hidden, ids, known, mask):
-            with torch.no_grad(), replay.schedule(), replay.micro_batch(0, Rows(ids, known)):
+            with torch.no_grad(), replay.schedule(), replay.micro_batch(0, ReplayRows(ids, known)):
                 return layer(hidden, padding_mask=mask)[0]
 
         packed = run(hidden[:, None], rows, None, None)[:, 0]
@@ -448,7 +448,7 @@ def test_nothing_waits_for_the_device_when_recorded_and_replayed(bare_adapter, d
             taken, rows = adapter.record(0, 6, lambda: forward(scores))
             known = torch.tensor([True] * 4 + [False] * 2)
             known = known.pin_memory() if device == "cuda" else known
-            with adapter.schedule(), adapter.micro_batch(0, Rows(rows.ids, known)):
+            with adapter.schedule(), adapter.micro_batch(0, ReplayRows(rows.ids, known)):
                 replayed = forward(others)
         finally:
             if device == "cuda":

@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from async_rl.sft.schedule import Row, SftBatch, batch_of
+from async_rl.sft.schedule import SftBatch, SftExample, batch_of
 from async_rl.sft.sft_run import read_sft_records, sft
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.trainers import gathered_gradients, trainer_config
@@ -47,7 +47,7 @@ TEMPLATE = (
 )
 
 
-def counting_rows(count: int, seed: int = 0) -> list[Row]:
+def counting_rows(count: int, seed: int = 0) -> list[SftExample]:
     """After 5 comes 6, after 6 comes 7; what is masked out is noise."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -55,11 +55,11 @@ def counting_rows(count: int, seed: int = 0) -> list[Row]:
         first, length = int(rng.integers(5, 50)), int(rng.integers(6, 14))
         ids = [*rng.integers(3, 96, 3).tolist(), *range(first, first + length)]
         mask = [False] * 4 + [True] * (length - 1)
-        rows.append(Row(token_ids=np.array(ids, np.int32), loss_mask=np.array(mask)))
+        rows.append(SftExample(token_ids=np.array(ids, np.int32), loss_mask=np.array(mask)))
     return rows
 
 
-def write_rows(path: Path, rows: list[Row]) -> Path:
+def write_rows(path: Path, rows: list[SftExample]) -> Path:
     lines = ({"token_ids": r.token_ids.tolist(), "loss_mask": r.loss_mask.tolist()} for r in rows)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -15,7 +15,7 @@ from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, weights
 from trainer import logprob_mismatch
-from trainer.losses.policy_loss import Tokens, means, policy_sums
+from trainer.losses.policy_loss import TrainedTokens, means, policy_sums
 from trainer.losses.sequences import Sequences
 from trainer.megatron.packing import Targets, plan_micro_batches
 
@@ -111,7 +111,7 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
     current = torch.tensor([-1.2, -2.0, -2.6])
     ones = torch.ones(3)
     one = Sequences(torch.zeros(3, dtype=torch.int64), torch.tensor([3]))
-    tokens = Tokens(rollout if bypass else old, rollout, ones, ones, one)
+    tokens = TrainedTokens(rollout if bypass else old, rollout, ones, ones, one)
     _, sums = policy_sums(LossConfig(), current, ones, tokens)
     metrics = means(sums.tolist(), 3, bypass=bypass, reference=False)
     wanted = Targets(

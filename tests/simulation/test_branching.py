@@ -20,7 +20,7 @@ from async_rl.queue.journal import Journal
 from async_rl.queue.journal_file import Journalled
 from async_rl.queue.ledger import Ledger
 from async_rl.simulation.__main__ import run_branching_seed
-from async_rl.simulation.invariant_checker import Witness
+from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import Ending, Scenario, branching
 from async_rl.simulation.simulate import simulate
 from async_rl.types import TrainBatch, Trajectory, root_of
@@ -49,13 +49,13 @@ class Trained:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[tuple[str, ...]] = []
-        trains = Witness.trains
+        trains = InvariantChecker.trains
 
-        def note(witness: Witness, batch: TrainBatch, version: int, step: int) -> None:
+        def note(witness: InvariantChecker, batch: TrainBatch, version: int, step: int) -> None:
             self.batches.append(batch.trajectory_ids)
             trains(witness, batch, version, step)
 
-        monkeypatch.setattr(Witness, "trains", note)
+        monkeypatch.setattr(InvariantChecker, "trains", note)
 
     @property
     def sizes(self) -> Counter[int]:

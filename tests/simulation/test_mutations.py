@@ -21,7 +21,7 @@ from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.session import routing_rows
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.simulation import simulate
-from async_rl.simulation.invariant_checker import Witness
+from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import Ending, FaultKind, Scenario, draw
 from async_rl.types import RoutingTrace, TrainBatch, VersionSpan
 from async_rl.weights.weight_sync import WeightSync
@@ -73,7 +73,7 @@ def concatenate_rows(patch: pytest.MonkeyPatch) -> None:
         return msgspec.structs.replace(new, rows=np.ascontiguousarray(both[:length]), spans=spans)
 
     patch.setattr(routing, "splice", splice)
-    patch.setattr(routing_rows.Rows, "start", lambda self, token_ids, engine_id, version: 0)
+    patch.setattr(routing_rows.RoutingRows, "start", lambda self, token_ids, engine_id, version: 0)
 
 
 def shift_rows(patch: pytest.MonkeyPatch) -> None:
@@ -90,9 +90,9 @@ def shift_rows(patch: pytest.MonkeyPatch) -> None:
 def replace_nothing(patch: pytest.MonkeyPatch) -> None:
     """`replace` goes on from the rows that it has, whatever weights they are of."""
     patch.setattr(
-        routing_rows.Rows, "start", lambda self, token_ids, engine_id, version: self.held(token_ids)
+        routing_rows.RoutingRows, "start", lambda self, token_ids, engine_id, version: self.held(token_ids)
     )
-    patch.setattr(routing_rows.Rows, "take", _spliced(routing_rows.Rows.take))
+    patch.setattr(routing_rows.RoutingRows, "take", _spliced(routing_rows.RoutingRows.take))
 
 
 def _spliced(take: Any) -> Any:
@@ -251,7 +251,7 @@ def batch_of(version: int, sampled_at: int) -> TrainBatch:
 
 
 def test_the_witness_sees_it_when_a_trajectory_is_trained_twice() -> None:
-    witness = Witness(draw(0))
+    witness = InvariantChecker(draw(0))
     witness.trains(batch_of(0, 0), 0, 1)
     assert not any("again" in violation for violation in witness.violations)
     witness.trains(batch_of(1, 1), 1, 2)
@@ -261,7 +261,7 @@ def test_the_witness_sees_it_when_a_trajectory_is_trained_twice() -> None:
 @pytest.mark.parametrize("too_much", [0, 1])
 def test_the_witness_sees_it_when_a_token_is_too_old(too_much: int) -> None:
     scenario = draw(0)
-    witness = Witness(scenario)
+    witness = InvariantChecker(scenario)
     version = scenario.config.rollout.max_staleness + too_much
     witness.trains(batch_of(version, 0), version, version + 1)
     late = f"trajectory a: a token of version 0 is trained at {version}"

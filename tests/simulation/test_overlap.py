@@ -14,7 +14,7 @@ from async_rl.errors import TrainerError
 from async_rl.observability.records import StepRecord, read_records
 from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.scenario import FaultKind, Injection, Scenario
-from async_rl.simulation.simulate import Outcome, simulate
+from async_rl.simulation.simulate import SeedOutcome, simulate
 from async_rl.simulation.simulated_trainer import SimulatedTrainer
 from async_rl.weights.weight_sync import SyncReport, WeightSync
 from tests.support.small_run import small_run
@@ -41,7 +41,7 @@ def overlapping(speeds: dict[str, float], *faults: FaultKind, transport: str = "
     )
 
 
-def run(scenario: Scenario, folder: Path) -> tuple[Outcome, list[StepRecord]]:
+def run(scenario: Scenario, folder: Path) -> tuple[SeedOutcome, list[StepRecord]]:
     outcome = simulate(scenario.seed, folder, scenario=scenario)
     return outcome, read_records(folder / "life-0" / "metrics.jsonl")
 

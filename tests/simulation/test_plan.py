@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from async_rl.cli.plan import bottleneck, with_engines
 from async_rl.config import Config, apply_override, parse_config
-from async_rl.simulation.planned_job import Simulation, simulate
+from async_rl.simulation.planned_job import PlannedRun, simulate
 from async_rl.simulation.workload import EndlessTasks, Workload, fluid_rate
 
-SHORT = Simulation(versions=4, warmup=2)
+SHORT = PlannedRun(versions=4, warmup=2)
 
 
 def job(*overrides: str) -> Config:
@@ -136,7 +136,7 @@ def test_engines_stay_full_and_nothing_is_dropped_in_the_heavy_tail_under_a_hard
         "rollout.max_staleness=5",
         "trainer.groups_per_batch=128",
     )
-    plan = simulate(config, Workload(shares_prompts=False), Simulation(versions=10, warmup=6, coarsen=8))
+    plan = simulate(config, Workload(shares_prompts=False), PlannedRun(versions=10, warmup=6, coarsen=8))
     assert plan.relative >= 0.94  # 0.956 in the long run: updates and prompts take the rest
     assert plan.engines_empty < 0.01
     assert plan.dropped == 0

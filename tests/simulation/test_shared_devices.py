@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.engines import device_memory
-from async_rl.engines.device_phases import Turns
+from async_rl.engines.device_phases import DevicePhases
 from async_rl.observability.records import read_records
 from async_rl.run.device_sharing import SharedDevices
 from async_rl.simulation.__main__ import run_shared_seed
 from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.scenario import Ending, FaultKind, Scenario, sharing
-from async_rl.simulation.simulate import Outcome, simulate
+from async_rl.simulation.simulate import SeedOutcome, simulate
 from async_rl.simulation.simulated_trainer import SimulatedTrainer
 from tests.support.small_run import small_run
 
@@ -30,7 +30,7 @@ def shared_run(seed: int, faults: tuple[FaultKind, ...] = (), death: Ending | No
     return replace(run, config=config)
 
 
-def outcome_of(scenario: Scenario, folder: Path) -> Outcome:
+def outcome_of(scenario: Scenario, folder: Path) -> SeedOutcome:
     folder.mkdir()
     return simulate(scenario.seed, folder, scenario=scenario)
 
@@ -84,7 +84,7 @@ def test_nothing_is_lost_when_a_run_is_cancelled_in_the_middle_of_a_hand_over(
 
 
 def start_engines_at_any_time(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Turns, "engines_may_start", property(lambda self: True))
+    patch.setattr(DevicePhases, "engines_may_start", property(lambda self: True))
 
 
 def leave_failed_engines_alone(patch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from async_rl.queue.ledger import Ledger
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.backend import Here
+from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.supervision import services
@@ -173,7 +173,7 @@ class World:
             ),
             queue=self.queue,
             pool=self.pool,
-            backend=Here(self.config, chat=chat, metrics=self.metrics, clock=clock),
+            backend=LocalBackend(self.config, chat=chat, metrics=self.metrics, clock=clock),
             chat=chat,
             facts=_FACTS,
             metrics=self.metrics,
@@ -260,7 +260,7 @@ class World:
     @property
     def drawn(self) -> list[int]:
         """Tokens of all answers that were begun, at full length."""
-        loop: OneAnswer = cast(Here, self.manager._stage)._loops.of(None)
+        loop: OneAnswer = cast(LocalBackend, self.manager._stage)._loops.of(None)
         return loop.drawn
 
     @property

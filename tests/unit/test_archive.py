@@ -15,7 +15,7 @@ from async_rl.queue.archive import Archive, ArchiveReader
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.run.recovery import Estate
+from async_rl.run.recovery import RecoveredState
 from async_rl.simulation.simulate import simulate
 from tests.support.small_run import small_run
 from tests.support.trajectories import FACTS, make_group, make_trajectory
@@ -166,7 +166,7 @@ def test_a_life_tells_the_archive_which_checkpoint_it_goes_on_from(path: Path, t
         archive.ended(make_trajectory(name), attempt=1)
         archive.trained([name], step)
     archive.close()
-    estate = Estate(config, tmp_path, scenario.tasks, FACTS, 1, Metrics(), lambda: 0.0)
+    estate = RecoveredState(config, tmp_path, scenario.tasks, FACTS, 1, Metrics(), lambda: 0.0)
     estate.leave()
     estate.queue.close()
     assert ids(ArchiveReader(path), "status = 'trained'") == ["a"]

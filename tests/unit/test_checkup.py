@@ -38,7 +38,7 @@ async def test_the_chain_of_a_running_job_is_printed(
     async with serve(Metrics(), "127.0.0.1", 0, lambda: health(state)) as url:
         (tmp_path / "url").write_text(url)
         for target in (url, str(tmp_path)):
-            assert await asyncio.to_thread(main.main, ["doctor", target]) == code
+            assert await asyncio.to_thread(main, ["doctor", target]) == code
             out = capsys.readouterr().out
             assert out.startswith(f"training, step 3: {state}\n")
             assert "  <- trajectory 7 waits for tool search\n" in out
@@ -47,6 +47,6 @@ async def test_the_chain_of_a_running_job_is_printed(
 def test_one_sentence_is_printed_when_nobody_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(["doctor", "http://127.0.0.1:9"]) == 3
+    assert main(["doctor", "http://127.0.0.1:9"]) == 3
     assert "nobody answers at http://127.0.0.1:9" in capsys.readouterr().err
-    assert main.main(["doctor", str(tmp_path)]) == 2
+    assert main(["doctor", str(tmp_path)]) == 2

@@ -13,7 +13,7 @@ from async_rl.observability.records import StepRecord, append_record, read_recor
 from async_rl.queue.holdings import QueueStatistics
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.run.run_log import Chronicle
+from async_rl.run.run_log import RunLogger
 from async_rl.run.step_record import StepDone
 from async_rl.trainer_protocol import StepResult
 from async_rl.weights.weight_sync import SyncReport
@@ -68,7 +68,7 @@ def test_a_chronicle_goes_on_where_the_checkpoint_stands_when_a_run_has_a_second
         append_record(tmp_path / "metrics.jsonl", record)
     now_s, metrics = 1000.0, Metrics()
     pool = EnginePool(metrics, lambda: now_s, max_prefill_tokens=1024)
-    chronicle = Chronicle(config_of(), tmp_path, pool, metrics, lambda: now_s)
+    chronicle = RunLogger(config_of(), tmp_path, pool, metrics, lambda: now_s)
     assert [record.step for record in chronicle.records] == [1, 2, 3]
     assert chronicle.elapsed_s is None
 

@@ -4,32 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_rl.observability.diagnosis import Diagnosis, EngineView, QueueView, SlotsView, Snapshot, diagnose
-from async_rl.runtime.waits import Actor, Awaited, Node, Wait
+from async_rl.observability.diagnosis import (
+    Diagnosis,
+    EngineView,
+    QueueView,
+    RunSnapshot,
+    SlotsView,
+    diagnose,
+)
+from async_rl.runtime.waits import Awaited, Wait, WaitingActor, WaitNode
 
-LOOP, ROLLOUTS, REPAIR = Node("train loop"), Node("service", "rollouts"), Node("service", "repair")
+LOOP, ROLLOUTS, REPAIR = (
+    WaitNode("train loop"),
+    WaitNode("service", "rollouts"),
+    WaitNode("service", "repair"),
+)
 LIMITS = {"chunk": 60.0, "trainer step": 3600.0, "engine start": 600.0, "engine update": 300.0, "tool": 30.0}
 
 
-def wait(who: Node, on: Awaited, target: str = "", age_s: float = 400.0, **more: Any) -> Wait:
+def wait(who: WaitNode, on: Awaited, target: str = "", age_s: float = 400.0, **more: Any) -> Wait:
     return Wait(who=who, on=on, target=target, age_s=age_s, **more)
 
 
-def actor(who: Node, parent: Node | None = None, untouched_s: float = 400.0) -> Actor:
-    return Actor(who=who, parent=parent, untouched_s=untouched_s)
+def actor(who: WaitNode, parent: WaitNode | None = None, untouched_s: float = 400.0) -> WaitingActor:
+    return WaitingActor(who=who, parent=parent, untouched_s=untouched_s)
 
 
-def look(*waits: Wait, quiet_s: float = 400.0, actors: list[Actor] | None = None, **more: Any) -> Diagnosis:
+def look(
+    *waits: Wait, quiet_s: float = 400.0, actors: list[WaitingActor] | None = None, **more: Any
+) -> Diagnosis:
     known = {wait.who: actor(wait.who) for wait in waits} | {a.who: a for a in actors or []}
-    snapshot = Snapshot(
+    snapshot = RunSnapshot(
         quiet_s=quiet_s, stall_s=45.0, waits=waits, actors=list(known.values()), limits_s=LIMITS, **more
     )
     return diagnose(snapshot)
 
 
-def group(name: str) -> list[Actor]:
+def group(name: str) -> list[WaitingActor]:
     """A group with one trajectory."""
-    return [actor(Node("group", name), ROLLOUTS), actor(Node("trajectory", f"{name}-0"), Node("group", name))]
+    return [
+        actor(WaitNode("group", name), ROLLOUTS),
+        actor(WaitNode("trajectory", f"{name}-0"), WaitNode("group", name)),
+    ]
 
 
 def queue(*in_flight: str, **more: Any) -> QueueView:
@@ -41,10 +57,10 @@ def queue(*in_flight: str, **more: Any) -> QueueView:
 def test_the_chain_goes_from_the_train_loop_to_the_silent_engine() -> None:
     diagnosis = look(
         wait(LOOP, "batch", age_s=412, why="1 of 8 groups in flight must go first"),
-        wait(Node("group", "g"), "trajectories", age_s=411),
-        wait(Node("trajectory", "g-0"), "agent loop", "loops:Mine", age_s=411),
-        wait(Node("trajectory", "g-0"), "chunk", "engine-1", age_s=405),
-        wait(Node("trajectory", "h-0"), "chunk", "engine-1", age_s=380),
+        wait(WaitNode("group", "g"), "trajectories", age_s=411),
+        wait(WaitNode("trajectory", "g-0"), "agent loop", "loops:Mine", age_s=411),
+        wait(WaitNode("trajectory", "g-0"), "chunk", "engine-1", age_s=405),
+        wait(WaitNode("trajectory", "h-0"), "chunk", "engine-1", age_s=380),
         actors=group("g") + group("h"),
         queue=queue("h", "g", due=("g",)),
         engines=[
@@ -68,7 +84,11 @@ def test_the_chain_goes_from_the_train_loop_to_the_silent_engine() -> None:
 
 
 def test_a_group_is_not_lost_when_an_earlier_process_left_it_and_it_waits_for_a_slot() -> None:
-    waits = [wait(LOOP, "batch"), wait(ROLLOUTS, "slot"), wait(Node("trajectory", "g-0"), "tool", "search")]
+    waits = [
+        wait(LOOP, "batch"),
+        wait(ROLLOUTS, "slot"),
+        wait(WaitNode("trajectory", "g-0"), "tool", "search"),
+    ]
     slots = SlotsView(limit=1, holders=("g-0",))
     left = look(*waits, actors=group("g"), queue=queue("left", due=("left",), left=("left",)), slots=slots)
     assert [(cause.problem, cause.on, cause.target) for cause in left.causes] == [("hangs", "tool", "search")]
@@ -80,7 +100,7 @@ def test_an_engine_in_an_update_is_not_the_culprit_but_the_update_is() -> None:
     diagnosis = look(
         wait(LOOP, "weight update", "4"),
         wait(LOOP, "engine update", "engine-1", age_s=399),
-        wait(Node("trajectory", "g-0"), "chunk", "engine-1"),
+        wait(WaitNode("trajectory", "g-0"), "chunk", "engine-1"),
         engines=[EngineView(engine_id="engine-1", state="updating")],
     )
     assert (diagnosis.causes[0].on, diagnosis.causes[0].target) == ("engine update", "engine-1")
@@ -90,8 +110,8 @@ def test_an_engine_in_an_update_is_not_the_culprit_but_the_update_is() -> None:
 def test_calls_without_an_engine_wait_for_its_restart_and_for_the_service_that_does_it() -> None:
     waits = [
         wait(LOOP, "batch"),
-        wait(Node("group", "g"), "trajectories"),
-        wait(Node("trajectory", "g-0"), "engine"),
+        wait(WaitNode("group", "g"), "trajectories"),
+        wait(WaitNode("trajectory", "g-0"), "engine"),
     ]
     state = {
         "queue": queue("g"),
@@ -110,7 +130,7 @@ def test_calls_without_an_engine_wait_for_its_restart_and_for_the_service_that_d
 
 def test_a_batch_waits_for_the_dispatcher_when_there_are_not_enough_groups() -> None:
     short = queue("g", num_ready=2)
-    waits = [wait(LOOP, "batch"), wait(Node("group", "g"), "room")]
+    waits = [wait(LOOP, "batch"), wait(WaitNode("group", "g"), "room")]
     dead = look(*waits, actors=group("g"), queue=short)
     assert (dead.causes[0].on, dead.causes[0].target) == ("service", "rollouts")
     full = look(*waits, wait(ROLLOUTS, "admission", why="the spool is full"), queue=short)
@@ -121,9 +141,9 @@ def test_a_batch_waits_for_the_dispatcher_when_there_are_not_enough_groups() -> 
 def test_a_deadlock_is_no_cause_where_somebody_can_still_move() -> None:
     diagnosis = look(
         wait(LOOP, "batch"),
-        wait(Node("group", "g"), "room"),
-        wait(Node("group", "h"), "trajectories"),
-        wait(Node("trajectory", "h-0"), "tool", "search", age_s=20.0),
+        wait(WaitNode("group", "g"), "room"),
+        wait(WaitNode("group", "h"), "trajectories"),
+        wait(WaitNode("trajectory", "h-0"), "tool", "search", age_s=20.0),
         actors=group("g") + group("h"),
         queue=queue("g", "h"),
     )
@@ -145,14 +165,16 @@ def test_one_tool_may_take_long_after_many_were_quick() -> None:
 
 
 def test_a_wait_over_its_limit_is_seen_while_the_run_moves() -> None:
-    late = look(wait(Node("trajectory", "g-0"), "tool", "search", age_s=40.0), quiet_s=0.1)
+    late = look(wait(WaitNode("trajectory", "g-0"), "tool", "search", age_s=40.0), quiet_s=0.1)
     assert (late.state, late.causes[0].target) == ("overdue", "search")
-    assert look(wait(Node("trajectory", "g-0"), "tool", "search", age_s=31.0), quiet_s=0.1).state == "moving"
+    assert (
+        look(wait(WaitNode("trajectory", "g-0"), "tool", "search", age_s=31.0), quiet_s=0.1).state == "moving"
+    )
 
 
 def test_the_engines_own_watch_judges_calls_while_the_run_moves() -> None:
     """sglang#22511: a call in the queue of a busy engine is not a hang."""
-    assert look(wait(Node("trajectory", "g-0"), "first chunk", "engine-0"), quiet_s=0.1).state == "moving"
+    assert look(wait(WaitNode("trajectory", "g-0"), "first chunk", "engine-0"), quiet_s=0.1).state == "moving"
 
 
 def test_work_without_a_name_is_said_to_be_so() -> None:

@@ -15,7 +15,7 @@ from async_rl.config import EvaluationConfig, parse_config
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import ConfigError
-from async_rl.evaluation.estimates import Answer, estimate, pass_at_k, scores
+from async_rl.evaluation.estimates import EvaluatedAnswer, estimate, pass_at_k, scores
 from async_rl.evaluation.evaluator import rollout_settings
 from async_rl.evaluation.service import due
 from async_rl.observability.evaluation_record import EvaluationRecord, append_evaluation, read_evaluations
@@ -25,8 +25,10 @@ from async_rl.observability.records import StepRecord
 from async_rl.observability.trackers.tracker import Trackers
 
 
-def answer(task: str, reward: float, *, dataset: str = "aime", source: str = "", **parts: float) -> Answer:
-    return Answer(
+def answer(
+    task: str, reward: float, *, dataset: str = "aime", source: str = "", **parts: float
+) -> EvaluatedAnswer:
+    return EvaluatedAnswer(
         dataset=dataset,
         source=source,
         task_id=task,

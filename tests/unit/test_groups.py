@@ -10,8 +10,8 @@ from async_rl.queue.journal import Entry
 from async_rl.rollout.groups import (
     GroupInFlight,
     GroupPolicy,
+    GroupVerdict,
     SignalWatch,
-    Verdict,
     has_signal,
     judge,
     may_leave_stragglers,
@@ -24,7 +24,7 @@ REST = GroupPolicy(failed_siblings="train_rest", min_size=2)
 DROP = GroupPolicy(failed_siblings="drop", min_size=2)
 RETRY = GroupPolicy(failed_siblings="retry", min_size=2)
 FILTER = GroupPolicy(dynamic_filtering=True)
-TRAIN = Verdict(train=True)
+TRAIN = GroupVerdict(train=True)
 
 
 @pytest.mark.parametrize(
@@ -32,27 +32,33 @@ TRAIN = Verdict(train=True)
     [
         ([1.0, 0.0, 1.0], [], DROP, False, TRAIN),
         ([1.0, 0.0], ["reward_error"], REST, True, TRAIN),
-        ([1.0], ["reward_error", "straggler"], REST, True, Verdict(train=False, reason="too_few_siblings")),
-        ([], ["reward_error"] * 2, REST, True, Verdict(train=False, reason="too_few_siblings")),
-        ([1.0, 0.0], ["reward_error"], DROP, True, Verdict(train=False, reason="sibling_failed")),
+        (
+            [1.0],
+            ["reward_error", "straggler"],
+            REST,
+            True,
+            GroupVerdict(train=False, reason="too_few_siblings"),
+        ),
+        ([], ["reward_error"] * 2, REST, True, GroupVerdict(train=False, reason="too_few_siblings")),
+        ([1.0, 0.0], ["reward_error"], DROP, True, GroupVerdict(train=False, reason="sibling_failed")),
         ([1.0, 0.0], ["straggler"], DROP, True, TRAIN),  # left behind, not failed
         (
             [1.0, 0.0],
             ["reward_error"],
             RETRY,
             True,
-            Verdict(train=False, reason="sibling_failed", retry=True),
+            GroupVerdict(train=False, reason="sibling_failed", retry=True),
         ),
         ([1.0, 0.0], ["reward_error"], RETRY, False, TRAIN),  # no retries left
         ([1.0, 0.0], ["straggler"], RETRY, True, TRAIN),
-        ([], ["prompt_too_long"] * 2, RETRY, True, Verdict(train=False, reason="too_few_siblings")),
+        ([], ["prompt_too_long"] * 2, RETRY, True, GroupVerdict(train=False, reason="too_few_siblings")),
         ([1.0, 1.0], [], REST, False, TRAIN),
-        ([1.0, 1.0], [], FILTER, False, Verdict(train=False, reason="no_signal")),
+        ([1.0, 1.0], [], FILTER, False, GroupVerdict(train=False, reason="no_signal")),
         ([1.0, 0.5], [], FILTER, False, TRAIN),
     ],
 )
 def test_a_group_is_judged_by_its_policy(
-    rewards: list[float], reasons: list[str], policy: GroupPolicy, may_retry: bool, verdict: Verdict
+    rewards: list[float], reasons: list[str], policy: GroupPolicy, may_retry: bool, verdict: GroupVerdict
 ) -> None:
     dropped = {f"t{i}": reason for i, reason in enumerate(reasons)}
     assert judge(rewards, dropped, policy, may_retry=may_retry) == verdict

@@ -14,7 +14,7 @@ import pytest
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import Engine
 from async_rl.engines.health import HealthWatch, judge
-from async_rl.engines.lease import Vitals
+from async_rl.engines.lease import EngineLoad
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import CallLost
 from async_rl.observability.metrics import Metrics
@@ -27,7 +27,7 @@ from tests.support.played import END, PlayedPool, settle, tokens
 CONFIG = SimulatedEngines(
     stall_s=60.0, min_prefill_tokens_per_s=500.0, probe_s=10.0, probe_timeout_s=5.0, probe_misses=3
 )
-WELL = Vitals(
+WELL = EngineLoad(
     calls=4, progress_s=1000.0, decode_s=1000.0, prefill_tokens=0, silent_since_s=1000.0, overtaken_s=None
 )
 

@@ -82,6 +82,6 @@ def test_no_placeholder_is_left_and_all_files_are_packaged(tmp_path: Path) -> No
     assert {path.name for path in folder.iterdir()} == set(FILES)
     assert all("$" not in path.read_text() for path in folder.iterdir())
     assert "ANameLoop" in (folder / "loop.py").read_text()
-    template = ROOT / "async_rl" / "new_loop" / "template"
+    template = ROOT / "async_rl" / "cli" / "new_loop" / "template"
     assert {path.name for path in template.iterdir()} == {f"{name}.txt" for name in FILES}
-    assert '"new_loop/template/*"' in (ROOT / "pyproject.toml").read_text()
+    assert '"cli/new_loop/template/*"' in (ROOT / "pyproject.toml").read_text()

@@ -11,9 +11,9 @@ from ray._private import ray_constants
 from async_rl.config import parse_config
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, is_loopback, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
-from async_rl.placement.actors import Frame, Home, go_to_work, interface_of
+from async_rl.placement.actors import ActorHome, SharedFrame, go_to_work, interface_of
 from async_rl.placement.local_ray import connect
-from async_rl.placement.placements import Node, by_node, no_room
+from async_rl.placement.placements import ClusterNode, by_node, no_room
 from tests.support.run_config import config_of
 
 
@@ -32,8 +32,8 @@ def test_ranks_of_a_node_are_neighbours_when_places_are_mixed(nodes, order):
 
 def test_the_refusal_names_what_was_asked_and_what_each_node_has_when_there_is_no_room():
     nodes = [
-        Node("10.0.0.1", {"CPU": 4, "memory": 1e9, "GPU": 2}, {"CPU": 4, "GPU": 1}),
-        Node("10.0.0.2", {"CPU": 4, "GPU": 8, "engines": 1}, {"CPU": 0.5}),
+        ClusterNode("10.0.0.1", {"CPU": 4, "memory": 1e9, "GPU": 2}, {"CPU": 4, "GPU": 1}),
+        ClusterNode("10.0.0.2", {"CPU": 4, "GPU": 8, "engines": 1}, {"CPU": 0.5}),
     ]
     lines = no_room("engine", {"GPU": 4, "CPU": 1, "engines": 1}, 3, "SPREAD", nodes).splitlines()
     assert lines == [
@@ -45,7 +45,7 @@ def test_the_refusal_names_what_was_asked_and_what_each_node_has_when_there_is_n
 
 
 def test_a_frame_is_read_by_its_path_and_goes_with_its_owner():
-    frame = Frame(b"some rows" * 1000)
+    frame = SharedFrame(b"some rows" * 1000)
     path = Path(frame.path)
     assert path.read_bytes() == b"some rows" * 1000
     number = int(path.name)
@@ -66,9 +66,9 @@ def test_an_actor_refuses_its_node_when_the_run_folder_is_not_the_drivers(tmp_pa
         with pytest.raises(
             EnvironmentNotReady, match=r"node 10\.0\.0\.7 does not see what the driver writes"
         ):
-            go_to_work(Home(str(tmp_path), str(sign), "my word", "driver"), "10.0.0.7")
+            go_to_work(ActorHome(str(tmp_path), str(sign), "my word", "driver"), "10.0.0.7")
         sign.write_text("my word")
-        go_to_work(Home(str(tmp_path), ".shared", "my word", "driver"), "10.0.0.7")
+        go_to_work(ActorHome(str(tmp_path), ".shared", "my word", "driver"), "10.0.0.7")
     finally:
         os.umask(before)
 
@@ -78,7 +78,7 @@ def test_an_actor_refuses_its_node_when_the_working_folder_is_not_there(tmp_path
     os.umask(before)
     try:
         with pytest.raises(EnvironmentNotReady, match=r"node 10\.0\.0\.7 has no folder"):
-            go_to_work(Home(str(tmp_path / "none"), "sign", "word", "driver"), "10.0.0.7")
+            go_to_work(ActorHome(str(tmp_path / "none"), "sign", "word", "driver"), "10.0.0.7")
     finally:
         os.umask(before)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from async_rl.cli import train
 from async_rl.config import Config, changed_fields, parse_config
 from async_rl.observability.console_report import (
-    Progress,
+    RunProgress,
     derived_bounds,
     print_header,
     print_summary,
@@ -71,7 +71,7 @@ def console(*, terminal: bool = False, width: int = 100) -> tuple[Console, io.St
 
 def test_each_step_is_one_line_when_there_is_no_terminal(tmp_path: Path) -> None:
     out, file = console(width=40)
-    progress = Progress(out)
+    progress = RunProgress(out)
     progress.start(config(), tmp_path, "http://127.0.0.1:9000")
     shown_before = len(file.getvalue().splitlines())
     progress.phase("starting 2 engines")
@@ -88,7 +88,7 @@ def test_each_step_is_one_line_when_there_is_no_terminal(tmp_path: Path) -> None
 
 def test_the_panel_shows_step_flow_and_what_is_waited_for_when_on_a_terminal(tmp_path: Path) -> None:
     out, file = console(terminal=True)
-    progress = Progress(out)
+    progress = RunProgress(out)
     progress.start(config(), tmp_path, "http://127.0.0.1:9000")
     try:
         for record in steps(3):
@@ -104,7 +104,7 @@ def test_the_panel_shows_step_flow_and_what_is_waited_for_when_on_a_terminal(tmp
 
 def test_the_panel_fits_a_narrow_terminal(tmp_path: Path) -> None:
     out, file = console(terminal=True, width=44)
-    progress = Progress(out)
+    progress = RunProgress(out)
     for record in steps(60):
         progress.step(record)
     out.print(progress.render())
@@ -117,7 +117,7 @@ def test_the_panel_fits_a_narrow_terminal(tmp_path: Path) -> None:
 
 def test_the_panel_says_what_the_kl_is_made_of_and_how_long_the_rest_takes(tmp_path: Path) -> None:
     out, file = console(terminal=True)
-    progress = Progress(out)
+    progress = RunProgress(out)
     progress._max_steps = 10
     for record in steps(4, kl_mismatch=0.0002, kl_staleness=0.003, kl_routing=math.nan):
         progress.step(record)
@@ -134,7 +134,7 @@ def test_a_file_gets_a_line_a_step_and_a_cursor_is_never_moved(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    progress = Progress(train.console())
+    progress = RunProgress(train.console())
     progress.start(config(), Path("."), "http://127.0.0.1:9000")
     progress.step(steps(2)[0])
     progress.stop()
@@ -149,7 +149,7 @@ def test_a_terminal_without_colours_gets_a_panel_without_colours(monkeypatch: py
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     file = io.StringIO()
-    progress = Progress(Console(file=file, force_terminal=True, width=80))
+    progress = RunProgress(Console(file=file, force_terminal=True, width=80))
     progress.step(steps(3)[-1])
     Console(file=file, force_terminal=True, width=80).print(progress.render())
     assert "3 of 0" in file.getvalue()
@@ -158,7 +158,7 @@ def test_a_terminal_without_colours_gets_a_panel_without_colours(monkeypatch: py
 
 def test_a_figure_is_left_out_of_the_line_when_it_is_not_a_number() -> None:
     out, file = console()
-    Progress(out).step(steps(1, reward_mean=math.nan)[0])
+    RunProgress(out).step(steps(1, reward_mean=math.nan)[0])
     assert "reward n/a" in file.getvalue()
 
 

@@ -18,14 +18,14 @@ from async_rl.observability.metrics import Metrics
 from async_rl.placement.rollout_worker_actor import shared_out
 from async_rl.queue.journal import Entry, Journal
 from async_rl.rollout.attempt import Played, close
-from async_rl.rollout.backend import Here
+from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.rollout_session import RolloutSession
-from async_rl.rollout.workers.driver_session import Mirror
+from async_rl.rollout.workers.driver_session import DriverSession
 from async_rl.rollout.workers.link import connect, door
-from async_rl.rollout.workers.messages import Count, Cut, Failure, Play, Pulse, Stop
+from async_rl.rollout.workers.messages import Count, Cut, Failure, Heartbeat, Play, Stop
 from async_rl.rollout.workers.metric_counts import Increments, add
-from async_rl.rollout.workers.worker_backend import RolloutWorkers
+from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.simulation.simulated_workers import SimulatedWorkers
 from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
 from async_rl.types import Completion, Sampled, Task, Trajectory
@@ -134,7 +134,7 @@ class Troupe:
         self.metrics = self.bench.metrics
         chat = cast(ChatFormat, PlainChat())
         self.processes = SimulatedWorkers(self.config, chat, delay_s=lambda: delay_s)
-        self.stage = RolloutWorkers(self.config.rollout, self.processes.open, self.metrics)
+        self.stage = WorkerBackend(self.config.rollout, self.processes.open, self.metrics)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Troupe:
@@ -145,7 +145,7 @@ class Troupe:
         await self._stack.aclose()
 
     def session(
-        self, entry: Entry | None = None, kind: type[RolloutSession] = Mirror, name: str = "0" * 32
+        self, entry: Entry | None = None, kind: type[RolloutSession] = DriverSession, name: str = "0" * 32
     ) -> Any:
         """One that the stage may play."""
         self.entries = {name: entry or Entry(name)}
@@ -187,7 +187,7 @@ async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
         there = await close(await troupe.stage.play(TASK, troupe.session()))
     troupe = Troupe("Everything")
     chat = cast(ChatFormat, PlainChat())
-    async with Here(troupe.config, chat=chat, metrics=troupe.metrics, clock=lambda: 0.0) as here:
+    async with LocalBackend(troupe.config, chat=chat, metrics=troupe.metrics, clock=lambda: 0.0) as here:
         local = await close(await here.play(TASK, troupe.session(kind=RolloutSession)))
     assert [told(trajectory) for trajectory in there] == [told(trajectory) for trajectory in local]
     assert [len(t.trajectory_id.split(".")) for t in there] == [1, 2, 3, 2]
@@ -388,11 +388,11 @@ async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
     play = Play(play=1, task=Task(task_id="t", messages=TASK.messages, answer={"a": [1]}), trajectory_id="x")
     for message in (play, Cut(play=1, name="é" * 100_000), Stop(play=2)):
         ours.post(message)
-    theirs.post(Pulse(waits={"x": "tool"}))
+    theirs.post(Heartbeat(waits={"x": "tool"}))
     assert (await theirs.receive()).task == play.task  # type: ignore[attr-defined]
     assert len((await theirs.receive()).name) == 100_000  # type: ignore[attr-defined]
     assert isinstance(await theirs.receive(), Stop)
-    assert isinstance(await ours.receive(), Pulse)
+    assert isinstance(await ours.receive(), Heartbeat)
     ours.close()
     with pytest.raises(WorkerLost):
         await theirs.receive()

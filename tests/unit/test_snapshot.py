@@ -1,6 +1,6 @@
 import torch
 
-from trainer.weights.snapshot import Snapshot
+from trainer.weights.snapshot import WeightSnapshot
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:
@@ -8,7 +8,7 @@ def weights(value: float) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_the_copy_stays_what_it_was_when_the_weights_change():
-    snapshot, live = Snapshot(keeps=True, where="host"), weights(1.0)
+    snapshot, live = WeightSnapshot(keeps=True, where="host"), weights(1.0)
     snapshot.take(live)
     for _, tensor in live:
         tensor.zero_()
@@ -21,7 +21,7 @@ def test_the_copy_stays_what_it_was_when_the_weights_change():
 
 
 def test_no_memory_is_allocated_when_a_copy_is_made_again():
-    snapshot = Snapshot(keeps=True, where="host")
+    snapshot = WeightSnapshot(keeps=True, where="host")
     snapshot.take(weights(1.0))
     before = [tensor.data_ptr() for _, tensor in snapshot.tensors()]
     snapshot.take(weights(2.0))
@@ -31,7 +31,7 @@ def test_no_memory_is_allocated_when_a_copy_is_made_again():
 
 def test_a_rank_keeps_nothing_but_gathers_all_when_another_one_sends():
     gathered = []
-    snapshot = Snapshot(keeps=False, where="host")
+    snapshot = WeightSnapshot(keeps=False, where="host")
     snapshot.take(gathered.append(name) or (name, tensor) for name, tensor in weights(1.0))
     assert gathered == ["a", "b"]
     assert list(snapshot.tensors()) == []

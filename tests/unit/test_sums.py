@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from async_rl.config import ImportanceConfig, KLConfig, LossConfig, RejectConfig
-from trainer.losses.policy_loss import SUMS, Tokens, policy_sums
+from trainer.losses.policy_loss import SUMS, TrainedTokens, policy_sums
 from trainer.losses.sequences import Sequences
 
 # Two answers, of two tokens and of one, whose ratio of 1/8 rejects it; PPO's ratios are 1, 2 and 1.
@@ -34,7 +34,7 @@ def test_the_loss_is_its_parts_as_often_as_tokens_count(where, of_kl):
     )
     log_probs = CURRENT.clone().requires_grad_()
     sequences = Sequences(torch.tensor([0, 0, 1]), torch.tensor([2, 1]))
-    tokens = Tokens(PROXIMAL, ROLLOUT, ADVANTAGES, COUNTS, sequences, REFERENCE)
+    tokens = TrainedTokens(PROXIMAL, ROLLOUT, ADVANTAGES, COUNTS, sequences, REFERENCE)
     loss, sums = policy_sums(config, log_probs, ENTROPY, tokens)
     # Weights 2, truncated to 1.5, and 0.4; PPO's gains 1 and 1.25, clipped; the third token adds nothing.
     first = -1.5 * 1.0 + 0.5 * of_kl[0] - 0.1 * 0.5

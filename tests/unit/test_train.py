@@ -15,7 +15,7 @@ import pytest
 from async_rl.cli.train import train
 from async_rl.config import Config, load_config
 from async_rl.errors import ConfigError, EnvironmentNotReady, TrainerError
-from async_rl.observability.console_report import Progress
+from async_rl.observability.console_report import RunProgress
 from async_rl.observability.page.html_report import read_run
 from async_rl.observability.records import (
     StepRecord,
@@ -47,7 +47,7 @@ def two_steps(run_dir: Path) -> Summary:
     )
 
 
-async def finishes(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
+async def finishes(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
     return two_steps(run_dir)
 
 
@@ -65,7 +65,7 @@ def test_a_run_leaves_config_summary_and_curves_in_its_folder(
 
 
 async def leaves_a_file_in_every_folder(
-    config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress
+    config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress
 ) -> Summary:
     for folder in ("spool", "weights"):
         (run_dir / folder).mkdir()
@@ -136,7 +136,7 @@ def test_service_cause_and_log_are_named_when_a_service_fails(
     async def fails() -> None:
         raise error
 
-    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
+    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
         async with services(steady=asyncio.Event().wait), Nursery() as nursery:  # type: ignore[arg-type]
             nursery.start("trainer", fails())
         return two_steps(run_dir)
@@ -158,7 +158,7 @@ def test_service_cause_and_log_are_named_when_a_service_fails(
 def test_the_first_signal_drains_and_still_sums_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
-    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
+    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
         os.kill(os.getpid(), number)
         await stop.wait()
         return two_steps(run_dir)
@@ -171,7 +171,7 @@ def test_the_first_signal_drains_and_still_sums_up(
 def test_the_second_signal_aborts_and_cleans_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cleaned = []
 
-    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: Progress) -> Summary:
+    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
         try:
             os.kill(os.getpid(), signal.SIGINT)
             await stop.wait()

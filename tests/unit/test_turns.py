@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from async_rl.engines.device_phases import Turn, Turns
+from async_rl.engines.device_phases import DevicePhases, Turn
 from async_rl.errors import InvariantError
 from async_rl.simulation.virtual_time import in_virtual_time
 
@@ -32,7 +32,7 @@ MAY_FOLLOW = {
 def test_a_turn_follows_only_where_nobody_is_left_holding_what_another_takes(
     before: Turn, after: Turn
 ) -> None:
-    turns = Turns()
+    turns = DevicePhases()
     for turn in WAY_TO[before]:
         turns.move(turn)
     if (before, after) in MAY_FOLLOW:
@@ -46,7 +46,7 @@ def test_a_turn_follows_only_where_nobody_is_left_holding_what_another_takes(
 
 @in_virtual_time
 async def test_a_guest_waits_for_the_engines_turn() -> None:
-    turns, order = Turns(), list[str]()
+    turns, order = DevicePhases(), list[str]()
 
     async def start_an_engine() -> None:
         async with turns.guest():
@@ -66,7 +66,7 @@ async def test_a_guest_waits_for_the_engines_turn() -> None:
 @in_virtual_time
 @pytest.mark.parametrize("ends", ["well", "by an error"])
 async def test_the_trainer_waits_for_the_guests_that_are_there(ends: str) -> None:
-    turns, order = Turns(), list[str]()
+    turns, order = DevicePhases(), list[str]()
 
     async def start_an_engine(seconds: float) -> None:
         async with turns.guest():
@@ -99,7 +99,7 @@ async def _caught(starting: object) -> None:
 
 @in_virtual_time
 async def test_the_end_of_the_engines_turn_is_heard_while_guests_are_left() -> None:
-    turns, order = Turns(), list[str]()
+    turns, order = DevicePhases(), list[str]()
 
     async def evaluate() -> None:
         async with turns.guest():

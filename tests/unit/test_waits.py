@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from async_rl.runtime.waits import NamedLock, Node, Waits, acting, progressed, waiting
+from async_rl.runtime.waits import NamedLock, WaitNode, Waits, acting, progressed, waiting
 
 
 class Clock:
@@ -26,7 +26,7 @@ def test_a_wait_is_seen_with_its_age_while_it_lasts() -> None:
         with waiting("tool", "calculator", limit_s=30, why=lambda: "busy"):
             clock.now_s = 4.0
             (wait,) = waits.open_waits()
-            assert (wait.who, wait.on, wait.target) == (Node("trajectory", "7"), "tool", "calculator")
+            assert (wait.who, wait.on, wait.target) == (WaitNode("trajectory", "7"), "tool", "calculator")
             assert (wait.age_s, wait.limit_s, wait.why) == (4.0, 30, "busy")
             assert waits.oldest_s() == {"tool": 4.0}
         assert waits.open_waits() == []
@@ -63,13 +63,13 @@ async def test_tasks_and_threads_wait_in_the_name_of_whoever_started_them() -> N
         with waiting("disk"):
             seen.append(waits.open_waits()[0].who)
 
-    seen: list[Node] = []
+    seen: list[WaitNode] = []
     with acting("group", "g", waits=waits), acting("trajectory", "7"):
         await asyncio.gather(tool())
         await asyncio.to_thread(in_a_thread)
         (child,) = (actor for actor in waits.actors() if actor.who.kind == "trajectory")
-    assert seen == [Node("trajectory", "7")] * 2
-    assert child.parent == Node("group", "g")
+    assert seen == [WaitNode("trajectory", "7")] * 2
+    assert child.parent == WaitNode("group", "g")
 
 
 def test_a_renewed_wait_begins_anew_and_the_run_has_moved() -> None:

@@ -14,7 +14,7 @@ from async_rl.errors import CheckpointError
 from async_rl.trainer_protocol import TrainerState
 from trainer.checkpoints import folder
 from trainer.checkpoints.manifest import NAME, Manifest, flaw, is_of_format_1, read_manifest
-from trainer.collectives import exchange, together
+from trainer.collectives import exchange, raise_on_all_ranks
 from trainer.megatron import shards, storage
 from trainer.megatron.model import MegatronModel
 
@@ -38,7 +38,7 @@ def resume(directory: Path, model: MegatronModel, layout: dict[str, int | None],
     Raises:
         CheckpointError: As `find` and `load`.
     """
-    with together(CheckpointError, f"cannot look for checkpoints in {directory}"):
+    with raise_on_all_ranks(CheckpointError, f"cannot look for checkpoints in {directory}"):
         if dist.get_rank() == 0:
             for left in folder.clean(directory):
                 log.warning("removed %s, which was never finished", left)
@@ -63,7 +63,7 @@ def find(directory: Path) -> Found | None:
     seen = msgspec.json.decode(exchange(msgspec.json.encode(names))[0], type=list[str])
     flaws: list[str] = []
     for path in [directory] if named else [directory / name for name in seen]:
-        with together(CheckpointError, f"cannot read checkpoint {path}"):
+        with raise_on_all_ranks(CheckpointError, f"cannot read checkpoint {path}"):
             if is_of_format_1(path):
                 read_manifest(path)
             found = flaw(path, share=dist.get_rank(), of=dist.get_world_size())
@@ -87,7 +87,7 @@ def load(found: Found, model: MegatronModel, layout: dict[str, int | None], dtyp
     """
     path, manifest = found.path, found.manifest
     same_layout = manifest.layout == layout
-    with together(CheckpointError, f"cannot read checkpoint {path}"):
+    with raise_on_all_ranks(CheckpointError, f"cannot read checkpoint {path}"):
         if manifest.dtype != dtype:
             raise CheckpointError(
                 f"{path} was trained with model.dtype {manifest.dtype}, but it is {dtype} now: set it back"
@@ -101,7 +101,7 @@ def load(found: Found, model: MegatronModel, layout: dict[str, int | None], dtyp
     keys = sorted(key for key in stored if not key.startswith("random."))
     asked = np.isin(keys, [part.key for part in wanted])
     everywhere = np.any([np.frombuffer(words, bool) for words in exchange(asked.tobytes())], axis=0)
-    with together(CheckpointError, f"cannot read checkpoint {path}"):
+    with raise_on_all_ranks(CheckpointError, f"cannot read checkpoint {path}"):
         if not everywhere.all():
             left = [keys[index] for index in np.flatnonzero(~everywhere)]
             raise CheckpointError(

@@ -33,7 +33,7 @@ from async_rl.errors import CheckpointError
 from async_rl.trainer_protocol import Saved
 from trainer.checkpoints import folder
 from trainer.checkpoints.manifest import FileRecord, Manifest, record, write_manifest
-from trainer.collectives import gather, together
+from trainer.collectives import gather, raise_on_all_ranks
 from trainer.megatron import shards, storage
 from trainer.megatron.model import MegatronModel
 
@@ -164,7 +164,7 @@ class Saver:
         """In the thread: write, publish, and remove what is no longer kept."""
         begin = time.perf_counter()
         doing = f"cannot write checkpoint {folder.final_path(directory, manifest.step)}"
-        agreed = partial(together, CheckpointError, doing, self._group)
+        agreed = partial(raise_on_all_ranks, CheckpointError, doing, self._group)
         rank = dist.get_rank()
         scratch = folder.scratch_path(directory, manifest.step)
         try:

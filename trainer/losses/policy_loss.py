@@ -27,7 +27,7 @@ SUMS = (
 """What a micro-batch sums over its trained tokens, for means over all of them."""
 
 
-class Tokens(NamedTuple):
+class TrainedTokens(NamedTuple):
     """The trained tokens of a micro-batch, `[n]` each."""
 
     proximal: torch.Tensor
@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
 
 
 def policy_sums(
-    config: LossConfig, log_probs: torch.Tensor, entropy: torch.Tensor, tokens: Tokens
+    config: LossConfig, log_probs: torch.Tensor, entropy: torch.Tensor, tokens: TrainedTokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed loss of one micro-batch's trained tokens, and its other sums in the order of `SUMS`.
 

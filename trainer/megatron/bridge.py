@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from async_rl.errors import ConfigError
-from trainer.collectives import together
+from trainer.collectives import raise_on_all_ranks
 from trainer.megatron.architectures import bridge_for
 
 SHARD_BYTES = 4 << 30
@@ -157,7 +157,7 @@ class HFBridge:
         """
         final = Path(directory)
         tensors = self.export_hf(models)
-        with together(doing=f"cannot write {final}"):
+        with raise_on_all_ranks(doing=f"cannot write {final}"):
             try:
                 if dist.get_rank() == 0:
                     self.write_hf(tensors, final)

@@ -35,7 +35,7 @@ from trainer.megatron.cpu import fuses_layers
 from trainer.megatron.layout import transformer_config
 from trainer.megatron.packing import Packing
 from trainer.megatron.padding import count_real_tokens, mask_for
-from trainer.megatron.replay import RouterReplayAdapter, Rows, local_rows, moe_layer_numbers
+from trainer.megatron.replay import ReplayRows, RouterReplayAdapter, local_rows, moe_layer_numbers
 from trainer.validate import Sizes, check_layout
 
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
     token_ids: torch.Tensor  # [1, t] int64, this context rank's part
     packed: PackedTrajectories
     excluded: torch.Tensor  # [1, t] bool, True where a token is no load of any expert
-    routing: tuple[Rows, ...] | None = None  # one a chunk, to be replayed; None routes natively
+    routing: tuple[ReplayRows, ...] | None = None  # one a chunk, to be replayed; None routes natively
 
 
 LossFunction = Callable[[int, torch.Tensor], tuple[torch.Tensor, int, Result]]
@@ -321,7 +321,7 @@ class MegatronModel:
         """
         replay = self.replay
         assert replay is not None, "the model was built without a replay"
-        rows: list[dict[int, Rows]] = [{} for _ in micro_batches]
+        rows: list[dict[int, ReplayRows]] = [{} for _ in micro_batches]
 
         def through(index: int, chunk: int, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
             tokens = micro_batches[index].token_ids.shape[1] // self.config.tensor_model_parallel_size

@@ -45,7 +45,7 @@ _MIN_ROWS_TOP1 = 32
 """With one expert a token, a short trajectory may well send every token to expert 0; a long one does not."""
 
 
-class Rows(NamedTuple):
+class ReplayRows(NamedTuple):
     """The rows of one micro-batch for one model chunk: this rank's tokens, in the order its routers see them.
 
     They wait on the host, in pinned memory where there is a GPU.
@@ -167,7 +167,7 @@ class RouterReplayAdapter:
         return tuple(router for routers in self._chunks for router in routers)
 
     @contextlib.contextmanager
-    def micro_batch(self, chunk: int, rows: Rows) -> Iterator[None]:
+    def micro_batch(self, chunk: int, rows: ReplayRows) -> Iterator[None]:
         """Replay during one forward pass of a chunk.
 
         Raises:
@@ -194,7 +194,7 @@ class RouterReplayAdapter:
                 # Until the next forward pass only a recomputation can call the router.
                 router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
-    def record(self, chunk: int, tokens: int, forward: Callable[[], Output]) -> tuple[Output, Rows]:
+    def record(self, chunk: int, tokens: int, forward: Callable[[], Output]) -> tuple[Output, ReplayRows]:
         """Record what the routers of a chunk choose in one forward pass without gradients.
 
         The choices narrow on the device, all layers into one tensor, which leaves it by one copy that nobody
@@ -222,7 +222,7 @@ class RouterReplayAdapter:
             for router in routers:
                 router.clear_indices()
                 router.clear_router_replay_action()
-        return output, Rows(_to_host(staged), None)
+        return output, ReplayRows(_to_host(staged), None)
 
     @contextlib.contextmanager
     def schedule(self) -> Iterator[None]:
@@ -258,7 +258,7 @@ def moe_layer_numbers(config: TransformerConfig) -> tuple[int, ...]:
 
 def local_rows(
     rows: ExpertIdArray, valid: BoolArray, source: Int64Array, columns: slice, device: torch.device
-) -> Rows:
+) -> ReplayRows:
     """Cut a batch's rows down to what one chunk of one rank replays, before anything is copied.
 
     Args:
@@ -273,7 +273,7 @@ def local_rows(
     ids, flags = torch.from_numpy(rows[:, columns][index]), torch.from_numpy(known)
     if device.type == "cuda":
         ids, flags = ids.pin_memory(), flags.pin_memory()
-    return Rows(ids, None if known.all() else flags)
+    return ReplayRows(ids, None if known.all() else flags)
 
 
 def check_rows(

@@ -46,7 +46,7 @@ Part = ShardedTensor
 Sharded = ShardedTensor | ShardedTensorFactory
 
 
-class _Held(NamedTuple):
+class _HeldShard(NamedTuple):
     """What an optimizer of this rank holds of a parameter."""
 
     parameter: torch.nn.Parameter
@@ -156,7 +156,7 @@ def _sharded(chunks: Sequence[torch.nn.Module]) -> Iterator[Sharded]:
         yield from (value for value in values if isinstance(value, Sharded))
 
 
-def _held(model: MegatronModel) -> Iterator[_Held]:
+def _held(model: MegatronModel) -> Iterator[_HeldShard]:
     optimizer = model.optimizer
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     of_main = {
@@ -170,12 +170,12 @@ def _held(model: MegatronModel) -> Iterator[_Held]:
         if not isinstance(part, DistributedOptimizer):
             for group in part.optimizer.param_groups:
                 for main in group["params"]:
-                    yield _Held(of_main[id(main)], main, 0, part.optimizer, ranged=False)
+                    yield _HeldShard(of_main[id(main)], main, 0, part.optimizer, ranged=False)
             continue
         for parameter, (group_index, index) in part.model_param_group_index_map.items():
             main = part.optimizer.param_groups[group_index]["params"][index]
             start = part._get_model_param_range_map(parameter)["param"].start
-            yield _Held(parameter, main, start, part.optimizer, ranged=True)
+            yield _HeldShard(parameter, main, start, part.optimizer, ranged=True)
 
 
 def _optimizer_state(model: MegatronModel) -> list[Part]:
@@ -194,7 +194,7 @@ def _optimizer_state(model: MegatronModel) -> list[Part]:
     return parts
 
 
-def _parts(sharded: Sharded, values: torch.Tensor, held: _Held | None = None) -> list[Part]:
+def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = None) -> list[Part]:
     """A tensor of a parameter's shape as parts of global tensors, or what is held of one.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 
-class Snapshot:
+class WeightSnapshot:
     """Tensors under their Hugging Face names, in buffers that are allocated once; empty on all ranks but 0.
 
     Nobody may read while it is taken: `async_rl.weights.weight_sync` takes one when the one before has been

@@ -18,7 +18,7 @@ from async_rl.cli.inspection.show import show, show_table, terminal
 from async_rl.config import Config, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import ConfigError
-from async_rl.queue.archive import FILE, ArchiveReader, Event, Row
+from async_rl.queue.archive import FILE, ArchiveEvent, ArchiveReader, ArchiveRow
 
 Order = Literal["newest", "longest", "most-interrupted", "reward", "slowest"]
 ORDERS: Final[dict[Order, str]] = {
@@ -115,7 +115,7 @@ def abbreviate(ids: Iterable[str], among: Iterable[str]) -> list[str]:
 
 
 def _print_table(
-    console: Console, run_dir: Path, reader: ArchiveReader, rows: Sequence[Row], *, as_json: bool
+    console: Console, run_dir: Path, reader: ArchiveReader, rows: Sequence[ArchiveRow], *, as_json: bool
 ) -> None:
     if as_json:
         print(msgspec.json.encode(rows).decode())
@@ -155,7 +155,7 @@ def _print_one(
         console.print(Text(remark, style="yellow"), soft_wrap=True)
 
 
-def _find(reader: ArchiveReader, beginning: str) -> Row:
+def _find(reader: ArchiveReader, beginning: str) -> ArchiveRow:
     exact = reader.rows("trajectory_id = ?", (beginning,))
     found = exact or reader.rows("substr(trajectory_id, 1, length(?)) = ?", (beginning, beginning), limit=6)
     if not found:
@@ -192,14 +192,14 @@ def _decode(config: Config | None, *, special: bool) -> tuple[Decode, str]:
         return token_numbers, f"Tokens are shown as their numbers: {error}"
 
 
-def _oldest_trained(config: Config | None, row: Row) -> int | None:
+def _oldest_trained(config: Config | None, row: ArchiveRow) -> int | None:
     """Under `mask_tokens`, the oldest version that was trained on. A step consumes at the one before it."""
     if config is None or row.step is None or config.rollout.overage != "mask_tokens":
         return None
     return row.step - 1 - config.rollout.max_staleness
 
 
-def _as_the_ledger_says(run_dir: Path, row: Row) -> list[Event]:
+def _as_the_ledger_says(run_dir: Path, row: ArchiveRow) -> list[ArchiveEvent]:
     """What the ledger has of it still; the archive may lack the last second before a kill."""
     found = _ledger(
         run_dir,
@@ -212,7 +212,7 @@ def _as_the_ledger_says(run_dir: Path, row: Row) -> list[Event]:
     ((state, reason, step, position, weight_version),) = found
     said = f"{state}{f' in step {step}' if step is not None else ''}{f' ({reason})' if reason else ''}"
     what = f"in the ledger: {said}; task at position {position}, its group no older than v{weight_version}"
-    return [Event(unix_s=(run_dir / "ledger.sqlite").stat().st_mtime, what=what)]
+    return [ArchiveEvent(unix_s=(run_dir / "ledger.sqlite").stat().st_mtime, what=what)]
 
 
 def _ledger(run_dir: Path, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:

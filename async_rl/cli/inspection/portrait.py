@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from async_rl.data.chat_format import ChatFormat
-from async_rl.queue.archive import Event, Kept, RoutingCounts
+from async_rl.queue.archive import ArchivedTrajectory, ArchiveEvent, RoutingCounts
 from async_rl.types import FinishReason, Sampled, Segment, Trajectory
 
 Decode = Callable[[Sequence[int]], str]
@@ -32,7 +32,7 @@ _TOOL: Final = re.compile(r"\W*(?:user\W+)?(?:tool|observation|ipython|function_
 """How chat templates begin what a tool said: Qwen's `user` around `<tool_response>`, Llama's `ipython`, …"""
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class EngineCall(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one engine call under one weight version."""
 
     text: str
@@ -65,7 +65,7 @@ class Passage(msgspec.Struct, frozen=True, kw_only=True):
     trained: bool
     """Whether its tokens are what the policy learns from, should the trajectory be trained. What a branch
     inherits is trained where it was sampled."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[EngineCall, ...] = ()
     log_probs: LogProbs | None = None
     engine_s: float | None = None
     """Seconds in engine calls."""
@@ -99,7 +99,7 @@ class Portrait(msgspec.Struct, frozen=True, kw_only=True):
     routing: RoutingCounts | None
     log_probs: LogProbs | None
     passages: tuple[Passage, ...]
-    history: tuple[Event, ...] = ()
+    history: tuple[ArchiveEvent, ...] = ()
 
 
 def decoder(chat: ChatFormat, *, special: bool = False) -> Decode:
@@ -120,7 +120,11 @@ def token_numbers(token_ids: Sequence[int]) -> str:
 
 
 def portray(
-    kept: Kept, decode: Decode, *, history: Sequence[Event] = (), oldest_trained: int | None = None
+    kept: ArchivedTrajectory,
+    decode: Decode,
+    *,
+    history: Sequence[ArchiveEvent] = (),
+    oldest_trained: int | None = None,
 ) -> Portrait:
     """Portray a trajectory.
 
@@ -194,8 +198,8 @@ def _passages(trajectory: Trajectory, decode: Decode, oldest: int | None) -> tup
     return tuple(passages)
 
 
-def _call(text: str, segment: Sampled, oldest: int | None) -> Call:
-    return Call(
+def _call(text: str, segment: Sampled, oldest: int | None) -> EngineCall:
+    return EngineCall(
         text=text,
         tokens=len(segment.token_ids),
         weight_version=segment.weight_version,

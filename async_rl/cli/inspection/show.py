@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.cli.inspection.portrait import LogProbs, Passage, Portrait
-from async_rl.queue.archive import Row
+from async_rl.queue.archive import ArchiveRow
 
 _VERSION_STYLES: Final = ("green", "bright_blue", "magenta", "bright_yellow", "bright_cyan", "bright_red")
 """Of weight versions, in turn: neighbours differ."""
@@ -29,7 +29,7 @@ _WIDE: Final = 120
 
 class _Column(NamedTuple):
     name: str
-    cell: Callable[[Row], RenderableType]
+    cell: Callable[[ArchiveRow], RenderableType]
     justify: Literal["left", "right"] = "right"
     wide: bool = False
     """Whether a narrow terminal does without."""
@@ -64,7 +64,7 @@ def show(console: Console, portrait: Portrait) -> None:
     console.print()
 
 
-def show_table(console: Console, rows: Sequence[Row], ids: Sequence[str], title: str) -> None:
+def show_table(console: Console, rows: Sequence[ArchiveRow], ids: Sequence[str], title: str) -> None:
     """Print a line for each trajectory.
 
     Args:
@@ -171,7 +171,7 @@ def _body(passage: Passage) -> Text:
     return body
 
 
-def _status(row: Row) -> Text:
+def _status(row: ArchiveRow) -> Text:
     match row.status:
         case "trained":
             return Text(f"trained in step {row.step}", style="green")

@@ -40,11 +40,11 @@ from async_rl.engines.sglang.server import SGLangServer
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import AsyncRLError, ConfigError, EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.archive import Event, Observer, kept
+from async_rl.queue.archive import ArchiveEvent, Observer, kept
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.backend import Here
+from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
 from async_rl.run.preflight import check
 from async_rl.runtime.supervision import first_error, services
@@ -107,7 +107,7 @@ def rollout(
     portraits: list[Portrait] = []
 
     def ended(trajectory: Trajectory) -> None:
-        now = Event(unix_s=time.time(), what="ended")
+        now = ArchiveEvent(unix_s=time.time(), what="ended")
         portraits.append(portray(kept(trajectory), decode, history=[] if not as_json else [now]))
         if as_json:
             print(msgspec.json.encode(portraits[-1]).decode(), flush=True)
@@ -177,7 +177,7 @@ async def try_out(
         feeder=Feeder(tasks, order_of(tasks, seed=0, shuffle=False), epochs=1),
         queue=queue,
         pool=pool,
-        backend=Here(config, chat=chat, metrics=metrics, clock=clock),
+        backend=LocalBackend(config, chat=chat, metrics=metrics, clock=clock),
         chat=chat,
         facts=facts,
         metrics=metrics,

@@ -41,7 +41,7 @@ from async_rl.engine_protocol import (
     WeightUpdate,
 )
 from async_rl.engines.sglang.generate_call import CallAccount, encode_request, parse_version
-from async_rl.engines.sglang.http_streams import Answer, ConnectionLost, StreamClient, Unreachable
+from async_rl.engines.sglang.http_streams import ConnectionLost, StreamClient, StreamedResponse, Unreachable
 from async_rl.engines.sglang.routing_payload import PIECE_BYTES, RoutingText, RoutingWire, receiving
 from async_rl.engines.sglang.sse import EventReader
 from async_rl.errors import (
@@ -194,7 +194,7 @@ class SGLangEngine:
         self._idle.clear()
         call = CallAccount(self._engine_id, request)
         finish: Finish | None = None
-        answer: Answer | None = None
+        answer: StreamedResponse | None = None
         reader = EventReader(lambda: RoutingText(self._wire, call.num_rows))
         gate = receiving()
         gated = False
@@ -234,7 +234,7 @@ class SGLangEngine:
                 answer.close()
         yield finish
 
-    async def _post_generate(self, request: GenerateRequest) -> Answer:
+    async def _post_generate(self, request: GenerateRequest) -> StreamedResponse:
         try:
             answer = await self._streams.post(encode_request(request), timeout_s=self._request_timeout_s)
         except TimeoutError as e:

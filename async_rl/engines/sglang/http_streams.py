@@ -63,7 +63,7 @@ class StreamClient:
         self._buffer = bytearray(_MUCH_BYTES)
         self._idle: list[_Connection] = []
 
-    async def post(self, body: bytes, *, timeout_s: float) -> Answer:
+    async def post(self, body: bytes, *, timeout_s: float) -> StreamedResponse:
         """Send a request and wait for the head of its answer.
 
         Raises:
@@ -98,13 +98,13 @@ class StreamClient:
             raise Unreachable(f"cannot connect to {self._host}:{self._port}: {e}") from e
         return connection
 
-    async def _send(self, connection: _Connection, request: bytes, timeout_s: float) -> Answer:
+    async def _send(self, connection: _Connection, request: bytes, timeout_s: float) -> StreamedResponse:
         try:
             status = await connection.ask(request, timeout_s)
         except BaseException:
             connection.abort()
             raise
-        return Answer(self, connection, status)
+        return StreamedResponse(self, connection, status)
 
     def _take_idle(self) -> _Connection | None:
         while self._idle:
@@ -121,7 +121,7 @@ class StreamClient:
             connection.abort()
 
 
-class Answer:
+class StreamedResponse:
     """The answer to one request. Leaving it before its end drops the connection."""
 
     def __init__(self, client: StreamClient, connection: _Connection, status: int) -> None:

@@ -56,7 +56,7 @@ _SECRET: Final = re.compile(
 _FAILED: Final = "the run failed"
 """How the driver's last word begins when it ends with an error, see `train`."""
 
-_OWN: Final = ("train", "orchestrator", "driver")
+_OWN: Final = ("cli.train", "run")
 """What speaks for the run as a whole."""
 
 
@@ -168,7 +168,7 @@ def read_events(log_file: Path) -> Iterator[Event]:
             continue  # of a traceback
         time, level, source, text = found.groups()
         if level in ("WARNING", "ERROR", "CRITICAL") or source.startswith(
-            ("async_rl.engines", "async_rl.weights", "async_rl.run.orchestrator", "async_rl.run")
+            ("async_rl.engines", "async_rl.weights", "async_rl.run")
         ):
             kept.append(Event(time=time, level=level, source=source.removeprefix("async_rl."), text=text))
     yield from kept
@@ -269,7 +269,7 @@ def _duration(seconds: float) -> str:
 def _state(run_dir: Path, records: Sequence[StepRecord], events: Sequence[Event], max_steps: Any) -> State:
     if _is_locked(run_dir / ".lock"):
         return "running"
-    said = [event.text for event in events if event.source.split(".")[0] in _OWN]
+    said = [event.text for event in events if event.source.startswith(_OWN)]
     if said and said[-1].startswith(_FAILED):
         return "failed"
     return "finished" if records and records[-1].step == max_steps else "stopped"

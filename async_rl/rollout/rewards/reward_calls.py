@@ -44,7 +44,7 @@ _MAX_DELAY_S: Final = 30.0
 """Longest wait between two calls."""
 
 
-class _Call(Protocol):
+class _RewardCall(Protocol):
     """One way to have completions scored."""
 
     groups: bool
@@ -147,10 +147,10 @@ class Rewards:
             )
         return FunctionReward(function=name)
 
-    def _call_of(self, name: str, settings: FunctionReward | HttpReward) -> _Call:
+    def _call_of(self, name: str, settings: FunctionReward | HttpReward) -> _RewardCall:
         if isinstance(settings, HttpReward):
-            return _ServerCall(HttpAsker(name, settings), settings.group, self._decode)
-        return _FunctionCall(name, settings, self._config, self._decode)
+            return _HttpRewardCall(HttpAsker(name, settings), settings.group, self._decode)
+        return _LocalRewardCall(name, settings, self._config, self._decode)
 
 
 class _Reward:
@@ -219,7 +219,11 @@ class _Reward:
         raise failure
 
     def _place(self) -> Any:
-        return nullcontext() if self._places is None else _Place(self._places, self._name, self._num_places)
+        return (
+            nullcontext()
+            if self._places is None
+            else _ConcurrencySlot(self._places, self._name, self._num_places)
+        )
 
     async def _once(self, task: Task, completions: Sequence[Completion]) -> Any:
         name, limit_s, since_s = self._name, self._limit_s, self._clock()
@@ -252,7 +256,7 @@ class _Reward:
         return error if text.startswith("reward ") else RewardError(f"reward {self._name} {text}")
 
 
-class _Place:
+class _ConcurrencySlot:
     """One of the calls that a reward has at a time."""
 
     def __init__(self, places: asyncio.Semaphore, name: str, limit: int | None) -> None:
@@ -266,7 +270,7 @@ class _Place:
         self._places.release()
 
 
-class _FunctionCall:
+class _LocalRewardCall:
     """A function of the user's: on the loop where it is async, else in a thread or a worker process."""
 
     def __init__(
@@ -314,7 +318,7 @@ class _FunctionCall:
             self._workers.close()
 
 
-class _ServerCall:
+class _HttpRewardCall:
     """A server that is asked by POST."""
 
     def __init__(self, asker: HttpAsker, group: bool, decode: Callable[[Any], str]) -> None:

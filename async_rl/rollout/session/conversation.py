@@ -27,7 +27,7 @@ import numpy as np
 from async_rl.errors import OutOfTurns, PromptTooLong
 from async_rl.rollout.session.api import Turn
 from async_rl.rollout.session.growing_text import GrowingText
-from async_rl.rollout.session.tokens import Tokens
+from async_rl.rollout.session.tokens import TokenLog
 from async_rl.runtime.waits import waiting
 from async_rl.types import (
     Completion,
@@ -64,7 +64,7 @@ class _Tree:
         """Whose last words all are rewarded for; None where each is for its own."""
 
 
-class Conversation(Tokens):
+class Conversation(TokenLog):
     """The conversation behind `session.api.Session`; other methods are for the rollout code."""
 
     def __init__(self, task: Task) -> None:

@@ -24,7 +24,7 @@ from async_rl.queue.journal_file import Journalled, TurnNote
 from async_rl.types import Context, Int32Array, Sampled
 
 
-class Replay:
+class RestoredTurns:
     """What an earlier process left of one trajectory, in the order in which the loop asks for it."""
 
     def __init__(self, left: Journalled) -> None:

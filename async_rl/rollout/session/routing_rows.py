@@ -33,7 +33,7 @@ from async_rl.types import NEVER_COMPUTED, ExpertIdArray, Int32Array, RoutingTra
 log = logging.getLogger(__name__)
 
 
-class _Held(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class _HeldRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One answer's rows, `[payload.start, end)`."""
 
     engine: Engine
@@ -54,7 +54,7 @@ class _Held(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.payload.weight_version
 
 
-class Rows:
+class RoutingRows:
     """See the module's docstring. All methods but `build` are immediate, so that they can run on a cancel.
 
     Example:
@@ -90,10 +90,10 @@ class Rows:
         self._metrics = metrics
         self._strike = strike
         self._measures_flips = _unit(trajectory_id) < config.flip_sample
-        self._held: list[_Held] = []
-        self._replaced: list[_Held] = []
+        self._held: list[_HeldRows] = []
+        self._replaced: list[_HeldRows] = []
 
-    def branch(self) -> Rows:
+    def branch(self) -> RoutingRows:
         """For a trajectory that begins with the same tokens: what is held now is held there too."""
         other = copy.copy(self)
         other._held, other._replaced = list(self._held), []
@@ -148,7 +148,7 @@ class Rows:
             self._alarm(engine, mixture)
             return  # these rows are of nobody's weights; they are fetched again
         end = payload.start + payload.num_rows
-        new = _Held(
+        new = _HeldRows(
             engine=engine,
             payload=payload,
             prefix_hash=routing.hash_tokens(token_ids[:end]),
@@ -191,7 +191,7 @@ class Rows:
 
     # -- decoding and merging --------------------------------------------------------------------------
 
-    async def _decode(self, held: _Held) -> RoutingTrace:
+    async def _decode(self, held: _HeldRows) -> RoutingTrace:
         try:
             trace = await asyncio.to_thread(held.engine.decode_routing, held.payload)
             if (found := len(trace.rows)) != (expected := held.payload.num_rows):
@@ -214,7 +214,7 @@ class Rows:
     def _merge(self, traces: Sequence[RoutingTrace], token_ids: Int32Array) -> RoutingTrace:
         facts = self._facts
         merged: RoutingTrace | None = None
-        last: _Held | None = None
+        last: _HeldRows | None = None
         for held, trace in zip(self._held, traces, strict=True):
             old, merged = merged, routing.splice(merged, trace, start=held.payload.start)
             if old is not None and last is not None and held.payload.start == 0:
@@ -279,7 +279,7 @@ class Rows:
 
     # -- flips -----------------------------------------------------------------------------------------
 
-    async def _measure_flips(self, old: _Held, trace: RoutingTrace) -> None:
+    async def _measure_flips(self, old: _HeldRows, trace: RoutingTrace) -> None:
         """Compare replaced rows with those that took their place; only a measurement, so it cannot fail."""
         try:
             replaced = await self._decode(old)
@@ -288,7 +288,7 @@ class Rows:
             return
         self._observe_flips(old, replaced.rows[old.prompt - old.payload.start :], trace)
 
-    def _observe_flips(self, old: _Held, before: ExpertIdArray, trace: RoutingTrace) -> None:
+    def _observe_flips(self, old: _HeldRows, before: ExpertIdArray, trace: RoutingTrace) -> None:
         """Compare the rows of what an answer sampled with those that a later one has there.
 
         Rows that were never trained on need not be right: those that do not fit are not compared.

@@ -14,7 +14,7 @@ from async_rl.rollout.session.growing_text import Listener
 from async_rl.types import Segment
 
 
-class Tokens:
+class TokenLog:
     """What a conversation is written into, and what a transcript comes to.
 
     Invariant: `segments` and the token buffer always describe the same sequence, also after a cancellation at

@@ -41,9 +41,9 @@ from async_rl.engines.pool import EnginePool, Lease
 from async_rl.errors import EngineError
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal import Entry
-from async_rl.rollout.session.restore import Replay
-from async_rl.rollout.session.routing_rows import Rows
-from async_rl.rollout.session.tokens import Tokens
+from async_rl.rollout.session.restore import RestoredTurns
+from async_rl.rollout.session.routing_rows import RoutingRows
+from async_rl.rollout.session.tokens import TokenLog
 from async_rl.runtime.waits import waiting
 from async_rl.types import (
     Context,
@@ -63,7 +63,7 @@ _MAX_RECOVERIES: Final = 4
 """Tries to fetch missing routing rows; each can be cut short by a weight update."""
 
 
-class _Call:
+class _RunningCall:
     """What one engine call has delivered so far."""
 
     def __init__(self, engine_id: str, since_version: int) -> None:
@@ -106,7 +106,7 @@ class _Call:
         self.versions = [VersionSpan(start=0, end=num, weight_version=self.since_version)] if num else []
 
 
-class Transcript(Tokens):
+class Transcript(TokenLog):
     """The tokens of one trajectory as engines write them, for its session, which is built on it."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Transcript(Tokens):
         entry: Entry | None,
     ) -> None:
         self._entry = entry or Entry(trajectory_id)  # one that no journal reads costs nothing
-        Tokens.__init__(
+        TokenLog.__init__(
             self,
             trajectory_id,
             chat=chat,
@@ -138,8 +138,8 @@ class Transcript(Tokens):
         self._facts = facts
         self._routing = routing_config
         self._new_id = new_id
-        self._replay = None if self._entry.replay is None else Replay(self._entry.replay)
-        self._rows = Rows(
+        self._replay = None if self._entry.replay is None else RestoredTurns(self._entry.replay)
+        self._rows = RoutingRows(
             trajectory_id,
             config=routing_config,
             interrupt=interrupt,
@@ -149,7 +149,7 @@ class Transcript(Tokens):
         )
 
     def _inherit(self, parent: Self) -> None:
-        Tokens._inherit(self, parent)
+        TokenLog._inherit(self, parent)
         self._rows = parent._rows.branch()
         self._pool.share_home(parent.trajectory_id, self.trajectory_id)
 
@@ -199,7 +199,7 @@ class Transcript(Tokens):
             Why it ended, and whether an abort was our own doing (a weight update).
         """
         async with self._pool.lease(self.trajectory_id, self._length + budget, prompt=self._length) as lease:
-            call = self._entry.call = _Call(lease.engine.engine_id, lease.weight_version)
+            call = self._entry.call = _RunningCall(lease.engine.engine_id, lease.weight_version)
             if resumed:
                 self._num_resumes += 1
                 self._metrics.resumes_total.inc()
@@ -239,7 +239,7 @@ class Transcript(Tokens):
                 self._metrics.resumes_total.inc(count)
         return reason, ours
 
-    def _is_right(self, call: _Call, lease: Lease) -> bool:
+    def _is_right(self, call: _RunningCall, lease: Lease) -> bool:
         """Whether an answer may be kept; otherwise it is forgotten and held against its engine."""
         engine_id = lease.engine.engine_id
         if call.finish is None:
@@ -273,7 +273,7 @@ class Transcript(Tokens):
             routing_start=start,
         )
 
-    def _keep(self, call: _Call, lease: Lease, reason: FinishReason, prompt: int) -> None:
+    def _keep(self, call: _RunningCall, lease: Lease, reason: FinishReason, prompt: int) -> None:
         """Turn a call's tokens into segments, one for each weight version, and remember its routing."""
         if call.finish is None:
             call.cut_unfit()  # it was cut short before anybody could judge it as a whole

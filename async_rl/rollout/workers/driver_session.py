@@ -13,7 +13,7 @@ from async_rl.rollout.workers.messages import Failure, Growing, Message, Read, R
 from async_rl.types import Sampled, TurnRecord
 
 
-class Mirror(RolloutSession):
+class DriverSession(RolloutSession):
     """A session that does as its other half says.
 
     Its segments are those of the other half whenever no turn is being written; what a loop is told of a
@@ -24,7 +24,7 @@ class Mirror(RolloutSession):
         """The policy reads something."""
         self._read(message.token_ids)
 
-    def grow(self, *, inherits: bool) -> Mirror:
+    def grow(self, *, inherits: bool) -> DriverSession:
         """Branch, or begin another conversation; its name follows from how many there were."""
         other = self._grow(tuple(self._segments) if inherits else ())
         if inherits:

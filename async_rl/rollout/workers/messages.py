@@ -73,7 +73,7 @@ class Wrote(Message, frozen=True, kw_only=True, eq=False):
     engine_s: float = 0.0
 
 
-class Score(Message, frozen=True, kw_only=True, eq=False):
+class ScoreRequest(Message, frozen=True, kw_only=True, eq=False):
     """Reward all trajectories of a group by one call."""
 
     ask: int
@@ -167,7 +167,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
 
 
-class Pulse(Message, frozen=True, kw_only=True, eq=False):
+class Heartbeat(Message, frozen=True, kw_only=True, eq=False):
     """The event loop of a worker turns."""
 
     waits: dict[str, str] = {}

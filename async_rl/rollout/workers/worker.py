@@ -30,18 +30,18 @@ from async_rl.rollout.workers.messages import (
     Failed,
     Failure,
     Growing,
+    Heartbeat,
     Link,
     Message,
     Play,
-    Pulse,
-    Score,
     Scored,
+    ScoreRequest,
     Stop,
     Worth,
     Wrote,
 )
 from async_rl.rollout.workers.metric_counts import Increments
-from async_rl.rollout.workers.worker_session import Desk, RemoteSession
+from async_rl.rollout.workers.worker_session import WorkerChannel, WorkerSession
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import Waits, acting, waiting
 
@@ -79,7 +79,7 @@ class RolloutWorker:
         self._clock = clock
         self._loops = AgentLoops(config.rollout)
         self._rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=clock)
-        self._desks: dict[int, Desk] = {}
+        self._desks: dict[int, WorkerChannel] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waits = Waits(clock)
         self._increments = Increments(metrics)
@@ -108,14 +108,14 @@ class RolloutWorker:
     def _heed(self, message: Message, plays: Nursery) -> None:
         match message:
             case Play():
-                desk = self._desks[message.play] = Desk(message.play, self._link.post)
+                desk = self._desks[message.play] = WorkerChannel(message.play, self._link.post)
                 work = self._play(message, desk)
                 self._tasks[message.play] = plays.start(f"trajectory {message.trajectory_id}", work)
             case Wrote() if message.play in self._desks:
                 self._desks[message.play].sessions[message.name].answer(message)
             case Growing() if message.play in self._desks:
                 self._desks[message.play].sessions[message.name].hear(message.token_ids)
-            case Score():
+            case ScoreRequest():
                 self._tasks[message.ask] = plays.start(f"reward {message.ask}", self._score(message))
             case Stop():
                 if message.play in self._desks:
@@ -124,11 +124,11 @@ class RolloutWorker:
             case _:
                 pass  # of an attempt that is no more
 
-    async def _play(self, order: Play, desk: Desk) -> None:
+    async def _play(self, order: Play, desk: WorkerChannel) -> None:
         """Run a loop to its end, and say how it was."""
         task = order.task
         with acting("trajectory", order.trajectory_id):
-            session = RemoteSession(
+            session = WorkerSession(
                 task,
                 order.trajectory_id,
                 desk,
@@ -153,7 +153,7 @@ class RolloutWorker:
             else:
                 self._link.post(Ended(play=order.play, reports=tuple(reports)))
 
-    async def _score(self, order: Score) -> None:
+    async def _score(self, order: ScoreRequest) -> None:
         with acting("reward", str(order.ask)):
             try:
                 scores = await self._rewards.score_group(order.task, order.completions)
@@ -167,7 +167,7 @@ class RolloutWorker:
 
     async def _pulse(self) -> None:
         while True:
-            self._link.post(Pulse(waits=self._told(), counted=self._increments.since_last()))
+            self._link.post(Heartbeat(waits=self._told(), counted=self._increments.since_last()))
             with waiting("idle"):
                 await asyncio.sleep(_PULSE_S)
 

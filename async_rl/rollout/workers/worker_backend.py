@@ -25,21 +25,21 @@ from async_rl.config import RolloutConfig
 from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.attempt import Played
-from async_rl.rollout.backend import Stage
+from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.session.rollout_session import RolloutSession
-from async_rl.rollout.workers.driver_session import Mirror
+from async_rl.rollout.workers.driver_session import DriverSession
 from async_rl.rollout.workers.messages import (
     Cut,
     Ended,
     Failed,
     Grow,
+    Heartbeat,
     Link,
     Message,
     Play,
-    Pulse,
     Read,
-    Score,
     Scored,
+    ScoreRequest,
     Stop,
     Write,
 )
@@ -114,7 +114,7 @@ class _Worker:
             inbox.put(WorkerLost(cause))
 
 
-class RolloutWorkers(Stage):
+class WorkerBackend(RolloutBackend):
     """The rollout workers of a run.
 
     Example:
@@ -122,7 +122,7 @@ class RolloutWorkers(Stage):
         ...     played = await workers.play(task, session)
     """
 
-    session = Mirror
+    session = DriverSession
 
     def __init__(self, config: RolloutConfig, open_worker: OpenWorker, metrics: Metrics) -> None:
         """Start nothing yet."""
@@ -158,7 +158,7 @@ class RolloutWorkers(Stage):
 
     async def play(self, task: Task, session: RolloutSession) -> Sequence[Played]:
         """See `Stage.play`."""
-        assert isinstance(session, Mirror), "made as this stage's `session`"
+        assert isinstance(session, DriverSession), "made as this stage's `session`"
         worker = await self._seat()
         number, inbox = next(self._numbers), _Inbox()
         worker.inboxes[number] = inbox
@@ -187,7 +187,9 @@ class RolloutWorkers(Stage):
         worker.has_played = True
         return end
 
-    async def _attend(self, inbox: _Inbox, root: Mirror, post: Callable[[Message], None]) -> Sequence[Played]:
+    async def _attend(
+        self, inbox: _Inbox, root: DriverSession, post: Callable[[Message], None]
+    ) -> Sequence[Played]:
         """Do as the worker says until its loop has ended."""
         sessions = {root.trajectory_id: root}
         writers: dict[str, asyncio.Task[None]] = {}
@@ -236,7 +238,7 @@ class RolloutWorkers(Stage):
             worker = await self._seat()
             number, inbox = next(self._numbers), _Inbox()
             worker.inboxes[number] = inbox
-            worker.post(Score(ask=number, task=task, completions=tuple(completions)))
+            worker.post(ScoreRequest(ask=number, task=task, completions=tuple(completions)))
             try:
                 with waiting("reward", worker.name):
                     answer = await inbox.next()
@@ -317,7 +319,7 @@ class RolloutWorkers(Stage):
 
     def _deliver(self, worker: _Worker, message: Message) -> None:
         match message:
-            case Pulse():
+            case Heartbeat():
                 worker.waits = message.waits
                 add(message.counted, self._metrics)
             case Read() | Grow() | Write() | Cut() | Ended() | Failed():
@@ -326,7 +328,7 @@ class RolloutWorkers(Stage):
                 number = message.ask
             case _:
                 raise WorkerLost(f"it said {type(message).__name__}, which is not for it to say")
-        if not isinstance(message, Pulse) and (inbox := worker.inboxes.get(number)) is not None:
+        if not isinstance(message, Heartbeat) and (inbox := worker.inboxes.get(number)) is not None:
             if len(inbox) > self._max_unread:
                 raise WorkerLost(f"it said {len(inbox)} things of one attempt that nobody has asked for")
             inbox.put(message)

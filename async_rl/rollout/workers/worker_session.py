@@ -11,7 +11,7 @@ from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import WorkerLost
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.session.conversation import Conversation
-from async_rl.rollout.session.tokens import Tokens
+from async_rl.rollout.session.tokens import TokenLog
 from async_rl.rollout.workers.messages import Cut, Grow, Message, Read, Report, Write, Wrote
 from async_rl.runtime.supervision import finished
 from async_rl.runtime.waits import waiting
@@ -21,14 +21,14 @@ _CUT_S: Final = 30.0
 """So long the driver may take to end a call that nobody wants any more: it has only to close a stream."""
 
 
-class Desk:
+class WorkerChannel:
     """One attempt's end of the link: posts for its sessions, and holds what comes for them."""
 
     def __init__(self, play: int, post: Callable[[Message], None]) -> None:
         """For the attempt of a `Play`."""
         self.play = play
         self.post = post
-        self.sessions: dict[str, RemoteSession] = {}
+        self.sessions: dict[str, WorkerSession] = {}
         """All that the loop has opened."""
         self.closed = False
         """The attempt is no more: nothing will be answered."""
@@ -40,14 +40,14 @@ class Desk:
             session.answer(None)
 
 
-class RemoteSession(Conversation):
+class WorkerSession(Conversation):
     """The session of a loop in a worker. It has the same tokens as the driver's half, one turn later."""
 
     def __init__(
         self,
         task: Task,
         trajectory_id: str,
-        desk: Desk,
+        desk: WorkerChannel,
         *,
         chat: ChatFormat,
         rollout: RolloutConfig,
@@ -55,7 +55,7 @@ class RemoteSession(Conversation):
         clock: Callable[[], float],
         inherited: Sequence[Segment] = (),
     ) -> None:
-        Tokens.__init__(
+        TokenLog.__init__(
             self,
             trajectory_id,
             chat=chat,
