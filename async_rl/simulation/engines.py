@@ -257,7 +257,7 @@ class FaultyEngine(SimulatedEngine):
         self._check_files(update)
         await super().update_weights(update, flush=flush)
         self._check_files(update)
-        self._witness.published(update.weight_version)
+        self._witness.published(self._engine_id, update.weight_version)
         if fault == "late_error":
             raise WeightSyncError(f"{self._engine_id} has new weights, and fails all the same")
 

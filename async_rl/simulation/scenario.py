@@ -132,6 +132,11 @@ def draw(seed: int) -> Scenario:
     )
 
 
+def peaceful(scenario: Scenario) -> Scenario:
+    """The same with nothing going wrong: nothing happens at a number of callbacks."""
+    return replace(scenario, injections=(), deaths=())
+
+
 def branching(scenario: Scenario) -> Scenario:
     """The same with agent loops that branch; what goes wrong falls elsewhere then."""
     rng = random.Random(f"branches {scenario.seed}")

@@ -88,6 +88,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     real_s: float
     trace: str
     """Hash of all events and turns; equal for equal seeds."""
+    decisions: str
+    """Hash of what was decided; equal for equal seeds, also after a renaming. See `Witness.decided`."""
     events: tuple[str, ...]
     """The last ones."""
 
@@ -160,6 +162,7 @@ class _Simulation:
             virtual_s=self._now_s,
             real_s=time.perf_counter() - begin_s,
             trace=self._witness.trace,
+            decisions=self._witness.decisions,
             events=tuple(self._witness.events),
         )
 
@@ -190,6 +193,7 @@ class _Simulation:
             loop.run_until_complete(self._main())
         except _Halt:
             self._clear_away()
+        self._witness.decided("end", get_args(Ended).index(self._ended))
         self._lives.append(self._ended if self._ended != "failed" else f"failed: {self._cause}")
         self._now_s = loop.time() + _DOWNTIME_S
         loop.close()
