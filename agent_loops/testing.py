@@ -147,8 +147,8 @@ class ScriptedSession:
         self.branches.append(other)
         return other
 
-    def speak_for_all(self) -> None:
-        """See `Session.speak_for_all`."""
+    def share_reward(self) -> None:
+        """See `Session.share_reward`."""
 
     async def __aenter__(self) -> ScriptedSession:
         """See `Session.branch`."""

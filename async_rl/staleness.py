@@ -53,7 +53,7 @@ from collections.abc import Mapping
 from itertools import chain, islice
 from typing import Literal
 
-Overage = Literal["wait", "drop", "mask_tokens"]
+StalenessPolicy = Literal["wait", "drop", "mask_tokens"]
 
 
 def staleness(version: int, oldest: int) -> int:
@@ -78,7 +78,7 @@ def batch_is_safe(
     in_flight: Mapping[int, int],
     version: int,
     groups_per_batch: int,
-    overage: Overage = "wait",
+    staleness_policy: StalenessPolicy = "wait",
 ) -> bool:
     """Whether the B ready groups with the earliest deadlines may be consumed at `version`.
 
@@ -87,8 +87,8 @@ def batch_is_safe(
         in_flight: Number of unfinished groups by deadline.
         version: The trainer's weight version.
         groups_per_batch: B.
-        overage: What is done about deadlines that are not met: `drop` gives up unfinished groups that are due
-            now, `mask_tokens` can still use finished ones that are late.
+        staleness_policy: What happens to groups that miss their deadline: `drop` gives up unfinished groups
+            that are due now, `mask_tokens` can still use finished groups that are late.
 
     Returns:
         True when there are B of them and what remains can still meet all deadlines from `version + 1` on, or
@@ -98,10 +98,10 @@ def batch_is_safe(
     for deadline in sorted(ready.keys() | in_flight.keys()):
         here, coming = ready.get(deadline, 0), in_flight.get(deadline, 0)
         if deadline < version:  # nothing is to be had by waiting
-            if overage != "mask_tokens":
+            if staleness_policy != "mask_tokens":
                 continue
             coming = 0
-        elif deadline == version and overage == "drop":
+        elif deadline == version and staleness_policy == "drop":
             coming = 0
         taken = here if here < wanted else wanted
         wanted -= taken
@@ -118,17 +118,17 @@ class Backlog:
     Decisions cost O(η), not O(groups).
 
     Example:
-        >>> backlog = Backlog(groups_per_batch=2, max_staleness=1, overage="wait")
+        >>> backlog = Backlog(groups_per_batch=2, max_staleness=1, staleness_policy="wait")
         >>> for name in "abc":
         ...     backlog.dispatch(name, oldest=0)
         >>> backlog.finish("a"), backlog.finish("c"), backlog.select(version=0)
         (None, None, ['a', 'c'])
     """
 
-    def __init__(self, groups_per_batch: int, max_staleness: int, overage: Overage) -> None:
+    def __init__(self, groups_per_batch: int, max_staleness: int, staleness_policy: StalenessPolicy) -> None:
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
-        self.overage: Overage = overage
+        self.staleness_policy: StalenessPolicy = staleness_policy
         self._in_flight: dict[str, int] = {}
         self._in_flight_counts: dict[int, int] = {}
         self._ready: dict[int, dict[str, None]] = {}  # by deadline, in the order in which they finished
@@ -200,7 +200,7 @@ class Backlog:
 
         Where no premise was broken there are none (see above).
         """
-        if self.overage == "mask_tokens":
+        if self.staleness_policy == "mask_tokens":
             return []
         late = (groups for deadline, groups in self._ready.items() if deadline < version)
         return list(chain.from_iterable(late))
@@ -214,11 +214,11 @@ class Backlog:
     def select(self, version: int) -> list[str] | None:
         """The groups to consume at `version`, earliest deadline first; None when it must wait."""
         safe = batch_is_safe(
-            self._ready_counts, self._in_flight_counts, version, self.groups_per_batch, self.overage
+            self._ready_counts, self._in_flight_counts, version, self.groups_per_batch, self.staleness_policy
         )
         if not safe:
             return None
-        usable = sorted(d for d in self._ready if d >= version or self.overage == "mask_tokens")
+        usable = sorted(d for d in self._ready if d >= version or self.staleness_policy == "mask_tokens")
         groups = chain.from_iterable(self._ready[deadline] for deadline in usable)
         return list(islice(groups, self.groups_per_batch))
 

@@ -54,7 +54,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the last one is still being written."""
     failure: str | None = None
     """Why the last one could not be written."""
-    standstill_s: float = 0.0
+    pause_s: float = 0.0
     """How long the trainer stood still for it."""
     write_s: float = 0.0
     """How long it was written beside the training."""

@@ -487,8 +487,8 @@ class Ours(msgspec.Struct, frozen=True):
 
 OURS = (
     Ours("ours, in place", {128: 5, 32: 8}),
-    Ours("ours, in place, drop", {32: 8}, rollout={"overage": "drop"}),
-    Ours("ours, in place, mask_tokens", {32: 8}, rollout={"overage": "mask_tokens"}),
+    Ours("ours, in place, drop", {32: 8}, rollout={"staleness_policy": "drop"}),
+    Ours("ours, in place, mask_tokens", {32: 8}, rollout={"staleness_policy": "mask_tokens"}),
     Ours(
         "ours, in place, straggler_wait_s 260",
         {32: 8},

@@ -219,7 +219,7 @@ def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetiti
 
 def decide(repetitions: int) -> list[Row]:
     """Admission and selection with 512 groups outstanding, a third of them in flight."""
-    backlog = Backlog(groups_per_batch=128, max_staleness=4, overage="wait")
+    backlog = Backlog(groups_per_batch=128, max_staleness=4, staleness_policy="wait")
     for i in range(512):
         backlog.dispatch(f"g{i}", i // 128)
         if i % 3:

@@ -394,8 +394,8 @@ WEIGHTS: Final = (
         "Standstill beyond the transfer",
         "What engines lose to an update; 100 ms is the aim.",
         (
-            Query(quantile(0.5, "engine_standstill_seconds"), "p50"),
-            Query(quantile(0.99, "engine_standstill_seconds"), "p99"),
+            Query(quantile(0.5, "engine_pause_seconds"), "p50"),
+            Query(quantile(0.99, "engine_pause_seconds"), "p99"),
             Query(rate("weight_delta_fallbacks_total", "reason"), "whole, no delta, 1/s: {{reason}}"),
         ),
         unit="s",
@@ -568,7 +568,7 @@ TRAINER: Final = (
         (
             Query(mean("train_step_seconds"), "step"),
             Query(mean("batch_wait_seconds"), "wait"),
-            Query(value("checkpoint_standstill_seconds"), "checkpoint: standstill"),
+            Query(value("checkpoint_pause_seconds"), "checkpoint: standstill"),
             Query(value("checkpoint_write_seconds"), "checkpoint: written beside"),
         ),
         unit="s",

@@ -1,7 +1,7 @@
 """`async-rl evaluate CONFIG`: the validation sets of a config, answered by any model, without a trainer.
 
 ```
- data.validation ──► Examiner ──► engines of the config: started here, engine.urls, or simulated
+ data.validation ──► Evaluator ──► engines of the config: started here, engine.urls, or simulated
                         └──► a table, evaluations.jsonl and the answers in a folder, for `async-rl inspect`
 ```
 """
@@ -94,7 +94,7 @@ def evaluate(
 
 
 async def _examine(config: Config, out: Path | None, open_engines: OpenEngines) -> EvaluationRecord:
-    examiner = Evaluator(
+    evaluator = Evaluator(
         config,
         load_validation(config.data, prompt_rule(config)),
         chat=load_chat_format(config.model.path),
@@ -102,8 +102,8 @@ async def _examine(config: Config, out: Path | None, open_engines: OpenEngines) 
         new_id=lambda: uuid7().hex,
         clock=time.monotonic,
     )
-    pool, versions = examiner.pool(), set[int]()
-    kept = None if out is None else Archive(out / archive.FILE, keep=examiner.num_answers)
+    pool, versions = evaluator.pool(), set[int]()
+    kept = None if out is None else Archive(out / archive.FILE, keep=evaluator.num_answers)
     scratch = tempfile.TemporaryDirectory(prefix="async-rl-evaluate-")
     try:
         async with open_engines(config, (out or Path(scratch.name)) / "logs") as engines:
@@ -118,7 +118,7 @@ async def _examine(config: Config, out: Path | None, open_engines: OpenEngines) 
                     f"engine.urls: the servers have weight versions {sorted(versions)}, expected one: they "
                     "belong to a run that updates them, or were left by one"
                 )
-            return await examiner.evaluate_sets(pool, versions.pop(), kept)
+            return await evaluator.evaluate_sets(pool, versions.pop(), kept)
     finally:
         scratch.cleanup()
         if kept is not None:

@@ -111,7 +111,7 @@ def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
     running = min(slots, config.rollout.max_concurrent_trajectories / engines)
     rate = sum(r.tokens_per_s for r in steady) / len(steady) / engines
     sync_s = sum(r.sync_s for r in steady) / len(steady)
-    still_s = sum(r.standstill_s for r in steady) / len(steady)
+    still_s = sum(r.pause_s for r in steady) / len(steady)
     if config.weights.transport not in ("disk", "delta"):
         still_s = sync_s
     usual = Workload()

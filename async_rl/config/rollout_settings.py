@@ -158,7 +158,7 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ),
         ),
     ] = 4
-    overage: Annotated[
+    staleness_policy: Annotated[
         Literal["wait", "drop", "mask_tokens"],
         Meta(
             description=(
@@ -224,7 +224,8 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ge=0,
             description=(
                 "How often a task is dispatched again after its group was lost: siblings failed "
-                "(`failed_siblings: retry`), it grew too old (`overage: drop`), its frame was damaged."
+                "(`failed_siblings: retry`), it became too old (`staleness_policy: drop`), or its frame was "
+                "damaged."
             ),
         ),
     ] = 1

@@ -6,7 +6,7 @@
 ```
 
 A lease is the only way to an engine's `generate`. Its stream is passed on as it comes; on the way the engine
-is timed (`Vitals`), what it prefilled again is counted, and what fails is held against it. A call can be
+is timed (`EngineLoad`), what it prefilled again is counted, and what fails is held against it. A call can be
 dropped from outside at any moment, whatever it waits for: so calls leave an engine that no longer answers.
 """
 

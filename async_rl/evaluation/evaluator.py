@@ -73,8 +73,8 @@ class Evaluator:
     """See the module.
 
     Example:
-        >>> examiner = Examiner(config, datasets, chat=chat, facts=facts, new_id=new_id, clock=clock)
-        >>> record = await examiner.examine(pool, weight_version=12)
+        >>> evaluator = Evaluator(config, datasets, chat=chat, facts=facts, new_id=new_id, clock=clock)
+        >>> record = await evaluator.examine(pool, weight_version=12)
     """
 
     def __init__(
@@ -178,17 +178,22 @@ class _EvaluationRun:
     """One evaluation under way."""
 
     def __init__(
-        self, examiner: Evaluator, pool: EnginePool, weight_version: int, metrics: Metrics, observer: Observer
+        self,
+        evaluator: Evaluator,
+        pool: EnginePool,
+        weight_version: int,
+        metrics: Metrics,
+        observer: Observer,
     ) -> None:
-        self._examiner = examiner
-        self._config = examiner._config
+        self._evaluator = evaluator
+        self._config = evaluator._config
         self._pool = pool
         self._weight_version = weight_version
         self._metrics = metrics
         self._observer = observer
-        self._loops = AgentLoops(examiner._rollout)
+        self._loops = AgentLoops(evaluator._rollout)
         self._rewards = Rewards(
-            self._config, decode=examiner._chat.decode, metrics=metrics, clock=examiner._clock
+            self._config, decode=evaluator._chat.decode, metrics=metrics, clock=evaluator._clock
         )
         self._places = asyncio.Semaphore(self._config.evaluation.max_concurrent)
         self.answers: list[EvaluatedAnswer] = []
@@ -201,16 +206,16 @@ class _EvaluationRun:
 
     async def run(self, datasets: Sequence[Dataset]) -> None:
         """Answer everything."""
-        health = HealthWatch(self._pool, self._config.engine, self._metrics, self._examiner._clock)
+        health = HealthWatch(self._pool, self._config.engine, self._metrics, self._evaluator._clock)
         try:
             async with services(health=health.run, lost=self._watch), self._loops, Nursery() as nursery:
                 for dataset in datasets:
                     for task in dataset.tasks:
-                        group = _AnswerGroup(self._examiner._new_id(), dataset.name, task, self._config)
+                        group = _AnswerGroup(self._evaluator._new_id(), dataset.name, task, self._config)
                         for _ in range(self._config.evaluation.samples):
                             with waiting("evaluation"):
                                 await self._places.acquire()
-                            name = self._examiner._new_id()
+                            name = self._evaluator._new_id()
                             nursery.start(f"answer {name}", self._answer(name, group))
         finally:
             await self._rewards.close()
@@ -239,9 +244,9 @@ class _EvaluationRun:
     async def _attempts(self, name: str, group: _AnswerGroup) -> None:
         limit = self._config.rollout.max_attempts
         for attempt in range(1, limit + 1):
-            session = self._examiner.session(group.task, name, group.group_id, self._pool, self._metrics)
+            session = self._evaluator.session(group.task, name, group.group_id, self._pool, self._metrics)
             try:
-                await play(group.task, session, self._loops, self._examiner._rollout)
+                await play(group.task, session, self._loops, self._evaluator._rollout)
                 if self._rewards.scores_groups(group.task):
                     # Only the root: what a branch is worth is for training.
                     group.unscored[name] = await session.finish(session.stop_reason, {}), session.completion

@@ -12,7 +12,7 @@
 
 | loop | consumes | waits for | unblocked by | produces |
 |---|---|---|---|---|
-| `run` | served versions | one that is due; the examiner | the pool; its end | records |
+| `run` | served versions | one that is due; the evaluator | the pool; its end | records |
 | mirror | states of both pools | a change | a quarantine in either | the same in the other |
 
 On devices that engines and trainer share an evaluation is a guest of the engines' turn: the trainer's waits
@@ -77,7 +77,7 @@ class EvaluationService:
     """The evaluations of one life of a run.
 
     Example:
-        >>> service = EvaluationService(config.evaluation, run_dir, pool, sync.take_back, examiner, ...)
+        >>> service = EvaluationService(config.evaluation, run_dir, pool, sync.take_back, evaluator, ...)
         >>> async with services(evaluation=service.run):
         ...     await train()
         ...     await service.finish(version)
@@ -89,7 +89,7 @@ class EvaluationService:
         run_dir: Path,
         pool: EnginePool,
         take_back: Callable[[str], Awaitable[None]],
-        examiner: Evaluator,
+        evaluator: Evaluator,
         *,
         step: int,
         interrupt_timeout_s: float,
@@ -104,7 +104,7 @@ class EvaluationService:
             run_dir: Of the run.
             pool: The engines of the run.
             take_back: Brings an engine of it to the current weights, and lets it serve.
-            examiner: Has the questions answered.
+            evaluator: Has the questions answered.
             step: That this life of the run starts from; records of later ones are of a life that is undone.
             interrupt_timeout_s: Longest wait for an engine to end the calls that it has.
             ended: Shows a record, and gives it back with the run's time.
@@ -116,7 +116,7 @@ class EvaluationService:
         self._turns = turns or DevicePhases()
         self._pool = pool
         self._take_back = take_back
-        self._examiner = examiner
+        self._evaluator = evaluator
         self._interrupt_timeout_s = interrupt_timeout_s
         self._ended = ended
         self._clock = clock
@@ -204,14 +204,14 @@ class EvaluationService:
         return record
 
     async def _examine(self, engines: Sequence[Engine], version: int) -> EvaluationRecord:
-        pool = self._examiner.pool()
+        pool = self._evaluator.pool()
         for engine in engines:
             pool.add(engine)
             pool.serve(engine.engine_id, version)
         answers = self._archive(version)
         try:
             async with services(mirror=lambda: self._mirror(pool)):
-                return await self._examiner.evaluate_sets(pool, version, answers)
+                return await self._evaluator.evaluate_sets(pool, version, answers)
         except ExceptionGroup as group:
             raise first_error(group) from group
         finally:
@@ -227,7 +227,7 @@ class EvaluationService:
         mine.mkdir(parents=True, exist_ok=True)
         for old in sorted(folder.glob("version_*"))[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
-        return Archive(mine / archive.FILE, keep=self._examiner.num_answers)
+        return Archive(mine / archive.FILE, keep=self._evaluator.num_answers)
 
     async def _mirror(self, pool: EnginePool) -> None:
         """What fails here has failed for the run, and what the run takes away is lost here. Never returns."""

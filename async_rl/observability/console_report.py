@@ -254,7 +254,7 @@ def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord]
             f"trainer {_percent(summary.trainer_idle_share)}, engines {_percent(summary.engine_idle_share)}",
         ),
         ("weight sync", f"{_number(sync.mean_s)} s mean, {_number(sync.max_s)} s longest"),
-        ("standstill beyond transfer", f"{_milliseconds(sync.standstill_max_s)} longest"),
+        ("standstill beyond transfer", f"{_milliseconds(sync.pause_max_s)} longest"),
         ("files", _path(run_dir)),
     ]
     if records:

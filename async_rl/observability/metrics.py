@@ -577,7 +577,7 @@ class EngineMetrics(Instruments):
         source="run.device_sharing, once a turn",
         bad="Mostly the publishing and loading of weights: put the run folder on a fast disk.",
     )
-    engine_standstill_seconds = histogram(
+    engine_pause_seconds = histogram(
         "Time an engine took no requests in a weight update, beyond the transfer itself.",
         buckets=SECONDS,
         unit="seconds",
@@ -607,7 +607,7 @@ class TrainerMetrics(Instruments):
         bad="Falls behind `trainer_weight_version` by more than two `trainer.checkpoint_every`: what lies "
         "between is lost if the trainer dies. The disk is slow, or see `checkpoint_failures_total`.",
     )
-    checkpoint_standstill_seconds = gauge(
+    checkpoint_pause_seconds = gauge(
         "How long the trainer stood still for the last checkpoint, to copy its state.",
         unit="seconds",
         source="run, when it has become whole",
@@ -749,10 +749,10 @@ class Metrics(
         >>> metrics.trajectories_dropped_total.labels(reason="stale").inc()
     """
 
-    def observe_checkpoint(self, step: int, standstill_s: float, write_s: float) -> None:
+    def observe_checkpoint(self, step: int, pause_s: float, write_s: float) -> None:
         """Take over what there is to say of a checkpoint that stands."""
         self.checkpoint_step.set(step)
-        self.checkpoint_standstill_seconds.set(standstill_s)
+        self.checkpoint_pause_seconds.set(pause_s)
         self.checkpoint_write_seconds.set(write_s)
 
     def observe_evaluation(self, record: EvaluationRecord) -> None:

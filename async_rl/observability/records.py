@@ -123,7 +123,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """With `weights.overlap`: the part of this step in which the version before was still on its way."""
     transfer_s: float = 0.0
     """The part of `sync_s` in which weights were written, sent or loaded."""
-    standstill_s: float = 0.0
+    pause_s: float = 0.0
     """Longest time an engine took no requests, beyond the transfer."""
 
     in_flight: int = 0
@@ -185,8 +185,8 @@ class SyncSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     mean_s: Figure
     max_s: Figure
-    standstill_mean_s: Figure
-    standstill_max_s: Figure
+    pause_mean_s: Figure
+    pause_max_s: Figure
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,8 +256,8 @@ def summarise(records: Sequence[StepRecord], totals: Totals) -> Summary:
         sync=SyncSummary(
             mean_s=mean(record.sync_s for record in records),
             max_s=max((record.sync_s for record in records), default=None),
-            standstill_mean_s=mean(record.standstill_s for record in records),
-            standstill_max_s=max((record.standstill_s for record in records), default=None),
+            pause_mean_s=mean(record.pause_s for record in records),
+            pause_max_s=max((record.pause_s for record in records), default=None),
         ),
     )
 

@@ -196,7 +196,7 @@ class RequestHandler:
             for name in (message.get("name") for message in new if message["role"] == "tool"):
                 # How it went and how long it took, its agent alone knows.
                 session.record_tool_call(error=False, tool=str(name) if name in offered else "unknown")
-            session.speak_for_all()
+            session.share_reward()
             conversation.end(exchange, self._answer(session, exchange, turn, prompt_tokens))
             _changed(exchange)
 

@@ -18,8 +18,8 @@ class InFlight(Protocol):
     def oldest(self) -> int | None:
         """The version that its age counts from so far, None while it is that of what comes next.
 
-        By `rollout.overage`: that of the oldest token, or with `mask_tokens` the smallest of the newest ones
-        of its trajectories that sample no more.
+        By `rollout.staleness_policy`: that of the oldest token, or with `mask_tokens` the smallest of the
+        newest ones of its trajectories that sample no more.
         """
         ...
 

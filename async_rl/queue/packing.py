@@ -16,7 +16,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.queue import batching
 from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.routing import invalid_rows
-from async_rl.staleness import Overage, staleness
+from async_rl.staleness import StalenessPolicy, staleness
 from async_rl.types import Group, Trajectory
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
     interruptions: tuple[int, ...]
     resumes: tuple[int, ...]
     num_masked_tokens: int
-    """Tokens that the policy wrote and that are too old to be trained (`rollout.overage: mask_tokens`)."""
+    """Sampled tokens that are too old to be trained (`rollout.staleness_policy: mask_tokens`)."""
     routing_rows: int
     routing_rows_invalid: int
 
@@ -81,13 +81,13 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories of groups in the batch that are not in it: all of their tokens are too old."""
 
 
-def age_counts_from(group: Group, overage: Overage) -> int | None:
+def age_counts_from(group: Group, staleness_policy: StalenessPolicy) -> int | None:
     """The version that the age of a finished group counts from; None when nothing was sampled.
 
     That of its oldest token or, where old tokens are masked, of the token with which the first of its
     trajectories would lose its last one.
     """
-    if overage != "mask_tokens":
+    if staleness_policy != "mask_tokens":
         return group.oldest_weight_version
     newest = (trajectory.newest_weight_version for trajectory in group.trajectories)
     return min((version for version in newest if version is not None), default=None)
@@ -102,7 +102,7 @@ class Packer:
         batches: Spool,
         *,
         max_staleness: int,
-        overage: Overage,
+        staleness_policy: StalenessPolicy,
         min_group_size: int,
         facts: EngineFacts | None,
         metrics: Metrics | None,
@@ -113,7 +113,7 @@ class Packer:
             spool: Where the groups are.
             batches: Where batches go.
             max_staleness: η.
-            overage: Whether older tokens are masked; otherwise there are none.
+            staleness_policy: Whether older tokens are masked; otherwise there are none.
             min_group_size: A group of which fewer trajectories are left is not trained.
             facts: Of the model when routing is replayed, else None.
             metrics: Where rejections are counted.
@@ -121,7 +121,7 @@ class Packer:
         self._spool = spool
         self._batches = batches
         self._max_staleness = max_staleness
-        self._overage = overage
+        self._staleness_policy = staleness_policy
         self._min_group_size = min_group_size
         self._facts = facts
         self._metrics = metrics
@@ -133,7 +133,7 @@ class Packer:
             InvariantError: When a token in it would exceed the bound.
             SpoolFull: When the disk has no room for the batch.
         """
-        oldest = version - self._max_staleness if self._overage == "mask_tokens" else None
+        oldest = version - self._max_staleness if self._staleness_policy == "mask_tokens" else None
         groups, unusable, over_age = [], {}, []
         for entry in stored:
             try:
@@ -148,7 +148,7 @@ class Packer:
                 wanted = [trajectory.capped(entry.ceiling) for trajectory in wanted]
             usable = [t for t in wanted if not _is_all_older(t, oldest)]
             if len(usable) < min(self._min_group_size, len(wanted)):
-                unusable[entry.group_id] = "overage"
+                unusable[entry.group_id] = "too_stale"
             kept = {t.trajectory_id for t in usable}
             over_age += [t.trajectory_id for t in wanted if t.trajectory_id not in kept]
             groups.append(msgspec.structs.replace(group, trajectories=tuple(usable)))

@@ -46,7 +46,7 @@ from async_rl.queue.packing import Packer, StoredGroup, TakenBatch, age_counts_f
 from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import Awaited, waiting
-from async_rl.staleness import Backlog, Overage
+from async_rl.staleness import Backlog, StalenessPolicy
 from async_rl.types import Group, Trajectory, root_of
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class TrajectoryQueue:
         *,
         groups_per_batch: int,
         max_staleness: int,
-        overage: Overage = "wait",
+        staleness_policy: StalenessPolicy = "wait",
         min_group_size: int = 1,
         facts: EngineFacts | None = None,
         version: int = 0,
@@ -86,7 +86,7 @@ class TrajectoryQueue:
             spool: Of the groups; batches get a folder beside them, `batches`.
             groups_per_batch: B.
             max_staleness: η, the hard bound.
-            overage: `wait`, `drop` or `mask_tokens`, see `async_rl.staleness`.
+            staleness_policy: `wait`, `drop` or `mask_tokens`, see `async_rl.staleness`.
             min_group_size: Masking leaves at least so many trajectories of a group, or the group is dropped.
             facts: Of the model when routing is replayed, else None.
             version: What the trainer holds and the engines serve.
@@ -103,13 +103,13 @@ class TrajectoryQueue:
         most = spool.max_bytes
         kept = KeptTrajectories(spool.directory / "ended", None if most is None else most // 4)
         self._ended_early = EndedTrajectories(ledger, kept)
-        self._backlog = Backlog(groups_per_batch, max_staleness, overage)
+        self._backlog = Backlog(groups_per_batch, max_staleness, staleness_policy)
         self._admission = Admission(self._backlog, spool, version)
         self._packer = Packer(
             spool,
             self._batches,
             max_staleness=max_staleness,
-            overage=overage,
+            staleness_policy=staleness_policy,
             min_group_size=min_group_size,
             facts=facts,
             metrics=metrics,
@@ -345,7 +345,10 @@ class TrajectoryQueue:
                     raise
                 await self._change("room", self._why_put)
         known = record.weight_version
-        oldest, counts_from = group.oldest_weight_version, age_counts_from(group, self._backlog.overage)
+        oldest, counts_from = (
+            group.oldest_weight_version,
+            age_counts_from(group, self._backlog.staleness_policy),
+        )
         kept = dict(record.kept)
         try:
             self._ended_early.finish(group.trajectories, kept)
@@ -606,7 +609,7 @@ class TrajectoryQueue:
     ) -> None:
         """The batch is the trainer's now."""
         if over_age:
-            self._drop(over_age, "overage")
+            self._drop(over_age, "too_stale")
         if any(not group.counted for group in groups):
             fresh = {group.group_id for group in groups if group.counted}
             for trajectory_id, length in zip(batch.trajectory_ids, batch.sampled_lengths, strict=True):
@@ -635,15 +638,15 @@ class TrajectoryQueue:
     def _drop_overdue(self, version: int) -> None:
         """Drop the groups that can be in no batch from `version` on, under `drop` also those being made."""
         for group_id in self._backlog.overdue(version):
-            self._lose(group_id, "overage")
-        if self._backlog.overage != "drop":
+            self._lose(group_id, "too_stale")
+        if self._backlog.staleness_policy != "drop":
             return
         for group_id in self._backlog.in_flight_until(version - 1):
             work = self._in_flight.get(group_id)
             # One without an age may sample its first token by the next version.
             if work is not None and group_id not in self._putting and work.oldest() is not None:
                 work.cancel()
-                self._lose(group_id, "overage")
+                self._lose(group_id, "too_stale")
 
     def _lose(self, group_id: str, reason: str) -> None:
         """Drop a group by no fault of its task."""

@@ -26,7 +26,7 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     """A session that has ended well, and what it is worth."""
 
     session: RolloutSession
-    speaker: str
+    reward_source: str
     """The trajectory whose last words it is rewarded for."""
     parts: dict[str, float] | None
     """Its reward; None where that comes with its siblings'."""
@@ -77,20 +77,20 @@ async def play(task: Task, session: Conversation, loops: AgentLoops, rollout: Ro
 
 
 async def score(task: Task, tree: Sequence[Conversation], rewards: Rewards) -> Mapping[str, dict[str, float]]:
-    """Score a session and its branches, side by side; those with one speaker once.
+    """Score a session and its branches, side by side; those with one reward_source once.
 
     Returns:
-        By speaker, the parts of its reward.
+        By reward_source, the parts of its reward.
 
     Raises:
         RewardError: One of them has no reward.
     """
-    speakers = {each.speaker.trajectory_id: each.speaker for each in tree}
+    speakers = {each.reward_source.trajectory_id: each.reward_source for each in tree}
     try:
         async with Nursery() as scoring:
             parts = {
-                name: scoring.start(f"reward of {name}", rewards.score(task, speaker.completion))
-                for name, speaker in speakers.items()
+                name: scoring.start(f"reward of {name}", rewards.score(task, reward_source.completion))
+                for name, reward_source in speakers.items()
             }
     except ExceptionGroup as errors:
         raise first_error(errors) from errors
@@ -131,6 +131,10 @@ async def score_tree(task: Task, tree: Sequence[RolloutSession], rewards: Reward
     """A session and its branches with their rewards; see `score`."""
     parts = await score(task, tree, rewards)
     return [
-        Played(session=each, speaker=each.speaker.trajectory_id, parts=parts[each.speaker.trajectory_id])
+        Played(
+            session=each,
+            reward_source=each.reward_source.trajectory_id,
+            parts=parts[each.reward_source.trajectory_id],
+        )
         for each in tree
     ]

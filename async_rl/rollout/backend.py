@@ -93,7 +93,10 @@ class LocalBackend(RolloutBackend):
         await play(task, session, self._loops, self._config)
         if not self._rewards.scores_groups(task):
             return await score_tree(task, session.tree, self._rewards)
-        return [Played(session=each, speaker=each.speaker.trajectory_id, parts=None) for each in session.tree]
+        return [
+            Played(session=each, reward_source=each.reward_source.trajectory_id, parts=None)
+            for each in session.tree
+        ]
 
     async def score_group(
         self, task: Task, completions: Sequence[Completion]

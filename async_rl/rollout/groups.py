@@ -21,7 +21,7 @@ import msgspec
 from async_rl.config import RolloutConfig
 from async_rl.errors import AsyncRLError
 from async_rl.queue.journal import Entry
-from async_rl.staleness import Overage
+from async_rl.staleness import StalenessPolicy
 from async_rl.types import Completion, Task, Trajectory, root_of
 
 FailurePolicy = Literal["train_rest", "drop", "retry"]
@@ -132,7 +132,7 @@ class Unscored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     completion: Completion
     attempt: int
-    speaker: str
+    reward_source: str
     """The trajectory whose completion it is."""
 
 
@@ -147,14 +147,19 @@ class GroupInFlight:
     """
 
     def __init__(
-        self, group_id: str, task: Task, position: int, trajectory_ids: Sequence[str], overage: Overage
+        self,
+        group_id: str,
+        task: Task,
+        position: int,
+        trajectory_ids: Sequence[str],
+        staleness_policy: StalenessPolicy,
     ) -> None:
         """Nothing is sampled yet."""
         self.group_id = group_id
         self.task = task
         self.position = position
         self.trajectory_ids = tuple(trajectory_ids)
-        self._overage = overage
+        self._staleness_policy = staleness_policy
         self._entries: dict[str, dict[str, Entry]] = {}  # of siblings, each with its branches
         self.finished: dict[str, Trajectory] = {}
         """Siblings and their branches."""
@@ -225,7 +230,7 @@ class GroupInFlight:
 
     def oldest(self) -> int | None:
         """See `queue.InFlight`."""
-        mask = self._overage == "mask_tokens"
+        mask = self._staleness_policy == "mask_tokens"
         counted = [
             t.newest_weight_version if mask else t.oldest_weight_version for t in self.finished.values()
         ]

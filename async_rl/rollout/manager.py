@@ -152,7 +152,7 @@ class RolloutManager:
                 position, task = following
                 trajectory_ids = [self._new_id() for _ in range(self._config.rollout.group_size)]
                 work = GroupInFlight(
-                    self._new_id(), task, position, trajectory_ids, self._config.rollout.overage
+                    self._new_id(), task, position, trajectory_ids, self._config.rollout.staleness_policy
                 )
                 self._queue.dispatched(
                     work.group_id, task.task_id, position, trajectory_ids, self._pool.oldest_version, work
@@ -180,7 +180,7 @@ class RolloutManager:
             self._feeder.task_at(left.position),
             left.position,
             left.trajectory_ids,
-            self._config.rollout.overage,
+            self._config.rollout.staleness_policy,
         )
         work.finished.update(left.ended)
         for trajectory_id in unfinished:
@@ -396,7 +396,7 @@ class RolloutManager:
                 each.session.trajectory_id: Unscored(
                     completion=each.completion or each.session.completion,
                     attempt=attempt,
-                    speaker=each.speaker,
+                    reward_source=each.reward_source,
                 )
                 for each in played
                 if each.parts is None
@@ -416,12 +416,12 @@ class RolloutManager:
             if (name := trajectory.trajectory_id) in work.unscored:
                 trees.setdefault(root_of(name), []).append(name)
         waiting_ones = [work.unscored[name] for tree in trees.values() for name in tree]
-        spoken = {each.speaker: each.completion for each in waiting_ones}
+        spoken = {each.reward_source: each.completion for each in waiting_ones}
         results = await self._stage.score_group(work.task, list(spoken.values()))
         scores = dict(zip(spoken, results, strict=True))
         for root_id, tree in trees.items():
             unscored = {name: work.unscored[name] for name in tree}
-            of_tree = {name: scores[each.speaker] for name, each in unscored.items()}
+            of_tree = {name: scores[each.reward_source] for name, each in unscored.items()}
             failed = [score for score in of_tree.values() if isinstance(score, RewardError)]
             if failed:
                 log.warning("trajectory %s of task %s: %s", root_id, work.task.task_id, failed[0])

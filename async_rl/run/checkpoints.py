@@ -116,7 +116,7 @@ class Checkpoints:
         step, self._writing = self._writing, None
         if saved.failure is None:
             self.step, self.failed = step, 0
-            self._metrics.observe_checkpoint(step, saved.standstill_s, saved.write_s)
+            self._metrics.observe_checkpoint(step, saved.pause_s, saved.write_s)
             self._queue.committed(step, keep=self._config.keep_checkpoints)
             return
         self.failed += 1

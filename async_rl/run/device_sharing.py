@@ -196,7 +196,7 @@ class SharedDevices:
             weight_version=version,
             publish_s=published - begin,
             transfer_s=now - offloaded,
-            standstill_s=published - stopped_s,
+            pause_s=published - stopped_s,
             total_s=now - begin,
             handover_s=now - begin,
         )

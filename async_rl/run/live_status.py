@@ -28,7 +28,7 @@ class LiveStatus:
     """See the module.
 
     Example:
-        >>> pulse = Pulse(chronicle, doctor, pool, waits, metrics, clock, run_dir, max_steps=100)
+        >>> pulse = Pulse(run_log, doctor, pool, waits, metrics, clock, run_dir, max_steps=100)
         >>> pulse.attend(queue, manager)
         >>> async with services(pulse=pulse.run): ...
         >>> pulse.health()["waiting_for"]
@@ -36,7 +36,7 @@ class LiveStatus:
 
     def __init__(
         self,
-        chronicle: RunLogger,
+        run_log: RunLogger,
         doctor: Doctor,
         pool: EnginePool,
         waits: Waits,
@@ -47,7 +47,7 @@ class LiveStatus:
         max_steps: int,
     ) -> None:
         """Know what is of the run; queue and manager come later."""
-        self._chronicle = chronicle
+        self._run_log = run_log
         self._doctor = doctor
         self._pool = pool
         self._waits = waits
@@ -67,10 +67,10 @@ class LiveStatus:
     def now(self) -> Now:
         """For the live page: the run at this moment."""
         return look(
-            phase=self._chronicle.phase,
+            phase=self._run_log.phase,
             max_steps=self._max_steps,
-            elapsed_s=self._chronicle.elapsed_s,
-            records=self._chronicle.records,
+            elapsed_s=self._run_log.elapsed_s,
+            records=self._run_log.records,
             counts=None if self._queue is None else self._queue.statistics().counts,
             engines=_engine_rows(self._pool),
             waits=self._waits,
@@ -87,10 +87,10 @@ class LiveStatus:
 
     def health(self) -> dict[str, Any]:
         """For `/health`: how the run is and what it waits for."""
-        diagnosis, records = self._doctor.diagnosis(), self._chronicle.records
+        diagnosis, records = self._doctor.diagnosis(), self._run_log.records
         return {
             "status": "stalled" if diagnosis.state == "stalled" else "ok",
-            "phase": self._chronicle.phase,
+            "phase": self._run_log.phase,
             "step": records[-1].step if records else 0,
             "waiting_for": diagnosis.causes[0].chain if diagnosis.causes else (),
             "diagnosis": msgspec.to_builtins(diagnosis),
@@ -99,7 +99,7 @@ class LiveStatus:
     async def run(self) -> None:
         """Show once a second what moves between steps; a service of a life, it never returns."""
         assert self._queue is not None, "a life has a queue"
-        m, queue, progress = self._metrics, self._queue, self._chronicle.progress
+        m, queue, progress = self._metrics, self._queue, self._run_log.progress
         # As of the scrape, as the counters are that they must add up with.
         m.trajectories_in_flight.set_function(lambda: queue.statistics().in_flight)
         m.trajectories_queued.set_function(lambda: queue.statistics().queued)

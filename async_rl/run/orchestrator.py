@@ -103,8 +103,8 @@ async def run(
     chat = load_chat_format(config.model.path)
     metrics = Metrics()
     orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock)
-    pulse, chronicle = orchestrator.pulse, orchestrator.chronicle
-    page = Feed(config, pulse.now, lambda: chronicle.records, lambda: chronicle.evaluations)
+    pulse, run_log = orchestrator.pulse, orchestrator.run_log
+    page = Feed(config, pulse.now, lambda: run_log.records, lambda: run_log.evaluations)
     host = config.metrics.host
     async with (
         watched(orchestrator.named_waits, metrics, config.doctor),
@@ -139,7 +139,7 @@ class _Incarnation(NamedTuple):
 
     trainer: Trainer
     sync: WeightSync
-    estate: RecoveredState
+    recovered: RecoveredState
     manager: RolloutManager
     checkpoints: Checkpoints
     loop: TrainLoop
@@ -185,9 +185,9 @@ class Orchestrator:
         self._membership: Membership | None = None
         self.named_waits = Waits(clock)
         self.doctor = Doctor(config, self.named_waits, pool, metrics)
-        self.chronicle = RunLogger(config, run_dir, pool, metrics, clock)
+        self.run_log = RunLogger(config, run_dir, pool, metrics, clock)
         self.pulse = LiveStatus(
-            self.chronicle,
+            self.run_log,
             self.doctor,
             pool,
             self.named_waits,
@@ -201,7 +201,7 @@ class Orchestrator:
             run_dir,
             pool,
             self._devices,
-            self.chronicle,
+            self.run_log,
             metrics,
             max_restarts=config.trainer.max_restarts,
         )
@@ -210,7 +210,7 @@ class Orchestrator:
     @property
     def queue(self) -> TrajectoryQueue | None:
         """That of the present life; None before the first."""
-        return None if self._life is None else self._life.estate.queue
+        return None if self._life is None else self._life.recovered.queue
 
     async def run(
         self,
@@ -223,9 +223,9 @@ class Orchestrator:
         validation: Sequence[Dataset] = (),
     ) -> Summary:
         """See the module's `run`; `trackers` are given every step, `validation` is what is evaluated."""
-        self.chronicle.progress, self.chronicle.trackers = progress, trackers
+        self.run_log.progress, self.run_log.trackers = progress, trackers
         async with services(doctor=self.doctor.run):
-            footing = await self._start_both()
+            trainer_handle = await self._start_both()
         if isinstance(num_reserved := self._config.evaluation.engines, int) and validation:
             for engine in self.pool.engines()[-num_reserved:]:
                 self.pool.reserve(engine.engine_id)
@@ -234,30 +234,32 @@ class Orchestrator:
         while True:
             # A trainer that came back starts from its checkpoint as a new driver does: with all that hangs on
             # the trainer's step made anew from the run's folder, and the engines brought back to it.
-            life = self._life = self._begin_life(given, footing, failed_saves)
-            queue = life.estate.queue
+            life = self._life = self._begin_life(given, trainer_handle, failed_saves)
+            queue = life.recovered.queue
             try:
                 end = await self._live(life)
             finally:
-                life.estate.leave()
+                life.recovered.leave()
             trajectories = queue.statistics().counts
             queue.close()
             if not isinstance(end, TrainerHandle):
-                return self.chronicle.summary(trajectories, ended_s=end)
-            footing, failed_saves = end, life.checkpoints.failed
+                return self.run_log.summary(trajectories, ended_s=end)
+            trainer_handle, failed_saves = end, life.checkpoints.failed
 
     # -- a life ----------------------------------------------------------------------------------------
 
-    def _begin_life(self, given: _RunInputs, footing: TrainerHandle, failed_saves: int) -> _Incarnation:
+    def _begin_life(
+        self, given: _RunInputs, trainer_handle: TrainerHandle, failed_saves: int
+    ) -> _Incarnation:
         """All that hangs on the trainer's step, as what is in the run's folder has it."""
         config, metrics, clock = self._config, self._metrics, self._clock
-        trainer, step = footing
+        trainer, step = trainer_handle
         sync = self._weight_sync(trainer)
-        estate = RecoveredState(config, self._dir, given.tasks, given.facts, step, metrics, clock)
-        queue = estate.queue
+        recovered = RecoveredState(config, self._dir, given.tasks, given.facts, step, metrics, clock)
+        queue = recovered.queue
         manager = RolloutManager(
             config,
-            feeder=estate.feeder,
+            feeder=recovered.feeder,
             queue=queue,
             pool=self.pool,
             backend=self._rollout_backend(given.chat),
@@ -266,9 +268,9 @@ class Orchestrator:
             metrics=metrics,
             new_id=given.new_id,
             clock=clock,
-            journal=estate.journal,
-            journalled=estate.journalled,
-            observer=estate.archive,
+            journal=recovered.journal,
+            journalled=recovered.journalled,
+            observer=recovered.archive,
         )
         checkpoints = Checkpoints(
             config.trainer, self._dir, trainer, queue, metrics, step=step, failed=failed_saves
@@ -278,7 +280,7 @@ class Orchestrator:
         return _Incarnation(
             trainer=trainer,
             sync=sync,
-            estate=estate,
+            recovered=recovered,
             manager=manager,
             checkpoints=checkpoints,
             loop=TrainLoop(
@@ -289,7 +291,7 @@ class Orchestrator:
                 sync,
                 self._devices,
                 checkpoints,
-                self.chronicle,
+                self.run_log,
                 clock,
             ),
             evaluation=self._evaluation(given, sync, step) if given.validation else None,
@@ -319,7 +321,7 @@ class Orchestrator:
         )
 
     def _evaluation(self, given: _RunInputs, sync: WeightSync, step: int) -> EvaluationService:
-        examiner = Evaluator(
+        evaluator = Evaluator(
             self._config,
             given.validation,
             chat=given.chat,
@@ -332,10 +334,10 @@ class Orchestrator:
             self._dir,
             self.pool,
             sync.take_back,
-            examiner,
+            evaluator,
             step=step,
             interrupt_timeout_s=self._config.weights.timeout_s,
-            ended=self.chronicle.evaluated,
+            ended=self.run_log.evaluated,
             clock=self._clock,
             turns=self._devices.turns,
         )
@@ -346,7 +348,7 @@ class Orchestrator:
         Returns:
             When the last step ended, on the clock; or where the trainer stands that is back.
         """
-        queue, loop, checkpoints = life.estate.queue, life.loop, life.checkpoints
+        queue, loop, checkpoints = life.recovered.queue, life.loop, life.checkpoints
         evaluating = {} if life.evaluation is None else {"evaluation": life.evaluation.run}
         failed = False
 
@@ -367,7 +369,7 @@ class Orchestrator:
                 stopper=stopper,
                 doctor=self.doctor.run,
                 pulse=self.pulse.run,
-                **life.estate.services,
+                **life.recovered.services,
             ):
                 try:
                     async with services(repair=self._repair.run, **evaluating):
@@ -384,7 +386,7 @@ class Orchestrator:
             # What was trained since the last checkpoint is lost only if it was the trainer that failed.
             lost = loop.unsettled or failed or not can_follow(first_error(group))
             if loop.step > checkpoints.step and not lost:
-                self.chronicle.enter("writing a checkpoint before the run ends with an error")
+                self.run_log.enter("writing a checkpoint before the run ends with an error")
                 await self._devices.to_trainer(life.trainer)
                 await checkpoints.last(loop.step)
             raise
@@ -392,22 +394,22 @@ class Orchestrator:
     async def _train_and_save(self, life: _Incarnation) -> float:
         """All that needs the trainer, up to its end; returns when the last step ended."""
         trainer, sync, loop = life.trainer, life.sync, life.loop
-        self.chronicle.enter("bringing engines to the trainer's weights")
+        self.run_log.enter("bringing engines to the trainer's weights")
         with waiting("weight update", str(loop.step)):
             path = Path(self._config.model.path) if loop.step == 0 else None
             await self._devices.start(sync, trainer, loop.step, path)
-        self.chronicle.begin(loop.step)
-        self.chronicle.enter("training")
+        self.run_log.begin(loop.step)
+        self.run_log.enter("training")
         await loop.run()
         if life.evaluation is not None and not self._stop.is_set():
-            self.chronicle.enter("evaluating the last version")
+            self.run_log.enter("evaluating the last version")
             await life.evaluation.finish(loop.step)
         if self._stop.is_set():
-            self.chronicle.enter("draining")
+            self.run_log.enter("draining")
             await self._drain(life.manager)
         ended_s = self._clock()
-        self.chronicle.enter("writing the checkpoint and the Hugging Face export")
-        life.estate.queue.stop()
+        self.run_log.enter("writing the checkpoint and the Hugging Face export")
+        life.recovered.queue.stop()
         await self._devices.to_trainer(trainer)
         await life.checkpoints.last(loop.step)
         with waiting("export"):

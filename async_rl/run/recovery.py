@@ -47,9 +47,9 @@ class RecoveredState:
     """Queue, feeder and journal of a life, as the life before left them.
 
     Example:
-        >>> estate = Estate(config, run_dir, tasks, facts, step, metrics, clock)
-        >>> async with services(**estate.services): ...
-        >>> estate.leave()
+        >>> recovered = RecoveredState(config, run_dir, tasks, facts, step, metrics, clock)
+        >>> async with services(**recovered.services): ...
+        >>> recovered.leave()
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RecoveredState:
             Spool(run_dir / "spool", config.queue.max_bytes),
             groups_per_batch=config.trainer.groups_per_batch,
             max_staleness=config.rollout.max_staleness,
-            overage=config.rollout.overage,
+            staleness_policy=config.rollout.staleness_policy,
             min_group_size=min(config.rollout.min_group_size, config.rollout.group_size),
             facts=facts if config.routing.from_engine else None,
             version=step,

@@ -44,11 +44,11 @@ class RunLogger:
     Invariant: from `back_to` on, `records` are all steps up to the trainer's, of earlier lives too.
 
     Example:
-        >>> chronicle = Chronicle(config, run_dir, pool, metrics, clock)
-        >>> chronicle.back_to(4)  # of the checkpoint
-        >>> chronicle.begin(4)
-        >>> chronicle.step_done(done, report, queue)
-        >>> chronicle.summary(queue.statistics().counts, ended_s=clock())
+        >>> run_log = RunLogger(config, run_dir, pool, metrics, clock)
+        >>> run_log.back_to(4)  # of the checkpoint
+        >>> run_log.begin(4)
+        >>> run_log.step_done(done, report, queue)
+        >>> run_log.summary(queue.statistics().counts, ended_s=clock())
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def record_of(
         handover_s=report.handover_s,
         sync_hidden_s=done.sync_hidden_s,
         transfer_s=report.publish_s + report.transfer_s,
-        standstill_s=report.standstill_s,
+        pause_s=report.pause_s,
         in_flight=counts.in_flight,
         queued=counts.queued,
         dropped=sum(counts.dropped.values()),

@@ -33,7 +33,7 @@ class TrainLoop:
     Invariant: `step` is the one that the ledger has settled last.
 
     Example:
-        >>> loop = TrainLoop(config, stop, trainer, queue, sync, devices, checkpoints, chronicle, clock)
+        >>> loop = TrainLoop(config, stop, trainer, queue, sync, devices, checkpoints, run_log, clock)
         >>> await loop.run()
         >>> loop.step
     """
@@ -47,7 +47,7 @@ class TrainLoop:
         sync: WeightSync,
         devices: Devices,
         checkpoints: Checkpoints,
-        chronicle: RunLogger,
+        run_log: RunLogger,
         clock: Callable[[], float],
     ) -> None:
         """Wire the parts.
@@ -60,7 +60,7 @@ class TrainLoop:
             sync: Brings weights to the engines.
             devices: Whether trainer and engines take turns on them.
             checkpoints: Of this trainer; the step that it has come up at is theirs.
-            chronicle: Where steps are written down.
+            run_log: Where steps are written down.
             clock: Monotonic seconds.
         """
         self._max_steps = config.run.max_steps
@@ -71,7 +71,7 @@ class TrainLoop:
         self._sync = sync
         self._devices = devices
         self._checkpoints = checkpoints
-        self._chronicle = chronicle
+        self._run_log = run_log
         self._clock = clock
         self.step = checkpoints.step
         self.unsettled = False
@@ -164,7 +164,7 @@ class TrainLoop:
     def _end(self, done: StepDone, report: SyncReport) -> None:
         """A step is done, and its weights have gone where they were to go."""
         self._synced_s = self._clock()
-        self._chronicle.step_done(done, report, self._queue)
+        self._run_log.step_done(done, report, self._queue)
 
 
 def _require_finite(result: StepResult) -> None:

@@ -31,9 +31,9 @@ class TrainerRestarts:
     """See the module.
 
     Example:
-        >>> starts = TrainerStarts(cluster, run_dir, pool, devices, chronicle, metrics, max_restarts=3)
-        >>> footing = await starts.first()
-        >>> footing = await starts.again(cause=error)
+        >>> starts = TrainerRestarts(cluster, run_dir, pool, devices, run_log, metrics, max_restarts=3)
+        >>> trainer_handle = await starts.first()
+        >>> trainer_handle = await starts.again(cause=error)
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class TrainerRestarts:
         run_dir: Path,
         pool: EnginePool,
         devices: Devices,
-        chronicle: RunLogger,
+        run_log: RunLogger,
         metrics: Metrics,
         *,
         max_restarts: int,
@@ -52,7 +52,7 @@ class TrainerRestarts:
         self._checkpoints = str(run_dir / checkpoints.FOLDER)
         self._pool = pool
         self._devices = devices
-        self._chronicle = chronicle
+        self._run_log = run_log
         self._metrics = metrics
         self._max_restarts = max_restarts
         self.failures = 0
@@ -70,7 +70,7 @@ class TrainerRestarts:
             state = await trainer.setup(self._checkpoints)
         for flaw in state.passed_over:
             log.warning("a newer checkpoint is passed over: %s", flaw)
-        self._chronicle.back_to(state.step)
+        self._run_log.back_to(state.step)
         return TrainerHandle(trainer, state.step)
 
     async def again(self, cause: AsyncRLError) -> TrainerHandle:
@@ -79,8 +79,8 @@ class TrainerRestarts:
         Raises:
             TrainerError: When it failed once more than that.
         """
-        footing = None
-        while footing is None:
+        trainer_handle = None
+        while trainer_handle is None:
             self.failures += 1
             if self.failures > self._max_restarts:
                 raise TrainerError(
@@ -89,15 +89,15 @@ class TrainerRestarts:
                 ) from cause
             log.warning("restart %d of %d of the trainer: %s", self.failures, self._max_restarts, cause)
             self._metrics.trainer_restarts_total.inc()
-            self._chronicle.enter("restarting the trainer from its newest checkpoint")
+            self._run_log.enter("restarting the trainer from its newest checkpoint")
             try:
                 await self._devices.clear()
-                footing = await self.first()
+                trainer_handle = await self.first()
             except (TrainerError, EnvironmentNotReady) as error:
                 cause = error
-        log.info("the trainer is back at step %d", footing.step)
+        log.info("the trainer is back at step %d", trainer_handle.step)
         # All engines are to serve the checkpoint's weights; until they do they serve nobody.
         lent = EngineState.EVALUATING
         for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING, lent):
             self._pool.rejoin(engine.engine_id)
-        return footing
+        return trainer_handle

@@ -1,7 +1,8 @@
 """Runs seeds on all cores and says what happened: `make simulate SEEDS=2000 SEED_START=0`.
 
 A single seed is told in detail: its config, its last events, what every life ended with. With `--awaits`
-each seed's run is cancelled at each of its awaits, one after the other.
+each seed's run is cancelled at each of its awaits, one after the other. `--decisions` prints the digest of
+each seed's decisions, to compare two versions of the program.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Final
 
 from async_rl.config import changed_fields
 from async_rl.simulation.cancellation_sweep import Place, Sweep, sweep
-from async_rl.simulation.scenario import Scenario, branching, draw, sharing, with_workers
+from async_rl.simulation.scenario import Scenario, branching, draw, peaceful, sharing, with_workers
 from async_rl.simulation.simulate import SeedOutcome, simulate
 
 _MEMORY: Final = Path("/dev/shm")
@@ -39,12 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--workers", action="store_true", help="with loops, every other branching, in workers"
     )
     parser.add_argument("--shared", action="store_true", help="on devices that engines and trainer share")
+    parser.add_argument("--peaceful", action="store_true", help="without faults and ends of the driver")
+    parser.add_argument("--decisions", action="store_true", help="print each seed's digest of decisions")
     options = parser.parse_args(arguments)
     run = run_branching_seed if options.branches else run_shared_seed if options.shared else run_seed
-    run = run_worker_seed if options.workers else run
+    run = run_worker_seed if options.workers else run_peaceful_seed if options.peaceful else run
     seeds = range(options.start, options.start + options.seeds)
     if options.awaits:
         return _sweep(seeds, options.jobs)
+    if options.decisions:
+        wrong = 0
+        with ProcessPoolExecutor(options.jobs) as pool:
+            for outcome in pool.map(run, seeds, chunksize=4):
+                print(outcome.seed, outcome.decisions, *outcome.violations[:1])
+                wrong += bool(outcome.violations)
+        return int(bool(wrong))
     if len(seeds) == 1:
         outcome = run(seeds[0])
         _tell(outcome)
@@ -108,6 +118,11 @@ def run_branching_seed(seed: int) -> SeedOutcome:
     return _run(branching(draw(seed)))
 
 
+def run_peaceful_seed(seed: int) -> SeedOutcome:
+    """The same with nothing going wrong."""
+    return _run(peaceful(draw(seed)))
+
+
 def run_shared_seed(seed: int) -> SeedOutcome:
     """The same on devices that engines and trainer share."""
     return _run(sharing(draw(seed)))
@@ -163,6 +178,7 @@ def _tell(outcome: SeedOutcome) -> None:
         print(f"life {number}: {life}")
     print(f"faults: {outcome.faults}")
     print(f"{outcome.steps} callbacks, {outcome.virtual_s:.1f} virtual seconds, trace {outcome.trace}")
+    print(f"decisions {outcome.decisions}")
     for violation in outcome.violations:
         print(f"VIOLATION {violation}")
 
@@ -192,6 +208,7 @@ def _broken(seed: int, what: str) -> SeedOutcome:
         virtual_s=0.0,
         real_s=0.0,
         trace="",
+        decisions="",
         events=(),
     )
 

@@ -77,7 +77,7 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
 class Usage(msgspec.Struct, kw_only=True):
     """Where an engine's time went, seconds since its start; the first four add up to it."""
 
-    standstill_s: float = 0.0
+    pause_s: float = 0.0
     """Interrupted and updated."""
     prefill_s: float = 0.0
     """Decoding waited for prefills."""
@@ -195,7 +195,7 @@ class CoarseEngine:
         usage, running = self._usage, len(self._decoding)
         usage.slot_s += passed * (running + len(self._prefilling))
         if self._still:
-            usage.standstill_s += passed
+            usage.pause_s += passed
         elif self._prefilling:
             usage.prefill_s += passed
             self._prefilling[0].left_s -= passed

@@ -62,14 +62,14 @@ class FaultyEngine(SimulatedEngine):
     """See the module."""
 
     def __init__(
-        self, index: int, scenario: Scenario, witness: InvariantChecker, broadcasts: Broadcasts, life: int
+        self, index: int, scenario: Scenario, checker: InvariantChecker, broadcasts: Broadcasts, life: int
     ) -> None:
         """Start idle, at version 0.
 
         Args:
             index: Number among the engines.
             scenario: Speeds and sizes.
-            witness: Who hears everything that is said.
+            checker: Who hears everything that is said.
             broadcasts: Where the trainer sends weights.
             life: Number of the driver's life, which draws other delays.
         """
@@ -84,7 +84,7 @@ class FaultyEngine(SimulatedEngine):
         )
         self._speed = config
         self._model_path = str(Path(scenario.config.model.path).absolute())
-        self._witness = witness
+        self._checker = checker
         self._broadcasts = broadcasts
         self._latency_s = scenario.speeds.latency_s
         self._delays = random.Random(f"network {scenario.seed} {life} {index}")
@@ -160,12 +160,12 @@ class FaultyEngine(SimulatedEngine):
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
         """See `Engine.generate`."""
-        self._witness.call_begins(self._engine_id, request, self._version, self._attested)
+        self._checker.call_begins(self._engine_id, request, self._version, self._attested)
         self._streams += 1
         self._no_streams.clear()
         breaks_after = self._delays.randrange(1, 9) if self._call_faults else 0
         if breaks_after:
-            self._witness.met(self._call_faults.pop())
+            self._checker.met(self._call_faults.pop())
         chunks: list[Chunk] = []
         finish: Finish | None = None
         failed = False
@@ -184,7 +184,7 @@ class FaultyEngine(SimulatedEngine):
             failed = True
             raise
         finally:
-            self._witness.call_ends(request, chunks, finish, failed=failed)
+            self._checker.call_ends(request, chunks, finish, failed=failed)
             self._streams -= 1
             if not self._streams:
                 self._no_streams.set()
@@ -203,13 +203,13 @@ class FaultyEngine(SimulatedEngine):
     def _sample(self, call: _SimulatedCall) -> Chunk:
         digest = call.digest
         chunk = super()._sample(call)
-        self._witness.says(digest, chunk.token_ids[0], self._version, chunk.log_probs[0])
+        self._checker.says(digest, chunk.token_ids[0], self._version, chunk.log_probs[0])
         return chunk
 
     def _next_fault(self, kinds: frozenset[str]) -> Fault | None:
         fault = super()._next_fault(kinds)
         if fault is not None:
-            self._witness.met("die_in_call" if fault.kind == "die" else fault.kind)
+            self._checker.met("die_in_call" if fault.kind == "die" else fault.kind)
         return fault
 
     # -- control ------------------------------------------------------------------------------------------
@@ -239,12 +239,12 @@ class FaultyEngine(SimulatedEngine):
         deaths = self._deaths
         fault = self._update_faults_to_come.pop(0) if self._update_faults_to_come else None
         if fault is not None:
-            self._witness.met(fault)
+            self._checker.met(fault)
         if isinstance(update, DistributedUpdate):
             self._check_alive()
             sent = await self._broadcasts.receive(update.group_name)
             if sent != update.weight_version:
-                self._witness.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
+                self._checker.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
             self._check_alive(deaths)
         elif isinstance(update, TensorUpdate):
             await self._load_buckets(update, deaths)
@@ -257,7 +257,7 @@ class FaultyEngine(SimulatedEngine):
         self._check_files(update)
         await super().update_weights(update, flush=flush)
         self._check_files(update)
-        self._witness.published(update.weight_version)
+        self._checker.published(self._engine_id, update.weight_version)
         if fault == "late_error":
             raise WeightSyncError(f"{self._engine_id} has new weights, and fails all the same")
 
@@ -267,7 +267,7 @@ class FaultyEngine(SimulatedEngine):
                 await asyncio.sleep(self._update_s / update.num_buckets)
                 self._check_alive(deaths)
                 if (sent := int(payloads[0])) != update.weight_version:
-                    self._witness.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
+                    self._checker.fail(f"{self._engine_id} gets {sent} as version {update.weight_version}")
 
     def _check_files(self, update: WeightUpdate) -> None:
         """Published files hold their version for as long as an engine reads them."""
@@ -276,7 +276,7 @@ class FaultyEngine(SimulatedEngine):
         path = Path(update.path) / "weights"
         found = path.read_text() if path.exists() else "nothing"
         if found != str(update.weight_version):
-            self._witness.fail(f"{self._engine_id} reads {found} for version {update.weight_version}")
+            self._checker.fail(f"{self._engine_id} reads {found} for version {update.weight_version}")
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
         """See `Engine.release_memory`."""
@@ -289,7 +289,7 @@ class FaultyEngine(SimulatedEngine):
         await super().resume_memory(parts)
 
     def _die_of(self, what: str) -> NoReturn:
-        self._witness.fail(f"{self._engine_id} dies of what it was asked: {what}")
+        self._checker.fail(f"{self._engine_id} dies of what it was asked: {what}")
         super()._die_of(what)
 
     async def health(self) -> EngineHealth:
@@ -312,9 +312,9 @@ class FaultyEngine(SimulatedEngine):
 class SimulatedFolder(LocalFolder):
     """A host's copy of the weights: a file that says which version it is of."""
 
-    def __init__(self, engine_id: str, witness: InvariantChecker, seconds: float) -> None:
+    def __init__(self, engine_id: str, checker: InvariantChecker, seconds: float) -> None:
         self._engine_id = engine_id
-        self._witness = witness
+        self._checker = checker
         self._seconds = seconds
         self._version: int | None = None
 
@@ -324,7 +324,7 @@ class SimulatedFolder(LocalFolder):
         source = Path(path) / "weights"
         found = source.read_text() if source.exists() else "nothing"
         if found != str(version):
-            self._witness.fail(f"the host of {self._engine_id} copies {found} as version {version}")
+            self._checker.fail(f"the host of {self._engine_id} copies {found} as version {version}")
         return self._put(Path(path).parent, version)
 
     async def apply(self, path: str) -> str:
@@ -349,17 +349,17 @@ class SimulatedCluster:
     weight_backend = "gloo"
 
     def __init__(
-        self, scenario: Scenario, witness: InvariantChecker, life: int, look: Callable[[], None]
+        self, scenario: Scenario, checker: InvariantChecker, life: int, look: Callable[[], None]
     ) -> None:
         """Make engines and a trainer for one life of the driver."""
         broadcasts = Broadcasts()
         self._scenario = scenario
-        self._witness = witness
+        self._checker = checker
         self.engines = [
-            FaultyEngine(index, scenario, witness, broadcasts, life)
+            FaultyEngine(index, scenario, checker, broadcasts, life)
             for index in range(scenario.config.engine.num_engines)
         ]
-        self.trainer = SimulatedTrainer(scenario.config, scenario.speeds, witness, broadcasts, look)
+        self.trainer = SimulatedTrainer(scenario.config, scenario.speeds, checker, broadcasts, look)
         delays = random.Random(f"workers {scenario.seed} {life}")
         self._workers = SimulatedWorkers(
             scenario.config,
@@ -376,12 +376,12 @@ class SimulatedCluster:
         if kind == "kill_worker" or kind == "mute_worker":
             end = self._workers.kill if kind == "kill_worker" else self._workers.mute
             if end(injection.engine):
-                self._witness.met(kind)
+                self._checker.met(kind)
         elif kind in ENGINE_FAULTS:
             engine = self.engines[injection.engine % len(self.engines)]
             engine.inject(injection)
             if kind in _AT_ONCE:
-                self._witness.met(kind)
+                self._checker.met(kind)
             if kind == "die" and self._died is not None:
                 self._died(engine.engine_id, EngineError(f"{engine.engine_id} was killed"))
         else:
@@ -393,7 +393,7 @@ class SimulatedCluster:
             return
         holding = [e.engine_id for e in self.engines if e.holds_memory]
         if holding:
-            self._witness.fail(f"out of memory: the trainer holds it, and so do {holding}")
+            self._checker.fail(f"out of memory: the trainer holds it, and so do {holding}")
 
     async def start_engines(self) -> list[Engine]:
         """See `Cluster.start_engines`."""
@@ -442,7 +442,7 @@ class SimulatedCluster:
     def local_folder(self, engine_id: str) -> SimulatedFolder:
         """See `Cluster.local_folder`. It is lost when the engine is restarted."""
         return self._folders.setdefault(
-            engine_id, SimulatedFolder(engine_id, self._witness, self._scenario.speeds.update_s / 2)
+            engine_id, SimulatedFolder(engine_id, self._checker, self._scenario.speeds.update_s / 2)
         )
 
     async def open_port(self) -> tuple[str, int]:

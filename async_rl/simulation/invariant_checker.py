@@ -3,6 +3,10 @@
 It trusts nothing that the program computes: tokens are compared with those that an engine drew after the same
 text, rows with those that the engine computes for (position, token, version), the ledger's tables with the
 batches that the trainer saw. See `docs/simulation.md` for the list.
+
+It keeps two digests. `trace` covers every event and every turn of a task, with its virtual time. `decisions`
+covers only what was admitted, sampled, trained and settled, and by which versions. It hashes no name of a
+task, class, module, metric or message, so that it is the same before and after a renaming.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from async_rl import codec
@@ -32,14 +37,14 @@ from async_rl.types import BoolArray, ExpertIdArray, Int32Array, TrainBatch, roo
 
 _KEPT_EVENTS: Final = 60
 _HOLDING: Final = frozenset({"in_flight", "queued", "trained"})
-_RETRIED: Final = frozenset({"overage", "sibling_failed"})
+_RETRIED: Final = frozenset({"too_stale", "sibling_failed"})
 """Reasons for which the task of a whole group may be dispatched once more."""
 _INVERSE_OF_7: Final = pow(7, -1, FACTS.num_experts)
 
 _connect = sqlite3.connect  # the disk of the simulation is not in our way
 
 
-speaker: ContextVar[str] = ContextVar("speaker")
+reward_source: ContextVar[str] = ContextVar("reward_source")
 """Which trajectory calls an engine, where it is not its task's name: a branch."""
 
 
@@ -47,9 +52,9 @@ class InvariantChecker:
     """See the module.
 
     Example:
-        >>> witness = Witness(scenario)
-        >>> witness.trains(batch, version=3, step=4)
-        >>> witness.violations
+        >>> checker = InvariantChecker(scenario)
+        >>> checker.trains(batch, version=3, step=4)
+        >>> checker.violations
         ['step 4 trains trajectory ... twice']
     """
 
@@ -66,6 +71,9 @@ class InvariantChecker:
         self.events: deque[str] = deque(maxlen=_KEPT_EVENTS)
         """The last ones, in words."""
         self._trace = hashlib.blake2b(digest_size=8)
+        self._decisions = hashlib.blake2b(digest_size=8)
+        self._numbers: dict[str, dict[str | None, int]] = defaultdict(dict)
+        """The names that decisions are about, by kind, each numbered by its first appearance."""
         self._said: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
         self._heads: dict[str, list[int]] = {}
         self._unaccounted: Counter[str] = Counter()
@@ -98,6 +106,27 @@ class InvariantChecker:
         """A hash of everything that happened, in its order."""
         return self._trace.hexdigest()
 
+    def decided(self, what: str, *values: float | bytes) -> None:
+        """Add a decision to its digest.
+
+        Args:
+            what: The kind of decision. It is hashed as it is written here, so a renaming leaves it alone.
+            values: Numbers, and arrays as bytes. A name goes through `_numbered` first.
+        """
+        if self.deaf:
+            return
+        self._decisions.update(msgspec.msgpack.encode((what, values)))
+
+    @property
+    def decisions(self) -> str:
+        """A hash of all decisions, in their order; see the module."""
+        return self._decisions.hexdigest()
+
+    def _numbered(self, kind: str, *names: str | None) -> list[int]:
+        """Names as numbers: their wording does not count. `trajectory 7` is the same as `7`."""
+        numbers = self._numbers[kind]
+        return [numbers.setdefault(name and name.split(" ")[-1], len(numbers)) for name in names]
+
     def fail(self, violation: str) -> None:
         """Something is not as it must always be."""
         if self.deaf:
@@ -111,16 +140,19 @@ class InvariantChecker:
             return
         self.met_faults[fault] += 1
         self.note(f"fault {fault}")
+        self.decided("fault", *self._numbered("fault", fault))
 
     # -- engines ------------------------------------------------------------------------------------------
 
-    def published(self, version: int) -> None:
+    def published(self, engine_id: str, version: int) -> None:
         """An engine has loaded a version."""
+        self.decided("load", version, *self._numbered("engine", engine_id))
         self._newest = max(self._newest, version)
 
     def says(self, digest: int, token: int, version: int, log_prob: float) -> None:
         """An engine has drawn a token after the text of a digest."""
         self.tokens_said += 1
+        self.decided("sample", digest, token, version, log_prob)
         self._said[digest, token].append((version, float(np.float32(log_prob))))
 
     def call_begins(
@@ -129,6 +161,8 @@ class InvariantChecker:
         """A session calls an engine that serves `version` and last said that it serves `attested`."""
         name = _task_name()
         self.note(f"{name}: {engine_id} gets {len(request.input_ids)} tokens at version {version}")
+        who = *self._numbered("trajectory", name), *self._numbered("engine", engine_id)
+        self.decided("call", *who, version, request.max_new_tokens, request.input_ids.tobytes())
         if attested != version:
             self.fail(f"{engine_id} serves version {version}, attested is {attested}")
         self._unaccounted[name] += request.max_new_tokens > 0
@@ -156,6 +190,8 @@ class InvariantChecker:
             kept = sampled if right else []
         how = "failed" if failed else finish.reason if finish else "was left"
         name = _task_name()
+        ended = len(sampled), len(kept), failed, finish is not None
+        self.decided("call ends", *self._numbered("trajectory", name), *ended)
         self._unaccounted[name] -= finish is not None
         self.note(f"{name}: the call {how} after {len(sampled)} tokens, {len(kept)} kept")
         self._heads[name] = [*request.input_ids.tolist(), *kept]
@@ -164,6 +200,7 @@ class InvariantChecker:
         """The agent loop of a trajectory starts from its prompt."""
         root = _task_name()
         self.note(f"{root} starts")
+        self.decided("admit", *self._numbered("trajectory", root))
         # What an earlier life journalled of a call that ran is as old as the call, however it ended later.
         for name in [name for name in self._heads if root_of(name) == root]:
             del self._heads[name]
@@ -174,6 +211,7 @@ class InvariantChecker:
     def restored(self, step: int) -> None:
         """A trainer has taken up a checkpoint; what was trained after it never was."""
         self.note(f"the trainer starts at step {step}")
+        self.decided("restore", step)
         if step != self._saved:
             self.fail(f"the trainer starts at step {step}, saved was {self._saved}")
         if any(later > step for later in self._steps) or self._newest > step:
@@ -185,6 +223,7 @@ class InvariantChecker:
         if self.deaf:
             return
         self.note(f"checkpoint {step}")
+        self.decided("save", step)
         self._saved = step
 
     def trains(self, batch: TrainBatch, version: int, step: int) -> None:
@@ -192,6 +231,12 @@ class InvariantChecker:
         if self.deaf:
             return
         self.note(f"step {step}: {batch.num_trajectories} trajectories, {batch.num_tokens} tokens")
+        arrays = (
+            *(batch.group_index, batch.rewards, batch.offsets, batch.token_ids, batch.loss_mask),
+            *(batch.rollout_log_probs, batch.weight_versions, batch.routed_experts, batch.routing_valid),
+        )
+        self.decided("train", step, version, *self._numbered("trajectory", *batch.trajectory_ids))
+        self.decided("batch", *(b"" if array is None else array.tobytes() for array in arrays))
         if (batch.trainer_version, step) != (version, version + 1):
             self.fail(f"step {step} of a trainer at {version}, the batch is for {batch.trainer_version}")
         names = frozenset(batch.trajectory_ids)
@@ -270,7 +315,7 @@ class InvariantChecker:
 
     def _check_trees(self, batch: TrainBatch) -> None:
         """What a branch read of the policy is trained in a trajectory that it is a branch of."""
-        if self._config.rollout.overage == "mask_tokens":
+        if self._config.rollout.staleness_policy == "mask_tokens":
             return
         trees: dict[str, list[tuple[str, slice]]] = defaultdict(list)
         for name, bounds in zip(batch.trajectory_ids, pairwise(batch.offsets.tolist()), strict=True):
@@ -330,8 +375,9 @@ class InvariantChecker:
         database = _connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)
         try:
             rows = database.execute(
-                "SELECT t.trajectory_id, t.group_id, g.position, t.state, t.step, t.reason, g.frame "
-                "FROM trajectories t LEFT JOIN groups g USING (group_id)"
+                "SELECT t.trajectory_id, t.group_id, g.position, t.state, t.step, t.reason, g.frame, "
+                "g.weight_version, t.attempt "
+                "FROM trajectories t LEFT JOIN groups g USING (group_id) ORDER BY t.trajectory_id"
             ).fetchall()
             pending = {position for (position,) in database.execute("SELECT position FROM pending")}
             ((folded,),) = database.execute("SELECT coalesce(sum(number), 0) FROM folded")
@@ -340,10 +386,14 @@ class InvariantChecker:
         trained: dict[int, set[str]] = defaultdict(set)
         frames: dict[str, str] = {}
         fates: dict[str, tuple[int, set[str]]] = {}
-        for name, group, position, state, step, reason, frame in rows:
+        self.decided("settle", settled, folded, *sorted(pending))
+        for name, group, position, state, step, reason, frame, version, attempt in rows:
             if position is None:
                 self.fail(f"trajectory {name} belongs to no group")
                 continue
+            who = *self._numbered("trajectory", name), *self._numbered("group", group)
+            fate = *self._numbered("state", state), *self._numbered("reason", reason)
+            self.decided("state", *who, *fate, position, -1 if step is None else step, version, attempt)
             if state == "trained":
                 trained[step].add(name)
             fates.setdefault(group, (position, set()))[1].add(reason if state == "dropped" else state)
@@ -438,7 +488,7 @@ def _frames(folder: Path) -> set[str]:
 
 
 def _task_name() -> str:
-    if name := speaker.get(""):
+    if name := reward_source.get(""):
         return name
     task = asyncio.current_task()
     return task.get_name() if task is not None else "nobody"

@@ -313,7 +313,7 @@ class _Job:
             trainer_syncs=sum(record.handover_s for record in records) / seconds,
             engines_empty=used.empty_s / engine_s,
             engines_prefill=used.prefill_s / engine_s,
-            engines_still=used.standstill_s / engine_s,
+            engines_still=used.pause_s / engine_s,
             staleness=[float(share) for share in np.bincount(ages) / len(ages)],
             staleness_mean=float(ages.mean()),
             staleness_p99=int(np.percentile(ages, 99)),

@@ -132,6 +132,11 @@ def draw(seed: int) -> Scenario:
     )
 
 
+def peaceful(scenario: Scenario) -> Scenario:
+    """The same with nothing going wrong: nothing happens at a number of callbacks."""
+    return replace(scenario, injections=(), deaths=())
+
+
 def branching(scenario: Scenario) -> Scenario:
     """The same with agent loops that branch; what goes wrong falls elsewhere then."""
     rng = random.Random(f"branches {scenario.seed}")
@@ -230,7 +235,7 @@ def _config(rng: random.Random, seed: int) -> Config:
             "group_size": group_size,
             "max_concurrent_trajectories": rng.choice((1, 3, 8, 24)),
             "max_staleness": rng.choice((0, 1, 1, 2, 4)),
-            "overage": rng.choice(("wait", "drop", "mask_tokens")),
+            "staleness_policy": rng.choice(("wait", "drop", "mask_tokens")),
             "max_context_tokens": context,
             "max_new_tokens": rng.randint(4, context // 2),
             "temperature": 1.0,

@@ -3,10 +3,10 @@
 ```
  scenario ─► life 1 ──killed──► copy of the folder ─► life 2 ──failed, cancelled, stopped──► life 3 ─► the end
                │                                        │
-               └── a loop in virtual time, a cluster; the same run folder, witness, disk and clock go through
+               └── a loop in virtual time, a cluster; the same run folder, checker, disk and clock go through
 ```
 
-After each callback of the loop the witness looks on, and what the scenario has for this step is done. A kill
+After each callback of the loop the checker looks on, and what the scenario has for this step is done. A kill
 takes effect between two callbacks, or inside an operation on the disk: the folder is copied as it is at that
 moment, and the next life goes on from the copy.
 """
@@ -88,6 +88,8 @@ class SeedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     real_s: float
     trace: str
     """Hash of all events and turns; equal for equal seeds."""
+    decisions: str
+    """Hash of `InvariantChecker.decided`: equal for equal seeds, also after a renaming."""
     events: tuple[str, ...]
     """The last ones."""
 
@@ -125,7 +127,7 @@ class _Simulation:
         self._after_turn = after_turn
         self._config = scenario.config
         self._folder = folder
-        self._witness = InvariantChecker(scenario)
+        self._checker = InvariantChecker(scenario)
         self._disk = Disk()
         self._disk.die = self._kill_on_disk
         self._threads = random.Random(f"threads {scenario.seed}")
@@ -145,28 +147,29 @@ class _Simulation:
             for life in range(_MAX_LIVES):
                 deaths = self._scenario.deaths
                 self._live(life, deaths[life] if life < len(deaths) else None)
-                if self._witness.violations or self._ended == "finished":
+                if self._checker.violations or self._ended == "finished":
                     break
                 self._disk.full = False
             else:
-                self._witness.fail(f"after {_MAX_LIVES} lives there is no end: {self._lives}")
+                self._checker.fail(f"after {_MAX_LIVES} lives there is no end: {self._lives}")
         return SeedOutcome(
             seed=self._scenario.seed,
-            violations=tuple(self._witness.violations),
+            violations=tuple(self._checker.violations),
             lives=tuple(self._lives),
-            faults=dict(self._witness.met_faults),
+            faults=dict(self._checker.met_faults),
             steps=self._steps,
-            tokens=self._witness.tokens_said,
+            tokens=self._checker.tokens_said,
             virtual_s=self._now_s,
             real_s=time.perf_counter() - begin_s,
-            trace=self._witness.trace,
-            events=tuple(self._witness.events),
+            trace=self._checker.trace,
+            decisions=self._checker.decisions,
+            events=tuple(self._checker.events),
         )
 
     # -- one life -----------------------------------------------------------------------------------------
 
     def _live(self, life: int, death: Death | None) -> None:
-        self._witness.note(f"life {life}")
+        self._checker.note(f"life {life}")
         self._death, self._life_steps, self._ended = death, 0, "failed"
         self._disk.die_at = None
         if death is not None and death.kind == "kill_on_disk":
@@ -177,12 +180,12 @@ class _Simulation:
             after_step=self._after_step,
         )
         self._loop, self._born_s = loop, self._now_s
-        self._witness.now = loop.time
+        self._checker.now = loop.time
         loop.set_exception_handler(self._unhandled)
         for name in ("checkpoints", "logs"):
             (self._run_dir / name).mkdir(parents=True, exist_ok=True)
         self._stop = asyncio.Event()
-        self._cluster = SimulatedCluster(self._scenario, self._witness, life, self._look_into_ledger)
+        self._cluster = SimulatedCluster(self._scenario, self._checker, life, self._look_into_ledger)
         self._orchestrator = Orchestrator(
             self._config, self._run_dir, self._stop, self._cluster, Metrics(), loop.time
         )
@@ -190,6 +193,7 @@ class _Simulation:
             loop.run_until_complete(self._main())
         except _Halt:
             self._clear_away()
+        self._checker.decided("end", get_args(Ended).index(self._ended))
         self._lives.append(self._ended if self._ended != "failed" else f"failed: {self._cause}")
         self._now_s = loop.time() + _DOWNTIME_S
         loop.close()
@@ -199,7 +203,7 @@ class _Simulation:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        attempt_begins.set(self._witness.attempt_begins)
+        attempt_begins.set(self._checker.attempt_begins)
         self._cause = ""
         try:
             with acting("run", waits=self._orchestrator.named_waits):
@@ -209,7 +213,7 @@ class _Simulation:
         except asyncio.CancelledError:
             self._ended = "cancelled"
             if not self._was("cancel"):
-                self._witness.fail("the run was cancelled by nobody")
+                self._checker.fail("the run was cancelled by nobody")
         except Exception as error:
             cause = first_error(error)
             told = f"{type(cause).__name__}: {cause}"
@@ -218,20 +222,20 @@ class _Simulation:
         else:
             self._ended = "finished"
             self._check_end(summary)
-        if not self._witness.deaf:
+        if not self._checker.deaf:
             await self._loop.shutdown_default_executor()
             if self._ended in ("finished", "stopped"):
-                self._witness.check_folder(self._run_dir)
-            self._witness.note(f"life ends: {self._ended} {self._cause}")
+                self._checker.check_folder(self._run_dir)
+            self._checker.note(f"life ends: {self._ended} {self._cause}")
             left = [t.get_name() for t in asyncio.all_tasks() if t is not task]
             if left:
-                self._witness.fail(f"tasks are left: {sorted(left)}")
+                self._checker.fail(f"tasks are left: {sorted(left)}")
             if open_calls := [e.engine_id for e in self._cluster.engines if e.num_streams]:
-                self._witness.fail(f"calls are left open on {open_calls}")
+                self._checker.fail(f"calls are left open on {open_calls}")
 
     def _judge(self, cause: BaseException) -> None:
         """Whether what was done to the run may end it so."""
-        met = self._witness.met_faults.keys()
+        met = self._checker.met_faults.keys()
         if isinstance(cause, InvariantError) or not isinstance(cause, AsyncRLError):
             allowed = False
         elif isinstance(cause, TrainerError):
@@ -252,25 +256,25 @@ class _Simulation:
             rollout = replace(self._config.rollout, max_failed_share=1.0)
             self._config = replace(self._config, rollout=rollout)
         if not allowed:
-            self._witness.fail(f"the run ended with {type(cause).__name__}: {cause}")
+            self._checker.fail(f"the run ended with {type(cause).__name__}: {cause}")
 
     def _was(self, kind: str) -> bool:
         return self._death is not None and self._death.kind == kind and self._life_steps >= self._death.after
 
     def _check_end(self, summary: Summary) -> None:
         """What must hold when a run has come to its end, or was told to stop."""
-        config, witness = self._scenario.config, self._witness
+        config, checker = self._scenario.config, self._checker
         if self._task.cancelling():
-            witness.fail("the run was cancelled and ended as if it had not been")
+            checker.fail("the run was cancelled and ended as if it had not been")
         if summary.trajectories.unaccounted:
-            witness.fail(f"unaccounted: {summary.trajectories}")
+            checker.fail(f"unaccounted: {summary.trajectories}")
         step = self._cluster.trainer.step
-        witness.check_ledger(self._run_dir, settled=step)
+        checker.check_ledger(self._run_dir, settled=step)
         if step < config.run.max_steps:
             if self._was("stop"):
                 self._ended = "stopped"
             elif config.data.epochs is None:
-                witness.fail(f"the run ended after {step} of {config.run.max_steps} steps")
+                checker.fail(f"the run ended after {step} of {config.run.max_steps} steps")
 
     # -- what happens between two callbacks ---------------------------------------------------------------
 
@@ -283,7 +287,7 @@ class _Simulation:
             return
         if self._killed:
             raise _Halt
-        self._witness.turn(task.number if task is not None else 0)
+        self._checker.turn(task.number if task is not None else 0)
         if self._after_turn is not None and task is not None and not self._lives:
             self._after_turn(self._life_steps, task)
         while self._injections and self._injections[0].step <= self._steps:
@@ -293,29 +297,29 @@ class _Simulation:
         if self._life_steps % _LOOK_EVERY == 0:
             self._look()
             self._cluster.look_at_devices()
-        if self._witness.violations:
+        if self._checker.violations:
             self._ended = "halted"
             raise _Halt
 
     def _look(self) -> None:
         """Check what must hold between any two callbacks."""
-        queue, pool, witness = self._orchestrator.queue, self._orchestrator.pool, self._witness
+        queue, pool, checker = self._orchestrator.queue, self._orchestrator.pool, self._checker
         if queue is not None:
             try:
                 counts = queue.statistics()
             except InvariantError as error:
-                witness.fail(str(error))
+                checker.fail(str(error))
                 return
             outstanding = counts.groups_in_flight + counts.groups_ready
             if outstanding > self._config.max_outstanding_groups:
-                witness.fail(f"{outstanding} groups are outstanding")
+                checker.fail(f"{outstanding} groups are outstanding")
             if counts.bytes > self._config.queue.max_bytes:
-                witness.fail(f"the spool holds {counts.bytes} bytes")
+                checker.fail(f"the spool holds {counts.bytes} bytes")
         for engine in pool.engines(EngineState.SERVING):
             assert isinstance(engine, FaultyEngine)
             claimed = pool.version_of(engine.engine_id)
             if engine.weight_version != claimed:
-                witness.fail(
+                checker.fail(
                     f"{engine.engine_id} serves version {engine.weight_version}, the pool says {claimed}"
                 )
 
@@ -324,22 +328,22 @@ class _Simulation:
         where = (
             "while it was cleared away" if self._clearing else f"waits: {self._orchestrator.pulse.health()}"
         )
-        deaf, self._witness.deaf = self._witness.deaf, False
-        self._witness.fail(f"the run does not come to its end; {where}")
-        self._witness.deaf = deaf
+        deaf, self._checker.deaf = self._checker.deaf, False
+        self._checker.fail(f"the run does not come to its end; {where}")
+        self._checker.deaf = deaf
         self._ended = "halted"
         raise _Halt
 
     def _inject(self, injection: Injection) -> None:
         kind, amount = injection.kind, injection.amount
         if kind == "disk_full":
-            self._witness.met(kind)
+            self._checker.met(kind)
             self._disk.full = True
             self._loop.call_later(10 * amount, self._free_disk)
         elif kind == "corrupt_frame":
             self._corrupt_frame(amount)
         elif kind == "clock_jump":
-            self._witness.met(kind)
+            self._checker.met(kind)
             self._loop.jump(10 ** (4 * amount - 2))
         else:
             self._cluster.inject(injection)
@@ -352,7 +356,7 @@ class _Simulation:
         slabs = sorted((self._run_dir / "spool").glob("slab-*"))
         if not slabs:
             return
-        self._witness.met("corrupt_frame")
+        self._checker.met("corrupt_frame")
         path = slabs[int(amount * len(slabs))]
         with path.open("r+b") as file:
             place = int(amount * 1e6) % 600
@@ -366,10 +370,10 @@ class _Simulation:
             self._kill("killed")
             raise _Halt
         elif death.kind == "cancel":
-            self._witness.note("cancelled")
+            self._checker.note("cancelled")
             self._task.cancel()
         elif death.kind == "stop":
-            self._witness.note("told to stop")
+            self._checker.note("told to stop")
             self._stop.set()
 
     def _kill_on_disk(self) -> None:
@@ -377,15 +381,15 @@ class _Simulation:
 
     def _kill(self, ended: Ended) -> None:
         """Keep the folder as it is; what the remains do to theirs until they are gone never happened."""
-        self._witness.note(ended)
+        self._checker.note(ended)
         copy = self._folder / f"life-{len(self._lives) + 1}"
         shutil.copytree(self._run_dir, copy)
         self._run_dir = copy
-        self._ended, self._killed, self._witness.deaf = ended, True, True
+        self._ended, self._killed, self._checker.deaf = ended, True, True
 
     def _clear_away(self) -> None:
         """End the tasks of a life that was cut off; they are cancelled, which must end them."""
-        self._witness.deaf = self._clearing = True
+        self._checker.deaf = self._clearing = True
         self._disk.full, self._disk.die_at = False, None
         self._life_steps, self._born_s = 0, self._loop.time()
         ended, cause = self._ended, self._cause
@@ -393,12 +397,12 @@ class _Simulation:
         with suppress(_Halt, asyncio.CancelledError):
             self._loop.run_until_complete(self._task)
         self._ended, self._cause = ended, cause
-        self._witness.deaf = self._clearing = self._killed = False
+        self._checker.deaf = self._clearing = self._killed = False
 
     # -- what the run is given ----------------------------------------------------------------------------
 
     def _look_into_ledger(self) -> None:
-        self._witness.check_ledger(self._run_dir, settled=self._cluster.trainer.step)
+        self._checker.check_ledger(self._run_dir, settled=self._cluster.trainer.step)
 
     def _thread_s(self) -> tuple[float, float]:
         mean = self._scenario.speeds.thread_s
@@ -412,7 +416,7 @@ class _Simulation:
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What a callback or a forgotten task raised."""
         if not self._clearing:
-            self._witness.fail(f"unhandled: {context.get('message')}: {context.get('exception')!r}")
+            self._checker.fail(f"unhandled: {context.get('message')}: {context.get('exception')!r}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A trainer that takes time: what it is given goes to the witness, its step into the run's folder."""
+"""A trainer that takes time: what it is given goes to the checker, its step into the run's folder."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class SimulatedTrainer:
         self,
         config: Config,
         speeds: Speeds,
-        witness: InvariantChecker,
+        checker: InvariantChecker,
         broadcasts: Broadcasts,
         look: Callable[[], None],
     ) -> None:
@@ -99,13 +99,13 @@ class SimulatedTrainer:
         Args:
             config: Of the run.
             speeds: How long things take.
-            witness: Who looks at every batch.
+            checker: Who looks at every batch.
             broadcasts: Where engines listen.
             look: Called before each step and each checkpoint.
         """
         self._config = config
         self._speeds = speeds
-        self._witness = witness
+        self._checker = checker
         self._broadcasts = broadcasts
         self._look = look
         self._step = 0
@@ -131,7 +131,7 @@ class SimulatedTrainer:
         self._step = msgspec.json.decode(path.read_bytes())["step"] if path.exists() else 0
         self._snapshot, self._readers = None, 0
         self._writing = self._kept = None
-        self._witness.restored(self._step)
+        self._checker.restored(self._step)
         self.offloaded = False
         return TrainerState(step=self._step)
 
@@ -147,7 +147,7 @@ class SimulatedTrainer:
         finally:
             # Nobody stops a step that remote ranks have begun by no longer waiting for it.
             if fault != "step_fails":
-                self._witness.trains(batch, self._step, step)
+                self._checker.trains(batch, self._step, step)
                 self._step = step
         if fault == "step_fails":
             raise TrainerError("the simulated trainer broke")
@@ -165,12 +165,12 @@ class SimulatedTrainer:
     async def take_snapshot(self, weight_version: int) -> None:
         """See `TrainerRank.take_snapshot`."""
         if self._readers:
-            self._witness.fail(f"the copy of version {self._snapshot} is overwritten while it is read")
+            self._checker.fail(f"the copy of version {self._snapshot} is overwritten while it is read")
         if self._step % 2 and self._fault("publish_fails"):
             raise TrainerError("the simulated trainer could not copy its weights")
         await asyncio.sleep(self._speeds.update_s / 4)
         if weight_version != self._step:
-            self._witness.fail(f"version {weight_version} is copied from a trainer at step {self._step}")
+            self._checker.fail(f"version {weight_version} is copied from a trainer at step {self._step}")
         self._snapshot = weight_version
 
     @asynccontextmanager
@@ -191,7 +191,7 @@ class SimulatedTrainer:
             if fault is not None:
                 raise TrainerError("the simulated trainer could not publish")
             if weight_version != version():
-                self._witness.fail(f"version {weight_version} is published from weights of {version()}")
+                self._checker.fail(f"version {weight_version} is published from weights of {version()}")
             _write(Path(directory) / "weights", str(weight_version).encode())
 
     async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
@@ -204,7 +204,7 @@ class SimulatedTrainer:
             if fault is not None:
                 raise TrainerError("the simulated trainer could not publish a delta")
             if weight_version != version():
-                self._witness.fail(f"version {weight_version} is a delta from weights of {version()}")
+                self._checker.fail(f"version {weight_version} is a delta from weights of {version()}")
             if writes:
                 _write(Path(path), f"{base} {weight_version}".encode())
             self._kept = weight_version
@@ -228,7 +228,7 @@ class SimulatedTrainer:
 
     def _needs_memory(self, doing: str) -> None:
         if self.offloaded:
-            self._witness.fail(f"the trainer is to {doing}, and its memory is on the host")
+            self._checker.fail(f"the trainer is to {doing}, and its memory is on the host")
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """See `TrainerRank.save_checkpoint`."""
@@ -236,7 +236,7 @@ class SimulatedTrainer:
         self._needs_memory("copy its state")
         await asyncio.sleep(self._speeds.train_s / 8)
         if extra["weight_version"] != self._step:
-            self._witness.fail(f"the checkpoint {extra} is of a trainer at step {self._step}")
+            self._checker.fail(f"the checkpoint {extra} is of a trainer at step {self._step}")
         end_s = asyncio.get_running_loop().time() + self._speeds.train_s / 2
         self._writing = _Writing(
             Path(directory), self._step, end_s, self._fault("checkpoint_fails") is not None
@@ -261,7 +261,7 @@ class SimulatedTrainer:
         if writing is not None and not writing.fails and not writing.stands:
             writing.stands = True
             _write(writing.directory / "latest.json", msgspec.json.encode({"step": writing.step}))
-            self._witness.saved(writing.step)
+            self._checker.saved(writing.step)
 
     async def open_weight_group(self, invite: GroupInvite) -> None:
         """See `TrainerRank.open_weight_group`."""
@@ -304,7 +304,7 @@ class SimulatedTrainer:
     def _fault(self, *kinds: TrainerFault | OffloadFault) -> TrainerFault | OffloadFault | None:
         for index, kind in enumerate(self.faults):
             if kind in kinds:
-                self._witness.met(kind)
+                self._checker.met(kind)
                 return self.faults.pop(index)
         return None
 

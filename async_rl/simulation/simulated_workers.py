@@ -88,7 +88,7 @@ class SimulatedWorkers:
 
     Example:
         >>> workers = SimulatedWorkers(config, chat, delay_s=lambda: 0.001)
-        >>> async with RolloutWorkers(config.rollout, workers.open, metrics): ...
+        >>> async with WorkerBackend(config.rollout, workers.open, metrics): ...
         >>> workers.kill(0)
     """
 

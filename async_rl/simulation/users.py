@@ -16,7 +16,7 @@ import numpy as np
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.threads import call_in_thread
-from async_rl.simulation.invariant_checker import speaker
+from async_rl.simulation.invariant_checker import reward_source
 from async_rl.types import Completion, Int32Array, StopReason, Task
 
 attempt_begins: ContextVar[Callable[[], None]] = ContextVar("attempt_begins")
@@ -107,7 +107,7 @@ class TreeLoop(TurnsLoop):
 
     async def _line(self, task: Task, session: Session, first: int, *, branches: bool) -> None:
         """From a turn on to the end; a branch does not branch again where it has begun."""
-        before = speaker.set(f"trajectory {session.trajectory_id}")
+        before = reward_source.set(f"trajectory {session.trajectory_id}")
         try:
             async with session:
                 for number in range(first, len(task.metadata["turns"])):
@@ -125,7 +125,7 @@ class TreeLoop(TurnsLoop):
                         await line
                     await self._turn(task, session, number)
         finally:
-            speaker.reset(before)
+            reward_source.reset(before)
 
 
 async def reward(task: Task, completion: Completion) -> float:

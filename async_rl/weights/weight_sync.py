@@ -67,7 +67,7 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: int
     publish_s: float
     transfer_s: float
-    standstill_s: float
+    pause_s: float
     """From the last moment an engine could take a call to the next, less the transfer."""
     total_s: float
     handover_s: float
@@ -80,7 +80,7 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
             weight_version=version,
             publish_s=0.0,
             transfer_s=0.0,
-            standstill_s=0.0,
+            pause_s=0.0,
             total_s=0.0,
             handover_s=0.0,
         )
@@ -93,7 +93,7 @@ class _EngineTimes(msgspec.Struct, frozen=True):
     attest_s: float
 
     @property
-    def standstill_s(self) -> float:
+    def pause_s(self) -> float:
         """Time without requests beyond the transfer."""
         return self.interrupt_s + self.attest_s
 
@@ -279,21 +279,21 @@ class WeightSync:
         interrupt_s = max((t.interrupt_s for t in times), default=0.0)
         transfer_s = max((t.transfer_s for t in times), default=0.0)
         attest_s = max((t.attest_s for t in times), default=0.0)
-        standstill_s = max((t.standstill_s for t in times), default=0.0)
+        pause_s = max((t.pause_s for t in times), default=0.0)
         if times:
             observe = self._metrics.weight_sync_seconds
             observe.labels("interrupt").observe(interrupt_s)
             observe.labels("transfer").observe(transfer_s)
             observe.labels("verify").observe(attest_s)
             observe.labels("total").observe(total_s)
-            self._metrics.engine_standstill_seconds.observe(standstill_s)
+            self._metrics.engine_pause_seconds.observe(pause_s)
         else:
             log.warning("weight version %d: no engine serves it yet", version)
         return SyncReport(
             weight_version=version,
             publish_s=publish_s,
             transfer_s=transfer_s,
-            standstill_s=standstill_s,
+            pause_s=pause_s,
             total_s=total_s,
             handover_s=total_s,
         )

@@ -26,7 +26,7 @@ class Debate(AgentLoop):
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """See `AgentLoop.run`."""
-        session.speak_for_all()
+        session.share_reward()
         question = str(task.messages[-1]["content"])
         session.start(task.messages)
         answer = await session.generate()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 import torch.multiprocessing as mp
+from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 
 from async_rl.errors import AlignmentError
 from async_rl.weights.buckets import size_of
@@ -16,7 +17,6 @@ from tests.support.live_bytes import LiveBytes
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gathered_gradients, place, started, trainer_config, trial, weights
-from tests.support.witness import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 from trainer.megatron import model as megatron_model
 from trainer.megatron.replay import TopKRouter, local_rows
 
@@ -238,7 +238,7 @@ class _Look:
         with pytest.MonkeyPatch.context() as wrong, RouterWitness().watching(worker) as control:
             wrong.setattr(megatron_model, "local_rows", cut_wrongly)
             worker._old_log_probs(place(worker, batch), batch.num_tokens)
-        with RouterWitness().watching(worker) as witness:
+        with RouterWitness().watching(worker) as checker:
             first = worker.train_on(batch, 1)
         metrics = [first.metrics]
         gradients = gathered_gradients(worker)
@@ -250,7 +250,7 @@ class _Look:
             "extremes": [(e.trajectory_id, e.position, e.lag) for e in first.extremes],
             "gradients": gradients,
             "weights": weights(worker),
-            "deliveries": witness.deliveries(batch, self.hidden),
+            "deliveries": checker.deliveries(batch, self.hidden),
             "control": control.deliveries(batch, self.hidden),
             "left": left,
         }

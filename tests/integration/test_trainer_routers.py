@@ -1,7 +1,6 @@
 """What replay does inside routers: gate weights, tokens that do not count, and whose router it is."""
 
 import copy
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -9,11 +8,11 @@ import pytest
 import torch
 
 from async_rl.errors import AlignmentError
+from tests.support.bare_routers import bare_adapter, bare_config, top_k
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, weights
 from trainer.megatron import model as megatron_model
-from trainer.megatron import replay as replay_module
 from trainer.megatron.attention import PackedTrajectories
 from trainer.megatron.replay import (
     MaskedRouterReplay,
@@ -392,33 +391,6 @@ def test_recorded_routing_stays_narrow_until_its_router_runs(tmp_path, experts, 
         assert metrics["grad_norm"] > 0
 
 
-@pytest.fixture
-def bare_adapter(monkeypatch):
-    """An adapter of two routers without a model around them, on a device."""
-
-    def make(device, experts=300):
-        routers = [SimpleNamespace(layer_number=n, router_replay=RouterReplay()) for n in (2, 5)]
-        monkeypatch.setattr(replay_module, "_routers", lambda chunk: routers)
-        config = SimpleNamespace(
-            num_layers=5,
-            moe_layer_freq=[0, 1, 0, 0, 1],
-            num_moe_experts=experts,
-            moe_router_topk=2,
-            recompute_granularity=None,
-            moe_router_fusion=False,
-            moe_router_load_balancing_type="none",
-            moe_expert_capacity_factor=None,
-            moe_enable_routing_replay=True,
-        )
-        return RouterReplayAdapter([None], config, torch.device(device))
-
-    return make
-
-
-def top_k(scores, k, **_):
-    return scores.topk(k)
-
-
 @pytest.mark.parametrize(
     "device",
     [
@@ -430,8 +402,8 @@ def top_k(scores, k, **_):
     ],
 )
 @pytest.mark.parametrize("experts", [8, 300])
-def test_nothing_waits_for_the_device_when_recorded_and_replayed(bare_adapter, device, experts):
-    adapter = bare_adapter(device, experts)
+def test_nothing_waits_for_the_device_when_recorded_and_replayed(monkeypatch, device, experts):
+    adapter = bare_adapter(monkeypatch, bare_config(num_moe_experts=experts), device)
     scores = [torch.randn(6, experts, device=device) for _ in range(2)]
     others = [-s for s in scores]
     with torch.no_grad():
@@ -460,8 +432,8 @@ def test_nothing_waits_for_the_device_when_recorded_and_replayed(bare_adapter, d
         assert torch.equal(again[4:], other[4:].topk(2).indices)
 
 
-def test_recording_is_refused_when_a_router_was_not_called_once(bare_adapter):
-    adapter = bare_adapter("cpu")
+def test_recording_is_refused_when_a_router_was_not_called_once(monkeypatch):
+    adapter = bare_adapter(monkeypatch, bare_config())
     scores = torch.randn(6, 300)
 
     def call(*routers, tokens=6):

@@ -7,19 +7,21 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.staleness import Backlog, Overage, batch_is_safe, staleness
+from async_rl.staleness import Backlog, StalenessPolicy, batch_is_safe, staleness
 
 counts = st.dictionaries(st.integers(0, 6), st.integers(1, 4), max_size=5)
 
 
-def run(seed: int, batch: int, bound: int, overage: Overage, lying: float) -> tuple[int, int, int]:
+def run(
+    seed: int, batch: int, bound: int, staleness_policy: StalenessPolicy, lying: float
+) -> tuple[int, int, int]:
     """400 random events; returns (batches, groups dropped as overdue, largest staleness).
 
     `lying` is the share of groups that were sampled by older weights than the engines said. With
     `mask_tokens` a group ages from the end of its first answer; `drop` gives up what is due.
     """
     random_ = random.Random(seed)
-    backlog = Backlog(batch, bound, overage)
+    backlog = Backlog(batch, bound, staleness_policy)
     version = served = 0
     training = False
     oldest: dict[str, int] = {}
@@ -29,11 +31,11 @@ def run(seed: int, batch: int, bound: int, overage: Overage, lying: float) -> tu
     batches = dropped = given_up = largest = names = 0
     for _ in range(400):
         upcoming = version + training
-        if overage == "mask_tokens":
+        if staleness_policy == "mask_tokens":
             for name in set(flying) - pinned:
                 backlog.renew(name, served)
         late = backlog.overdue(upcoming)
-        if overage == "drop":
+        if staleness_policy == "drop":
             gone = backlog.in_flight_until(upcoming - 1)
             for name in gone:
                 backlog.remove(name)
@@ -47,7 +49,7 @@ def run(seed: int, batch: int, bound: int, overage: Overage, lying: float) -> tu
             may.append("dispatch")
         if flying:
             may += ["finish", "finish", "drop"] if random_.random() < 0.2 else ["finish"]
-        if overage == "mask_tokens" and set(flying) - pinned:
+        if staleness_policy == "mask_tokens" and set(flying) - pinned:
             may.append("pin")
         chosen = None if training else backlog.select(version)
         if chosen is not None:
@@ -66,9 +68,9 @@ def run(seed: int, batch: int, bound: int, overage: Overage, lying: float) -> tu
                 flying.append(name)
             case "finish":
                 name = flying.pop(random_.randrange(len(flying)))
-                if overage == "mask_tokens" and name not in pinned:
+                if staleness_policy == "mask_tokens" and name not in pinned:
                     oldest[name] += served - dispatched[name]
-                elif random_.random() < 0.3 and overage != "mask_tokens":
+                elif random_.random() < 0.3 and staleness_policy != "mask_tokens":
                     oldest[name] = max(oldest[name], served)
                 backlog.finish(name, oldest[name])
             case "pin":
@@ -88,7 +90,7 @@ def run(seed: int, batch: int, bound: int, overage: Overage, lying: float) -> tu
                 training, version = False, version + 1
             case "sync":
                 served += 1
-    assert not given_up or overage == "drop"
+    assert not given_up or staleness_policy == "drop"
     return batches, dropped, largest
 
 
@@ -97,9 +99,9 @@ worlds = (st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 5))
 
 @given(*worlds, st.sampled_from(["wait", "mask_tokens"]))
 def test_nothing_is_late_or_dropped_when_batches_wait(
-    seed: int, batch: int, bound: int, overage: Overage
+    seed: int, batch: int, bound: int, staleness_policy: StalenessPolicy
 ) -> None:
-    batches, dropped, largest = run(seed, batch, bound, overage, lying=0)
+    batches, dropped, largest = run(seed, batch, bound, staleness_policy, lying=0)
     assert dropped == 0
     assert largest <= bound
     assert batches > 0
@@ -115,9 +117,9 @@ def test_only_work_in_flight_is_lost_when_late_groups_are_dropped(seed: int, bat
 
 @given(*worlds, st.sampled_from(["wait", "drop"]))
 def test_the_bound_holds_and_nothing_stands_still_when_engines_lie_about_their_version(
-    seed: int, batch: int, bound: int, overage: Overage
+    seed: int, batch: int, bound: int, staleness_policy: StalenessPolicy
 ) -> None:
-    _, _, largest = run(seed, batch, bound, overage, lying=0.3)
+    _, _, largest = run(seed, batch, bound, staleness_policy, lying=0.3)
     assert largest <= bound
 
 

@@ -1,6 +1,6 @@
 """Loops that branch, under everything that goes wrong: each token is trained once, each leaf is settled once.
 
-The witness compares what is trained with what engines said: a token trained in two trajectories of a tree is
+The checker compares what is trained with what engines said: a token trained in two trajectories of a tree is
 one that was trained more often than it was sampled; one that a branch inherits and nobody trains is found
 by its ancestors.
 """
@@ -51,9 +51,9 @@ class Trained:
         self.batches: list[tuple[str, ...]] = []
         trains = InvariantChecker.trains
 
-        def note(witness: InvariantChecker, batch: TrainBatch, version: int, step: int) -> None:
+        def note(checker: InvariantChecker, batch: TrainBatch, version: int, step: int) -> None:
             self.batches.append(batch.trajectory_ids)
-            trains(witness, batch, version, step)
+            trains(checker, batch, version, step)
 
         monkeypatch.setattr(InvariantChecker, "trains", note)
 

@@ -92,7 +92,7 @@ class TwoVoices(AgentLoop):
             other.start(task.messages)
             await other.generate()
         await session.generate()
-        session.speak_for_all()
+        session.share_reward()
 
 
 def test_who_speaks_for_several_trajectories_is_scored_once(play: Callable[..., Summary]) -> None:

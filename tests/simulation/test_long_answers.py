@@ -28,32 +28,34 @@ def masked_share(world: World) -> float:
     return sum(batch.num_masked_tokens for batch in world.batches) / sum(world.trained)
 
 
-@pytest.mark.parametrize("overage", ["wait", "mask_tokens"])
+@pytest.mark.parametrize("staleness_policy", ["wait", "mask_tokens"])
 @pytest.mark.parametrize("lengths", [HEAVY, HEAVIER], ids=["heavy", "heavier"])
 def test_lengths_are_trained_as_they_are_sampled_when_the_bound_bites(
-    tmp_path: Path, overage: str, lengths: dict[str, float]
+    tmp_path: Path, staleness_policy: str, lengths: dict[str, float]
 ) -> None:
     """The longest answers take as long as 8 or 16 versions of quick ones, the bound is 2.
 
     Each batch is checked against the bound in the arrays that a trainer reads.
     """
-    world = run_virtual(train(tmp_path, overage=overage, max_staleness=2, **lengths))
+    world = run_virtual(train(tmp_path, staleness_policy=staleness_policy, max_staleness=2, **lengths))
     counts = world.close()
     assert len(world.batches) == 50
     assert max(max(batch.staleness) for batch in world.batches) == 2
     assert distance(world.ended, world.trained) < 0.02
     assert world.queue.length_ks == pytest.approx(distance(world.ended, world.trained), abs=0.003)
     assert counts.dropped == {}
-    assert (masked_share(world) > 0) == (overage == "mask_tokens")
+    assert (masked_share(world) > 0) == (staleness_policy == "mask_tokens")
 
 
 def test_the_distance_shows_it_when_long_answers_are_dropped(tmp_path: Path) -> None:
     """A group is dropped whole, its quick siblings too, and with the length reached: shares tell more."""
-    world = run_virtual(train(tmp_path, overage="drop", max_staleness=1, max_task_retries=0, **HEAVIER))
+    world = run_virtual(
+        train(tmp_path, staleness_policy="drop", max_staleness=1, max_task_retries=0, **HEAVIER)
+    )
     counts = world.close()
     assert len(world.batches) == 50
-    assert counts.dropped["overage"] > 0.1 * counts.dispatched
-    assert len(world.ended) == counts.trained + counts.queued + counts.dropped["overage"]
+    assert counts.dropped["too_stale"] > 0.1 * counts.dispatched
+    assert len(world.ended) == counts.trained + counts.queued + counts.dropped["too_stale"]
     seen = distance(world.ended, world.trained)
     assert world.queue.length_ks == pytest.approx(seen, abs=0.003)
     assert 0.01 < seen < distance(world.drawn, world.trained) < 0.15
@@ -65,13 +67,15 @@ def slow_and_quick(number: int) -> list[Task]:
     return [Task(task_id=f"t{i}", messages=[], metadata={"tokens": n}) for i, n in enumerate(tokens)]
 
 
-@pytest.mark.parametrize("overage", ["wait", "mask_tokens"])
+@pytest.mark.parametrize("staleness_policy", ["wait", "mask_tokens"])
 @in_virtual_time
 async def test_slow_prompts_are_not_starved_when_answers_of_quick_ones_abound(
-    tmp_path: Path, overage: str
+    tmp_path: Path, staleness_policy: str
 ) -> None:
     """Where stale work is dropped, slow prompts are never trained (tinker-cookbook issue 822)."""
-    world = await train(tmp_path, tasks=slow_and_quick(64), epochs=1, overage=overage, max_staleness=1)
+    world = await train(
+        tmp_path, tasks=slow_and_quick(64), epochs=1, staleness_policy=staleness_policy, max_staleness=1
+    )
     counts = world.close()
     assert world.positions_trained == list(range(64))
     assert (counts.trained, counts.dropped) == (256, {})
@@ -80,12 +84,12 @@ async def test_slow_prompts_are_not_starved_when_answers_of_quick_ones_abound(
 
 @in_virtual_time
 async def test_slow_prompts_come_again_when_they_were_dropped(tmp_path: Path) -> None:
-    settings = {"overage": "drop", "max_staleness": 1, "groups_per_batch": 2, "max_task_retries": 2}
+    settings = {"staleness_policy": "drop", "max_staleness": 1, "groups_per_batch": 2, "max_task_retries": 2}
     world = await train(tmp_path, tasks=slow_and_quick(32), epochs=1, **settings)
     counts = world.close()
-    lost = counts.dropped["overage"] // 4
+    lost = counts.dropped["too_stale"] // 4
     assert lost > 0
-    assert world.metrics.task_retries_total.labels("overage")._value.get() == lost
+    assert world.metrics.task_retries_total.labels("too_stale")._value.get() == lost
     assert world.positions_trained == list(range(32))
     assert world.ledger.data_position().pending == ()
 

@@ -127,9 +127,13 @@ async def test_in_place_updates_and_splice_go_together(calculator, tmp_path):
     assert_conserved(summary)
 
 
-@pytest.mark.parametrize("overage", ["wait", "drop"])
-async def test_the_bound_is_never_exceeded_when_there_is_no_staleness_to_spare(calculator, tmp_path, overage):
-    config = make_config(calculator, tmp_path, "rollout.max_staleness=0", f"rollout.overage={overage}")
+@pytest.mark.parametrize("staleness_policy", ["wait", "drop"])
+async def test_the_bound_is_never_exceeded_when_there_is_no_staleness_to_spare(
+    calculator, tmp_path, staleness_policy
+):
+    config = make_config(
+        calculator, tmp_path, "rollout.max_staleness=0", f"rollout.staleness_policy={staleness_policy}"
+    )
     summary = await run(config, LocalCluster(config))
     assert summary.staleness_max == 0
     assert_conserved(summary)

@@ -1,4 +1,4 @@
-"""The witness can see: break the program on purpose, and some seed fails for the reason that it should."""
+"""The checker can see: break the program on purpose, and some seed fails for the reason that it should."""
 
 from __future__ import annotations
 
@@ -180,10 +180,10 @@ def wake_nobody(patch: pytest.MonkeyPatch) -> None:
 def lose_on_cancel(patch: pytest.MonkeyPatch) -> None:
     """Work off the loop is given up when it is cancelled, with the slabs that it has taken."""
 
-    async def to_the_end(threads: Executor, work: Callable[[], Any]) -> Any:
+    async def run_uncancellable(threads: Executor, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(threads, work), None
 
-    patch.setattr(trajectory_queue, "to_the_end", to_the_end)
+    patch.setattr(trajectory_queue, "run_uncancellable", run_uncancellable)
 
 
 class Case(NamedTuple):
@@ -251,18 +251,18 @@ def batch_of(version: int, sampled_at: int) -> TrainBatch:
 
 
 def test_the_witness_sees_it_when_a_trajectory_is_trained_twice() -> None:
-    witness = InvariantChecker(draw(0))
-    witness.trains(batch_of(0, 0), 0, 1)
-    assert not any("again" in violation for violation in witness.violations)
-    witness.trains(batch_of(1, 1), 1, 2)
-    assert "step 2 trains again what step 1 has: ['a']" in witness.violations
+    checker = InvariantChecker(draw(0))
+    checker.trains(batch_of(0, 0), 0, 1)
+    assert not any("again" in violation for violation in checker.violations)
+    checker.trains(batch_of(1, 1), 1, 2)
+    assert "step 2 trains again what step 1 has: ['a']" in checker.violations
 
 
 @pytest.mark.parametrize("too_much", [0, 1])
 def test_the_witness_sees_it_when_a_token_is_too_old(too_much: int) -> None:
     scenario = draw(0)
-    witness = InvariantChecker(scenario)
+    checker = InvariantChecker(scenario)
     version = scenario.config.rollout.max_staleness + too_much
-    witness.trains(batch_of(version, 0), version, version + 1)
+    checker.trains(batch_of(version, 0), version, version + 1)
     late = f"trajectory a: a token of version 0 is trained at {version}"
-    assert (late in witness.violations) == bool(too_much)
+    assert (late in checker.violations) == bool(too_much)

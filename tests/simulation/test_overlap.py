@@ -61,7 +61,7 @@ def test_a_step_does_not_wait_for_the_sending_of_the_one_before(tmp_path: Path, 
 
 def test_one_copy_is_on_its_way_at_a_time_when_sending_takes_longer_than_a_step(tmp_path: Path) -> None:
     outcome, records = run(overlapping(SLOW_SEND), tmp_path)
-    assert outcome.violations == ()  # the witness looks whether a copy is overwritten while it is read
+    assert outcome.violations == ()  # the checker looks whether a copy is overwritten while it is read
     assert max(record.handover_s for record in records) > 0.4 / 4  # it waited for the one before
 
 

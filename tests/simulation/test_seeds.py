@@ -23,7 +23,9 @@ def test_nothing_is_lost_stale_or_stuck_when_a_seed_decides_what_goes_wrong(star
 
 
 def test_a_seed_replays_itself_when_another_process_runs_it() -> None:
-    program = "from async_rl.simulation.__main__ import run_seed; print(run_seed(14).trace)"
+    program = (
+        "from async_rl.simulation.__main__ import run_seed; o = run_seed(14); print(o.trace, o.decisions)"
+    )
     other = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -31,4 +33,5 @@ def test_a_seed_replays_itself_when_another_process_runs_it() -> None:
         check=True,
         env={"PYTHONHASHSEED": "7"},
     )
-    assert other.stdout.strip() == run_seed(14).trace
+    outcome = run_seed(14)
+    assert other.stdout.split() == [outcome.trace, outcome.decisions]

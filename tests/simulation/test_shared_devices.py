@@ -80,7 +80,7 @@ def test_nothing_is_lost_when_a_run_is_cancelled_in_the_middle_of_a_hand_over(
     assert all(run.lives[0] == "cancelled" and run.lives[-1] == "finished" for run in swept.runs[1:])
 
 
-# -- the witness can see ---------------------------------------------------------------------------------
+# -- the checker can see ---------------------------------------------------------------------------------
 
 
 def start_engines_at_any_time(patch: pytest.MonkeyPatch) -> None:

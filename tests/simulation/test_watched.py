@@ -62,5 +62,5 @@ async def test_the_page_shows_earlier_lives_before_the_trainer_is_up(
         config, folder, asyncio.Event(), LocalCluster(config), Metrics(), asyncio.get_running_loop().time
     )
     now = orchestrator.pulse.now()
-    assert [record.step for record in orchestrator.chronicle.records] == [1, 2, 3, 4]
+    assert [record.step for record in orchestrator.run_log.records] == [1, 2, 3, 4]
     assert (now.step, now.phase, now.engines, now.slowest) == (4, "starting", [], [])

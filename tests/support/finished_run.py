@@ -95,7 +95,7 @@ def records(number: int = 120, seed: int = 7) -> list[StepRecord]:
                 sync_s=sync_s,
                 handover_s=sync_s,
                 transfer_s=sync_s * 0.7,
-                standstill_s=0.06 * draw.uniform(0.7, 1.6),
+                pause_s=0.06 * draw.uniform(0.7, 1.6),
                 in_flight=96 - 30 * lost + draw.randint(-6, 6),
                 queued=40 - 22 * lost + draw.randint(-8, 8),
                 dropped=sum(dropped.values()),

@@ -116,10 +116,10 @@ class RouterWitness:
 
 def hidden_states(worker: TrainerWorker, batch: TrainBatch) -> dict[int, torch.Tensor]:
     """What each router sees of each token under the batch's rows, `[S, hidden]` by layer; one rank alone."""
-    with RouterWitness().watching(worker) as witness:
+    with RouterWitness().watching(worker) as checker:
         worker._old_log_probs(place(worker, batch), batch.num_tokens)
-    states = {call.layer: call.hidden for call in witness.calls}
-    assert len(states) == len(witness.calls), "give the worker a budget that takes the whole batch at once"
+    states = {call.layer: call.hidden for call in checker.calls}
+    assert len(states) == len(checker.calls), "give the worker a budget that takes the whole batch at once"
     for layer, hidden in states.items():
         gaps = torch.cdist(hidden, hidden).fill_diagonal_(torch.inf)
         assert gaps.min() > 10 * SAME, f"two tokens look alike to layer {layer}"

@@ -15,7 +15,7 @@ SLAB = 64 << 10
 
 
 def admission_of(folder: Path, slabs: int | None, max_staleness: int = 4) -> tuple[Admission, Backlog, Spool]:
-    backlog = Backlog(groups_per_batch=2, max_staleness=max_staleness, overage="wait")
+    backlog = Backlog(groups_per_batch=2, max_staleness=max_staleness, staleness_policy="wait")
     spool = Spool(folder / "spool", None if slabs is None else slabs * SLAB)
     return Admission(backlog, spool, version=3), backlog, spool
 

@@ -166,9 +166,9 @@ def test_a_life_tells_the_archive_which_checkpoint_it_goes_on_from(path: Path, t
         archive.ended(make_trajectory(name), attempt=1)
         archive.trained([name], step)
     archive.close()
-    estate = RecoveredState(config, tmp_path, scenario.tasks, FACTS, 1, Metrics(), lambda: 0.0)
-    estate.leave()
-    estate.queue.close()
+    recovered = RecoveredState(config, tmp_path, scenario.tasks, FACTS, 1, Metrics(), lambda: 0.0)
+    recovered.leave()
+    recovered.queue.close()
     assert ids(ArchiveReader(path), "status = 'trained'") == ["a"]
 
 

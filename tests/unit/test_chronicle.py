@@ -21,7 +21,7 @@ from tests.support.run_config import config_of
 
 
 class Queue:
-    """As far as a chronicle asks it."""
+    """As far as a run_log asks it."""
 
     length_ks = None
 
@@ -68,21 +68,21 @@ def test_a_chronicle_goes_on_where_the_checkpoint_stands_when_a_run_has_a_second
         append_record(tmp_path / "metrics.jsonl", record)
     now_s, metrics = 1000.0, Metrics()
     pool = EnginePool(metrics, lambda: now_s, max_prefill_tokens=1024)
-    chronicle = RunLogger(config_of(), tmp_path, pool, metrics, lambda: now_s)
-    assert [record.step for record in chronicle.records] == [1, 2, 3]
-    assert chronicle.elapsed_s is None
+    run_log = RunLogger(config_of(), tmp_path, pool, metrics, lambda: now_s)
+    assert [record.step for record in run_log.records] == [1, 2, 3]
+    assert run_log.elapsed_s is None
 
-    chronicle.back_to(2)
+    run_log.back_to(2)
     now_s += 50.0  # the start
-    chronicle.begin(2)
-    assert chronicle.elapsed_s == 20.0
+    run_log.begin(2)
+    assert run_log.elapsed_s == 20.0
     now_s += 5.0
     metrics.sampled_tokens_total.inc(10)
-    chronicle.step_done(done(3, wait_s=2.0), SyncReport.none(3), cast(TrajectoryQueue, Queue()))
+    run_log.step_done(done(3, wait_s=2.0), SyncReport.none(3), cast(TrajectoryQueue, Queue()))
 
     written = read_records(tmp_path / "metrics.jsonl")[-1]
     assert (written.step, written.time_s, written.tokens_per_s) == (3, 25.0, 2.0)
-    assert [record.step for record in chronicle.records] == [1, 2, 3]
+    assert [record.step for record in run_log.records] == [1, 2, 3]
     assert metrics.registry.get_sample_value("async_rl_trainer_idle_ratio") == pytest.approx(10 / 25)
-    summary = chronicle.summary(Queue().statistics().counts, ended_s=now_s)
+    summary = run_log.summary(Queue().statistics().counts, ended_s=now_s)
     assert (summary.rl_seconds, summary.tokens_per_s) == (25.0, 2.0)

@@ -70,7 +70,7 @@ async def test_calls_slow_each_other_down_and_wait_when_slots_are_taken() -> Non
     usage = engine.usage()
     assert usage.decoded_tokens == pytest.approx(250)
     assert usage.prefilled_tokens == 30
-    spent = usage.standstill_s + usage.prefill_s + usage.empty_s + usage.full_s
+    spent = usage.pause_s + usage.prefill_s + usage.empty_s + usage.full_s
     assert spent == pytest.approx(ends[2])
     # Two slots make 2 / 0.03 tokens a second, one 1 / 0.02.
     assert usage.empty_s == pytest.approx(50 * 0.02 - 50 / (2 / 0.03))

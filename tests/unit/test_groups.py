@@ -16,7 +16,7 @@ from async_rl.rollout.groups import (
     judge,
     may_leave_stragglers,
 )
-from async_rl.staleness import Overage
+from async_rl.staleness import StalenessPolicy
 from async_rl.types import Task, VersionSpan
 from tests.support.trajectories import make_trajectory
 
@@ -107,8 +107,8 @@ class Call:
         self.versions = [VersionSpan(start=i, end=i + 1, weight_version=v) for i, v in enumerate(versions)]
 
 
-def group_of(*names: str, overage: Overage = "wait") -> GroupInFlight:
-    return GroupInFlight("g", Task(task_id="task", messages=[]), 0, names, overage)
+def group_of(*names: str, staleness_policy: StalenessPolicy = "wait") -> GroupInFlight:
+    return GroupInFlight("g", Task(task_id="task", messages=[]), 0, names, staleness_policy)
 
 
 def entry_of(name: str, *spans: tuple[int, int]) -> Entry:
@@ -141,7 +141,7 @@ def test_a_group_is_as_old_as_its_oldest_token_the_running_call_included() -> No
 
 
 def test_only_answers_that_sample_no_more_age_when_tokens_are_masked() -> None:
-    group = group_of("talking", "calling", "done", overage="mask_tokens")
+    group = group_of("talking", "calling", "done", staleness_policy="mask_tokens")
     talking, calling = entry_of("talking", (4, 2)), entry_of("calling", (4, 3), (1, 4))
     talking.begin_turn(3, 16, ())
     group.begin(talking)
@@ -162,7 +162,7 @@ def test_an_attempt_that_failed_does_not_age_its_group() -> None:
 
 
 def test_siblings_are_stopped_when_their_group_is_cancelled() -> None:
-    group, stopped = group_of("t", overage="drop"), []
+    group, stopped = group_of("t", staleness_policy="drop"), []
     group.cancel()  # before they began
     assert group.cancelled
     group.stop = lambda: stopped.append(True)

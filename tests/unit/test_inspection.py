@@ -191,7 +191,7 @@ def run_dir(tmp_path: Path, trajectory: Trajectory, calculator: Path) -> Path:
     archive.ended(trajectory, 1)
     archive.trained([trajectory.trajectory_id], 5)
     archive.ended(make_trajectory("0198bbbb1", sampled=[(30, 1)], reward=0.0), 1)
-    archive.dropped(["0198bbbb1"], "overage")
+    archive.dropped(["0198bbbb1"], "too_stale")
     archive.failed(
         make_trajectory("0198bbbb2", reward=None), 1, AgentLoopError("agent loop x raised KeyError")
     )
@@ -212,7 +212,7 @@ def test_the_table_is_filtered_and_sorted(
 ) -> None:
     whole = trajectory.trajectory_id
     assert table(run_dir, capsys) == ["0198bbbb2", "0198bbbb1", whole]
-    assert table(run_dir, capsys, "--status", "dropped", "--reason", "OVER") == ["0198bbbb1"]
+    assert table(run_dir, capsys, "--status", "dropped", "--reason", "STALE") == ["0198bbbb1"]
     assert table(run_dir, capsys, "--min-reward", "0.5") == [whole]
     assert table(run_dir, capsys, "--max-reward", "0.5") == ["0198bbbb1"]
     assert table(run_dir, capsys, "--sort", "longest", "--limit", "1") == [whole]
@@ -229,7 +229,7 @@ def test_the_table_names_each_so_that_it_can_be_asked_for(
     assert "trained in step 5" in out
     assert "sum-1" not in out, "a narrow terminal does without tasks"
     assert max(map(len, out.splitlines())) <= 160
-    assert "dropped: overage" in out
+    assert "dropped: too_stale" in out
     assert "in flight 1, queued 0" in out
     assert main(["inspect", str(run_dir), "0198bbbb1"]) == 0
     assert "trajectory 0198bbbb1" in capsys.readouterr().out

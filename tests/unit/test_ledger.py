@@ -170,7 +170,7 @@ def test_a_pending_position_is_used_up_when_it_is_dispatched_anew(ledger: Ledger
     again.close()
 
 
-@pytest.mark.parametrize(("reason", "pending"), [("error", ()), ("overage", ()), ("corrupt", (0,))])
+@pytest.mark.parametrize(("reason", "pending"), [("error", ()), ("too_stale", ()), ("corrupt", (0,))])
 def test_a_task_comes_again_when_it_was_not_at_fault(
     ledger: Ledger, reason: str, pending: tuple[int, ...]
 ) -> None:
@@ -290,7 +290,7 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
 ) -> None:
     for step in range(1, 7):
         dispatch(ledger, step)
-        ledger.drop([f"g{step}-1"], "error" if step % 2 else "overage")
+        ledger.drop([f"g{step}-1"], "error" if step % 2 else "too_stale")
         queue(ledger, step, size=1)
         train(ledger, step, f"g{step}")
         if step % 2 == 0:
@@ -298,7 +298,7 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
     dispatch(ledger, 7)
     before = ledger.audit()
     assert before.trained == 6
-    assert before.dropped == {"error": 3, "overage": 3}
+    assert before.dropped == {"error": 3, "too_stale": 3}
     # 4 and 6 can be gone back to, so 5 and 6 have rows still, and what was dropped after the last commit
     assert ledger._tables.rows("SELECT trajectory_id FROM trajectories") == [
         ("g5-0",),
@@ -312,7 +312,7 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
     assert again.audit() == before
     assert again.data_position() == ledger.data_position()
     assert again.rollback(4) == DataPosition(cursor=8, pending=(5, 6))
-    assert again.audit().dropped == {"error": 3, "overage": 3, "restart": 2}
+    assert again.audit().dropped == {"error": 3, "too_stale": 3, "restart": 2}
     with pytest.raises(AsyncRLError, match="folded what was trained up to step 4"):
         again.rollback(3)
     again.close()

@@ -29,7 +29,7 @@ def past_run(folder: Path) -> list[StepRecord]:
             trained_tokens=120,
             step_s=50.0 if step == 1 else 2.0,
             sync_s=1.0,
-            standstill_s=0.25,
+            pause_s=0.25,
             tokens_per_s=64.0,
         )
         for step in range(1, 11)

@@ -55,8 +55,8 @@ def test_summary_weighs_interruptions_by_trajectories_when_batches_differ() -> N
 
 def test_summary_derives_rates_and_shares_from_the_seconds_of_training() -> None:
     records = [
-        record(1, wait_s=4.0, sync_s=0.2, standstill_s=0.01, staleness_max=1, routing_rows=90),
-        record(2, wait_s=1.0, sync_s=0.4, standstill_s=0.03, staleness_max=3, routing_rows_invalid=2),
+        record(1, wait_s=4.0, sync_s=0.2, pause_s=0.01, staleness_max=1, routing_rows=90),
+        record(2, wait_s=1.0, sync_s=0.4, pause_s=0.03, staleness_max=3, routing_rows_invalid=2),
     ]
     summary = summarise(records, totals())
     assert summary.tokens_per_s == pytest.approx(80.0)
@@ -64,7 +64,7 @@ def test_summary_derives_rates_and_shares_from_the_seconds_of_training() -> None
     assert summary.engine_idle_share == 0.25
     assert summary.staleness_max == 3
     assert summary.sync.mean_s == pytest.approx(0.3)
-    assert summary.sync.standstill_max_s == 0.03
+    assert summary.sync.pause_max_s == 0.03
     assert (summary.routing.merge, summary.routing.rows_checked, summary.routing.rows_invalid) == (
         "replace",
         90,

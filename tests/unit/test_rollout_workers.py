@@ -59,7 +59,7 @@ class Everything:
         async with session.conversation() as helper:
             helper.start(task.messages)
             await helper.generate(max_new_tokens=5)
-            helper.speak_for_all()
+            helper.share_reward()
         await session.generate(max_new_tokens=2)
         session.add_messages([{"role": "user", "content": "bye"}])
         return "max_turns"

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from async_rl.staleness import Backlog, Overage, batch_is_safe, may_admit, staleness
+from async_rl.staleness import Backlog, StalenessPolicy, batch_is_safe, may_admit, staleness
 
 
 def test_staleness_is_the_age_of_the_oldest_token_at_consumption() -> None:
@@ -44,7 +44,7 @@ def test_a_batch_goes_when_the_rest_can_still_be_in_time(
 
 
 def test_the_earliest_deadlines_go_first_and_within_one_the_first_that_finished() -> None:
-    backlog = Backlog(groups_per_batch=3, max_staleness=2, overage="wait")
+    backlog = Backlog(groups_per_batch=3, max_staleness=2, staleness_policy="wait")
     for name, oldest in (("a", 1), ("b", 0), ("c", 0), ("d", 1)):
         backlog.dispatch(name, oldest)
     for name in "dcab":
@@ -53,7 +53,7 @@ def test_the_earliest_deadlines_go_first_and_within_one_the_first_that_finished(
 
 
 def test_a_group_gets_time_when_it_was_sampled_by_newer_weights_than_feared() -> None:
-    backlog = Backlog(groups_per_batch=1, max_staleness=0, overage="wait")
+    backlog = Backlog(groups_per_batch=1, max_staleness=0, staleness_policy="wait")
     backlog.dispatch("a", 3)
     backlog.finish("a", 4)
     assert backlog.overdue(version=4) == []
@@ -61,7 +61,7 @@ def test_a_group_gets_time_when_it_was_sampled_by_newer_weights_than_feared() ->
 
 
 def test_only_groups_in_time_are_taken_when_late_ones_are_dropped() -> None:
-    backlog = Backlog(groups_per_batch=1, max_staleness=1, overage="drop")
+    backlog = Backlog(groups_per_batch=1, max_staleness=1, staleness_policy="drop")
     backlog.dispatch("late", 0)
     backlog.dispatch("slow", 0)
     backlog.dispatch("fresh", 3)
@@ -72,7 +72,7 @@ def test_only_groups_in_time_are_taken_when_late_ones_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ready", "in_flight", "overage", "safe"),
+    ("ready", "in_flight", "staleness_policy", "safe"),
     [
         ({6: 2}, {5: 1}, "drop", True),  # the one that is due is given up
         ({6: 2}, {6: 3}, "drop", False),  # but no room is taken that others could still use
@@ -85,13 +85,16 @@ def test_only_groups_in_time_are_taken_when_late_ones_are_dropped() -> None:
     ],
 )
 def test_a_batch_waits_by_what_is_done_about_late_groups(
-    ready: dict[int, int], in_flight: dict[int, int], overage: Overage, safe: bool
+    ready: dict[int, int], in_flight: dict[int, int], staleness_policy: StalenessPolicy, safe: bool
 ) -> None:
-    assert batch_is_safe(ready, in_flight, version=5, groups_per_batch=2, overage=overage) is safe
+    assert (
+        batch_is_safe(ready, in_flight, version=5, groups_per_batch=2, staleness_policy=staleness_policy)
+        is safe
+    )
 
 
 def test_a_batch_need_not_wait_when_the_group_in_flight_is_younger_than_feared() -> None:
-    backlog = Backlog(groups_per_batch=1, max_staleness=1, overage="wait")
+    backlog = Backlog(groups_per_batch=1, max_staleness=1, staleness_policy="wait")
     backlog.dispatch("slow", 0)
     backlog.dispatch("quick", 1)
     backlog.finish("quick")
@@ -106,7 +109,7 @@ def test_a_batch_need_not_wait_when_the_group_in_flight_is_younger_than_feared()
 
 
 def test_late_groups_go_first_when_their_old_tokens_are_masked() -> None:
-    backlog = Backlog(groups_per_batch=1, max_staleness=1, overage="mask_tokens")
+    backlog = Backlog(groups_per_batch=1, max_staleness=1, staleness_policy="mask_tokens")
     for name, oldest in (("fresh", 3), ("late", 0)):
         backlog.dispatch(name, oldest)
         backlog.finish(name)
@@ -115,7 +118,7 @@ def test_late_groups_go_first_when_their_old_tokens_are_masked() -> None:
 
 
 def test_a_group_is_gone_when_it_was_removed() -> None:
-    backlog = Backlog(groups_per_batch=1, max_staleness=1, overage="wait")
+    backlog = Backlog(groups_per_batch=1, max_staleness=1, staleness_policy="wait")
     backlog.dispatch("a", 0)
     backlog.dispatch("b", 0)
     with pytest.raises(ValueError, match="outstanding already"):
@@ -134,7 +137,7 @@ have nothing to lose yet (`mask_tokens`), and the numbers of ready and of other 
 relative to the next version to be consumed."""
 
 
-def successors(world: World, batch: int, bound: int, overage: Overage) -> list[World]:
+def successors(world: World, batch: int, bound: int, staleness_policy: StalenessPolicy) -> list[World]:
     """Every next world, by one dispatch, finish, drop, take, settle or sync."""
     lag, training, free, ready_items, flying_items = world
     ready, flying = Counter(dict(ready_items)), Counter(dict(flying_items))
@@ -146,7 +149,7 @@ def successors(world: World, batch: int, bound: int, overage: Overage) -> list[W
         following.append((lag, training, free, *items))
 
     if may_admit(free + ready.total() + flying.total(), batch, bound, lag):
-        if overage == "mask_tokens":
+        if staleness_policy == "mask_tokens":
             add(lag, training, free + 1, ready, flying)
         else:
             add(lag, training, free, ready, flying + Counter([newest]))
@@ -156,13 +159,13 @@ def successors(world: World, batch: int, bound: int, overage: Overage) -> list[W
         add(lag, training, free - 1, ready, flying)
     for deadline in flying:
         add(lag, training, free, ready + Counter([deadline]), flying - Counter([deadline]))
-        if overage != "mask_tokens":
+        if staleness_policy != "mask_tokens":
             add(lag, training, free, ready + Counter([deadline + 1]), flying - Counter([deadline]))
         add(lag, training, free, ready, flying - Counter([deadline]))
-    if not training and batch_is_safe(ready, flying + Counter({newest: free}), 0, batch, overage):
+    if not training and batch_is_safe(ready, flying + Counter({newest: free}), 0, batch, staleness_policy):
         left, taken = sorted(ready.elements())[batch:], sorted(ready.elements())[:batch]
         assert taken[0] >= 0, f"a group past its deadline is consumed: {world}"
-        if overage == "drop":
+        if staleness_policy == "drop":
             flying = Counter({deadline: n for deadline, n in flying.items() if deadline > 0})
         aged = Counter({d - 1: n for d, n in flying.items()})
         add(lag + 1, True, free, Counter(d - 1 for d in left), aged)
@@ -174,10 +177,10 @@ def successors(world: World, batch: int, bound: int, overage: Overage) -> list[W
     return following
 
 
-@pytest.mark.parametrize("overage", ["wait", "drop", "mask_tokens"])
+@pytest.mark.parametrize("staleness_policy", ["wait", "drop", "mask_tokens"])
 @pytest.mark.parametrize(("batch", "bound"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (3, 1)])
 def test_nothing_is_late_and_nothing_stands_still_in_any_world_that_can_be_reached(
-    batch: int, bound: int, overage: Overage
+    batch: int, bound: int, staleness_policy: StalenessPolicy
 ) -> None:
     """Under `drop`, too, nobody who has finished is ever late."""
     start: World = (0, False, 0, (), ())
@@ -187,9 +190,11 @@ def test_nothing_is_late_and_nothing_stands_still_in_any_world_that_can_be_reach
         lag, training, free, ready, flying = world
         assert all(deadline >= 0 for deadline, _ in (*ready, *flying)), f"somebody is late: {world}"
         assert not free or bound - lag >= 0 or training, f"somebody will be: {world}"
-        following = successors(world, batch, bound, overage)
+        following = successors(world, batch, bound, staleness_policy)
         if not flying and not free and not training and not lag and sum(n for _, n in ready) >= batch:
-            assert batch_is_safe(dict(ready), {}, 0, batch, overage), f"a batch stands still: {world}"
+            assert batch_is_safe(dict(ready), {}, 0, batch, staleness_policy), (
+                f"a batch stands still: {world}"
+            )
         assert following, f"nothing can happen any more: {world}"
         for other in following:
             if other not in seen and other[0] <= bound + 1:

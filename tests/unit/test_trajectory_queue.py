@@ -291,15 +291,15 @@ async def test_a_restart_admits_no_more_than_the_bound_allows(tmp_path: Path) ->
 
 async def test_late_groups_are_dropped_and_counted_when_batches_do_not_wait(tmp_path: Path) -> None:
     metrics = Metrics()
-    run = Run(tmp_path, max_staleness=0, overage="drop", metrics=metrics)
+    run = Run(tmp_path, max_staleness=0, staleness_policy="drop", metrics=metrics)
     await run.ready("late", version=0)
     run.queue.advance(1)
     await run.ready("b", "c", version=1)
     batch = await run.take(1)
     assert batch.group_ids == ("b", "c")
     counts = run.queue.statistics()
-    assert counts.dropped == {"overage": 2}
-    assert metrics.trajectories_dropped_total.labels(reason="overage")._value.get() == 2
+    assert counts.dropped == {"too_stale": 2}
+    assert metrics.trajectories_dropped_total.labels(reason="too_stale")._value.get() == 2
     assert metrics.trajectories_dispatched_total._value.get() == 6
     run.queue.settle(batch, 2)
     assert metrics.trajectories_trained_total._value.get() == 4
@@ -345,7 +345,7 @@ async def test_take_does_not_wait_for_a_group_that_is_younger_than_its_dispatch(
 
 
 async def test_groups_that_are_due_are_given_up_when_batches_do_not_wait(tmp_path: Path) -> None:
-    run = Run(tmp_path, overage="drop", groups_per_batch=1)
+    run = Run(tmp_path, staleness_policy="drop", groups_per_batch=1)
     asked: list[int] = []
     run.queue.redispatch = lambda position, reason: not asked.append(position)  # type: ignore[func-returns-value]
     due, waiting = Work(oldest=0, **{"due-0": 77}), Work(oldest=None)
@@ -358,15 +358,17 @@ async def test_groups_that_are_due_are_given_up_when_batches_do_not_wait(tmp_pat
     assert batch.group_ids == ("fresh",)
     assert (due.cancelled, waiting.cancelled) == (True, False)
     counts = run.queue.statistics()
-    assert (counts.dropped, counts.groups_in_flight) == ({"overage": 2}, 1)
+    assert (counts.dropped, counts.groups_in_flight) == ({"too_stale": 2}, 1)
     assert (asked, run.ledger.data_position().pending) == ([0], (0,))
     run.ledger.audit()
     run.queue.close()
 
 
-@pytest.mark.parametrize("overage", ["wait", "drop"])
-async def test_a_batch_that_is_not_waited_for_costs_no_group_in_flight(tmp_path: Path, overage: str) -> None:
-    run = Run(tmp_path, overage=overage, groups_per_batch=1)
+@pytest.mark.parametrize("staleness_policy", ["wait", "drop"])
+async def test_a_batch_that_is_not_waited_for_costs_no_group_in_flight(
+    tmp_path: Path, staleness_policy: str
+) -> None:
+    run = Run(tmp_path, staleness_policy=staleness_policy, groups_per_batch=1)
     assert await run.queue.take(0, wait=False) is None  # there is nothing
     due = Work(oldest=0, **{"due-0": 77})
     run.queue.dispatched("due", "task", 0, ["due-0"], 0, due)
@@ -392,7 +394,7 @@ async def mixed(run: Run, name: str, *ages: tuple[tuple[int, int], ...]) -> None
 
 
 async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_masked(tmp_path: Path) -> None:
-    run = Run(tmp_path, overage="mask_tokens", min_group_size=2)
+    run = Run(tmp_path, staleness_policy="mask_tokens", min_group_size=2)
     run.queue.advance(3)
     await mixed(run, "a", ((4, 0), (2, 3)), ((5, 2),))
     await mixed(run, "b", ((3, 1), (1, 2), (1, 3)), ((2, 1),), ((2, 3),))
@@ -405,25 +407,25 @@ async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_mask
     assert packed.loss_mask.sum() == batch.num_sampled_tokens - batch.num_masked_tokens
     run.queue.settle(batch, 4)
     counts = run.queue.statistics()
-    assert (counts.trained, counts.dropped) == (4, {"overage": 1})
+    assert (counts.trained, counts.dropped) == (4, {"too_stale": 1})
     run.ledger.audit()
     run.queue.close()
 
 
 async def test_a_group_is_dropped_when_masking_leaves_too_few_of_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, overage="mask_tokens", min_group_size=2, groups_per_batch=1)
+    run = Run(tmp_path, staleness_policy="mask_tokens", min_group_size=2, groups_per_batch=1)
     run.queue.advance(3)
     await mixed(run, "a", ((4, 0),), ((4, 0), (5, 3)))
     await mixed(run, "b", ((4, 3),), ((5, 3),))
     batch = await run.take(3)
     assert batch.group_ids == ("b",)
-    assert run.queue.statistics().dropped == {"overage": 2}
+    assert run.queue.statistics().dropped == {"too_stale": 2}
     run.queue.close()
 
 
 async def test_what_was_masked_away_stays_dropped_when_the_batch_comes_again(tmp_path: Path) -> None:
     """After a crash the trainer may take the group at an older version: settled is settled."""
-    first = Run(tmp_path, overage="mask_tokens", groups_per_batch=1)
+    first = Run(tmp_path, staleness_policy="mask_tokens", groups_per_batch=1)
     first.queue.advance(3)
     await mixed(first, "a", ((4, 1),), ((4, 1), (5, 3)))
     assert (await first.take(3)).trajectory_ids == ("a-1",)
@@ -433,7 +435,7 @@ async def test_what_was_masked_away_stays_dropped_when_the_batch_comes_again(tmp
     assert batch.trajectory_ids == ("a-1",)
     second.queue.settle(batch, 3)
     counts = second.queue.statistics()
-    assert (counts.trained, counts.dropped) == (1, {"overage": 1})
+    assert (counts.trained, counts.dropped) == (1, {"too_stale": 1})
     second.ledger.audit()
     for run in (first, second):
         run.queue.close()
@@ -473,7 +475,7 @@ async def test_a_group_sampled_by_older_weights_than_was_said_is_dropped_not_tra
     await run.ready("b", "c", version=3)
     batch = await run.take(3)
     assert batch.group_ids == ("b", "c")
-    assert run.queue.statistics().dropped == {"overage": 2}
+    assert run.queue.statistics().dropped == {"too_stale": 2}
 
 
 async def test_a_group_is_trained_without_those_that_failed(run: Run) -> None:

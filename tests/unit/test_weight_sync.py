@@ -118,7 +118,7 @@ async def test_the_job_goes_on_when_no_engine_took_the_update(tmp_path):
     await bench.start()
     bench.engines[0].fail_in, bench.engines[0].error = "interrupt", EngineError("gone")
     report = await bench.sync.sync(1)
-    assert (report.weight_version, report.transfer_s, report.standstill_s) == (1, 0.0, 0.0)
+    assert (report.weight_version, report.transfer_s, report.pause_s) == (1, 0.0, 0.0)
     assert bench.serving() == {}
     assert "gone" in str(bench.pool.error_of("engine-0"))
     bench.engines[0].fail_in = None

@@ -121,7 +121,7 @@ class Saver:
         parts = self._stage(shards.to_save(self._model))
         self._saved = Saved(
             step=self._saved.step,
-            standstill_s=time.perf_counter() - begin,
+            pause_s=time.perf_counter() - begin,
             num_bytes=sum(part.data.nbytes for part in parts),
         )
         self._writing = self._thread.submit(self._write, directory, manifest, parts)

@@ -194,7 +194,7 @@ def _decode(config: Config | None, *, special: bool) -> tuple[Decode, str]:
 
 def _oldest_trained(config: Config | None, row: ArchiveRow) -> int | None:
     """Under `mask_tokens`, the oldest version that was trained on. A step consumes at the one before it."""
-    if config is None or row.step is None or config.rollout.overage != "mask_tokens":
+    if config is None or row.step is None or config.rollout.staleness_policy != "mask_tokens":
         return None
     return row.step - 1 - config.rollout.max_staleness
 

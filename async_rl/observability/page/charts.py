@@ -399,7 +399,7 @@ _SECTIONS: Final[tuple[tuple[str, str, tuple[Drawn, ...]], ...]] = (
                 "Standstill is what engines lose beyond the transfer; the aim is 0.1 s.",
                 ("sync_s", "whole"),
                 ("transfer_s", "transfer"),
-                ("standstill_s", "standstill"),
+                ("pause_s", "standstill"),
                 unit="s",
                 floor=0.0,
             ),

@@ -117,7 +117,7 @@ class Feed:
     """See the module.
 
     Example:
-        >>> feed = Feed(config, pulse.now, lambda: chronicle.records)
+        >>> feed = Feed(config, pulse.now, lambda: run_log.records)
         >>> async with services(page=feed.run): ...
     """
 

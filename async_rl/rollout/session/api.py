@@ -204,7 +204,7 @@ class Session(Protocol):
         """
         ...
 
-    def speak_for_all(self) -> None:
+    def share_reward(self) -> None:
         """From now on what is said in this session last is what all of this attempt are rewarded for.
 
         The reward function then sees one completion, this one's, for each of them.

@@ -60,7 +60,7 @@ class _Tree:
         """Who awaits a turn, in any of them."""
         self.ended: dict[str, Conversation] = {}
         """Branches that sampled something, in the order in which their blocks ended."""
-        self.speaker: Conversation | None = None
+        self.reward_source: Conversation | None = None
         """Whose last words all are rewarded for; None where each is for its own."""
 
 
@@ -340,15 +340,15 @@ class Conversation(TokenLog):
         self._check("conversation", alone=False)  # it takes nothing over from here
         return self._grow(())
 
-    def speak_for_all(self) -> None:
-        """What is said here last is what all are rewarded for; see `api.Session.speak_for_all`."""
-        self._check("speak_for_all")
-        self._tree.speaker = self
+    def share_reward(self) -> None:
+        """What is said here last is what all are rewarded for; see `api.Session.share_reward`."""
+        self._check("share_reward")
+        self._tree.reward_source = self
 
     @property
-    def speaker(self) -> Conversation:
+    def reward_source(self) -> Conversation:
         """Whose last words this one is rewarded for."""
-        return self._tree.speaker or self
+        return self._tree.reward_source or self
 
     def _grow(self, inherited: tuple[Segment, ...]) -> Self:
         """One more session of the tree, with nothing but its place in it."""
@@ -489,15 +489,15 @@ class Conversation(TokenLog):
     @property
     def completion(self) -> Completion:
         """What the reward sees."""
-        speaker = self.speaker
+        reward_source = self.reward_source
         return Completion(
-            messages=speaker.messages,
-            text="" if speaker._last_turn is None else speaker._last_turn.text,
-            stop_reason=speaker.stop_reason,
-            num_tool_calls=speaker.num_tool_calls,
-            num_tool_errors=speaker.num_tool_errors,
-            token_ids=speaker._buffer[: speaker._length].copy(),
+            messages=reward_source.messages,
+            text="" if reward_source._last_turn is None else reward_source._last_turn.text,
+            stop_reason=reward_source.stop_reason,
+            num_tool_calls=reward_source.num_tool_calls,
+            num_tool_errors=reward_source.num_tool_errors,
+            token_ids=reward_source._buffer[: reward_source._length].copy(),
             response_mask=np.concatenate(
-                [np.full(len(each.token_ids), isinstance(each, Sampled)) for each in speaker._segments]
+                [np.full(len(each.token_ids), isinstance(each, Sampled)) for each in reward_source._segments]
             ),
         )

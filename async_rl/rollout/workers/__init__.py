@@ -4,8 +4,8 @@
  driver                                              rollout worker (as many as rollout.num_workers)
  RolloutManager: groups, slots, retries
    │ play(task, session)        ── Play ──►          AgentLoop.run(task, session), tools, rewards
-   ▼                            ◄── Read, Grow ──    RemoteSession: messages, chat template, tokenizer
- Mirror: transcript, journal,   ◄── Write ──
+   ▼                            ◄── Read, Grow ──    WorkerSession: messages, chat template, tokenizer
+ DriverSession: transcript, journal,   ◄── Write ──
    routing, engine calls        ── Wrote ──►         the turn, as text
    │                            ◄── Ended ──         why it ended, rewards, notes
    ▼                            ◄── Pulse ──         alive, what its loops wait for, what it counted

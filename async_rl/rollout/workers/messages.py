@@ -128,7 +128,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     turns: tuple[TurnRecord, ...]
     num_tool_calls: int
     num_tool_errors: int
-    speaker: str
+    reward_source: str
     """Whose last words it is rewarded for."""
     parts: dict[str, float] = {}
     """Its reward; empty where that comes with its siblings'."""

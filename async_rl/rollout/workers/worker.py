@@ -143,7 +143,7 @@ class RolloutWorker:
                     reports = [each.report({}, unscored=True) for each in session.tree]
                 else:
                     parts = await score(task, session.tree, self._rewards)
-                    reports = [each.report(parts[each.speaker.trajectory_id]) for each in session.tree]
+                    reports = [each.report(parts[each.reward_source.trajectory_id]) for each in session.tree]
             except Exception as error:
                 cause = error.__cause__
                 if cause is not None and not isinstance(error, WorkerLost):

@@ -118,7 +118,7 @@ class WorkerBackend(RolloutBackend):
     """The rollout workers of a run.
 
     Example:
-        >>> async with RolloutWorkers(config.rollout, cluster.rollout_worker, metrics) as workers:
+        >>> async with WorkerBackend(config.rollout, cluster.rollout_worker, metrics) as workers:
         ...     played = await workers.play(task, session)
     """
 
@@ -223,7 +223,7 @@ class WorkerBackend(RolloutBackend):
             played.append(
                 Played(
                     session=sessions[report.name],
-                    speaker=report.speaker,
+                    reward_source=report.reward_source,
                     parts=report.parts or None,
                     completion=report.completion,
                 )

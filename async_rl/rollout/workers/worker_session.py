@@ -94,7 +94,7 @@ class WorkerSession(Conversation):
             turns=tuple(self._turns),
             num_tool_calls=self.num_tool_calls,
             num_tool_errors=self.num_tool_errors,
-            speaker=self.speaker.trajectory_id,
+            reward_source=self.reward_source.trajectory_id,
             parts=parts,
             completion=self.completion if unscored else None,
         )

@@ -1,0 +1,172 @@
+"""The digest of decisions follows what a run decides and ignores what things are called."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from async_rl.data.feeder import Feeder
+from async_rl.queue.ledger import Ledger
+from async_rl.queue.packing import Packer
+from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.runtime.supervision import Nursery
+from async_rl.simulation import simulate
+from async_rl.simulation.scenario import Scenario
+from async_rl.simulation.simulate import SeedOutcome
+from async_rl.simulation.virtual_time import NumberedTask
+from tests.support.small_run import small_run
+
+Change = Callable[[pytest.MonkeyPatch], None]
+
+
+def run(folder: Path, scenario: Scenario) -> SeedOutcome:
+    folder.mkdir()
+    outcome = simulate.simulate(scenario.seed, folder, scenario=scenario)
+    assert outcome.lives == ("finished",)
+    assert outcome.tokens
+    return outcome
+
+
+def rename_tasks(patch: pytest.MonkeyPatch) -> None:
+    """Every task but those of trajectories, which the simulation knows by name, is called otherwise."""
+
+    def make(self: NumberedTask, number: int, work: Any, *, name: str | None = None, **options: Any) -> None:
+        known = name is not None and name.startswith("trajectory ")
+        original(self, number, work, name=name if known else f"another {name}", **options)
+
+    original = NumberedTask.__init__
+    patch.setattr(NumberedTask, "__init__", make)
+
+
+def rename_trajectories(patch: pytest.MonkeyPatch) -> None:
+    """The tasks of trajectories are called `rollout ...`."""
+
+    def start(self: Nursery, name: str, work: Any) -> asyncio.Task[Any]:
+        return original(self, name.replace("trajectory ", "rollout "), work)
+
+    original = Nursery.start
+    patch.setattr(Nursery, "start", start)
+
+
+def rename_reasons(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: Ledger, trajectory_ids: Any, reason: str, **options: Any) -> None:
+        original(self, trajectory_ids, f"{reason}, in other words", **options)
+
+    original = Ledger.drop
+    patch.setattr(Ledger, "drop", drop)
+
+
+@pytest.mark.parametrize("renaming", [rename_tasks, rename_trajectories, rename_reasons])
+def test_it_stays_when_names_change(
+    renaming: Change, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scenario = small_run(3, ("die_in_call", "hang"))
+    scenario = msgspec.structs.replace(scenario, config=with_bound(scenario, 1, "drop"))
+    before = run(tmp_path / "before", scenario)
+    renaming(monkeypatch)
+    after = run(tmp_path / "after", scenario)
+    assert after.decisions == before.decisions
+
+
+def test_the_trace_does_not_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = run(tmp_path / "before", small_run(3))
+    rename_trajectories(monkeypatch)
+    assert run(tmp_path / "after", small_run(3)).trace != before.trace
+
+
+def with_bound(scenario: Scenario, max_staleness: int, staleness_policy: str) -> Any:
+    rollout = scenario.config.rollout
+    rollout = msgspec.structs.replace(rollout, max_staleness=max_staleness, staleness_policy=staleness_policy)
+    return msgspec.structs.replace(scenario.config, rollout=rollout)
+
+
+def test_it_changes_with_the_staleness_bound(tmp_path: Path) -> None:
+    scenario = small_run(3)
+    other = msgspec.structs.replace(scenario, config=with_bound(scenario, 1, "wait"))
+    assert run(tmp_path / "2", scenario).decisions != run(tmp_path / "1", other).decisions
+
+
+def swap_in_batch(patch: pytest.MonkeyPatch) -> None:
+    """Groups are packed, trained and settled in the opposite order."""
+
+    def pack(self: Packer, version: int, groups: Any) -> Any:
+        return original(self, version, groups[::-1])
+
+    original = Packer.pack
+    patch.setattr(Packer, "pack", pack)
+
+
+def admit_another_task(patch: pytest.MonkeyPatch) -> None:
+    """The second position is dispatched before the first."""
+
+    def following(self: Feeder) -> Any:
+        if held:
+            return held.pop()
+        result = original(self)
+        if result is None or result[0] > 0:
+            return result
+        held.append(result)
+        return original(self)
+
+    held: list[Any] = []
+    original = Feeder.next
+    patch.setattr(Feeder, "next", following)
+
+
+def label_a_version_off(patch: pytest.MonkeyPatch) -> None:
+    """A group counts as sampled by version 0, and nothing else changes."""
+
+    def dispatch(
+        self: Ledger, group_id: str, task_id: str, position: int, trajectory_ids: Any, version: int
+    ) -> None:
+        original(self, group_id, task_id, position, trajectory_ids, 0)
+
+    original = Ledger.dispatch
+    patch.setattr(Ledger, "dispatch", dispatch)
+
+
+def sample_less(patch: pytest.MonkeyPatch) -> None:
+    """Every call may sample one token less."""
+
+    async def generate(self: RolloutSession, *, max_new_tokens: int | None = None, **options: Any) -> Any:
+        return await original(self, max_new_tokens=(max_new_tokens or 60) - 1, **options)
+
+    original = RolloutSession.generate
+    patch.setattr(RolloutSession, "generate", generate)
+
+
+def drop_one(patch: pytest.MonkeyPatch) -> None:
+    """The third group is dropped when it is put."""
+
+    async def put(self: TrajectoryQueue, group: Any) -> None:
+        puts.append(group.group_id)
+        if len(puts) == 3:
+            self.drop_group(group.group_id, "error")
+        else:
+            await original(self, group)
+
+    puts: list[str] = []
+    original = TrajectoryQueue.put
+    patch.setattr(TrajectoryQueue, "put", put)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        swap_in_batch,
+        admit_another_task,
+        label_a_version_off,
+        sample_less,
+        drop_one,
+    ],
+)
+def test_it_changes_with_a_decision(change: Change, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = run(tmp_path / "before", small_run(3))
+    change(monkeypatch)
+    assert run(tmp_path / "after", small_run(3)).decisions != before.decisions

@@ -1,0 +1,179 @@
+"""What one router repeats, and which rows it is given: without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from async_rl.errors import AlignmentError
+from async_rl.types import TrainBatch
+from tests.support.bare_routers import bare_adapter, bare_config, top_k
+from tests.support.train_batches import random_batch
+from trainer.megatron.replay import (
+    RouterReplay,
+    RouterReplayAdapter,
+    ReplayRows,
+    check_rows,
+    local_rows,
+    moe_layer_numbers,
+)
+
+TOKENS = 6
+
+
+@pytest.fixture(autouse=True)
+def no_routers_left() -> Iterator[None]:
+    yield
+    RouterReplay.clear_global_router_replay_instances()
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch) -> RouterReplayAdapter:
+    return bare_adapter(monkeypatch, bare_config(num_moe_experts=8))
+
+
+@pytest.fixture
+def recomputing(monkeypatch: pytest.MonkeyPatch) -> RouterReplayAdapter:
+    return bare_adapter(monkeypatch, bare_config(num_moe_experts=8, recompute_granularity="full"))
+
+
+def route(router: Any, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What Megatron's routing calls: gate scores and the chosen experts."""
+    return router.get_replay_topk(scores, 2, default_compute_topk=top_k)  # type: ignore[no-any-return]
+
+
+def rows_of(*pairs: tuple[int, int], known: torch.Tensor | None = None) -> ReplayRows:
+    """In every row, one pair of experts for each layer."""
+    return ReplayRows(torch.tensor(pairs, dtype=torch.uint8).repeat(TOKENS, 1, 1), known)
+
+
+def test_each_router_repeats_its_own_layer_with_gates_of_current_scores(adapter: RouterReplayAdapter) -> None:
+    scores = torch.rand(TOKENS, 8)
+    with adapter.schedule(), adapter.micro_batch(0, rows_of((6, 1), (3, 2))):
+        routed = [route(router, scores) for router in adapter.routers]
+    for (gates, ids), pair in zip(routed, ([6, 1], [3, 2]), strict=True):
+        assert ids.tolist() == [pair] * TOKENS
+        torch.testing.assert_close(gates, scores[:, pair], rtol=0, atol=0)
+
+
+def test_a_token_without_a_row_takes_its_routers_own_choice(adapter: RouterReplayAdapter) -> None:
+    scores = torch.zeros(TOKENS, 8)
+    scores[:, 7], scores[:, 5] = 2.0, 1.0
+    known = torch.tensor([True, True, False, True, False, True])
+    with adapter.schedule(), adapter.micro_batch(0, rows_of((0, 1), (2, 3), known=known)):
+        first, second = (route(router, scores)[1].tolist() for router in adapter.routers)
+    assert first == [[0, 1], [0, 1], [7, 5], [0, 1], [7, 5], [0, 1]]
+    assert second == [[2, 3], [2, 3], [7, 5], [2, 3], [7, 5], [2, 3]]
+
+
+def test_recomputed_micro_batches_repeat_their_rows_in_the_order_of_their_forward_passes(
+    recomputing: RouterReplayAdapter,
+) -> None:
+    scores = torch.rand(TOKENS, 8)
+    batches = [rows_of((0, 1), (2, 3)), rows_of((4, 5), (6, 7))]
+    with recomputing.schedule():
+        for rows in batches:
+            with recomputing.micro_batch(0, rows):
+                for router in recomputing.routers:
+                    route(router, scores)
+        again = [[route(router, scores)[1][0].tolist() for router in recomputing.routers] for _ in batches]
+    assert again == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def test_a_schedule_fails_when_a_recomputation_did_not_come(recomputing: RouterReplayAdapter) -> None:
+    with (
+        pytest.raises(AlignmentError, match=r"after a schedule .* left over"),
+        recomputing.schedule(),
+        recomputing.micro_batch(0, rows_of((0, 1), (2, 3))),
+    ):
+        for router in recomputing.routers:
+            route(router, torch.rand(TOKENS, 8))
+
+
+def test_a_forward_pass_fails_when_a_router_was_not_called(adapter: RouterReplayAdapter) -> None:
+    with pytest.raises(AlignmentError, match=r"layers \[5\] were not called"):
+        with adapter.micro_batch(0, rows_of((0, 1), (2, 3))):
+            route(adapter.routers[0], torch.rand(TOKENS, 8))
+
+
+def test_a_rank_gets_the_rows_of_its_tokens_and_layers() -> None:
+    rows = np.arange(5 * 4 * 2, dtype=np.uint8).reshape(5, 4, 2)
+    valid = np.array([True, False, True, True, False])
+    source = np.array([3, 4, -1, 0, 1], np.int64)
+    ids, known = local_rows(rows, valid, source, slice(1, 3), torch.device("cpu"))
+    assert known is not None
+    assert known.tolist() == [True, False, False, True, False]
+    np.testing.assert_array_equal(ids[known].numpy(), rows[[3, 0], 1:3])
+    assert ids.dtype == torch.uint8
+
+
+def test_no_token_is_looked_at_twice_when_all_have_rows() -> None:
+    rows = np.arange(3 * 1 * 2, dtype=np.uint8).reshape(3, 1, 2)
+    ids, known = local_rows(rows, np.ones(3, bool), np.arange(3), slice(0, 1), torch.device("cpu"))
+    assert known is None
+    np.testing.assert_array_equal(ids.numpy(), rows)
+
+
+@pytest.mark.parametrize(
+    ("fields", "numbers"),
+    [
+        ({"moe_layer_freq": 1}, (1, 2, 3, 4, 5)),
+        ({"moe_layer_freq": 2}, (1, 3, 5)),
+        ({"moe_layer_freq": [0, 1, 0, 0, 1]}, (2, 5)),
+        ({"num_moe_experts": None}, ()),
+    ],
+)
+def test_layers_with_experts_are_those_of_the_pattern(
+    fields: dict[str, Any], numbers: tuple[int, ...]
+) -> None:
+    assert moe_layer_numbers(bare_config(**fields)) == numbers  # type: ignore[arg-type]
+
+
+def changed(batch: TrainBatch, what: str) -> TrainBatch:
+    """The batch with one thing wrong in its rows."""
+    assert batch.routed_experts is not None
+    assert batch.routing_valid is not None
+    rows, valid = batch.routed_experts.copy(), batch.routing_valid.copy()
+    if what == "one row too many":
+        valid[batch.offsets[2] - 1] = True
+    elif what == "a layer of zeros":
+        rows[batch.offsets[1] : batch.offsets[2], 1] = 0
+    elif what == "an expert twice":
+        rows[20, 1] = 3
+    elif what == "an expert too many":
+        rows[8, 0, 1] = 8
+    elif what == "other layers":
+        return msgspec.structs.replace(batch, moe_layers=(0, 4))
+    return msgspec.structs.replace(batch, routed_experts=rows, routing_valid=valid)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("one row too many", "trajectory 1 has 7 tokens and as many routing rows"),
+        ("a layer of zeros", "trajectory 1 has only zeros in layer 4"),
+        ("an expert twice", "trajectory 2.*layer 4 names an expert twice"),
+        ("an expert too many", "trajectory 0 has expert id 8, expected below 8"),
+        ("other layers", r"of the layers \(0, 4\), but .* experts in \(1, 4\)"),
+    ],
+)
+def test_a_batch_is_refused_when_its_rows_are_wrong(what: str, words: str) -> None:
+    config: Any = bare_config(num_moe_experts=8)
+    batch = random_batch(layers=(1, 4))
+    check_rows(batch, config)
+    with pytest.raises(AlignmentError, match=words):
+        check_rows(changed(batch, what), config)
+
+
+def test_rows_that_are_not_valid_are_not_looked_at() -> None:
+    batch = random_batch(layers=(1, 4))
+    assert batch.routed_experts is not None
+    assert batch.routing_valid is not None
+    batch.routed_experts[5:9] = 255
+    batch.routing_valid[5:9] = False
+    check_rows(batch, bare_config(num_moe_experts=8))  # type: ignore[arg-type]
