@@ -15,9 +15,9 @@ from async_rl.types import TrainBatch
 from tests.support.bare_routers import bare_adapter, bare_config, top_k
 from tests.support.train_batches import random_batch
 from trainer.megatron.replay import (
+    ReplayRows,
     RouterReplay,
     RouterReplayAdapter,
-    ReplayRows,
     check_rows,
     local_rows,
     moe_layer_numbers,
