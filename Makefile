@@ -55,7 +55,7 @@ prometheus: runs/.prometheus  ## Start Prometheus without Docker, on loopback (P
 runs/.prometheus:
 	@mkdir -p -m 755 $@
 
-docs: setup  ## Write what is made from code: docs/config.md, docs/metrics.md, the Grafana dashboard.
-	@$(BIN)/async-rl schema --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md
-	@$(BIN)/async-rl schema --metrics > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+docs: setup  ## Write what is made from code: docs/reference/config.md, docs/reference/metrics.md, the Grafana dashboard.
+	@$(BIN)/async-rl schema --markdown > docs/reference/config.md.new && mv docs/reference/config.md.new docs/reference/config.md
+	@$(BIN)/async-rl schema --metrics > docs/reference/metrics.md.new && mv docs/reference/metrics.md.new docs/reference/metrics.md
 	@$(BIN)/python -m monitoring.dashboard && $(BIN)/python -m monitoring.picture

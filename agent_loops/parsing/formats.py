@@ -1,4 +1,4 @@
-"""The formats of well-known models, as their chat templates teach them; docs/tools.md shows one of each."""
+"""The formats of well-known models, as their chat templates teach them; docs/guide/tools.md shows one of each."""
 
 from __future__ import annotations
 
