@@ -1,4 +1,4 @@
-"""Draws the dashboard for docs/guide/watching.md: which panels stand where. The curves in it are of no run."""
+"""Draws the layout of the dashboard for docs/guide/watching.md; the curves are made up."""
 
 from __future__ import annotations
 

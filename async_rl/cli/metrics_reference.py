@@ -1,4 +1,4 @@
-"""The page `docs/reference/metrics.md`, made of the declarations of metrics and of the names that trackers see."""
+"""Writes `docs/reference/metrics.md` from the declarations of metrics and the names in trackers."""
 
 from __future__ import annotations
 

@@ -442,7 +442,7 @@ class PartialMetrics(Instruments):
         "Sampled tokens of the journal that were not used, because an agent loop took another course.",
         unit="tokens",
         source="rollout, when a trajectory leaves its journal",
-        bad="A large share of those resumed: a tool or loop does not do the same twice; docs/guide/recovering.md.",
+        bad="A large share of those resumed: a tool or loop is not deterministic; docs/guide/recovering.md.",
     )
 
 
@@ -518,7 +518,7 @@ class EngineMetrics(Instruments):
         "Times an engine was taken out of service.",
         "engine",
         source="engines.pool, when it happens",
-        bad="Rises: the engine fails again and again; its log says why, docs/design/engines.md what is tried.",
+        bad="Rises: the engine fails again and again; see its log and docs/design/engines.md.",
     )
     engine_restarts_total = counter(
         "Restarts of engines by result (ok, failed).",
@@ -568,7 +568,7 @@ class EngineMetrics(Instruments):
         buckets=SECONDS,
         unit="seconds",
         source="run.device_sharing, once a turn",
-        bad="Far above the time to copy the trainer's state: an engine does not stop; docs/guide/scaling-up.md.",
+        bad="Far above the time to copy the trainer's state: an engine hangs; docs/guide/scaling-up.md.",
     )
     hand_over_to_engines_seconds = histogram(
         "Shared devices: from the last step of the trainer's turn to all engines serving its weights.",
