@@ -38,7 +38,7 @@ bench: setup  ## Run every benchmark, briefly.
 SEEDS ?= 2000
 SEED_START ?= 0
 
-simulate: setup  ## Run SEEDS=2000 seeds of the simulation from SEED_START=0 on; one seed is told in detail.
+simulate: setup  ## Run SEEDS=2000 seeds of the simulation from SEED_START=0 on; SEEDS=1 prints one in detail.
 	@$(BIN)/python -m async_rl.simulation --seeds $(SEEDS) --start $(SEED_START)
 
 monitor: runs/.prometheus  ## Start Prometheus and Grafana in Docker, on loopback; see monitoring/README.md.
@@ -55,7 +55,7 @@ prometheus: runs/.prometheus  ## Start Prometheus without Docker, on loopback (P
 runs/.prometheus:
 	@mkdir -p -m 755 $@
 
-docs: setup  ## Write what is made from code: docs/config.md, docs/metrics.md, the Grafana dashboard.
-	@$(BIN)/async-rl schema --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md
-	@$(BIN)/async-rl schema --metrics > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+docs: setup  ## Generate docs/reference/config.md and metrics.md and the Grafana dashboard.
+	@$(BIN)/async-rl schema --markdown > docs/reference/config.md.new && mv docs/reference/config.md.new docs/reference/config.md
+	@$(BIN)/async-rl schema --metrics > docs/reference/metrics.md.new && mv docs/reference/metrics.md.new docs/reference/metrics.md
 	@$(BIN)/python -m monitoring.dashboard && $(BIN)/python -m monitoring.picture
