@@ -1,0 +1,590 @@
+"""The mutants: each breaks the program in one place, and the tests named beside it must fail.
+
+To follow a change of the code, edit `file`, `old` and `new` here. `old` must occur in the file exactly once:
+a mutant that no longer applies is an error, never a success.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+QUEUE: Final = "tests/unit/test_trajectory_queue.py"
+LEDGER: Final = "tests/unit/test_ledger.py"
+PACKED: Final = "tests/unit/test_batching.py"
+STALENESS: Final = "tests/unit/test_staleness.py"
+SESSION: Final = "tests/unit/test_session.py"
+SESSION_ROUTING: Final = "tests/unit/test_session_routing.py"
+ROUTING: Final = "tests/unit/test_routing.py"
+ROUTERS: Final = "tests/unit/test_router_replay.py"
+_SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
+PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, STOPPED, NO_OP = (
+    f"{_SMALL}[{name}]"
+    for name in ("plain", "spliced", "in_place", "dies", "nan", "killed", "stopped", "no_op")
+)
+
+
+class Mutant(NamedTuple):
+    """One way to break the program."""
+
+    name: str
+    breaks: str
+    """What is wrong now, in a sentence."""
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """Files or tests for pytest, the narrowest that must fail."""
+    says: str = ""
+    """What they must say as they fail, where a crash would not do: a regular expression."""
+
+
+MUTANTS: Final = (
+    # -- queue: the ledger ------------------------------------------------------------------------------
+    Mutant(
+        "ledger-forgets-steps",
+        "A step is settled in memory, but its table never says so.",
+        "async_rl/queue/ledger.py",
+        """SET state = 'trained', step = ? WHERE group_id = ? AND state = 'queued'",""",
+        """SET state = 'trained', step = ? WHERE group_id = ? AND state = 'trained'",""",
+        (LEDGER,),
+    ),
+    Mutant(
+        "drop-is-not-counted-off",
+        "A dropped trajectory stays counted where it was: conservation is broken.",
+        "async_rl/queue/ledger.py",
+        "            self._counts[state] -= 1\n",
+        "",
+        (LEDGER,),
+    ),
+    Mutant(
+        "group-settled-twice-in-a-step",
+        "A batch may hold a group twice.",
+        "async_rl/queue/ledger.py",
+        "if unready or len({g.group_id for g in groups}) != len(groups):",
+        "if unready:",
+        (LEDGER,),
+    ),
+    Mutant(
+        "settled-group-stays-outstanding",
+        "A trained group is still outstanding and can be settled again.",
+        "async_rl/queue/ledger.py",
+        "del self._groups[group.group_id]\n        self._tables",
+        "pass\n        self._tables",
+        (LEDGER,),
+    ),
+    Mutant(
+        "rollback-undoes-a-step-too-many",
+        "A restart at the checkpoint of step N also undoes N, which is trained again.",
+        "async_rl/queue/ledger.py",
+        """"WHERE state = 'trained' AND step > ?",""",
+        """"WHERE state = 'trained' AND step >= ?",""",
+        (LEDGER,),
+    ),
+    Mutant(
+        "restart-loses-tasks",
+        "The position of a group that was dropped by no fault of its task is not given out again.",
+        "async_rl/queue/ledger.py",
+        "        self._pending.add(position)\n        self._tables.write(",
+        "        return\n        self._tables.write(",
+        (KILLED,),
+        "skipped",
+    ),
+    Mutant(
+        "ceiling-rises",
+        "A group queued over two restarts counts as young as the later checkpoint.",
+        "async_rl/queue/ledger.py",
+        "step if group.ceiling is None else min(group.ceiling, step)",
+        "step if group.ceiling is None else max(group.ceiling, step)",
+        (LEDGER,),
+    ),
+    # -- queue: admission, batches ----------------------------------------------------------------------
+    Mutant(
+        "settled-batch-is-still-taken",
+        "A settled batch still counts as the trainer's: a group without room waits for it for ever.",
+        "async_rl/queue/trajectory_queue.py",
+        "taken = self._taken.pop(batch.batch_id, None)",
+        "taken = self._taken.get(batch.batch_id)",
+        (QUEUE,),
+    ),
+    Mutant(
+        "group-handed-out-twice",
+        "Groups of a batch stay ready and are packed into the next one.",
+        "async_rl/queue/trajectory_queue.py",
+        "            self._backlog.remove(group.group_id)\n            del self._ready[group.group_id]\n"
+        "            self._observe",
+        "            self._observe",
+        (QUEUE,),
+    ),
+    Mutant(
+        "batch-frames-leak",
+        "The frame of a settled batch is never freed.",
+        "async_rl/queue/trajectory_queue.py",
+        "        self._batches.free(taken.ref)\n",
+        "",
+        (PLAIN,),
+        "nobody owns",
+    ),
+    Mutant(
+        "settled-after-the-frame-is-freed",
+        "The ledger is not written when a step is settled: a crash finds freed frames queued.",
+        "async_rl/queue/trajectory_queue.py",
+        "self._ledger.flush()  # before a slab can be reused",
+        "pass",
+        (PLAIN,),
+        "disagree|knows nothing|which is not there|in one frame",
+    ),
+    Mutant(
+        "nobody-is-woken",
+        "Whoever waits for a batch, for room or for admission waits for ever.",
+        "async_rl/queue/trajectory_queue.py",
+        "        self._changed.set()\n        self._changed = asyncio.Event()\n",
+        "        pass\n",
+        (PLAIN,),
+        "does not come to its end|StallError",
+    ),
+    Mutant(
+        "work-lost-on-cancel",
+        "Work on files is given up where its caller is cancelled, with the slabs that it has taken.",
+        "async_rl/threads.py",
+        "            cancelled = error\n    try:",
+        "            raise error\n    try:",
+        (STOPPED,),
+        "nobody owns|FileExistsError",
+    ),
+    Mutant(
+        "admission-ignores-the-lag",
+        "Groups are admitted as if engines served already what the trainer holds: they are born stale.",
+        "async_rl/queue/admission.py",
+        "return self._backlog.may_admit(lag=self.next - self.served) and self._has_room()",
+        "return self._backlog.may_admit() and self._has_room()",
+        ("tests/unit/test_admission.py",),
+    ),
+    Mutant(
+        "admission-forgets-the-new-group",
+        "Room in the spool is reckoned without the group that asks for it.",
+        "async_rl/queue/admission.py",
+        "self._fits(self._backlog.num_in_flight + 1)",
+        "self._fits(self._backlog.num_in_flight)",
+        ("tests/unit/test_admission.py",),
+    ),
+    Mutant(
+        "bound-is-one-too-large-when-packed",
+        "The last check before the trainer lets a token through that is a version too old.",
+        "async_rl/queue/packing.py",
+        "if age > self._max_staleness:",
+        "if age > self._max_staleness + 1:",
+        (QUEUE,),
+    ),
+    Mutant(
+        "routing-of-another-model-is-packed",
+        "Routing of another model is trained on instead of dropped.",
+        "async_rl/queue/packing.py",
+        "                self._check_routing(group)\n",
+        "",
+        (QUEUE,),
+    ),
+    Mutant(
+        "tokens-at-the-bound-are-masked",
+        "`mask_tokens` leaves out tokens that are exactly as old as allowed.",
+        "async_rl/queue/batching.py",
+        "segment.weight_version >= oldest)",
+        "segment.weight_version > oldest)",
+        (PACKED,),
+    ),
+    Mutant(
+        "prompt-is-trained",
+        "What the policy only read counts in the loss.",
+        "async_rl/queue/batching.py",
+        "            batch.loss_mask[position:end] = False\n",
+        "            batch.loss_mask[position:end] = True\n",
+        (PACKED,),
+    ),
+    Mutant(
+        "branch-trains-what-it-inherits",
+        "Tokens that a branch shares with its parent are trained by both.",
+        "async_rl/queue/batching.py",
+        "own = index >= trajectory.num_inherited",
+        "own = True",
+        (PACKED,),
+    ),
+    Mutant(
+        "rows-stand-one-too-late",
+        "Each routing row of a batch stands with the token after its own.",
+        "async_rl/queue/batching.py",
+        "    experts[start : end - 1] = trace.rows\n    experts[end - 1] = 0\n",
+        "    experts[start + 1 : end] = trace.rows\n    experts[start] = 0\n",
+        (PACKED,),
+    ),
+    Mutant(
+        "last-row-is-valid",
+        "The token sampled last, which was never fed, has a valid row.",
+        "async_rl/queue/batching.py",
+        "    valid[end - 1] = False\n",
+        "    valid[end - 1] = True\n",
+        (PACKED,),
+    ),
+    Mutant(
+        "positions-are-skipped",
+        "Every fifth task is never given out.",
+        "async_rl/rollout/feeder.py",
+        "            self._cursor += 1\n",
+        "            self._cursor += 1 + (self._cursor % 5 == 3)\n",
+        (PLAIN,),
+        "skipped",
+    ),
+    # -- staleness --------------------------------------------------------------------------------------
+    Mutant(
+        "bound-admits-a-batch-too-many",
+        "One batch more is outstanding than versions can consume in time.",
+        "async_rl/staleness.py",
+        "groups_per_batch * (max_staleness + 1 - lag)",
+        "groups_per_batch * (max_staleness + 2 - lag)",
+        (STALENESS,),
+    ),
+    Mutant(
+        "quota-is-one-version-too-large",
+        "A batch is let go though what remains cannot all be in time.",
+        "async_rl/staleness.py",
+        "groups_per_batch * max(0, deadline - version)",
+        "groups_per_batch * max(0, deadline - version + 1)",
+        (STALENESS,),
+    ),
+    Mutant(
+        "due-groups-are-dropped",
+        "A ready group is dropped in the version that it is due, not after it.",
+        "async_rl/staleness.py",
+        "self._ready.items() if deadline < version)",
+        "self._ready.items() if deadline <= version)",
+        (STALENESS,),
+    ),
+    Mutant(
+        "youngest-groups-go-first",
+        "A batch takes the groups with the latest deadlines.",
+        "async_rl/staleness.py",
+        "groups = chain.from_iterable(self._ready[deadline] for deadline in usable)",
+        "groups = chain.from_iterable(self._ready[deadline] for deadline in reversed(usable))",
+        (STALENESS,),
+    ),
+    Mutant(
+        "renewed-deadline-falls",
+        "Looking at a group in flight can bring its deadline forward.",
+        "async_rl/staleness.py",
+        "        if deadline > before:\n",
+        "        if deadline != before:\n",
+        (STALENESS, QUEUE),
+    ),
+    # -- session ----------------------------------------------------------------------------------------
+    Mutant(
+        "resumed-call-claims-newer-weights",
+        "Tokens are labelled with the version that their engine serves, not with the one that sampled them.",
+        "async_rl/rollout/transcript.py",
+        "                    weight_version=span.weight_version,\n                    engine_id",
+        "                    weight_version=lease.weight_version,\n                    engine_id",
+        (SESSION,),
+    ),
+    Mutant(
+        "tokens-forgotten-on-failover",
+        "What a call had sampled when its engine died is thrown away.",
+        "async_rl/rollout/transcript.py",
+        "            call.cut_unfit()  # it was cut short before anybody could judge it as a whole\n",
+        "            call.clear()\n",
+        (DIES,),
+        "does not continue",
+    ),
+    Mutant(
+        "nan-is-believed",
+        "An answer with log-probs that are not finite is kept.",
+        "async_rl/rollout/transcript.py",
+        "elif not all(math.isfinite(value) for value in call.log_probs):",
+        "elif False:",
+        (NAN,),
+        "no engine said",
+    ),
+    Mutant(
+        "resumed-budget-is-not-reduced",
+        "A resumed turn may sample its whole budget once more.",
+        "async_rl/rollout/transcript.py",
+        "await self._call(left, sampling, resumed=resumed)",
+        "await self._call(budget, sampling, resumed=resumed)",
+        (SESSION,),
+    ),
+    Mutant(
+        "recovery-fetches-a-row-too-few",
+        "The row of the last sampled token's prediction is not recovered.",
+        "async_rl/rollout/transcript.py",
+        "        return end - 1\n",
+        "        return end - 2\n",
+        (SESSION_ROUTING,),
+    ),
+    Mutant(
+        "resume-concatenates",
+        "Under `replace` the rows of a resumed call are laid after those of the call before.",
+        "async_rl/rollout/rows.py",
+        "            self._held = [new]\n",
+        "            self._held.append(new)\n",
+        (SESSION_ROUTING,),
+    ),
+    Mutant(
+        "replace-splices",
+        "Under `replace` the rows of older weights are kept.",
+        "async_rl/rollout/rows.py",
+        'self._splices = config.merge == "splice"',
+        "self._splices = True",
+        (PLAIN,),
+        "under replace",
+    ),
+    Mutant(
+        "delta-across-versions",
+        "Under `replace` a delta is asked for though the weights have changed since.",
+        "async_rl/rollout/rows.py",
+        "same = (last.engine.engine_id, last.weight_version) == (engine_id, weight_version)",
+        "same = last.engine.engine_id == engine_id",
+        (SESSION_ROUTING,),
+    ),
+    Mutant(
+        "mixture-goes-unnoticed",
+        "Rows of two weight versions in one answer raise no alarm.",
+        "async_rl/rollout/rows.py",
+        "        if {*versions, payload.weight_version} == {payload.weight_version}:\n",
+        "        if payload.weight_version in {*versions, payload.weight_version}:\n",
+        (SESSION_ROUTING,),
+    ),
+    Mutant(
+        "unverified-version-is-served",
+        "An engine serves after an update without its version being read back.",
+        "async_rl/weights/sync.py",
+        "        health = await engine.health()\n        if health.weight_version != version:\n",
+        "        health = await engine.health()\n        if False:\n",
+        (NO_OP,),
+        "the pool says",
+    ),
+    # -- routing ----------------------------------------------------------------------------------------
+    Mutant(
+        "splice-takes-the-beginning",
+        "A splice lays the first rows of the new response where its last ones belong.",
+        "async_rl/routing.py",
+        "rows[held:], versions[held:] = new.rows[held - start :], _versions(new)[held - start :]",
+        "rows[held:], versions[held:] = new.rows[: end - held], _versions(new)[: end - held]",
+        (SPLICED,),
+        "rows of the versions|no engine computes",
+    ),
+    Mutant(
+        "splice-keeps-unreported-rows",
+        "A splice keeps a row that the old trace never reported.",
+        "async_rl/routing.py",
+        "missing = np.flatnonzero(~old.valid[start:]) + start",
+        "missing = np.flatnonzero(~old.valid[start:])[:0] + start",
+        (ROUTING,),
+    ),
+    Mutant(
+        "missing-rows-are-zeros",
+        "Rows that no engine reported are zeros and count as reported.",
+        "async_rl/routing.py",
+        "(held, wanted, NEVER_COMPUTED)])",
+        "(held, wanted, 0)])",
+        (ROUTING,),
+    ),
+    Mutant(
+        "concatenated-rows-are-cut-to-fit",
+        "More rows than tokens are cut instead of refused.",
+        "async_rl/routing.py",
+        "    if held > wanted:\n        raise AlignmentError(",
+        "    if held > wanted:\n        return truncate(trace, token_ids)\n        raise AlignmentError(",
+        (ROUTING,),
+    ),
+    Mutant(
+        "rows-of-another-text",
+        "Rows are taken for those of any text of the same length.",
+        "async_rl/routing.py",
+        "    if trace.prefix_hash != hash_tokens(token_ids[:fed]):\n",
+        "    if False:\n",
+        (ROUTING,),
+    ),
+    Mutant(
+        "repeated-expert-passes",
+        "Columns of a row that stand furthest apart are not compared.",
+        "async_rl/routing.py",
+        "for shift in range(1, top_k):",
+        "for shift in range(1, top_k - 1):",
+        (ROUTING,),
+    ),
+    # -- losses -----------------------------------------------------------------------------------------
+    Mutant(
+        "rloo-counts-itself",
+        "The leave-one-out baseline holds the trajectory itself.",
+        "trainer/advantages.py",
+        "centred * siblings / np.maximum(siblings - 1, 1)",
+        "centred * siblings / np.maximum(siblings, 1)",
+        ("tests/unit/test_advantages.py",),
+    ),
+    Mutant(
+        "groups-share-a-baseline",
+        "The baseline of a group is the batch's mean.",
+        "trainer/advantages.py",
+        "centred = values - (np.bincount(group, values) / size)[group]",
+        "centred = values - values.mean()",
+        ("tests/unit/test_advantages.py",),
+    ),
+    Mutant(
+        "clip-takes-the-larger",
+        "PPO takes the greater of the free and the clipped gain.",
+        "trainer/objectives.py",
+        "gain, clipped = torch.minimum(free, bound), bound < free",
+        "gain, clipped = torch.maximum(free, bound), bound < free",
+        ("tests/unit/test_objectives.py",),
+    ),
+    Mutant(
+        "clips-change-sides",
+        "The lower clip bounds above and the upper one below.",
+        "trainer/objectives.py",
+        "    bound = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages\n",
+        "    bound = ratio.clamp(1 - clip_high, 1 + clip_low) * advantages\n",
+        ("tests/unit/test_objectives.py",),
+    ),
+    Mutant(
+        "dual-clip-bounds-good-tokens",
+        "The third bound holds for tokens of positive advantage.",
+        "trainer/objectives.py",
+        "too_bad = (advantages < 0) & (gain < floor)",
+        "too_bad = (advantages > 0) & (gain < floor)",
+        ("tests/unit/test_objectives.py",),
+    ),
+    Mutant(
+        "cispo-differentiates-its-weight",
+        "The clipped weight of CISPO has a gradient.",
+        "trainer/objectives.py",
+        "ratio = (log_probs - old_log_probs).detach().exp()",
+        "ratio = (log_probs - old_log_probs).exp()",
+        ("tests/unit/test_objectives.py",),
+    ),
+    Mutant(
+        "importance-is-inverted",
+        "Importance weights are of the behaviour over the proximal policy.",
+        "trainer/corrections.py",
+        "log_ratios = (old_log_probs - rollout_log_probs).detach()",
+        "log_ratios = (rollout_log_probs - old_log_probs).detach()",
+        ("tests/unit/test_corrections.py",),
+    ),
+    Mutant(
+        "importance-masks-what-is-inside",
+        "Tokens within the bounds are masked and those beyond them are kept.",
+        "trainer/corrections.py",
+        "torch.where(outside, torch.zeros_like(ratios), ratios)",
+        "torch.where(outside, ratios, torch.zeros_like(ratios))",
+        ("tests/unit/test_corrections.py",),
+    ),
+    Mutant(
+        "k3-is-the-other-way-round",
+        "The k3 estimate takes the inverse ratio.",
+        "trainer/penalties.py",
+        "torch.expm1(-difference) + difference",
+        "torch.expm1(difference) - difference",
+        ("tests/unit/test_corrections.py",),
+    ),
+    Mutant(
+        "kl-is-rewarded",
+        "The distance from the reference policy lowers the loss.",
+        "trainer/sums.py",
+        "loss = loss + config.kl.coefficient * kept * distance",
+        "loss = loss - config.kl.coefficient * kept * distance",
+        ("tests/unit/test_sums.py",),
+    ),
+    Mutant(
+        "entropy-is-punished",
+        "The entropy bonus raises the loss.",
+        "trainer/sums.py",
+        "loss = loss - config.entropy_bonus * kept * entropy",
+        "loss = loss + config.entropy_bonus * kept * entropy",
+        ("tests/unit/test_sums.py",),
+    ),
+    Mutant(
+        "rejected-answers-pay-kl",
+        "Tokens of rejected answers keep their KL penalty and entropy bonus.",
+        "trainer/sums.py",
+        "loss, kept = policy.loss, 1 - correction.rejected",
+        "loss, kept = policy.loss, torch.ones_like(correction.rejected)",
+        ("tests/unit/test_sums.py",),
+    ),
+    Mutant(
+        "last-token-predicts-the-next-trajectory",
+        "The last token of a trajectory is trained to predict the first of the next.",
+        "trainer/megatron/packing.py",
+        "    moved[ends] = 0\n",
+        "    moved[ends[-1:]] = 0\n",
+        ("tests/property/test_packing_properties.py",),
+    ),
+    # -- replay of routing ------------------------------------------------------------------------------
+    Mutant(
+        "replay-mask-is-inverted",
+        "Tokens with a row route natively, and those without one replay what their row holds.",
+        "trainer/megatron/replay.py",
+        "torch.where(target.known[:, None], ids, own()[1])",
+        "torch.where(target.known[:, None], own()[1], ids)",
+        (ROUTERS,),
+    ),
+    Mutant(
+        "router-replays-another-layer",
+        "Each router repeats the rows of the layer before its own.",
+        "trainer/megatron/replay.py",
+        "router.set_target_indices(ids[:, column], known, recomputed=recomputed)",
+        "router.set_target_indices(ids[:, column - 1], known, recomputed=recomputed)",
+        (ROUTERS,),
+    ),
+    Mutant(
+        "gates-of-the-routers-own-choice",
+        "The gate weights of replayed experts are those of the experts that the router would have taken.",
+        "trainer/megatron/replay.py",
+        "return scores.gather(1, ids), ids",
+        "return own()[0], ids",
+        (ROUTERS,),
+    ),
+    Mutant(
+        "recomputation-takes-the-newest",
+        "The backward pass of a micro-batch repeats the rows of the one after it.",
+        "trainer/megatron/replay.py",
+        "self.replay_backward_list.pop(0)",
+        "self.replay_backward_list.pop()",
+        (ROUTERS,),
+    ),
+    Mutant(
+        "invalid-rows-are-replayed",
+        "Rows that no engine reported are replayed as they lie.",
+        "trainer/megatron/replay.py",
+        "known = (source >= 0) & valid[index]",
+        "known = source >= 0",
+        (ROUTERS,),
+    ),
+    Mutant(
+        "rank-gets-the-token-before",
+        "A rank's tokens get the rows of the tokens before them.",
+        "trainer/megatron/replay.py",
+        "index = np.maximum(source, 0)",
+        "index = np.maximum(source - 1, 0)",
+        (ROUTERS,),
+    ),
+    Mutant(
+        "stage-gets-the-first-layers",
+        "A pipeline stage gets the rows of the first layers instead of its own.",
+        "trainer/megatron/replay.py",
+        "rows[:, columns][index]",
+        "rows[:, : columns.stop - columns.start][index]",
+        (ROUTERS,),
+    ),
+    Mutant(
+        "concatenated-segments-pass",
+        "A batch with as many valid rows as tokens is not refused.",
+        "trainer/megatron/replay.py",
+        "        if valid[end - 1]:\n",
+        "        if False:\n",
+        (ROUTERS,),
+    ),
+    Mutant(
+        "left-over-targets-pass",
+        "Replay targets may be left over after a schedule.",
+        "trainer/megatron/replay.py",
+        '            self._expect_empty("after a schedule")\n',
+        "",
+        (ROUTERS,),
+    ),
+)
+"""In the order of the data: queue, staleness, session, routing, losses, replay."""
