@@ -1,4 +1,4 @@
-"""`python -m tests.mutants`, also `make mutants`: break the program in every way that the table lists."""
+"""Runs the mutants and prints a table: `python -m tests.mutants`, also `make mutants`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mutants.table import MUTANTS, Mutant
 
 
 def main() -> int:
-    """Print a table; 0 when every mutant was killed."""
+    """Runs the command. Returns 0 when every mutant was killed."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of its own")

@@ -18,26 +18,26 @@ from tests.mutants.table import Mutant
 ROOT: Final = Path(__file__).parent.parent.parent
 
 _TEST_TIMEOUT_S: Final = 60
-"""For one test: a mutant that makes it wait for ever is killed, too."""
+"""The limit of one test. A mutant that makes a test wait forever counts as killed."""
 
 _FAILED: Final = 1
-"""What pytest exits with when tests have failed. Whatever else it exits with is an error of the mutant."""
+"""The exit code of pytest when tests have failed. Any other one is an error in the mutant or its row."""
 
 Verdict = Literal["killed", "survived", "error"]
 
 
 class Result(NamedTuple):
-    """What became of a mutant, or of the tests without any."""
+    """The result of one mutant, or of the unchanged program."""
 
     verdict: Verdict
     seconds: float
     detail: str
-    """The test that failed, or what is wrong."""
+    """The test that failed, or the error."""
     output: str
 
 
 class Tree:
-    """A copy of the repository, without what git does not have.
+    """A copy of the repository, without its hidden files and what runs left in it.
 
     Example:
         >>> tree = Tree(tmp_path / "tree")
@@ -46,13 +46,12 @@ class Tree:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Copy to a folder that does not exist."""
+        """Copies the repository to a folder that does not exist yet."""
         self._folder = folder
-        left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "models", "data", "*.egg-info")
-        shutil.copytree(ROOT, folder, ignore=left_out)
+        shutil.copytree(ROOT, folder, ignore=_left_out)
 
     def try_mutant(self, mutant: Mutant) -> Result:
-        """Apply a mutant, run its tests, and undo it."""
+        """Applies a mutant, runs its tests, and undoes it."""
         path = self._folder / mutant.file
         text = path.read_text()
         if (count := text.count(mutant.old)) != 1:
@@ -74,7 +73,7 @@ class Tree:
         return Result("killed", seconds, failed[1] if failed else "", output)
 
     def run_unchanged(self, tests: Sequence[str]) -> Result:
-        """Run tests on the program as it is: they must pass, or killing a mutant says nothing."""
+        """Runs tests on the unchanged program. They must pass, or a killed mutant proves nothing."""
         code, seconds, output = self._test(tests)
         if code == 0:
             return Result("survived", seconds, "", output)
@@ -82,7 +81,7 @@ class Tree:
 
     @staticmethod
     def _write(path: Path, text: str) -> None:
-        """Also forget the compiled file, which is told from another one by size and second only."""
+        """Writes a module and removes its bytecode, which Python compares by size and whole seconds only."""
         path.write_text(text)
         Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
 
@@ -101,3 +100,9 @@ class Tree:
             check=False,
         )
         return done.returncode, time.monotonic() - begin_s, done.stdout
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """Names that the copy does without."""
+    unwanted = {name for name in names if name.startswith(".") or name == "__pycache__"}
+    return unwanted | ({"runs", "models", "data"} & set(names) if Path(folder) == ROOT else set())

@@ -1,4 +1,4 @@
-"""The mutants: each breaks the program in one place, and the tests named beside it must fail.
+"""Lists the mutants. Each breaks the program in one place and names the tests that must fail.
 
 To follow a change of the code, edit `file`, `old` and `new` here. `old` must occur in the file exactly once:
 a mutant that no longer applies is an error, never a success.
@@ -24,18 +24,18 @@ PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, STOPPED, NO_OP = (
 
 
 class Mutant(NamedTuple):
-    """One way to break the program."""
+    """One change that breaks the program."""
 
     name: str
     breaks: str
-    """What is wrong now, in a sentence."""
+    """The fault that the change introduces, in one sentence."""
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
-    """Files or tests for pytest, the narrowest that must fail."""
+    """The narrowest test files or tests that must fail, as pytest takes them."""
     says: str = ""
-    """What they must say as they fail, where a crash would not do: a regular expression."""
+    """A regular expression that their output must match, where any other failure would not do."""
 
 
 MUTANTS: Final = (
@@ -100,7 +100,7 @@ MUTANTS: Final = (
     # -- queue: admission, batches ----------------------------------------------------------------------
     Mutant(
         "settled-batch-is-still-taken",
-        "A settled batch still counts as the trainer's: a group without room waits for it for ever.",
+        "A settled batch still counts as taken: a group that does not fit waits for it forever.",
         "async_rl/queue/trajectory_queue.py",
         "taken = self._taken.pop(batch.batch_id, None)",
         "taken = self._taken.get(batch.batch_id)",
@@ -129,13 +129,13 @@ MUTANTS: Final = (
         "The ledger is not written when a step is settled: a crash finds freed frames queued.",
         "async_rl/queue/trajectory_queue.py",
         "self._ledger.flush()  # before a slab can be reused",
-        "pass",
+        "pass  # before a slab can be reused",
         (PLAIN,),
         "disagree|knows nothing|which is not there|in one frame",
     ),
     Mutant(
-        "nobody-is-woken",
-        "Whoever waits for a batch, for room or for admission waits for ever.",
+        "waiters-are-not-woken",
+        "Calls that wait for a batch, for room in the spool or for admission wait forever.",
         "async_rl/queue/trajectory_queue.py",
         "        self._changed.set()\n        self._changed = asyncio.Event()\n",
         "        pass\n",
@@ -145,7 +145,7 @@ MUTANTS: Final = (
     Mutant(
         "work-lost-on-cancel",
         "Work on files is given up where its caller is cancelled, with the slabs that it has taken.",
-        "async_rl/threads.py",
+        "async_rl/runtime/threads.py",
         "            cancelled = error\n    try:",
         "            raise error\n    try:",
         (STOPPED,),
@@ -226,11 +226,51 @@ MUTANTS: Final = (
     Mutant(
         "positions-are-skipped",
         "Every fifth task is never given out.",
-        "async_rl/rollout/feeder.py",
+        "async_rl/data/feeder.py",
         "            self._cursor += 1\n",
         "            self._cursor += 1 + (self._cursor % 5 == 3)\n",
         (PLAIN,),
         "skipped",
+    ),
+    Mutant(
+        "restored-group-ignores-its-ceiling",
+        "A queued group of undone versions is taken up as young as its labels say.",
+        "async_rl/queue/trajectory_queue.py",
+        "oldest = min(group.weight_version, ceiling, self._admission.next)",
+        "oldest = group.weight_version",
+        (QUEUE,),
+    ),
+    Mutant(
+        "next-version-is-not-counted",
+        "After a batch was handed out, admission still reckons with the version that took it.",
+        "async_rl/queue/trajectory_queue.py",
+        "self._admission.next = batch.trainer_version + 1",
+        "self._admission.next = batch.trainer_version",
+        (QUEUE,),
+    ),
+    Mutant(
+        "masked-group-ages-by-its-oldest-token",
+        "Under `mask_tokens` a group is due with its oldest token, not with the newest of its trajectories.",
+        "async_rl/queue/packing.py",
+        'if staleness_policy != "mask_tokens":\n        return group',
+        "if True:\n        return group",
+        (QUEUE,),
+    ),
+    Mutant(
+        "small-groups-are-trained",
+        "A group of one trajectory fewer than the minimum is trained.",
+        "async_rl/rollout/groups.py",
+        "if len(rewards) < policy.min_size:",
+        "if len(rewards) + 1 < policy.min_size:",
+        ("tests/unit/test_groups.py",),
+    ),
+    Mutant(
+        "half-written-position-is-lost",
+        "A restored ledger starts after the first position that it knows instead of the last.",
+        "async_rl/queue/ledger.py",
+        "SELECT max(position) FROM groups",
+        "SELECT min(position) FROM groups",
+        (LEDGER,),
     ),
     # -- staleness --------------------------------------------------------------------------------------
     Mutant(
@@ -273,11 +313,27 @@ MUTANTS: Final = (
         "        if deadline != before:\n",
         (STALENESS, QUEUE),
     ),
+    Mutant(
+        "due-groups-in-flight-are-waited-for",
+        "`drop` waits for the groups in flight that are due instead of giving them up.",
+        "async_rl/staleness.py",
+        'elif deadline == version and staleness_policy == "drop":',
+        'elif deadline == version and staleness_policy == "never":',
+        (STALENESS,),
+    ),
+    Mutant(
+        "late-groups-are-trained",
+        "Groups whose deadline has passed go into a batch under `wait`.",
+        "async_rl/staleness.py",
+        'if d >= version or self.staleness_policy == "mask_tokens")',
+        'if d >= version - 1 or self.staleness_policy == "mask_tokens")',
+        (STALENESS,),
+    ),
     # -- session ----------------------------------------------------------------------------------------
     Mutant(
         "resumed-call-claims-newer-weights",
         "Tokens are labelled with the version that their engine serves, not with the one that sampled them.",
-        "async_rl/rollout/transcript.py",
+        "async_rl/rollout/session/transcript.py",
         "                    weight_version=span.weight_version,\n                    engine_id",
         "                    weight_version=lease.weight_version,\n                    engine_id",
         (SESSION,),
@@ -285,7 +341,7 @@ MUTANTS: Final = (
     Mutant(
         "tokens-forgotten-on-failover",
         "What a call had sampled when its engine died is thrown away.",
-        "async_rl/rollout/transcript.py",
+        "async_rl/rollout/session/transcript.py",
         "            call.cut_unfit()  # it was cut short before anybody could judge it as a whole\n",
         "            call.clear()\n",
         (DIES,),
@@ -294,7 +350,7 @@ MUTANTS: Final = (
     Mutant(
         "nan-is-believed",
         "An answer with log-probs that are not finite is kept.",
-        "async_rl/rollout/transcript.py",
+        "async_rl/rollout/session/transcript.py",
         "elif not all(math.isfinite(value) for value in call.log_probs):",
         "elif False:",
         (NAN,),
@@ -303,7 +359,7 @@ MUTANTS: Final = (
     Mutant(
         "resumed-budget-is-not-reduced",
         "A resumed turn may sample its whole budget once more.",
-        "async_rl/rollout/transcript.py",
+        "async_rl/rollout/session/transcript.py",
         "await self._call(left, sampling, resumed=resumed)",
         "await self._call(budget, sampling, resumed=resumed)",
         (SESSION,),
@@ -311,7 +367,7 @@ MUTANTS: Final = (
     Mutant(
         "recovery-fetches-a-row-too-few",
         "The row of the last sampled token's prediction is not recovered.",
-        "async_rl/rollout/transcript.py",
+        "async_rl/rollout/session/transcript.py",
         "        return end - 1\n",
         "        return end - 2\n",
         (SESSION_ROUTING,),
@@ -319,7 +375,7 @@ MUTANTS: Final = (
     Mutant(
         "resume-concatenates",
         "Under `replace` the rows of a resumed call are laid after those of the call before.",
-        "async_rl/rollout/rows.py",
+        "async_rl/rollout/session/routing_rows.py",
         "            self._held = [new]\n",
         "            self._held.append(new)\n",
         (SESSION_ROUTING,),
@@ -327,7 +383,7 @@ MUTANTS: Final = (
     Mutant(
         "replace-splices",
         "Under `replace` the rows of older weights are kept.",
-        "async_rl/rollout/rows.py",
+        "async_rl/rollout/session/routing_rows.py",
         'self._splices = config.merge == "splice"',
         "self._splices = True",
         (PLAIN,),
@@ -336,7 +392,7 @@ MUTANTS: Final = (
     Mutant(
         "delta-across-versions",
         "Under `replace` a delta is asked for though the weights have changed since.",
-        "async_rl/rollout/rows.py",
+        "async_rl/rollout/session/routing_rows.py",
         "same = (last.engine.engine_id, last.weight_version) == (engine_id, weight_version)",
         "same = last.engine.engine_id == engine_id",
         (SESSION_ROUTING,),
@@ -344,7 +400,7 @@ MUTANTS: Final = (
     Mutant(
         "mixture-goes-unnoticed",
         "Rows of two weight versions in one answer raise no alarm.",
-        "async_rl/rollout/rows.py",
+        "async_rl/rollout/session/routing_rows.py",
         "        if {*versions, payload.weight_version} == {payload.weight_version}:\n",
         "        if payload.weight_version in {*versions, payload.weight_version}:\n",
         (SESSION_ROUTING,),
@@ -352,11 +408,43 @@ MUTANTS: Final = (
     Mutant(
         "unverified-version-is-served",
         "An engine serves after an update without its version being read back.",
-        "async_rl/weights/sync.py",
+        "async_rl/weights/weight_sync.py",
         "        health = await engine.health()\n        if health.weight_version != version:\n",
         "        health = await engine.health()\n        if False:\n",
         (NO_OP,),
         "the pool says",
+    ),
+    Mutant(
+        "journal-turn-is-given-back-twice",
+        "A restart samples on after a turn that the journal has whole.",
+        "async_rl/rollout/session/restore.py",
+        "return sampled, noted if noted.end == position else None",
+        "return sampled, None",
+        ("tests/unit/test_replay.py",),
+    ),
+    Mutant(
+        "edited-history-keeps-its-rows",
+        "Rows of the text before an edit count for the text after it.",
+        "async_rl/rollout/session/routing_rows.py",
+        "if routing.hash_tokens(token_ids[: last.end]) != last.prefix_hash:",
+        "if False:",
+        (SESSION_ROUTING,),
+    ),
+    Mutant(
+        "row-versions-are-one-off",
+        "A row has the version of the token before the one that it sampled.",
+        "async_rl/rollout/session/routing_rows.py",
+        "offset = prompt - 1 - payload.start",
+        "offset = prompt - payload.start",
+        (SESSION_ROUTING,),
+    ),
+    Mutant(
+        "gap-in-rows-passes",
+        "An answer's rows that begin beyond those held are taken.",
+        "async_rl/rollout/session/routing_rows.py",
+        "        if payload.start > before:\n",
+        "        if False:\n",
+        (SESSION_ROUTING,),
     ),
     # -- routing ----------------------------------------------------------------------------------------
     Mutant(
@@ -408,11 +496,35 @@ MUTANTS: Final = (
         "for shift in range(1, top_k - 1):",
         (ROUTING,),
     ),
+    Mutant(
+        "truncated-trace-keeps-a-row",
+        "A truncated trace has a row for its last token.",
+        "async_rl/routing.py",
+        "end = min(len(trace.rows), max(len(token_ids) - 1, 0))",
+        "end = min(len(trace.rows), len(token_ids))",
+        (ROUTING,),
+    ),
+    Mutant(
+        "shorter-trace-replaces",
+        "A trace that is shorter than the one it continues replaces it.",
+        "async_rl/routing.py",
+        "if len(new.rows) < len(old.rows):",
+        "if False:",
+        (ROUTING,),
+    ),
+    Mutant(
+        "largest-expert-is-refused-late",
+        "An expert id equal to the number of experts passes.",
+        "async_rl/routing.py",
+        "(largest := int(unsigned.max())) >= num_experts",
+        "(largest := int(unsigned.max())) > num_experts",
+        (ROUTING,),
+    ),
     # -- losses -----------------------------------------------------------------------------------------
     Mutant(
         "rloo-counts-itself",
         "The leave-one-out baseline holds the trajectory itself.",
-        "trainer/advantages.py",
+        "trainer/losses/advantages.py",
         "centred * siblings / np.maximum(siblings - 1, 1)",
         "centred * siblings / np.maximum(siblings, 1)",
         ("tests/unit/test_advantages.py",),
@@ -420,7 +532,7 @@ MUTANTS: Final = (
     Mutant(
         "groups-share-a-baseline",
         "The baseline of a group is the batch's mean.",
-        "trainer/advantages.py",
+        "trainer/losses/advantages.py",
         "centred = values - (np.bincount(group, values) / size)[group]",
         "centred = values - values.mean()",
         ("tests/unit/test_advantages.py",),
@@ -428,7 +540,7 @@ MUTANTS: Final = (
     Mutant(
         "clip-takes-the-larger",
         "PPO takes the greater of the free and the clipped gain.",
-        "trainer/objectives.py",
+        "trainer/losses/objectives.py",
         "gain, clipped = torch.minimum(free, bound), bound < free",
         "gain, clipped = torch.maximum(free, bound), bound < free",
         ("tests/unit/test_objectives.py",),
@@ -436,7 +548,7 @@ MUTANTS: Final = (
     Mutant(
         "clips-change-sides",
         "The lower clip bounds above and the upper one below.",
-        "trainer/objectives.py",
+        "trainer/losses/objectives.py",
         "    bound = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages\n",
         "    bound = ratio.clamp(1 - clip_high, 1 + clip_low) * advantages\n",
         ("tests/unit/test_objectives.py",),
@@ -444,7 +556,7 @@ MUTANTS: Final = (
     Mutant(
         "dual-clip-bounds-good-tokens",
         "The third bound holds for tokens of positive advantage.",
-        "trainer/objectives.py",
+        "trainer/losses/objectives.py",
         "too_bad = (advantages < 0) & (gain < floor)",
         "too_bad = (advantages > 0) & (gain < floor)",
         ("tests/unit/test_objectives.py",),
@@ -452,7 +564,7 @@ MUTANTS: Final = (
     Mutant(
         "cispo-differentiates-its-weight",
         "The clipped weight of CISPO has a gradient.",
-        "trainer/objectives.py",
+        "trainer/losses/objectives.py",
         "ratio = (log_probs - old_log_probs).detach().exp()",
         "ratio = (log_probs - old_log_probs).exp()",
         ("tests/unit/test_objectives.py",),
@@ -460,7 +572,7 @@ MUTANTS: Final = (
     Mutant(
         "importance-is-inverted",
         "Importance weights are of the behaviour over the proximal policy.",
-        "trainer/corrections.py",
+        "trainer/losses/corrections.py",
         "log_ratios = (old_log_probs - rollout_log_probs).detach()",
         "log_ratios = (rollout_log_probs - old_log_probs).detach()",
         ("tests/unit/test_corrections.py",),
@@ -468,7 +580,7 @@ MUTANTS: Final = (
     Mutant(
         "importance-masks-what-is-inside",
         "Tokens within the bounds are masked and those beyond them are kept.",
-        "trainer/corrections.py",
+        "trainer/losses/corrections.py",
         "torch.where(outside, torch.zeros_like(ratios), ratios)",
         "torch.where(outside, ratios, torch.zeros_like(ratios))",
         ("tests/unit/test_corrections.py",),
@@ -476,7 +588,7 @@ MUTANTS: Final = (
     Mutant(
         "k3-is-the-other-way-round",
         "The k3 estimate takes the inverse ratio.",
-        "trainer/penalties.py",
+        "trainer/losses/kl.py",
         "torch.expm1(-difference) + difference",
         "torch.expm1(difference) - difference",
         ("tests/unit/test_corrections.py",),
@@ -484,7 +596,7 @@ MUTANTS: Final = (
     Mutant(
         "kl-is-rewarded",
         "The distance from the reference policy lowers the loss.",
-        "trainer/sums.py",
+        "trainer/losses/policy_loss.py",
         "loss = loss + config.kl.coefficient * kept * distance",
         "loss = loss - config.kl.coefficient * kept * distance",
         ("tests/unit/test_sums.py",),
@@ -492,7 +604,7 @@ MUTANTS: Final = (
     Mutant(
         "entropy-is-punished",
         "The entropy bonus raises the loss.",
-        "trainer/sums.py",
+        "trainer/losses/policy_loss.py",
         "loss = loss - config.entropy_bonus * kept * entropy",
         "loss = loss + config.entropy_bonus * kept * entropy",
         ("tests/unit/test_sums.py",),
@@ -500,7 +612,7 @@ MUTANTS: Final = (
     Mutant(
         "rejected-answers-pay-kl",
         "Tokens of rejected answers keep their KL penalty and entropy bonus.",
-        "trainer/sums.py",
+        "trainer/losses/policy_loss.py",
         "loss, kept = policy.loss, 1 - correction.rejected",
         "loss, kept = policy.loss, torch.ones_like(correction.rejected)",
         ("tests/unit/test_sums.py",),
@@ -512,6 +624,70 @@ MUTANTS: Final = (
         "    moved[ends] = 0\n",
         "    moved[ends[-1:]] = 0\n",
         ("tests/property/test_packing_properties.py",),
+    ),
+    Mutant(
+        "grpo-divides-by-the-variance",
+        "Advantages of GRPO are divided by the group's variance.",
+        "trainer/losses/advantages.py",
+        "centred / (np.sqrt(np.bincount(group, centred**2) / size)[group] + EPSILON)",
+        "centred / ((np.bincount(group, centred**2) / size)[group] + EPSILON)",
+        ("tests/unit/test_advantages.py",),
+    ),
+    Mutant(
+        "gspo-multiplies-its-ratios",
+        "The ratio of GSPO is the product over an answer, not its geometric mean.",
+        "trainer/losses/objectives.py",
+        "sequences.means(difference).exp()",
+        "sequences.sums(difference).exp()",
+        ("tests/unit/test_objectives.py",),
+    ),
+    Mutant(
+        "long-answers-count-more",
+        "`sequence_mean` counts every token alike.",
+        "trainer/losses/objectives.py",
+        "weights = 1 / (answers * lengths[trajectory])",
+        "weights = np.full(len(trajectory), 1 / lengths.sum())",
+        ("tests/unit/test_objectives.py",),
+    ),
+    Mutant(
+        "ppo-ratio-is-inverted",
+        "PPO takes the ratio of the proximal over the current policy.",
+        "trainer/losses/objectives.py",
+        "_clipped((log_probs - old_log_probs).exp()",
+        "_clipped((old_log_probs - log_probs).exp()",
+        ("tests/unit/test_objectives.py",),
+    ),
+    Mutant(
+        "sequence-level-takes-the-mean",
+        "The importance weight of a whole answer is its geometric mean.",
+        "trainer/losses/corrections.py",
+        'importance.level == "sequence" else',
+        'importance.level != "sequence" else',
+        ("tests/unit/test_corrections.py",),
+    ),
+    Mutant(
+        "rejected-answers-are-trained",
+        "Answers that are too far off keep their weight.",
+        "trainer/losses/corrections.py",
+        "weights * (1 - rejected)",
+        "weights",
+        ("tests/unit/test_corrections.py",),
+    ),
+    Mutant(
+        "lag-is-negative",
+        "The lag of a token is its version minus the trainer's.",
+        "trainer/megatron/packing.py",
+        "batch.trainer_version - batch.weight_versions",
+        "batch.weight_versions - batch.trainer_version",
+        ("tests/property/test_packing_properties.py",),
+    ),
+    Mutant(
+        "routing-part-counts-older-tokens",
+        "The probe of routing also counts tokens of older weights.",
+        "trainer/logprob_mismatch.py",
+        "wanted.mask & probed & (wanted.lag <= 0)",
+        "wanted.mask & probed",
+        ("tests/unit/test_agreement.py",),
     ),
     # -- replay of routing ------------------------------------------------------------------------------
     Mutant(
@@ -586,5 +762,29 @@ MUTANTS: Final = (
         "",
         (ROUTERS,),
     ),
+    Mutant(
+        "forward-only-pass-leaves-targets",
+        "A pass without gradients stores targets for a backward pass that never comes.",
+        "trainer/megatron/replay.py",
+        "recomputed = torch.is_grad_enabled() and _routes_again(self._config)",
+        "recomputed = _routes_again(self._config)",
+        (ROUTERS,),
+    ),
+    Mutant(
+        "zero-layer-passes",
+        "A layer that the engine left at zeros is trained on.",
+        "trainer/megatron/replay.py",
+        "        if empty.any():\n",
+        "        if False:\n",
+        (ROUTERS,),
+    ),
+    Mutant(
+        "uncalled-router-passes",
+        "A router that was not called in its forward pass goes unnoticed.",
+        "trainer/megatron/replay.py",
+        "            _expect_called(r.layer_number for r in routers if r.target_topk_idx is not None)\n",
+        "",
+        (ROUTERS,),
+    ),
 )
-"""In the order of the data: queue, staleness, session, routing, losses, replay."""
+"""All mutants, grouped by area: queue, staleness, session, routing, losses, replay."""

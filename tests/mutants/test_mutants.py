@@ -1,4 +1,4 @@
-"""Every mutant of the table is killed by the tests named beside it. `make mutants` prints the table."""
+"""Tests that the tests named beside each mutant kill it. `make mutants` prints the results as a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_mutant_still_applies() -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    """A copy in which all tests of the table pass."""
+    """Returns a copy of the repository in which all tests of the table pass."""
     copy = Tree(tmp_path_factory.mktemp("mutants") / "tree")
     result = copy.run_unchanged(sorted({test for mutant in MUTANTS for test in mutant.tests}))
     assert result.verdict != "error", result.output

@@ -1,7 +1,7 @@
-"""Small runs in which one kind of fault comes again and again; and what the witness says of a wrong batch.
+"""Tests small runs in which one kind of fault recurs, and what the invariant checker reports about a wrong batch.
 
-`tests/mutants` holds that the witness sees what is broken: its mutants of queue, session and weight updates
-fail here, each for the reason that it should.
+`tests/mutants` proves that the checker notices what is broken: its mutants of the queue, the session and the
+weight updates make these tests fail, each with the expected report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from async_rl.simulation.scenario import Ending, FaultKind, draw
 from async_rl.simulation.simulate import simulate
-from async_rl.simulation.witness import Witness
+from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.types import TrainBatch
 from tests.support.small_run import small_run
 
@@ -22,7 +22,7 @@ SEEDS = 8
 
 
 class Small(NamedTuple):
-    """What happens in a run."""
+    """Describes what goes wrong in a run, and how it handles interruptions."""
 
     faults: tuple[FaultKind, ...] = ()
     death: Ending | None = None
@@ -70,19 +70,19 @@ def batch_of(version: int, sampled_at: int) -> TrainBatch:
     )
 
 
-def test_the_witness_sees_it_when_a_trajectory_is_trained_twice() -> None:
-    witness = Witness(draw(0))
-    witness.trains(batch_of(0, 0), 0, 1)
-    assert not any("again" in violation for violation in witness.violations)
-    witness.trains(batch_of(1, 1), 1, 2)
-    assert "step 2 trains again what step 1 has: ['a']" in witness.violations
+def test_the_checker_reports_it_when_a_trajectory_is_trained_twice() -> None:
+    checker = InvariantChecker(draw(0))
+    checker.trains(batch_of(0, 0), 0, 1)
+    assert not any("again" in violation for violation in checker.violations)
+    checker.trains(batch_of(1, 1), 1, 2)
+    assert "step 2 trains again what step 1 has: ['a']" in checker.violations
 
 
 @pytest.mark.parametrize("too_much", [0, 1])
-def test_the_witness_sees_it_when_a_token_is_too_old(too_much: int) -> None:
+def test_the_checker_reports_it_when_a_token_is_too_old(too_much: int) -> None:
     scenario = draw(0)
-    witness = Witness(scenario)
+    checker = InvariantChecker(scenario)
     version = scenario.config.rollout.max_staleness + too_much
-    witness.trains(batch_of(version, 0), version, version + 1)
+    checker.trains(batch_of(version, 0), version, version + 1)
     late = f"trajectory a: a token of version 0 is trained at {version}"
-    assert (late in witness.violations) == bool(too_much)
+    assert (late in checker.violations) == bool(too_much)

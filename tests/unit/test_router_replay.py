@@ -94,6 +94,13 @@ def test_a_schedule_fails_when_a_recomputation_did_not_come(recomputing: RouterR
         forward(recomputing, rows_of((0, 1), (2, 3)))
 
 
+def test_a_pass_without_gradients_leaves_nothing_for_a_recomputation(
+    recomputing: RouterReplayAdapter,
+) -> None:
+    with recomputing.schedule(), torch.no_grad():
+        assert forward(recomputing, rows_of((0, 1), (2, 3))) == [[0, 1], [2, 3]]
+
+
 def test_a_forward_pass_fails_when_a_router_was_not_called(adapter: RouterReplayAdapter) -> None:
     with pytest.raises(AlignmentError, match=r"layers \[5\] were not called"):
         with adapter.micro_batch(0, rows_of((0, 1), (2, 3))):
