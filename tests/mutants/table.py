@@ -122,7 +122,7 @@ MUTANTS: Final = (
         "        self._batches.free(taken.ref)\n",
         "",
         (PLAIN,),
-        "nobody owns",
+        "left in spool",
     ),
     Mutant(
         "settled-after-the-frame-is-freed",
@@ -149,7 +149,7 @@ MUTANTS: Final = (
         "            cancelled = error\n    try:",
         "            raise error\n    try:",
         (STOPPED,),
-        "nobody owns|FileExistsError",
+        "left in spool|FileExistsError",
     ),
     Mutant(
         "admission-ignores-the-lag",

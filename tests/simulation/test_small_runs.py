@@ -1,4 +1,4 @@
-"""Tests small runs in which one kind of fault recurs, and what the invariant checker reports about a wrong batch.
+"""Tests small runs in which one kind of fault recurs, and what the invariant checker reports of a wrong batch.
 
 `tests/mutants` proves that the checker notices what is broken: its mutants of the queue, the session and the
 weight updates make these tests fail, each with the expected report.
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import Ending, FaultKind, draw
 from async_rl.simulation.simulate import simulate
-from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.types import TrainBatch
 from tests.support.small_run import small_run
 
