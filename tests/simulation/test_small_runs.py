@@ -1,4 +1,4 @@
-"""Tests small runs in which one kind of fault recurs, and what the invariant checker reports of a wrong batch.
+"""Tests small runs in which one kind of fault recurs and what the invariant checker reports of a wrong batch.
 
 `tests/mutants` proves that the checker notices what is broken: its mutants of the queue, the session and the
 weight updates make these tests fail, each with the expected report.
