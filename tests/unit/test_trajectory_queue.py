@@ -226,6 +226,18 @@ async def test_put_fails_clearly_when_the_spool_is_too_small_for_one_batch(tmp_p
     run.queue.close()
 
 
+async def test_put_fails_as_clearly_when_a_step_was_settled_before(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_bytes=256 << 10)
+    await run.ready("a", "b")
+    run.queue.settle(await run.take(), 1)
+    await run.ready("c", tokens=6000)
+    run.dispatch("d")
+    with pytest.raises(SpoolFull, match="raise it"):
+        async with asyncio.timeout(5):
+            await run.queue.put(make_group("d", tokens=6000))
+    run.queue.close()
+
+
 async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Path) -> None:
     run = Run(tmp_path, max_staleness=1)
     run.dispatch("old", version=0)
