@@ -31,7 +31,7 @@ class Relay(Generic[T]):
         >>> relay = Relay(["engine-0", "engine-1"], len(plan), trainer_fills)
         >>> async with Nursery() as nursery:
         ...     nursery.start_task("send weights", relay.run())
-        ...     nursery.start_task("engine 0", load("engine-0", relay.buckets("engine-0")))  # then relay.leave(…)
+        ...     nursery.start_task("engine 0", load("engine-0", relay.buckets("engine-0")))
     """
 
     def __init__(
