@@ -7,10 +7,13 @@ Each class below is a section of `docs/reference/metrics.md`, which is generated
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 from async_rl.observability.evaluation_record import EVERYTHING, EvaluationRecord
-from async_rl.observability.instruments import Instruments, counter, gauge, histogram
-from async_rl.observability.records import StepRecord
+from async_rl.observability.instruments import Declaration, Instruments, counter, gauge, histogram
+from async_rl.observability.records import BATCH, STEP_FIGURES, TRAINER, StepRecord
+from async_rl.observability.step_figures import Section
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 """Waits of a loop wake-up up to a large trainer step."""
@@ -20,63 +23,36 @@ SHARES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """None at all, then from one in a thousand to all."""
 VERSIONS = tuple(float(n) for n in range(17))
 
-_STEP = "run, after each step, from the trainer"
-_BATCH = "run, after each step, from its batch"
-_PROBE = "trainer.worker, in every step that routing.probe_every names"
 _PULSE = "run.live_status, once a second"
 
 
+C = TypeVar("C", bound=type[Instruments])
+
+
+def with_step_figures(section: Section) -> Callable[[C], C]:
+    """Add the instruments that fields of `StepRecord` declare for a section."""
+
+    def add(instruments: C) -> C:
+        for declared in STEP_FIGURES.values():
+            if declared.section == section and declared.kind:
+                declaration = Declaration(
+                    declared.kind,
+                    declared.help,
+                    declared.unit,
+                    declared.source or (TRAINER if declared.from_trainer else BATCH),
+                    declared.bad,
+                    tuple(declared.labels),
+                    SECONDS if declared.kind == "histogram" else (),
+                )
+                setattr(instruments, declared.metric, declaration)
+        return instruments
+
+    return add
+
+
+@with_step_figures("policy")
 class PolicyMetrics(Instruments):
     """The policy, as of the last trainer step."""
-
-    reward = gauge(
-        "Mean reward of the last batch.",
-        source=_BATCH,
-        bad="Flat from the start: all siblings of a group get the same reward, so there is no advantage. "
-        "Easier tasks, more siblings.",
-    )
-    loss = gauge(
-        "Policy loss of the last step.",
-        source=_STEP,
-        bad="Its size says little; one that is not finite ends the run.",
-    )
-    ppo_kl = gauge(
-        "Mean of old minus current log-probs over the last step.",
-        unit="nats",
-        source=_STEP,
-        bad="Grows step by step: lower `trainer.optimizer.lr`. Spikes: look at `grad_norm` and at the parts "
-        "of the rollout KL. With one optimizer step a batch it is 0; if not, the update sees other routing "
-        "than the pass before it.",
-    )
-    ppo_kl_bypass = gauge(
-        "The same where the engines' log-probs stand for the old ones.",
-        unit="nats",
-        source=_STEP,
-        bad="Engine mismatch and staleness are in it too: look at `kl_mismatch_nats` and "
-        "`kl_staleness_nats` to tell them apart.",
-    )
-    clip_fraction = gauge(
-        "Share of tokens whose ratio the last step clipped.",
-        unit="share",
-        source=_STEP,
-        bad="Above 0.2: the policy moves too far in a step, or data is too old.",
-    )
-    entropy_nats = gauge(
-        "Mean entropy of the policy at the trained tokens.",
-        unit="nats",
-        source=_STEP,
-        bad="Falls to 0: collapse. Raise `rollout.temperature`, lower the learning rate.",
-    )
-    grad_norm = gauge(
-        "Gradient norm of the last step, before clipping.",
-        source=_STEP,
-        bad="Not finite: the run ends with `NonFiniteLoss`. Spikes: look at `log_prob_diff_extreme_nats`.",
-    )
-    learning_rate = gauge(
-        "Learning rate of the last step.",
-        source=_STEP,
-        bad="Not what the config says after `trainer.optimizer.warmup_steps` steps.",
-    )
 
 
 class EvaluationMetrics(Instruments):
@@ -125,110 +101,12 @@ class EvaluationMetrics(Instruments):
     )
 
 
+@with_step_figures("agreement")
 class AgreementMetrics(Instruments):
     """Trainer against engines: the parts of the rollout KL."""
 
-    rollout_kl = gauge(
-        "Mean of rollout minus the trainer's log-probs before the last step, by versions of lag (0, 1, 2+).",
-        "lag",
-        unit="nats",
-        source=_STEP,
-        bad="Away from 0 at lag 0: engine and trainer differ at equal weights. Grows with the lag: "
-        "staleness; lower `rollout.max_staleness` or the learning rate.",
-    )
-    kl_mismatch_nats = gauge(
-        "Engine mismatch: half the mean squared log-prob difference of tokens sampled at the trainer's "
-        "version.",
-        unit="nats",
-        source=_STEP,
-        bad="A jump: weights did not arrive as they were sent, or routing is replayed wrongly. Steadily "
-        "above 1e-3: other kernels or types in the engine; compare `model.dtype`, look at `kl_routing_nats`.",
-    )
-    kl_staleness_nats = gauge(
-        "Staleness: what tokens sampled by earlier versions have beyond the engine mismatch.",
-        unit="nats",
-        source=_STEP,
-        bad="Above 0.01: data is too old for steps of this size; lower `rollout.max_staleness` or the "
-        "learning rate.",
-    )
-    kl_routing_nats = gauge(
-        "Routing: what replaying the engines' routing takes away from the mismatch, by a probe at lag 0.",
-        unit="nats",
-        source=_PROBE,
-        bad="Negative: replay makes it worse, so the rows are not those that the engine used; see "
-        "docs/design/routing-replay.md. Positive is what `routing.replay` is good for.",
-    )
-    routing_probe_abs_diff_nats = gauge(
-        "Mean absolute trainer minus rollout log-prob of the probe's lag-0 tokens, by routing (native, "
-        "replayed).",
-        "routing",
-        unit="nats",
-        source=_PROBE,
-        bad="`replayed` not below `native`: replay does not help, so the rows are not those of the calls.",
-    )
-    log_prob_diff_nats = gauge(
-        "Mean of trainer minus rollout log-prob over all trained tokens.",
-        unit="nats",
-        source=_STEP,
-        bad="A steady bias: sampling settings that the log-probs do not know of (`rollout.top_p` below 1).",
-    )
-    log_prob_abs_diff_nats = gauge(
-        "Mean absolute trainer minus rollout log-prob over all trained tokens.",
-        unit="nats",
-        source=_STEP,
-        bad="Far above `lag0_log_prob_abs_diff_nats`: staleness.",
-    )
-    lag0_log_prob_abs_diff_nats = gauge(
-        "The same over tokens sampled at the trainer's own version: the engines' mismatch alone.",
-        unit="nats",
-        source=_STEP,
-        bad="Above about 1e-5 in float32 or 1e-2 in bfloat16: as `kl_mismatch_nats`.",
-    )
-    log_prob_diff_extreme_nats = gauge(
-        "Largest absolute trainer minus rollout log-prob of any trained token.",
-        unit="nats",
-        source=_STEP,
-        bad="Jumps alone, with the means where they were: single broken tokens. `extremes` in "
-        "`metrics.jsonl` names trajectory, position and lag.",
-    )
-    importance_ratio_mean = gauge(
-        "Mean of exp(old - rollout) over the last batch, before truncation.",
-        source=_STEP,
-        bad="Far from 1: data is too old; lower `rollout.max_staleness`.",
-    )
-    importance_ratio = gauge(
-        "Percentiles of exp(trainer - rollout log-prob) before the step, exact over all ranks "
-        "(0.01, 0.5, 0.99, 0.999).",
-        "quantile",
-        source=_STEP,
-        bad="The 0.99 near `trainer.loss.importance.high`: the bound bites on more than single tokens.",
-    )
-    importance_rejected_fraction = gauge(
-        "Share of the trained tokens that is of answers left out by `trainer.loss.reject`.",
-        unit="share",
-        source=_STEP,
-        bad="Above 0.1: answers are too far from the policy; lower `rollout.max_staleness`, or look at "
-        "`kl_mismatch_nats`.",
-    )
-    reference_kl_nats = gauge(
-        "Estimated KL divergence from the reference policy; NaN where there is none.",
-        unit="nats",
-        source=_STEP,
-        bad="Grows without end: raise `trainer.loss.kl.coefficient`.",
-    )
-    updates_skipped_total = counter(
-        "Updates left out because the loss or the gradient norm was not finite, or a spike.",
-        source=_STEP,
-        bad="Rises: lower `trainer.optimizer.lr`, and look at the extremes in metrics.jsonl.",
-    )
-    effective_sample_share = gauge(
-        "Effective sample size of the truncated importance weights, over the trained tokens.",
-        unit="share",
-        source=_STEP,
-        bad="Below 0.5: few tokens carry the gradient; lower `rollout.max_staleness`.",
-    )
 
-
+@with_step_figures("flow")
 class FlowMetrics(Instruments):
     """Trajectories, from dispatch to settlement.
 
@@ -273,14 +151,14 @@ class FlowMetrics(Instruments):
         "Tokens of finished trajectories, prompt and all turns.",
         buckets=TOKENS,
         unit="tokens",
-        source=_BATCH,
+        source=BATCH,
         bad="Piles up at `rollout.max_context_tokens`: answers are cut.",
     )
     staleness_versions = histogram(
         "Trainer version minus oldest sampled version of each trained trajectory.",
         buckets=VERSIONS,
         unit="versions",
-        source=_BATCH,
+        source=BATCH,
         bad="Never above `rollout.max_staleness`. Mostly at it: rollouts are too far ahead; fewer engines "
         "or a faster trainer.",
     )
@@ -289,17 +167,6 @@ class FlowMetrics(Instruments):
         unit="versions",
         source="run.orchestrator, when the run begins",
         bad="None: it is what the config says.",
-    )
-    length_ks = gauge(
-        "Kolmogorov-Smirnov distance of trained trajectories' lengths from those of all that ended.",
-        source=_BATCH,
-        bad="Above 0.05: long (or short) answers are lost out of proportion; docs/design/staleness.md.",
-    )
-    masked_tokens_total = counter(
-        "Sampled tokens of trained trajectories that were too old to be trained on.",
-        unit="tokens",
-        source=_BATCH,
-        bad="A large share of `sampled_tokens_total`: raise `rollout.max_staleness`.",
     )
     stage_wait_seconds = histogram(
         "Waiting of one piece of work in one stage (admission, engine, queue).",
@@ -383,18 +250,6 @@ class FlowMetrics(Instruments):
         source="rollout, after each engine call",
         bad="Does not rise while trajectories are in flight: see `seconds_since_progress`.",
     )
-    trained_tokens_total = counter(
-        "Tokens the policy wrote that were trained on.",
-        unit="tokens",
-        source=_STEP,
-        bad="Far below `sampled_tokens_total` at the end of a run: work is dropped or masked.",
-    )
-    tokens_per_second = gauge(
-        "Tokens sampled per second over the last step.",
-        unit="tokens per second",
-        source=_BATCH,
-        bad="Falls: engines are down, idle, or answers have become long.",
-    )
 
 
 class PartialMetrics(Instruments):
@@ -446,22 +301,10 @@ class PartialMetrics(Instruments):
     )
 
 
+@with_step_figures("routing")
 class RoutingMetrics(Instruments):
     """Routing replay."""
 
-    routing_rows_total = counter(
-        "Routing rows checked before training.",
-        unit="rows",
-        source=_STEP,
-        bad="0 with `routing.replay: r3`: nothing is replayed.",
-    )
-    routing_rows_invalid_total = counter(
-        "Routing rows never reported, so replayed natively by the trainer.",
-        unit="rows",
-        source=_STEP,
-        bad="Above 1% of `routing_rows_total`: engines do not report routing; only servers that "
-        "we start are told to, and only of MoE models.",
-    )
     replay_rejected_total = counter(
         "Times routing was rejected because it does not fit, by reason.",
         "reason",
@@ -560,7 +403,7 @@ class EngineMetrics(Instruments):
     engine_idle_ratio = gauge(
         "Share of engine time without any call, since the start of training.",
         unit="share",
-        source=_BATCH,
+        source=BATCH,
         bad="High: rollouts wait for the trainer. More ranks, or fewer engines.",
     )
     hand_over_to_trainer_seconds = histogram(
@@ -586,13 +429,14 @@ class EngineMetrics(Instruments):
     )
 
 
+@with_step_figures("trainer")
 class TrainerMetrics(Instruments):
     """Trainer, weights and trackers."""
 
     trainer_weight_version = gauge(
         "Weight version the trainer holds.",
         unit="versions",
-        source=_BATCH,
+        source=BATCH,
         bad="Does not rise: see `trainer_idle_ratio`.",
     )
     trainer_restarts_total = counter(
@@ -640,30 +484,10 @@ class TrainerMetrics(Instruments):
         bad="Rises with every version: deltas gain nothing, see the log; `no_actor`: external servers "
         "take no deltas.",
     )
-    weight_sync_hidden_seconds_total = counter(
-        "Time in which weights were on their way to the engines while the trainer trained on.",
-        unit="seconds",
-        source="run, after each step with `weights.overlap`",
-        bad="Does not rise with `weights.overlap`: the trainer waits for batches, not for weight updates.",
-    )
-    train_step_seconds = histogram(
-        "Duration of a trainer step.",
-        buckets=SECONDS,
-        unit="seconds",
-        source=_STEP,
-        bad="Longer than the rollouts of a batch take: the trainer is the bottleneck.",
-    )
-    batch_wait_seconds = histogram(
-        "Time the trainer waited for a batch before a step.",
-        buckets=SECONDS,
-        unit="seconds",
-        source=_BATCH,
-        bad="Long: the engines are the bottleneck. More engines, or a larger `rollout.max_staleness`.",
-    )
     trainer_idle_ratio = gauge(
         "Share of time the trainer waited for a batch, since the start of training.",
         unit="share",
-        source=_BATCH,
+        source=BATCH,
         bad="High: as `batch_wait_seconds`.",
     )
     tracker_steps_lost_total = counter(
@@ -778,50 +602,17 @@ class Metrics(
 
         Trajectory counts, engines, staleness and weight updates are reported where they happen.
         """
-        for instrument, figure in (
-            (self.reward, record.reward_mean),
-            (self.loss, record.loss),
-            (self.ppo_kl, record.ppo_kl),
-            (self.ppo_kl_bypass, record.ppo_kl_bypass),
-            (self.rollout_kl.labels("0"), record.rollout_kl_lag0),
-            (self.rollout_kl.labels("1"), record.rollout_kl_lag1),
-            (self.rollout_kl.labels("2+"), record.rollout_kl_lag2_up),
-            (self.kl_mismatch_nats, record.kl_mismatch),
-            (self.kl_staleness_nats, record.kl_staleness),
-            (self.clip_fraction, record.clip_fraction),
-            (self.entropy_nats, record.entropy),
-            (self.grad_norm, record.grad_norm),
-            (self.learning_rate, record.learning_rate),
-            (self.importance_ratio_mean, record.importance_ratio_mean),
-            (self.importance_ratio.labels("0.01"), record.importance_ratio_p1),
-            (self.importance_ratio.labels("0.5"), record.importance_ratio_p50),
-            (self.importance_ratio.labels("0.99"), record.importance_ratio_p99),
-            (self.importance_ratio.labels("0.999"), record.importance_ratio_p999),
-            (self.importance_rejected_fraction, record.importance_rejected_fraction),
-            (self.reference_kl_nats, record.reference_kl),
-            (self.effective_sample_share, record.effective_sample_share),
-            (self.log_prob_diff_nats, record.log_prob_diff),
-            (self.log_prob_abs_diff_nats, record.log_prob_abs_diff),
-            (self.lag0_log_prob_abs_diff_nats, record.lag0_log_prob_abs_diff),
-            (self.log_prob_diff_extreme_nats, record.log_prob_diff_extreme),
-            (self.length_ks, record.length_ks),
-        ):
-            instrument.set(math.nan if figure is None else figure)
-        self.updates_skipped_total.inc(record.updates_skipped)
-        self.weight_sync_hidden_seconds_total.inc(record.sync_hidden_s)
-        if record.kl_routing is not None:  # between two probes the last one stands
-            self.kl_routing_nats.set(record.kl_routing)
-        for routing, figure in (
-            ("native", record.routing_native_abs_diff),
-            ("replayed", record.routing_replayed_abs_diff),
-        ):
-            if figure is not None:
-                self.routing_probe_abs_diff_nats.labels(routing).set(figure)
         self.trainer_weight_version.set(record.weight_version)
-        self.tokens_per_second.set(record.tokens_per_s)
-        self.trained_tokens_total.inc(record.trained_tokens)
-        self.masked_tokens_total.inc(record.masked_tokens)
-        self.routing_rows_total.inc(record.routing_rows)
-        self.routing_rows_invalid_total.inc(record.routing_rows_invalid)
-        self.train_step_seconds.observe(record.step_s)
-        self.batch_wait_seconds.observe(record.wait_s)
+        for name, declared in STEP_FIGURES.items():
+            if not declared.kind:
+                continue
+            value = getattr(record, declared.attribute or name)
+            instrument = getattr(self, declared.metric)
+            if declared.labels:
+                instrument = instrument.labels(**declared.labels)
+            if declared.kind == "counter":
+                instrument.inc(value)
+            elif declared.kind == "histogram":
+                instrument.observe(value)
+            elif value is not None or not declared.keep_last:
+                instrument.set(math.nan if value is None else value)
