@@ -2,28 +2,121 @@
 
 An attribute `x` of `Metrics` is the metric `async_rl_x`. Names end in their unit; counters end in `_total`.
 Each class below is a section of `docs/reference/metrics.md`, which is generated from it (`make docs`).
+
+```
+class Metrics(Instruments):
+    journal_bytes = gauge("Size of the journal ...", unit="bytes", source="...", bad="...")
+        │
+        ├─► an instance: an instrument of the client library, in the instance's own registry
+        └─► declared(Metrics): the declaration, for the metrics reference
+```
+
+Figures of a trainer step are declared on the fields of `records.StepRecord` instead (`with_step_figures`). To
+type checkers an attribute is the instrument, which it is on every instance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar, cast
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from async_rl.observability.evaluation_record import EVERYTHING, EvaluationRecord
-from async_rl.observability.instruments import Declaration, Instruments, counter, gauge, histogram
 from async_rl.observability.records import BATCH, STEP_FIGURES, TRAINER, StepRecord
 from async_rl.observability.step_figures import Section
 
+PREFIX = "async_rl_"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """The declaration of one instrument."""
+
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    """One sentence: what a value is."""
+    unit: str
+    """Unit of a value; empty for a bare number."""
+    source: str
+    """The module that observes it, and when."""
+    bad: str
+    """What a bad value looks like and what to do about it; empty if no value is bad by itself."""
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram."""
+
+    def make(self, name: str, registry: CollectorRegistry) -> Gauge | Counter | Histogram:
+        """Create the instrument and register it under its full name."""
+        if self.kind == "gauge":
+            return Gauge(name, self.help, self.labels, registry=registry)
+        if self.kind == "counter":
+            return Counter(name, self.help, self.labels, registry=registry)
+        return Histogram(name, self.help, self.labels, buckets=self.buckets, registry=registry)
+
+
+def gauge(text: str, *labels: str, unit: str = "", source: str, bad: str) -> Gauge:
+    """Declare a value that goes up and down."""
+    return cast(Gauge, Declaration("gauge", text, unit, source, bad, labels))
+
+
+def counter(text: str, *labels: str, unit: str = "", source: str, bad: str) -> Counter:
+    """Declare a counter; its name ends in `_total`."""
+    return cast(Counter, Declaration("counter", text, unit, source, bad, labels))
+
+
+def histogram(
+    text: str, *labels: str, buckets: Sequence[float], unit: str = "", source: str, bad: str
+) -> Histogram:
+    """Declare a distribution."""
+    return cast(Histogram, Declaration("histogram", text, unit, source, bad, labels, tuple(buckets)))
+
+
+def value_of(metric: Counter | Gauge) -> float:
+    """Return the value of a metric without labels; the client library's public API only has scrapes."""
+    return float(metric._value.get())
+
+
+class Instruments:
+    """The instruments that a class declares, created in a registry of their own.
+
+    Two runs in one process, as in tests, therefore share nothing.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        for section in declared(type(self)):
+            for name, declaration in section.declarations.items():
+                setattr(self, name, declaration.make(PREFIX + name, self.registry))
+
+
+class MetricSection(NamedTuple):
+    """The instruments that one class declares."""
+
+    title: str
+    """First line of the class's docstring without its full stop."""
+    declarations: dict[str, Declaration]
+
+
+def declared(instruments: type[Instruments]) -> Iterator[MetricSection]:
+    """Yield the declarations of a class and its bases, in the order of its bases."""
+    for part in instruments.__mro__:
+        found = {name: value for name, value in vars(part).items() if isinstance(value, Declaration)}
+        if found:
+            yield MetricSection((part.__doc__ or part.__name__).splitlines()[0].rstrip("."), found)
+
+
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
-"""Waits of a loop wake-up up to a large trainer step."""
+"""Buckets from the wake-up of a loop to a large trainer step."""
 TOKENS = tuple(float(1 << n) for n in range(4, 18))
-"""16 to 131072."""
+"""Buckets from 16 to 131072 tokens."""
 SHARES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""None at all, then from one in a thousand to all."""
+"""Buckets for shares: zero, then from one in a thousand to all."""
 VERSIONS = tuple(float(n) for n in range(17))
 
-_PULSE = "run.live_status, once a second"
+_EVERY_SECOND = "run.live_status, once a second"
 
 
 C = TypeVar("C", bound=type[Instruments])
@@ -108,7 +201,7 @@ class AgreementMetrics(Instruments):
 
 @with_step_figures("flow")
 class FlowMetrics(Instruments):
-    """Trajectories, from dispatch to settlement.
+    """Trajectories from dispatch to settlement.
 
     At every moment dispatched = in flight + queued + trained + dropped.
     """
@@ -120,13 +213,13 @@ class FlowMetrics(Instruments):
     )
     trajectories_in_flight = gauge(
         "Trajectories dispatched and not yet finished with their group.",
-        source=_PULSE,
+        source=_EVERY_SECOND,
         bad="Far below `rollout.max_concurrent_trajectories`: the staleness bound holds work back, or the "
         "data has ended.",
     )
     trajectories_queued = gauge(
         "Trajectories of finished groups that wait for the trainer.",
-        source=_PULSE,
+        source=_EVERY_SECOND,
         bad="At its bound all the time: the trainer is the bottleneck. Always 0: the engines are.",
     )
     trajectories_trained_total = counter(
@@ -144,7 +237,7 @@ class FlowMetrics(Instruments):
     queue_bytes = gauge(
         "Bytes of finished trajectories held in the spool.",
         unit="bytes",
-        source=_PULSE,
+        source=_EVERY_SECOND,
         bad="Near `queue.max_bytes`: dispatch stops there; raise it or lower `rollout.max_staleness`.",
     )
     trajectory_tokens = histogram(
@@ -239,7 +332,7 @@ class FlowMetrics(Instruments):
         "should have one conversation: it edits its history. `refused`: the agent's log says why.",
     )
     openai_ignored_total = counter(
-        "Parameters of such requests that were not heeded, because they would change what is sampled.",
+        "Parameters of such requests that were ignored, because they would change what is sampled.",
         "parameter",
         source="rollout.session.conversation, when a request comes",
         bad="Not bad by itself: set `rollout.temperature` and the like if the agent's values are wanted.",
@@ -253,17 +346,17 @@ class FlowMetrics(Instruments):
 
 
 class PartialMetrics(Instruments):
-    """Partial rollouts and what a restart takes over."""
+    """Partial rollouts and restarts."""
 
     interruptions_total = counter(
         "Engine calls cut short by a weight update.",
         source="rollout, when a call ends so",
-        bad="None is lost. Many a trajectory: updates are frequent against the length of answers.",
+        bad="No token is lost. Many per trajectory: updates are frequent for answers of this length.",
     )
     resumes_total = counter(
         "Engine calls that continued an interrupted turn.",
         source="rollout, when a turn is continued",
-        bad="Far below `interruptions_total`: interrupted work is not taken up again.",
+        bad="Far below `interruptions_total`: interrupted work is not resumed.",
     )
     failovers_total = counter(
         "Engine calls moved to another engine because theirs failed.",
@@ -285,19 +378,20 @@ class PartialMetrics(Instruments):
     journal_corrupt_records_total = counter(
         "Records of the journal that failed their checksum at a restart.",
         source="queue.journal, at start",
-        bad="Above 0: the disk lies.",
+        bad="Above 0: the disk corrupts data.",
     )
     resumed_tokens_total = counter(
-        "Sampled tokens that were taken over from the journal after a restart.",
+        "Sampled tokens restored from the journal after a restart.",
         unit="tokens",
         source="rollout, when a trajectory goes on",
         bad="0 after a restart that had work in flight: set `queue.journal_s`.",
     )
     resume_discarded_tokens_total = counter(
-        "Sampled tokens of the journal that were not used, because an agent loop took another course.",
+        "Sampled tokens of the journal that were not used, because an agent loop acted differently.",
         unit="tokens",
-        source="rollout, when a trajectory leaves its journal",
-        bad="A large share of those resumed: a tool or loop is not deterministic; docs/guide/recovering.md.",
+        source="rollout, when a trajectory diverges from its journal",
+        bad="A large share of the restored tokens: a tool or loop is not deterministic; "
+        "docs/guide/recovering.md.",
     )
 
 
@@ -345,16 +439,16 @@ class EngineMetrics(Instruments):
         bad="0 for longer than a weight update: it failed; its log is in the run folder.",
     )
     engine_weight_version = gauge(
-        "Weight version an engine was last attested at.",
+        "Weight version that an engine last verifiably served.",
         "engine",
         unit="versions",
-        source="engines.pool, when it is attested",
+        source="engines.pool, when it is verified",
         bad="Behind `trainer_weight_version` for longer than an update: the engine is left behind.",
     )
     engine_running_requests = gauge(
-        "Calls that are open on an engine.",
+        "Open calls of an engine.",
         "engine",
-        source="engines.pool, at the begin and end of each call",
+        source="engines.pool, when a call begins or ends",
         bad="Very unequal between engines: see `engine_load_imbalance`.",
     )
     engine_quarantined_total = counter(
@@ -371,8 +465,8 @@ class EngineMetrics(Instruments):
         bad="`failed` rises: the machine cannot run it any more.",
     )
     engine_stalls_total = counter(
-        "What an engine was found not to do: answer (unreachable), go on with any call (silent), with "
-        "one of several (call), or begin one (overtaken).",
+        "Stalls of an engine by kind: no answer (unreachable), no call progresses (silent), one of several "
+        "stalls (call), or one does not begin (overtaken).",
         "engine",
         "kind",
         source="engines.health, when it finds one",
@@ -407,14 +501,14 @@ class EngineMetrics(Instruments):
         bad="High: rollouts wait for the trainer. More ranks, or fewer engines.",
     )
     hand_over_to_trainer_seconds = histogram(
-        "Shared devices: from the end of the engines' turn to the trainer's memory being back.",
+        "Shared devices: from the end of the engines' phase until the trainer's memory is restored.",
         buckets=SECONDS,
         unit="seconds",
         source="run.device_sharing, once a turn",
         bad="Far above the time to copy the trainer's state: an engine hangs; docs/guide/scaling-up.md.",
     )
     hand_over_to_engines_seconds = histogram(
-        "Shared devices: from the last step of the trainer's turn to all engines serving its weights.",
+        "Shared devices: from the last step of the trainer's phase until all engines serve its weights.",
         buckets=SECONDS,
         unit="seconds",
         source="run.device_sharing, once a turn",
@@ -452,7 +546,7 @@ class TrainerMetrics(Instruments):
         "between is lost if the trainer dies. The disk is slow, or see `checkpoint_failures_total`.",
     )
     checkpoint_pause_seconds = gauge(
-        "How long the trainer stood still for the last checkpoint, to copy its state.",
+        "How long the last checkpoint paused the trainer, to copy its state.",
         unit="seconds",
         source="run, when it has become whole",
         bad="Much above the state's bytes over the speed of memory: the host swaps.",
@@ -501,7 +595,7 @@ class TrainerMetrics(Instruments):
 
 
 class HealthMetrics(Instruments):
-    """Standing still."""
+    """Stalls and health."""
 
     rollout_worker_restarts_total = counter(
         "Times a rollout worker was started again.",
@@ -510,21 +604,21 @@ class HealthMetrics(Instruments):
         "own log the code. What it played goes on in another.",
     )
     seconds_since_progress = gauge(
-        "Seconds since a token, the end of a trajectory, a step or an engine that serves.",
+        "Seconds since the last progress: a token, the end of a trajectory, a step or an engine that serves.",
         unit="seconds",
         source="run.doctor, at each look",
         bad="Above 300 (or the longest trainer step, where rollouts reach their bound during it): alert on "
-        "this one; `async-rl doctor` says what is waited for.",
+        "this one; `async-rl doctor` names the wait.",
     )
     oldest_wait_seconds = gauge(
-        "Age of the oldest open wait, by what is awaited; 0 for none.",
+        "Age of the oldest open wait by kind; 0 if none is open.",
         "awaited",
         unit="seconds",
         source="run.doctor, at each look",
-        bad="The one that only rises is what everything waits for.",
+        bad="The wait whose age only rises holds up the run.",
     )
     stalls_total = counter(
-        "Times the run stood still or a wait was over its limit, by what was awaited.",
+        "Times the run stalled or a wait exceeded its limit, by kind of wait.",
         "awaited",
         source="run.doctor, when it finds one",
         bad="Above 0: look into the log.",
@@ -532,13 +626,13 @@ class HealthMetrics(Instruments):
     disk_free_bytes = gauge(
         "Free bytes where the run folder lies.",
         unit="bytes",
-        source=_PULSE,
+        source=_EVERY_SECOND,
         bad="Below 10% of `disk_size_bytes`: free some. A full disk ends the run; what was done is kept.",
     )
     disk_size_bytes = gauge(
         "Size of the disk where the run folder lies.",
         unit="bytes",
-        source=_PULSE,
+        source=_EVERY_SECOND,
         bad="None: free space is a share of it.",
     )
     event_loop_lag_seconds = histogram(
@@ -549,7 +643,7 @@ class HealthMetrics(Instruments):
         bad="A p99 above 1: blocking code in a tool, reward or loop.",
     )
     event_loop_blocked_total = counter(
-        "Times the event loop stood still for `doctor.blocked_s`.",
+        "Times the event loop was blocked for `doctor.blocked_s`.",
         source="observability.loop_watchdog, when it happens",
         bad="Above 0: the log has the stack.",
     )
@@ -574,13 +668,13 @@ class Metrics(
     """
 
     def observe_checkpoint(self, step: int, pause_s: float, write_s: float) -> None:
-        """Take over what there is to say of a checkpoint that stands."""
+        """Record a checkpoint that is complete on disk."""
         self.checkpoint_step.set(step)
         self.checkpoint_pause_seconds.set(pause_s)
         self.checkpoint_write_seconds.set(write_s)
 
     def observe_evaluation(self, record: EvaluationRecord) -> None:
-        """Take over what the record of an evaluation says."""
+        """Record an evaluation."""
         self.evaluations_total.labels(record.status).inc()
         for reason, count in record.dropped.items():
             self.evaluation_answers_total.labels(reason).inc(count)
@@ -598,7 +692,7 @@ class Metrics(
                     self.evaluation_pass_share.labels(name, k).set(estimate.value)
 
     def observe_step(self, record: StepRecord) -> None:
-        """Take over what a step's record says of policy, routing, tokens and times.
+        """Record the figures of a step that its record declares.
 
         Trajectory counts, engines, staleness and weight updates are reported where they happen.
         """

@@ -1,4 +1,4 @@
-"""What a run writes down about itself: a `StepRecord` for each trainer step, and the `Summary` of them all.
+"""The records of a run: a `StepRecord` for each trainer step, and the `Summary` of all steps.
 
 One `StepRecord` is one line of `metrics.jsonl`, one row on the terminal and one update of the gauges; the
 `Summary` is `summary.json`. JSON has no NaN: a figure that is not a finite number is written as null and read
@@ -22,7 +22,7 @@ BATCH: Final = "run, after each step, from its batch"
 PROBE: Final = "trainer.worker, in every step that routing.probe_every names"
 
 Figure = float | None
-"""A figure that may not exist: None, NaN and null are the same."""
+"""A figure that may be missing: None, NaN and null are equivalent."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,9 +30,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     step: Annotated[int, figure(tracker="training/global_step")]
     weight_version: int
-    """The version that this step published."""
+    """The weight version that this step published."""
     time_s: float
-    """Since the first trajectory of this run was dispatched, at the end of the step."""
+    """Seconds from the first dispatch of this run to the end of the step."""
     reward_mean: Annotated[
         Figure,
         figure(
@@ -450,8 +450,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             counter="routing_rows_invalid_total",
             section="routing",
             unit="rows",
-            bad="Above 1% of `routing_rows_total`: engines do not report routing; only servers that "
-            "we start are told to, and only of MoE models.",
+            bad="Above 1% of `routing_rows_total`: engines do not report routing; "
+            "only servers that async-rl starts for MoE models do.",
             from_trainer=True,
         ),
     ] = 0
@@ -487,7 +487,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.0
     handover_s: float = 0.0
-    """The trainer stood still for its weights: `sync_s`, or with `weights.overlap` until they were copied."""
+    """How long the weight update paused the trainer: `sync_s`, or with `weights.overlap` the copy."""
     sync_hidden_s: Annotated[
         float,
         figure(
@@ -548,7 +548,7 @@ COUNTS: Final = tuple(
 
 
 class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all dispatched trajectories are."""
+    """The state of all dispatched trajectories."""
 
     dispatched: int
     trained: int
@@ -558,13 +558,13 @@ class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unaccounted(self) -> int:
-        """Zero, or a trajectory was lost or counted twice."""
+        """Trajectories that were lost or counted twice; zero in a correct run."""
         settled = self.trained + sum(self.dropped.values())
         return self.dispatched - self.in_flight - self.queued - settled
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """What the records of the steps do not say."""
+    """Totals of a run that its step records do not hold."""
 
     trajectories: TrajectoryCounts
     rl_seconds: float
@@ -604,14 +604,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Published by this run."""
     trajectories: TrajectoryCounts
     interrupted_share: Figure
-    """Of the trained trajectories, those interrupted and resumed at least once."""
+    """Share of the trained trajectories that were interrupted and resumed at least once."""
     staleness_max: int
     max_staleness: int
     """The bound from the config."""
     length_ks: Figure
-    """Of the last step; near 0 unless long answers are dropped or delayed out of proportion."""
+    """Value of the last step; near 0 unless long answers are dropped or delayed disproportionately."""
     masked_share: Figure
-    """Of the sampled tokens of trained trajectories, those left out of the loss because they were too old."""
+    """Share of the sampled tokens of trained trajectories that were too old for the loss."""
     ppo_kl_mean: Figure
     """None where the engine's log-probs stood for the old ones; the next is not None then."""
     ppo_kl_bypass_mean: Figure
@@ -632,7 +632,7 @@ WINDOW = 5
 
 
 def summarise(records: Sequence[StepRecord], totals: Totals) -> Summary:
-    """Sum up a run. With no records, what needs a step is None."""
+    """Summarise a run. Without records, figures that need a step are None."""
     trained = sum(record.trajectories for record in records)
     masked = sum(record.masked_tokens for record in records)
     return Summary(
@@ -673,7 +673,7 @@ def mean(values: Iterable[Figure]) -> Figure:
 
 
 def is_finite(value: Figure) -> TypeGuard[float]:
-    """Whether there is a finite number."""
+    """Whether a figure exists and is finite."""
     return value is not None and math.isfinite(value)
 
 

@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from async_rl.cli import metrics_reference
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.endpoints import serve
-from async_rl.observability.instruments import declared
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import Metrics, declared
 from async_rl.observability.records import STEP_FIGURES, StepRecord
 from async_rl.observability.trackers.names import DERIVED, FIELDS
 
