@@ -144,12 +144,12 @@ class FaultyEngine(SimulatedEngine):
             raise ValueError(f"{kind} is nothing that an engine does")
 
     def die(self) -> None:
-        """See `SimulatedEngine.die`."""
+        """Implements `SimulatedEngine.die`."""
         super().die()
         self._thawed.set()
 
     def restart(self) -> None:
-        """See `SimulatedEngine.restart`."""
+        """Implements `SimulatedEngine.restart`."""
         super().restart()
         self._attested = None
 
@@ -159,7 +159,7 @@ class FaultyEngine(SimulatedEngine):
     # -- calls --------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
-        """See `Engine.generate`."""
+        """Implements `Engine.generate`."""
         self._checker.call_begins(self._engine_id, request, self._version, self._attested)
         self._streams += 1
         self._no_streams.clear()
@@ -215,25 +215,25 @@ class FaultyEngine(SimulatedEngine):
     # -- control ------------------------------------------------------------------------------------------
 
     async def interrupt(self, mode: InterruptMode) -> None:
-        """See `Engine.interrupt`."""
+        """Implements `Engine.interrupt`."""
         await self._answering()
         await super().interrupt(mode)
         if mode == "abort":
             await self._no_streams.wait()
 
     async def resume_generation(self, mode: InterruptMode) -> None:
-        """See `Engine.resume_generation`."""
+        """Implements `Engine.resume_generation`."""
         await self._answering()
         await super().resume_generation(mode)
 
     async def join_weight_group(self, invite: GroupInvite) -> None:
-        """See `Engine.join_weight_group`."""
+        """Implements `Engine.join_weight_group`."""
         await self._answering()
         await super().join_weight_group(invite)
         await self._broadcasts.join(invite.group_name, "engine", "trainer")
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
-        """See `Engine.update_weights`."""
+        """Implements `Engine.update_weights`."""
         await self._answering()
         self._attested = None
         deaths = self._deaths
@@ -279,12 +279,12 @@ class FaultyEngine(SimulatedEngine):
             self._checker.fail(f"{self._engine_id} reads {found} for version {update.weight_version}")
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.release_memory`."""
+        """Implements `Engine.release_memory`."""
         await self._answering()
         await super().release_memory(parts)
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.resume_memory`."""
+        """Implements `Engine.resume_memory`."""
         await self._answering()
         await super().resume_memory(parts)
 
@@ -293,7 +293,7 @@ class FaultyEngine(SimulatedEngine):
         super()._die_of(what)
 
     async def health(self) -> EngineHealth:
-        """See `Engine.health`."""
+        """Implements `Engine.health`."""
         await self._answering()
         health = await super().health()
         self._attested = health.weight_version
@@ -319,7 +319,7 @@ class SimulatedFolder(LocalFolder):
         self._version: int | None = None
 
     async def hold(self, path: str, version: int) -> str:
-        """See `Follower.hold`."""
+        """Implements `Follower.hold`."""
         await asyncio.sleep(self._seconds)
         source = Path(path) / "weights"
         found = source.read_text() if source.exists() else "nothing"
@@ -328,7 +328,7 @@ class SimulatedFolder(LocalFolder):
         return self._put(Path(path).parent, version)
 
     async def apply(self, path: str) -> str:
-        """See `Follower.apply`."""
+        """Implements `Follower.apply`."""
         await asyncio.sleep(self._seconds)
         base, version = map(int, Path(path).read_text().split())  # noqa: ASYNC240 - no time passes here
         if base != self._version:
@@ -396,12 +396,12 @@ class SimulatedCluster:
             self._checker.fail(f"out of memory: the trainer holds it, and so do {holding}")
 
     async def start_engines(self) -> list[Engine]:
-        """See `Cluster.start_engines`."""
+        """Implements `Cluster.start_engines`."""
         await asyncio.sleep(self._scenario.speeds.restart_s)
         return list(self.engines)
 
     async def start_trainer(self) -> Trainer:
-        """See `Cluster.start_trainer`."""
+        """Implements `Cluster.start_trainer`."""
         await asyncio.sleep(self._scenario.speeds.restart_s)
         return self.trainer
 
@@ -410,14 +410,14 @@ class SimulatedCluster:
         raise AssertionError(f"{engine_id} at {url} joins")
 
     async def disconnect_engine(self, engine_id: str) -> None:
-        """See `Cluster.disconnect_engine`."""
+        """Implements `Cluster.disconnect_engine`."""
 
     async def stop_engine(self, engine_id: str) -> None:
-        """See `Cluster.stop_engine`."""
+        """Implements `Cluster.stop_engine`."""
         next(engine for engine in self.engines if engine.engine_id == engine_id).die()
 
     async def restart_engine(self, engine_id: str) -> None:
-        """See `Cluster.restart_engine`."""
+        """Implements `Cluster.restart_engine`."""
         engine = next(engine for engine in self.engines if engine.engine_id == engine_id)
         engine.die()
         self._folders.pop(engine_id, None)
@@ -428,7 +428,7 @@ class SimulatedCluster:
         engine.restart()
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
-        """See `Cluster.watch_engines`."""
+        """Implements `Cluster.watch_engines`."""
         self._died = died
         try:
             await asyncio.Future()
@@ -436,7 +436,7 @@ class SimulatedCluster:
             self._died = None
 
     def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
-        """See `Cluster.rollout_worker`."""
+        """Implements `Cluster.rollout_worker`."""
         return self._workers.open(name)
 
     def local_folder(self, engine_id: str) -> SimulatedFolder:
@@ -446,5 +446,5 @@ class SimulatedCluster:
         )
 
     async def open_port(self) -> tuple[str, int]:
-        """See `Cluster.open_port`."""
+        """Implements `Cluster.open_port`."""
         return "127.0.0.1", 0

@@ -46,7 +46,7 @@ class MemoryLink(Link):
         return one, other
 
     def post(self, message: Message) -> None:
-        """See `Link.post`."""
+        """Implements `Link.post`."""
         other = self._other
         assert other is not None, "ends are made in pairs"
         if self._lost or other._lost:
@@ -57,7 +57,7 @@ class MemoryLink(Link):
         loop.call_at(self._last_s, other._arrive)
 
     async def receive(self) -> Message:
-        """See `Link.receive`."""
+        """Implements `Link.receive`."""
         while not self._arrived:
             if self._lost:
                 raise WorkerLost(self._lost)
@@ -66,7 +66,7 @@ class MemoryLink(Link):
         return self._arrived.popleft()
 
     def close(self) -> None:
-        """See `Link.close`."""
+        """Implements `Link.close`."""
         self.lose("the link was closed")
 
     def lose(self, cause: str) -> None:
