@@ -11,8 +11,8 @@ interrupted: thousands of engines run in one process, and no event is spent on a
                 └───────────retract──────────────────┴──abort──► what it has ──────► Chunk, Finish
 ```
 
-Lengths are decided by whoever makes the prompt (`mark`): the tokens themselves carry where a call stops, so
-the scheduler that is being planned does not see it, as it would not in life.
+The maker of the prompt decides the lengths (`mark`): the tokens themselves carry where a call stops, so
+the scheduler that is being planned does not see it, as it would not in reality.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     decode_per_call_s: float = 0.00006
     prefill_tokens_per_s: float = 30000.0
     update_s: float = 5.0
-    """Standstill of a weight update."""
+    """Pause for a weight update."""
     shares_prompts: bool = True
     """Whether siblings find their prompt in the prefix cache."""
 
@@ -350,7 +350,7 @@ class CoarseEngine:
             self._prefixes.clear()
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.release_memory`: plans are of devices that nobody shares."""
+        """See `Engine.release_memory`: plans do not cover shared devices."""
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
         """Implements `Engine.resume_memory`."""

@@ -1,7 +1,7 @@
 """Simulated engines with the faults of real ones, behind a network that delays and loses connections.
 
 The network is the client's side of a call: what the engine sends arrives later, or the connection ends though
-the engine lives. An engine that is frozen keeps its connections and says nothing until it thaws or is
+the engine exists. An engine that is frozen keeps its connections and says nothing until it thaws or is
 restarted, as a stopped process does.
 """
 
@@ -62,7 +62,12 @@ class FaultyEngine(SimulatedEngine):
     """See the module."""
 
     def __init__(
-        self, index: int, scenario: Scenario, checker: InvariantChecker, broadcasts: Broadcasts, life: int
+        self,
+        index: int,
+        scenario: Scenario,
+        checker: InvariantChecker,
+        broadcasts: Broadcasts,
+        incarnation: int,
     ) -> None:
         """Start idle, at version 0.
 
@@ -71,7 +76,7 @@ class FaultyEngine(SimulatedEngine):
             scenario: Speeds and sizes.
             checker: Who hears everything that is said.
             broadcasts: Where the trainer sends weights.
-            life: Number of the driver's life, which draws other delays.
+            incarnation: Number of the driver's incarnation, which draws other delays.
         """
         config = scenario.config.engine
         assert isinstance(config, SimulatedEngines)
@@ -87,7 +92,7 @@ class FaultyEngine(SimulatedEngine):
         self._checker = checker
         self._broadcasts = broadcasts
         self._latency_s = scenario.speeds.latency_s
-        self._delays = random.Random(f"network {scenario.seed} {life} {index}")
+        self._delays = random.Random(f"network {scenario.seed} {incarnation} {index}")
         self._call_faults: list[CallFault] = []
         self._update_faults_to_come: list[UpdateFault] = []
         self._thawed = asyncio.Event()
@@ -95,7 +100,7 @@ class FaultyEngine(SimulatedEngine):
         self._streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
-        self._attested: int | None = None
+        self._verified: int | None = None
         self.failing_restarts = 0
 
     @property
@@ -105,7 +110,7 @@ class FaultyEngine(SimulatedEngine):
 
     @property
     def holds_memory(self) -> bool:
-        """Whether its process lives and holds anything."""
+        """Whether its process is alive and holds anything."""
         return not self._dead and len(self.missing) < len(get_args(MemoryPart))
 
     @property
@@ -151,7 +156,7 @@ class FaultyEngine(SimulatedEngine):
     def restart(self) -> None:
         """Implements `SimulatedEngine.restart`."""
         super().restart()
-        self._attested = None
+        self._verified = None
 
     def _speed_up(self) -> None:
         self._config = self._speed
@@ -160,7 +165,7 @@ class FaultyEngine(SimulatedEngine):
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
         """Implements `Engine.generate`."""
-        self._checker.call_begins(self._engine_id, request, self._version, self._attested)
+        self._checker.call_begins(self._engine_id, request, self._version, self._verified)
         self._streams += 1
         self._no_streams.clear()
         breaks_after = self._delays.randrange(1, 9) if self._call_faults else 0
@@ -235,7 +240,7 @@ class FaultyEngine(SimulatedEngine):
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
         """Implements `Engine.update_weights`."""
         await self._answering()
-        self._attested = None
+        self._verified = None
         deaths = self._deaths
         fault = self._update_faults_to_come.pop(0) if self._update_faults_to_come else None
         if fault is not None:
@@ -296,7 +301,7 @@ class FaultyEngine(SimulatedEngine):
         """Implements `Engine.health`."""
         await self._answering()
         health = await super().health()
-        self._attested = health.weight_version
+        self._verified = health.weight_version
         return health
 
     async def _answering(self) -> None:
@@ -344,23 +349,23 @@ class SimulatedFolder(LocalFolder):
 
 
 class SimulatedCluster:
-    """See `async_rl.run.cluster.Cluster`."""
+    """Implements `async_rl.run.cluster.Cluster`."""
 
     weight_backend = "gloo"
 
     def __init__(
-        self, scenario: Scenario, checker: InvariantChecker, life: int, look: Callable[[], None]
+        self, scenario: Scenario, checker: InvariantChecker, incarnation: int, look: Callable[[], None]
     ) -> None:
-        """Make engines and a trainer for one life of the driver."""
+        """Make engines and a trainer for one incarnation of the driver."""
         broadcasts = Broadcasts()
         self._scenario = scenario
         self._checker = checker
         self.engines = [
-            FaultyEngine(index, scenario, checker, broadcasts, life)
+            FaultyEngine(index, scenario, checker, broadcasts, incarnation)
             for index in range(scenario.config.engine.num_engines)
         ]
         self.trainer = SimulatedTrainer(scenario.config, scenario.speeds, checker, broadcasts, look)
-        delays = random.Random(f"workers {scenario.seed} {life}")
+        delays = random.Random(f"workers {scenario.seed} {incarnation}")
         self._workers = SimulatedWorkers(
             scenario.config,
             cast(ChatFormat, SimulatedChat()),
@@ -388,7 +393,7 @@ class SimulatedCluster:
             self.trainer.faults.append(kind)  # type: ignore[arg-type]
 
     def look_at_devices(self) -> None:
-        """Where devices are shared, nobody holds memory beside somebody else."""
+        """Check that only one side holds memory on shared devices."""
         if not self._scenario.config.placement.shared or self.trainer.offloaded:
             return
         holding = [e.engine_id for e in self.engines if e.holds_memory]
@@ -406,7 +411,7 @@ class SimulatedCluster:
         return self.trainer
 
     def connect_engine(self, engine_id: str, url: str) -> Engine:
-        """See `Cluster.connect_engine`. Nobody joins: the scenarios have no `engine.urls_file`."""
+        """See `Cluster.connect_engine`. No server joins: scenarios have no `engine.urls_file`."""
         raise AssertionError(f"{engine_id} at {url} joins")
 
     async def disconnect_engine(self, engine_id: str) -> None:

@@ -85,7 +85,7 @@ class _Writing(msgspec.Struct):
 
 
 class SimulatedTrainer:
-    """See `async_rl.trainer_protocol.Trainer`."""
+    """Implements `async_rl.trainer_protocol.Trainer`."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class SimulatedTrainer:
         try:
             await asyncio.sleep(slow * self._speeds.train_s)
         finally:
-            # Nobody stops a step that remote ranks have begun by no longer waiting for it.
+            # A step that remote ranks have begun goes on even if its caller stops waiting.
             if fault != "step_fails":
                 self._checker.trains(batch, self._step, step)
                 self._step = step
@@ -218,7 +218,7 @@ class SimulatedTrainer:
         try:
             await asyncio.sleep(self._speeds.update_s / 4)
         finally:
-            self.offloaded = True  # remote ranks go on, whoever no longer waits for them
+            self.offloaded = True  # remote ranks go on even if their caller stops waiting
 
     async def reload(self) -> None:
         """Implements `TrainerRank.reload`."""

@@ -103,11 +103,11 @@ class SimulatedWorkers:
         self.ends: dict[str, MemoryLink] = {}
         """The workers' ends of their links, by name."""
         self.metrics: list[Metrics] = []
-        """Of all workers that there were."""
+        """All workers that ever existed."""
 
     @asynccontextmanager
     async def open(self, name: str) -> AsyncIterator[Link]:
-        """See `rollout.remote.driver.OpenWorker`."""
+        """Implements `OpenWorker` of the worker backend."""
         await asyncio.sleep(self._start_s)
         ours, theirs = MemoryLink.pair(self._delay_s)
         clock = asyncio.get_running_loop().time

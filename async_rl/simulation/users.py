@@ -53,7 +53,7 @@ class TurnsLoop:
     """As many turns as the script has, with a tool's result after each but the last."""
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
-        """See `agent_loops`."""
+        """Run the loop on a task."""
         attempt_begins.get()()
         if task.metadata["trouble"] == "silent":
             return "completed"
@@ -97,7 +97,7 @@ class TreeLoop(TurnsLoop):
     """
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
-        """See `agent_loops`."""
+        """Run the loop on a task."""
         attempt_begins.get()()
         if task.metadata["trouble"] == "silent":
             return "completed"
