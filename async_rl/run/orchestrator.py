@@ -43,7 +43,7 @@ from async_rl.errors import TrainerError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
 from async_rl.observability.console_report import RunProgress
-from async_rl.observability.discovery import announced
+from async_rl.observability.discovery import URL_FILE, announced
 from async_rl.observability.endpoints import serve
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.page.feed import Feed
@@ -117,7 +117,7 @@ async def run(
             serve(metrics, host, config.metrics.port, status.health, page_routes(page, host)) as url,
             services(page=page.run),
         ):
-            (run_dir / "url").write_text(url)
+            (run_dir / URL_FILE).write_text(url)
             targets = Path(config.metrics.targets_dir or run_dir.parent / ".prometheus")
             if progress is not None:
                 progress.start(config, run_dir, url)
