@@ -33,7 +33,7 @@ class Command(NamedTuple):
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     """Add the arguments `config` and `overrides`, for `load_config(parsed.config, parsed.overrides)`."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; see docs/config.md")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; see docs/reference/config.md")
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -313,9 +313,11 @@ def _run_doctor(parsed: argparse.Namespace) -> int:
 def _add_schema_options(parser: argparse.ArgumentParser) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
-        "--markdown", action="store_true", help="as the tables of docs/config.md instead of JSON"
+        "--markdown", action="store_true", help="as the tables of docs/reference/config.md instead of JSON"
     )
-    shown.add_argument("--metrics", action="store_true", help="every metric, as the page docs/metrics.md")
+    shown.add_argument(
+        "--metrics", action="store_true", help="every metric, as the page docs/reference/metrics.md"
+    )
 
 
 def _run_schema(parsed: argparse.Namespace) -> int:
@@ -367,7 +369,7 @@ COMMANDS: tuple[Command, ...] = (
         "plan",
         "simulate a config's job and say what to expect of it",
         "Runs the scheduler in virtual time: throughput, idle shares, staleness, memory and the "
-        "bottleneck, before there is a machine. Needs neither model nor data; see docs/scaling.md.",
+        "bottleneck, before there is a machine. Needs neither model nor data; see docs/guide/scaling-up.md.",
         _add_plan_options,
         _run_plan,
     ),

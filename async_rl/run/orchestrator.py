@@ -477,8 +477,8 @@ class Orchestrator:
             await self.devices.clear()
             return await self._trainer_restarts.start_trainer()
         async with Nursery() as nursery:
-            nursery.start("engines", self._start_engines())
-            starting_trainer = nursery.start("trainer", self._trainer_restarts.start_trainer())
+            nursery.start_task("engines", self._start_engines())
+            starting_trainer = nursery.start_task("trainer", self._trainer_restarts.start_trainer())
         return starting_trainer.result()
 
     async def _start_engines(self) -> None:

@@ -194,7 +194,7 @@ class OverlappedLoop(TrainLoop):
             done = await self._train(batch, wait_s)
             self._last_update_end_s = math.inf
             copied = asyncio.Event()
-            update = self._updates.start(f"weight sync {self.step}", self._hand_over(done, copied))
+            update = self._updates.start_task(f"weight sync {self.step}", self._hand_over(done, copied))
             await copied.wait()
         if self._checkpoints.is_due(self.step):
             await update  # metrics.jsonl must have the record of each step that a checkpoint holds
