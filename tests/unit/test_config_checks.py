@@ -21,7 +21,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "check_groups": [
-        ("trainer={updates_per_batch: 3, groups_per_batch: 2}", "groups_per_batch only 2, and groups are not split"),
+        ("trainer={updates_per_batch: 3, groups_per_batch: 2}", "only 2, and groups are not split"),
         ("rollout={group_size: 1, dynamic_filtering: true}", "would drop all: raise rollout.group_size"),
         ("rollout.group_size=1", "advantages are all zero: use at least 2, or set trainer.loss.advantages"),
     ],
