@@ -21,9 +21,10 @@ from async_rl.engines.pool import EnginePool
 from async_rl.observability import evaluation_record as evaluations
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
-from async_rl.observability.instruments import value_of
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import Metrics, value_of
 from async_rl.observability.records import (
+    COUNTS,
+    FIGURES,
     StepRecord,
     Summary,
     Totals,
@@ -35,7 +36,7 @@ from async_rl.observability.records import (
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.trainer_protocol import COUNTS, FIGURES, StepResult
+from async_rl.trainer_protocol import StepResult
 from async_rl.weights.weight_sync import SyncReport
 
 log = logging.getLogger(__name__)
