@@ -4,7 +4,7 @@
 <run.dir>/<run.name>/
   config.yaml      the resolved config        metrics.jsonl   one StepRecord a line
   logs/            driver, engines, ranks     summary.json    the run in one screen, for programs
-  checkpoints/     to resume from             reward.png      its curves
+  checkpoints/     to resume from             report.html     the run as one page, with its curves
   hf/              the model, Hugging Face format       url             of the page and /metrics
   versions.json    of what it runs on
 ```
@@ -23,7 +23,8 @@ import msgspec
 
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError
-from async_rl.observability.console_report import RunProgress, print_summary, write_run_files
+from async_rl.observability.console_report import RunProgress, print_summary, write_summary
+from async_rl.observability.page.html_report import write_report
 from async_rl.observability.records import Summary, read_records
 from async_rl.run.folder import console, describe, logging_to, on_signals, run_folder
 from async_rl.runtime.processes import private_files
@@ -78,8 +79,9 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
                 print(f"async-rl: {describe(cause)}; log: {log_file}", file=sys.stderr)
                 return cause.exit_code if isinstance(cause, AsyncRLError) else 1
         records = read_records(run_dir / "metrics.jsonl")
-        write_run_files(run_dir, records, summary)
-        print_summary(shown, run_dir, records, summary)
+        write_summary(run_dir, summary)
+    write_report(run_dir)  # after the folder is unlocked, so that it says that the run is over
+    print_summary(shown, run_dir, records, summary)
     return 128 + signals[0] if signals else 0
 
 

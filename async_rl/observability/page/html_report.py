@@ -24,6 +24,7 @@ from markupsafe import Markup
 from async_rl import __version__
 from async_rl.config import changed_fields, load_config
 from async_rl.errors import ConfigError
+from async_rl.observability.console_report import REPORT_FILE
 from async_rl.observability.evaluation_record import FILE as EVALUATIONS
 from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
 from async_rl.observability.page import CHART_SCRIPTS, STATIC, STYLES
@@ -34,8 +35,6 @@ from async_rl.runtime import yaml12
 from async_rl.runtime.processes import private_files
 
 T = TypeVar("T")
-
-REPORT_FILE: Final = "report.html"
 
 State = Literal["running", "finished", "failed", "stopped"]
 
