@@ -7,6 +7,7 @@ import math
 import msgspec
 import pytest
 
+from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
 from async_rl.observability.page.charts import MAX_POINTS, Band, Chart, Series, sections, smoothed, thinned
 from async_rl.observability.page.tiles import compact, stages
 from async_rl.observability.records import StepRecord
@@ -54,6 +55,25 @@ def test_the_histogram_counts_all_trained_trajectories_up_to_the_bound() -> None
     assert bars.xs == [0, 1, 2, 3, 4]
     counts = [sum(step.staleness_counts[i] for step in steps) for i in range(5)]
     assert bars.series[0].values == pytest.approx(counts, rel=1e-3)
+
+
+def test_validation_is_charted_by_weight_version() -> None:
+    def score(reward: float) -> EvaluationScore:
+        passed = {"1": Estimate(value=reward), "4": Estimate(value=1.0)}
+        return EvaluationScore(tasks=8, answers=32, reward=Estimate(value=reward), pass_at=passed)
+
+    evaluations = [
+        EvaluationRecord(weight_version=4, status="done", scores={"all": score(0.25), "math": score(0.25)}),
+        EvaluationRecord(weight_version=8, status="missing", reason="no engine"),
+        EvaluationRecord(weight_version=12, status="done", scores={"all": score(0.75), "math": score(0.75)}),
+    ]
+    reward, passed = sections([], None, evaluations)[0].charts
+    assert (reward.x, reward.xs) == ("version", [4, 12])
+    assert [(series.label, series.values) for series in reward.series] == [("math", [0.25, 0.75])]
+    assert [(series.label, series.values) for series in passed.series] == [
+        ("pass@1", [0.25, 0.75]),
+        ("pass@4", [1.0, 1.0]),
+    ]
 
 
 def test_a_spike_stays_when_a_long_chart_is_thinned() -> None:

@@ -75,7 +75,7 @@ function legend(chart, plot) {
   const item = (label, value, className) =>
     element("li", className, label, ...(value === null ? [] : [" ", element("b", "", figure(value))]));
   const value = (values) => (at !== null ? values[at] : chart.kind === "bars" ? null : last(values));
-  const items = chart.series.map((one) => item(one.label, value(one.values), `t${one.tone}`));
+  const items = chart.series.map((one) => item(one.label, value(one.values), `t${one.tone}${one.faint ? " faint" : ""}`));
   if (chart.band) items.unshift(element("li", "t1 area", chart.band.label));
   if (chart.bound !== null) items.push(item("bound", chart.bound, "limit"));
   if (at !== null) items.push(element("li", "readout", `${chart.x} ${chart.xs[at]}`));
@@ -84,7 +84,7 @@ function legend(chart, plot) {
 
 function options(chart, width, onCursor) {
   const tone = (one) => `var(--t${one.tone})`;
-  const bars = chart.kind === "bars" ? { paths: uPlot.paths.bars({ size: [0.8] }), points: { show: false } } : {};
+  const bars = chart.kind === "bars" ? { paths: uPlot.paths.bars({ size: [0.8] }), points: { show: false } } : { points: { fill: () => colour("var(--card)") } };
   const series = chart.series.map((one) => ({
     stroke: () => colour(tone(one)),
     fill: chart.kind === "bars" ? () => colour(tone(one)) : undefined,
