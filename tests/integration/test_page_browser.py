@@ -13,9 +13,11 @@ import pytest
 from async_rl.observability.page import feed
 from async_rl.observability.page.html_report import write_report
 from tests.support.browser import Tab, browser
+from tests.support.environment import program
 from tests.support.finished_run import HOSTILE, LOG, records, write_run_folder
-from tests.support.tools import program
 from tests.support.watched_run import now, watched
+
+pytestmark = pytest.mark.needs("chromium")
 
 DRAWN = "document.querySelectorAll('figure.chart').length > 20"
 
@@ -63,7 +65,7 @@ async def hover(tab: Tab, chart: str) -> None:
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, True), (390, False)])
 async def test_the_page_shows_the_run_at_any_width(tmp_path: Path, width: int, dark: bool) -> None:
-    chromium, steps = program("chromium", "chromium"), records(120)
+    chromium, steps = program("chromium"), records(120)
     async with watched(now, lambda: steps) as (url, _), browser(chromium, tmp_path) as tab:
         await tab.open(url, width=width, dark=dark)
         await tab.until(DRAWN)
@@ -106,7 +108,7 @@ async def test_the_page_follows_the_run_to_its_end(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(feed, "_DRAW_SHARE", 1e9)
     steps, moments = records(8), [now(7)]
     async with watched(lambda: moments[-1], lambda: steps[:-1]) as (url, _):
-        async with browser(program("chromium", "chromium"), tmp_path) as tab:
+        async with browser(program("chromium"), tmp_path) as tab:
             await tab.open(url, width=1280)
             await tab.until("document.querySelector('#connection').textContent === 'live'")
             assert await text_of(tab, "#recent td") == "7"
@@ -142,7 +144,7 @@ async def test_the_page_follows_the_run_to_its_end(tmp_path: Path, monkeypatch: 
 async def test_the_report_is_whole_without_a_server(tmp_path: Path, width: int) -> None:
     folder = write_run_folder(tmp_path / "run", records(120), log=LOG)
     path = write_report(folder)
-    async with browser(program("chromium", "chromium"), tmp_path / "profile") as tab:
+    async with browser(program("chromium"), tmp_path / "profile") as tab:
         await tab.open(path.as_uri(), width=width)
         await tab.until(DRAWN)
         assert await text_of(tab, "#tile-reward") == f"{records(120)[-1].reward_mean:.3g}"
