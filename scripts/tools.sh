@@ -72,6 +72,7 @@ unpack() {
 
 # A command that runs an unpacked program with the libraries and fonts that were unpacked with it. The libraries are in
 # several folders, for example lib/x86_64-linux-gnu/pulseaudio: installed ones are found there by absolute paths.
+# LD_LIBRARY_PATH never ends with a colon, which would add the current folder.
 write_command() {
   local command=$1 root=$2 program=$2/usr/bin/$1 libraries
   [[ ! -x $root/usr/lib/$command/$command ]] || program=$root/usr/lib/$command/$command # Chromium's other is a script for /
@@ -81,7 +82,7 @@ write_command() {
 END
   cat >"$tools/bin/$command" <<END
 #!/bin/sh
-export LD_LIBRARY_PATH='$libraries'"\${LD_LIBRARY_PATH:-$root}" # never empty at its end, which would be the current folder
+export LD_LIBRARY_PATH='$libraries'"\${LD_LIBRARY_PATH:-$root}"
 export FONTCONFIG_FILE='$root/fonts.conf'
 exec '$program' "\$@"
 END
