@@ -31,9 +31,9 @@ works() {
   done
 }
 
-# A mirror that does not answer is given up after a while.
+# A mirror that does not answer is given up after a minute.
 patient_apt() {
-  apt-get -o Acquire::Retries=3 -o Acquire::http::Timeout=30 "$@"
+  apt-get -o Acquire::Retries=1 -o Acquire::http::Timeout=15 "$@"
 }
 
 # The same with lists and caches in .tools, where we may write.
@@ -96,7 +96,7 @@ get() {
   command -v apt-get >/dev/null && command -v dpkg >/dev/null || return
   echo "[tools] getting $tool from this machine's package mirror, into .tools"
   if ! unpack "$tool" >"$log" 2>&1; then
-    cause=$(grep '^E: ' "$log" | tail -n 1)
+    cause=$(grep -m 1 '^W: Failed to fetch' "$log" || grep '^E: ' "$log" | tail -n 1)
     problem="$tool could not be downloaded${cause:+ ($cause)}; apt's output is in .tools/$tool.log"
     return 1
   fi

@@ -119,8 +119,8 @@ async def test_the_page_follows_the_run_to_its_end(tmp_path: Path, monkeypatch: 
             await tab.until("document.querySelector('#alarm').checkVisibility()")
             assert await text_of(tab, "#alarm pre") == "nothing has moved for 300 s"
 
-            # By the keyboard alone: past the link to the charts, on to the button. Before anything is scrolled to:
-            # some versions (150) start from there, others (156) from the top.
+            # By the keyboard alone: past the link to the charts, on to the button. Nothing has scrolled yet:
+            # some versions (150) would start from where it did, others (156) from the top.
             for _ in range(2):
                 for kind in ("keyDown", "keyUp"):
                     await tab.send("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab",

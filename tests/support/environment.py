@@ -79,13 +79,11 @@ def start_problem(path: str, command: str) -> str:
 def _tool(name: str, *commands: str) -> Need:
     def problem() -> str:
         if found := "; ".join(filter(None, (_look_up(command)[1] for command in commands))):
-            told = _TOOLS / f"{name}.problem"
-            return f"{found} ({told.read_text().strip()})" if told.exists() else found
+            reason = _TOOLS / f"{name}.problem"
+            return reason.read_text().strip() if reason.exists() else found
         return ""
 
-    return Need(
-        problem, f"run `make tools`, or install {name} so that {' and '.join(commands)} are on the PATH"
-    )
+    return Need(problem, f"run `make tools`, or install {name}, with {' and '.join(commands)} on the PATH")
 
 
 def _sandbox(limits: Limits) -> Callable[[], str]:
