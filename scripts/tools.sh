@@ -19,9 +19,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly tools=$PWD/.tools
 readonly all="prometheus chromium"
 
-# What to look for, and what to unpack. Chromium draws no letter without a font.
+# What to look for, and what to unpack. Chromium reads its data (chromium-common) beside its program, and draws no letter
+# without a font.
 declare -rA commands=([prometheus]="prometheus promtool" [chromium]="chromium")
-declare -rA packages=([prometheus]="prometheus" [chromium]="chromium fonts-dejavu-core")
+declare -rA packages=([prometheus]="prometheus" [chromium]="chromium chromium-common fonts-dejavu-core")
 
 # Each command of a tool, from a folder or, without one, from the PATH.
 works() {
