@@ -17,7 +17,7 @@ from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spe
 RECEIVER = """
 import sys, json
 import torch
-import async_rl.engines.sglang_cpu  # lets SGLang be imported here
+import async_rl.engines.sglang.cpu_launcher  # lets SGLang be imported here
 from sglang.srt.utils.common import init_custom_process_group
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
