@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.cli import main
+from async_rl.cli.main import main
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config
 
