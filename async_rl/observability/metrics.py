@@ -306,7 +306,7 @@ class FlowMetrics(Instruments):
         "stage",
         buckets=SECONDS,
         unit="seconds",
-        source="engines.pool and queue.trajectory_queue, when a wait ends",
+        source="engines.lease_dispatcher and queue.trajectory_queue, when a wait ends",
         bad="The stage with the long waits is the one before the bottleneck.",
     )
     trajectory_retries_total = counter(
@@ -502,16 +502,16 @@ class EngineMetrics(Instruments):
         bad="0 for longer than a weight update: it failed; its log is in the run folder.",
     )
     engine_weight_version = gauge(
-        "Weight version an engine was last attested at.",
+        "Weight version an engine was last verified at.",
         "engine",
         unit="versions",
-        source="engines.pool, when it is attested",
+        source="engines.pool, when it is verified",
         bad="Behind `trainer_weight_version` for longer than an update: the engine is left behind.",
     )
     engine_running_requests = gauge(
         "Calls that are open on an engine.",
         "engine",
-        source="engines.pool, at the begin and end of each call",
+        source="engines.lease_dispatcher, at the begin and end of each call",
         bad="Very unequal between engines: see `engine_load_imbalance`.",
     )
     engine_quarantined_total = counter(
@@ -546,7 +546,7 @@ class EngineMetrics(Instruments):
         "kind",
         buckets=SECONDS,
         unit="seconds",
-        source="engines.pool, with the first token of each call",
+        source="engines.lease_dispatcher, with the first token of each call",
         bad="Grows: engines are overloaded, or prefixes are lost (`prefilled_again_tokens_total`).",
     )
     prefilled_again_tokens_total = counter(
@@ -554,7 +554,7 @@ class EngineMetrics(Instruments):
         "moved, evicted).",
         "cause",
         unit="tokens",
-        source="engines.pool, with the first token of each call",
+        source="engines.lease_dispatcher, with the first token of each call",
         bad="`evicted` or `moved` rise: too little cache, or too little stickiness.",
     )
     engine_idle_ratio = gauge(
@@ -636,7 +636,7 @@ class TrainerMetrics(Instruments):
     weight_delta_fallbacks_total = counter(
         "Updates of one engine by whole files in place of a delta.",
         "reason",
-        source="weights.local_folders, in each update with `weights.transport: delta`",
+        source="weights.delta_delivery, in each update with `weights.transport: delta`",
         bad="Rises with every version: deltas gain nothing, see the log; `no_actor`: external servers "
         "take no deltas.",
     )

@@ -35,10 +35,10 @@ from async_rl.data.chat_format import ChatFormat, load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.health import HealthWatch
-from async_rl.engines.membership import Membership
+from async_rl.engines.membership import EngineMembership
 from async_rl.engines.model_facts import check_model, load_facts
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.repair import Repair
+from async_rl.engines.repair import EngineRepair
 from async_rl.errors import TrainerError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
@@ -172,7 +172,7 @@ class Orchestrator:
             self._devices = SharedDevices(
                 pool, cluster.stop_engine, metrics, clock, timeout_s=config.weights.timeout_s
             )
-        self._repair = Repair(
+        self._repair = EngineRepair(
             pool,
             cluster.restart_engine,
             self._catch_up,
@@ -180,9 +180,9 @@ class Orchestrator:
             metrics,
             clock,
             seed=config.run.seed,
-            turns=self._devices.turns,
+            phases=self._devices.phases,
         )
-        self._membership: Membership | None = None
+        self._membership: EngineMembership | None = None
         self.named_waits = Waits(clock)
         self.doctor = Doctor(config, self.named_waits, pool, metrics)
         self.run_log = RunLogger(config, run_dir, pool, metrics, clock)
@@ -228,7 +228,7 @@ class Orchestrator:
             trainer_handle = await self._start_both()
         if isinstance(num_reserved := self._config.evaluation.engines, int) and validation:
             for engine in self.pool.engines()[-num_reserved:]:
-                self.pool.reserve(engine.engine_id)
+                self.pool.reserve_engine(engine.engine_id)
         given = _RunInputs(tasks, chat, facts, new_id, validation)
         failed_saves = 0
         while True:
@@ -333,13 +333,13 @@ class Orchestrator:
             self._config.evaluation,
             self._dir,
             self.pool,
-            sync.take_back,
+            sync.take_back_engine,
             evaluator,
             step=step,
             interrupt_timeout_s=self._config.weights.timeout_s,
             ended=self.run_log.evaluated,
             clock=self._clock,
-            turns=self._devices.turns,
+            phases=self._devices.phases,
         )
 
     async def _live(self, life: _Incarnation) -> float | TrainerHandle:
@@ -363,8 +363,8 @@ class Orchestrator:
         try:
             async with services(
                 rollouts=life.manager.run,
-                watch=lambda: self._cluster.watch_engines(self.pool.quarantine),
-                health=self._health.run,
+                watch=lambda: self._cluster.watch_engines(self.pool.quarantine_engine),
+                health=self._health.watch_engines,
                 **self._members(),
                 stopper=stopper,
                 doctor=self.doctor.run,
@@ -372,7 +372,7 @@ class Orchestrator:
                 **life.recovered.services,
             ):
                 try:
-                    async with services(repair=self._repair.run, **evaluating):
+                    async with services(repair=self._repair.repair_engines, **evaluating):
                         with acting("train loop"):
                             return await self._train_and_save(life)
                 except ExceptionGroup as group:
@@ -387,7 +387,7 @@ class Orchestrator:
             lost = loop.unsettled or failed or not can_follow(first_error(group))
             if loop.step > checkpoints.step and not lost:
                 self.run_log.enter("writing a checkpoint before the run ends with an error")
-                await self._devices.to_trainer(life.trainer)
+                await self._devices.hand_to_trainer(life.trainer)
                 await checkpoints.last(loop.step)
             raise
 
@@ -397,7 +397,7 @@ class Orchestrator:
         self.run_log.enter("bringing engines to the trainer's weights")
         with waiting("weight update", str(loop.step)):
             path = Path(self._config.model.path) if loop.step == 0 else None
-            await self._devices.start(sync, trainer, loop.step, path)
+            await self._devices.start_engines(sync, trainer, loop.step, path)
         self.run_log.begin(loop.step)
         self.run_log.enter("training")
         await loop.run()
@@ -410,7 +410,7 @@ class Orchestrator:
         ended_s = self._clock()
         self.run_log.enter("writing the checkpoint and the Hugging Face export")
         life.recovered.queue.stop()
-        await self._devices.to_trainer(trainer)
+        await self._devices.hand_to_trainer(trainer)
         await life.checkpoints.last(loop.step)
         with waiting("export"):
             await trainer.publish(str(self._dir / "hf"), loop.step)
@@ -432,7 +432,7 @@ class Orchestrator:
         """Start engines and trainer at the same time; on devices that they share, one after the other."""
         if self._devices.shared:
             await self._start_engines()
-            await self._devices.clear()
+            await self._devices.clear_devices()
             return await self._starts.first()
         async with Nursery() as nursery:
             nursery.start("engines", self._start_engines())
@@ -442,7 +442,7 @@ class Orchestrator:
     async def _start_engines(self) -> None:
         with waiting("engine start"):
             for engine in await self._cluster.start_engines():
-                self.pool.add(engine)
+                self.pool.add_engine(engine)
 
     def _members(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """The loop that follows `engine.urls_file`, where there is one."""
@@ -450,22 +450,22 @@ class Orchestrator:
         if engine.urls_file is None:
             return {}
         if self._membership is None:
-            self._membership = Membership(
+            self._membership = EngineMembership(
                 Path(engine.urls_file),
                 self.pool,
                 self._cluster.connect_engine,
                 self._depart,
                 drain_s=engine.drain_s,
             )
-        return {"members": self._membership.run}
+        return {"members": self._membership.follow_file}
 
     async def _depart(self, engine_id: str) -> None:
         """Let go of an engine that has left the pool."""
         if self._life is not None:
-            await self._life.sync.leave(engine_id)
+            await self._life.sync.remove_engine(engine_id)
         await self._cluster.disconnect_engine(engine_id)
 
     async def _catch_up(self, engine_id: str) -> None:
         """Bring an engine to the weights of the trainer that there is now."""
         assert self._life is not None, "engines are repaired in a life"
-        await self._life.sync.catch_up(engine_id)
+        await self._life.sync.catch_up_engine(engine_id)

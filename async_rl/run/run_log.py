@@ -104,7 +104,7 @@ class RunLogger:
         if self._begin_s is None:
             self._begin_s = now - (self.records[-1].time_s if self.records else 0.0)
             sampled.inc(sampled_before(self.records))
-            self._pool.restart_clock()
+            self._pool.statistics.restart_idle_clock()
         self._recorded_s, self._sampled = now, value_of(sampled)
 
     def step_done(self, done: StepDone, report: SyncReport, queue: TrajectoryQueue) -> None:
@@ -118,7 +118,7 @@ class RunLogger:
             time_s=now - self._begin_s,
             tokens_per_s=(sampled - self._sampled) / max(now - self._recorded_s, 1e-9),
             length_ks=queue.length_ks,
-            engine_idle_share=self._pool.idle_share,
+            engine_idle_share=self._pool.statistics.idle_share,
         )
         self._recorded_s, self._sampled = now, sampled
         self.records.append(record)
@@ -148,7 +148,7 @@ class RunLogger:
                 trajectories=trajectories,
                 rl_seconds=ended_s - self._begin_s,
                 sampled_tokens=int(value_of(self._metrics.sampled_tokens_total)),
-                engine_idle_share=self._pool.idle_share,
+                engine_idle_share=self._pool.statistics.idle_share,
                 max_staleness=config.rollout.max_staleness,
                 routing_merge=config.routing.merge if config.routing.from_engine else "off",
             ),
@@ -164,7 +164,7 @@ class RunLogger:
             m.trajectory_tokens.observe(length)
         waited_s = sum(earlier.wait_s for earlier in self.records)
         m.trainer_idle_ratio.set(waited_s / max(record.time_s, 1e-9))
-        m.engine_idle_ratio.set(self._pool.idle_share)
+        m.engine_idle_ratio.set(self._pool.statistics.idle_share)
 
 
 def sampled_before(records: list[StepRecord]) -> float:

@@ -96,8 +96,8 @@ class TrainLoop:
                 if batch is None:
                     break
                 wait_s = self._clock() - wait_begin
-                await self._devices.to_trainer(self._trainer)
-                async with self._sync.training():
+                await self._devices.hand_to_trainer(self._trainer)
+                async with self._sync.exclusive_trainer():
                     done = await self._train(batch, wait_s)
                     due = self._checkpoints.due(self.step)
                     if due and shared:  # while it has its state where it can be copied from
@@ -155,9 +155,9 @@ class TrainLoop:
         step = done.result.step
         with waiting("weight update", str(step)):
             if self._overlap:
-                report = await self._sync.hand_over(step, taken)
+                report = await self._sync.update_from_snapshot(step, taken)
             else:
-                report = await self._devices.to_engines(self._sync, self._trainer, step)
+                report = await self._devices.hand_to_engines(self._sync, self._trainer, step)
         self._queue.advance(step)
         self._end(done, report)
 

@@ -91,7 +91,7 @@ class TrainerRestarts:
             self._metrics.trainer_restarts_total.inc()
             self._run_log.enter("restarting the trainer from its newest checkpoint")
             try:
-                await self._devices.clear()
+                await self._devices.clear_devices()
                 trainer_handle = await self.first()
             except (TrainerError, EnvironmentNotReady) as error:
                 cause = error
@@ -99,5 +99,5 @@ class TrainerRestarts:
         # All engines are to serve the checkpoint's weights; until they do they serve nobody.
         lent = EngineState.EVALUATING
         for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING, lent):
-            self._pool.rejoin(engine.engine_id)
+            self._pool.rejoin_engine(engine.engine_id)
         return trainer_handle
