@@ -143,7 +143,7 @@ class HealthWatch:
             quiet_s = now - max(progress_s, self._probed_s.get(engine_id, float("-inf")))
             if quiet_s >= self._config.probe_s and engine_id not in self._probing:
                 self._probing.add(engine_id)
-                probes.start(f"probe {engine_id}", self._probe_engine(engine))
+                probes.start_task(f"probe {engine_id}", self._probe_engine(engine))
 
     async def _probe_engine(self, engine: Engine) -> None:
         """Ask one engine for its health; several misses in a row quarantine it."""

@@ -150,7 +150,7 @@ class EngineMembership:
         for url in leaves:
             engine_id = self._members.pop(url)
             log.info("engine %s at %s leaves", engine_id, url)
-            leaving.start(f"{engine_id} leaves", self._drain_and_remove(engine_id))
+            leaving.start_task(f"{engine_id} leaves", self._drain_and_remove(engine_id))
 
     async def _drain_and_remove(self, engine_id: str) -> None:
         try:

@@ -130,12 +130,12 @@ class EngineRepair:
                 the config says that this ends the run.
         """
         async with Nursery() as nursery:
-            nursery.start("outage", self._watch_outage())
+            nursery.start_task("outage", self._watch_outage())
             while True:
                 with waiting("idle"):
                     engine_id = await self._pool.wait_for_repair(self._under_way)
                 self._under_way.add(engine_id)
-                nursery.start(f"repair {engine_id}", self._repair_engine(engine_id))
+                nursery.start_task(f"repair {engine_id}", self._repair_engine(engine_id))
 
     async def _repair_engine(self, engine_id: str) -> None:
         """Restart an engine until it serves or has left the pool."""

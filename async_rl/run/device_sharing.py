@@ -140,7 +140,7 @@ class SharedDevices:
             self._stopped_s = self._clock()
         async with Nursery() as nursery:
             for engine in self._pool.engines():
-                nursery.start(f"clear {engine.engine_id}", self._clear_engine(engine))
+                nursery.start_task(f"clear {engine.engine_id}", self._clear_engine(engine))
         self.phases.enter_phase("trainer")
 
     async def hand_to_trainer(self, trainer: Trainer) -> None:
@@ -192,7 +192,7 @@ class SharedDevices:
         async with Nursery() as nursery:
             for engine in self._pool.engines(EngineState.UPDATING, EngineState.JOINING):
                 if engine.engine_id in self._memory and not self._pool.needs_repair(engine.engine_id):
-                    nursery.start(f"fill {engine.engine_id}", self._fill_engine(engine, sync))
+                    nursery.start_task(f"fill {engine.engine_id}", self._fill_engine(engine, sync))
         self._memory.clear()  # of engines that failed: `repair` restarts them
         self.phases.enter_phase("engines")
         now = self._clock()

@@ -82,7 +82,7 @@ class EngineCatchUp:
         async with Nursery() as nursery:
             for engine in self._pool.engines(EngineState.JOINING):
                 if not self._pool.needs_repair(engine.engine_id):
-                    nursery.start(f"catch up {engine.engine_id}", catch_up(engine))
+                    nursery.start_task(f"catch up {engine.engine_id}", catch_up(engine))
 
     async def catch_up_engine(self, engine_id: str) -> None:
         """Bring an engine that has (re)joined to the current version, from files, and let it serve.

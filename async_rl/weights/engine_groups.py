@@ -74,8 +74,8 @@ class EngineGroups:
         )
         try:
             async with Nursery() as nursery:
-                nursery.start("trainer joins", self._trainer.open_weight_group(invite))
-                nursery.start("engine joins", engine.join_weight_group(invite))
+                nursery.start_task("trainer joins", self._trainer.open_weight_group(invite))
+                nursery.start_task("engine joins", engine.join_weight_group(invite))
         except ExceptionGroup as group:
             raise first_error(group) from group
         stale = self._names.pop(engine.engine_id, None)

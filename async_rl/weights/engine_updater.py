@@ -127,7 +127,7 @@ class EngineUpdater:
 
         async with Nursery() as nursery:
             for engine in engines:
-                nursery.start(f"update {engine.engine_id}", update_engine(engine))
+                nursery.start_task(f"update {engine.engine_id}", update_engine(engine))
 
     async def _update_by_sending(
         self,
@@ -138,7 +138,7 @@ class EngineUpdater:
     ) -> None:
         async with Nursery() as nursery:
             interrupts = [
-                nursery.start(f"interrupt {engine.engine_id}", self._interrupt_engine(engine))
+                nursery.start_task(f"interrupt {engine.engine_id}", self._interrupt_engine(engine))
                 for engine in engines
             ]
         # Only now: a broadcast into the group of an engine that cannot receive would wait for it.
@@ -162,8 +162,8 @@ class EngineUpdater:
 
         async with Nursery() as nursery:
             for held in receiving:
-                nursery.start(f"update {held.engine.engine_id}", load_weights(held))
-            nursery.start("send weights", self._send_buckets(sender))
+                nursery.start_task(f"update {held.engine.engine_id}", load_weights(held))
+            nursery.start_task("send weights", self._send_buckets(sender))
 
     async def _interrupt_engine(self, engine: Engine) -> _HeldEngine | None:
         """Hold and interrupt an engine; None when it failed."""

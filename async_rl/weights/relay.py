@@ -30,8 +30,8 @@ class BucketRelay(Generic[T]):
     Example:
         >>> relay = BucketRelay(["engine-0", "engine-1"], len(plan), trainer_fills)
         >>> async with Nursery() as nursery:
-        ...     nursery.start("send weights", relay.fetch_buckets())
-        ...     nursery.start("engine 0", load("engine-0", relay.buckets("engine-0")))
+        ...     nursery.start_task("send weights", relay.fetch_buckets())
+        ...     nursery.start_task("engine 0", load("engine-0", relay.buckets("engine-0")))
     """
 
     def __init__(

@@ -115,7 +115,7 @@ async def workshop(*names: str, **config: Any) -> AsyncIterator[Workshop]:
         made = Workshop(PlayedPool(*names, nursery=nursery), msgspec.structs.replace(CONFIG, **config))
         async with services(repair=made.repair.repair_engines):
             yield made
-        nursery.cancel()
+        nursery.cancel_tasks()
 
 
 @in_virtual_time

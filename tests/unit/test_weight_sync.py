@@ -289,7 +289,7 @@ async def test_no_engine_serves_an_unknown_version_when_an_update_is_cancelled(t
     await bench.start()
     stopper = Stopper(bench.engines[0], step)
     async with Nursery() as nursery:
-        update = nursery.start("update", bench.sync.update_engines(1))
+        update = nursery.start_task("update", bench.sync.update_engines(1))
         await stopper.reached.wait()
         for _ in range(10):
             await asyncio.sleep(0)
@@ -320,7 +320,7 @@ async def test_an_update_ends_early_when_its_engine_is_found_dead(tmp_path):
     await bench.start()
     stopper = Stopper(bench.engines[0], "update_weights")
     async with Nursery() as nursery:
-        nursery.start("update", bench.sync.update_engines(1))
+        nursery.start_task("update", bench.sync.update_engines(1))
         await stopper.reached.wait()
         await asyncio.sleep(20.0)
         bench.pool.quarantine_engine("engine-0", EngineError("three probes missed"))
@@ -337,7 +337,7 @@ async def test_updates_go_on_while_a_joining_engine_loads(tmp_path, transport):
     bench.pool.rejoin_engine("engine-0")
     loading = Stopper(bench.engines[0], "update_weights")
     async with Nursery() as nursery:
-        nursery.start("catch up", bench.sync.catch_up_engine("engine-0"))
+        nursery.start_task("catch up", bench.sync.catch_up_engine("engine-0"))
         async with bench.sync.trainer_busy:
             await bench.sync.update_engines(1)
         await loading.reached.wait()
@@ -360,7 +360,7 @@ async def test_files_stay_while_a_joining_engine_reads_them(tmp_path):
     bench.pool.rejoin_engine("engine-0")
     loading = Stopper(bench.engines[0], "update_weights")
     async with Nursery() as nursery:
-        nursery.start("catch up", bench.sync.catch_up_engine("engine-0"))
+        nursery.start_task("catch up", bench.sync.catch_up_engine("engine-0"))
         await loading.reached.wait()
         await bench.sync.update_engines(2)
         assert (tmp_path / "version_1").exists()
@@ -441,7 +441,7 @@ async def test_updates_wait_for_a_joining_engine_that_was_overtaken_twice(tmp_pa
             version += 1
             await bench.sync.update_engines(version)
         elif change.weight_version == 3:
-            nursery.start("update", bench.sync.update_engines(4))
+            nursery.start_task("update", bench.sync.update_engines(4))
             for _ in range(20):  # as long as an update takes
                 await asyncio.sleep(0)
             assert bench.serving() == {"engine-1": 3}
