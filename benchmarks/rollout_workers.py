@@ -156,8 +156,8 @@ async def playing(workers: int) -> AsyncIterator[Play]:
     assert isinstance(config.engine, SimulatedEngines)
     pool = EnginePool(metrics, time.monotonic)
     for index in range(4):
-        pool.add(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
-        pool.serve(f"engine-{index}", 0)
+        pool.add_engine(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
+        pool.serve_engine(f"engine-{index}", 0)
     stage: RolloutBackend = (
         WorkerBackend(config.rollout, lambda name: open_worker(workers), metrics)
         if workers

@@ -200,7 +200,7 @@ class Doctor:
     def _engines(self) -> list[EngineView]:
         pool, config = self._pool, self._engine
         states = {engine.engine_id: state for state in EngineState for engine in pool.engines(state)}
-        vitals = {engine_id: pool.vitals(engine_id) for engine_id in states}
+        vitals = {engine_id: pool.statistics.load_of(engine_id) for engine_id in states}
         return [
             EngineView(
                 engine_id=engine_id,
@@ -274,7 +274,7 @@ class Doctor:
         """Undo a cause in the way that its own timeout would; what was done, or None."""
         match cause.on:
             case "chunk" | "first chunk":
-                self._pool.quarantine(cause.target, EngineTimeout(cause.sentence))
+                self._pool.quarantine_engine(cause.target, EngineTimeout(cause.sentence))
                 return f"{cause.target} is quarantined, its calls move with their tokens"
             case "group" if (queue := self._queue()) is not None:
                 queue.give_up(cause.target, "lost")

@@ -209,7 +209,7 @@ class World:
                 async with services(rollouts=self.manager.run):
                     for engine in self.engines:
                         if engine.engine_id not in self.pool:
-                            self.pool.add(engine)
+                            self.pool.add_engine(engine)
                         await self._update(engine)
                     for _ in range(steps):
                         if not await self._step():
@@ -231,7 +231,7 @@ class World:
         self.version += 1
         self.queue.settle(batch, self.version)
         for engine in self.engines:
-            self.pool.hold(engine.engine_id)
+            self.pool.hold_engine(engine.engine_id)
         for engine in self.engines:
             await engine.interrupt("abort")
             await self._update(engine)
@@ -241,7 +241,7 @@ class World:
 
     async def _update(self, engine: CoarseEngine) -> None:
         await engine.update_weights(DiskUpdate(weight_version=self.version, path=""), flush=True)
-        self.pool.serve(engine.engine_id, self.version)
+        self.pool.serve_engine(engine.engine_id, self.version)
 
     def check(self, batch: TakenBatch) -> None:
         """What no policy may break, from the arrays that a trainer reads."""

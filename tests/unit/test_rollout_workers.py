@@ -262,11 +262,11 @@ async def test_the_driver_says_who_plays_and_what_is_awaited_there() -> None:
     async with Troupe() as troupe, asyncio.TaskGroup() as tasks:
         await asyncio.sleep(1.0)
         (worker,) = troupe.stage._live.values()
-        troupe.bench.pool.hold("engine-0")
+        troupe.bench.pool.hold_engine("engine-0")
         playing = tasks.create_task(troupe.stage.play(TASK, troupe.session()))
         await asyncio.sleep(20.0)
         assert "a turn of the policy for" in worker.waits["0" * 32]
-        troupe.bench.pool.serve("engine-0", 0)
+        troupe.bench.pool.serve_engine("engine-0", 0)
         await playing
 
 

@@ -89,7 +89,7 @@ class RolloutSession(Transcript, Conversation):
         Raises:
             AlignmentError: When the routing does not fit the tokens.
         """
-        self._pool.forget(self.trajectory_id)
+        self._pool.dispatcher.forget_trajectory(self.trajectory_id)
         self._read_pending()
         trace = await self._trace() if self._routing.from_engine else None
         return self._trajectory(trace, stop_reason, reward_parts, error=None)

@@ -145,13 +145,13 @@ class Transcript(TokenLog):
             interrupt=interrupt,
             facts=facts,
             metrics=metrics,
-            strike=pool.strike,
+            strike=pool.record_strike,
         )
 
     def _inherit(self, parent: Self) -> None:
         TokenLog._inherit(self, parent)
         self._rows = parent._rows.branch()
-        self._pool.share_home(parent.trajectory_id, self.trajectory_id)
+        self._pool.dispatcher.share_cached_prefix(parent.trajectory_id, self.trajectory_id)
 
     async def _write(self, budget: int, stop: Sequence[str]) -> Literal["stop", "length"]:
         """Let the policy write a turn of so many tokens at most; how it ended."""
@@ -254,7 +254,7 @@ class Transcript(TokenLog):
         else:
             return True
         call.clear()
-        lease.suspicious(EngineError(problem))
+        lease.record_strike(EngineError(problem))
         return False
 
     def _request(
