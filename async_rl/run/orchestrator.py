@@ -54,6 +54,7 @@ from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.manager import RolloutManager
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.run.checkpoints import Checkpoints, can_follow
 from async_rl.run.cluster import Cluster
@@ -257,17 +258,23 @@ class Orchestrator:
         sync = self._weight_sync(trainer)
         recovered = RecoveredState(config, self._dir, given.tasks, given.facts, step, metrics, clock)
         queue = recovered.queue
+        context = SessionContext(
+            chat=given.chat,
+            rollout=config.rollout,
+            metrics=metrics,
+            clock=clock,
+            pool=self.pool,
+            facts=given.facts,
+            routing=config.routing,
+            interrupt=config.weights.interrupt,
+            new_id=given.new_id,
+        )
         manager = RolloutManager(
             config,
+            context,
             feeder=recovered.feeder,
             queue=queue,
-            pool=self.pool,
             backend=self._rollout_backend(given.chat),
-            chat=given.chat,
-            facts=given.facts,
-            metrics=metrics,
-            new_id=given.new_id,
-            clock=clock,
             journal=recovered.journal,
             journalled=recovered.journalled,
             observer=recovered.archive,

@@ -19,7 +19,7 @@ from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.session import routing_rows
-from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import Transcript
 from async_rl.simulation import simulate
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import Ending, FaultKind, Scenario, draw
@@ -73,7 +73,7 @@ def concatenate_rows(patch: pytest.MonkeyPatch) -> None:
         return msgspec.structs.replace(new, rows=np.ascontiguousarray(both[:length]), spans=spans)
 
     patch.setattr(routing, "splice", splice)
-    patch.setattr(routing_rows.RoutingRows, "start", lambda self, token_ids, engine_id, version: 0)
+    patch.setattr(routing_rows.RoutingRows, "next_start", lambda self, token_ids, engine_id, version: 0)
 
 
 def shift_rows(patch: pytest.MonkeyPatch) -> None:
@@ -90,9 +90,11 @@ def shift_rows(patch: pytest.MonkeyPatch) -> None:
 def replace_nothing(patch: pytest.MonkeyPatch) -> None:
     """`replace` goes on from the rows that it has, whatever weights they are of."""
     patch.setattr(
-        routing_rows.RoutingRows, "start", lambda self, token_ids, engine_id, version: self.held(token_ids)
+        routing_rows.RoutingRows,
+        "next_start",
+        lambda self, token_ids, engine_id, version: self.num_held(token_ids),
     )
-    patch.setattr(routing_rows.RoutingRows, "take", _spliced(routing_rows.RoutingRows.take))
+    patch.setattr(routing_rows.RoutingRows, "add_answer", _spliced(routing_rows.RoutingRows.add_answer))
 
 
 def _spliced(take: Any) -> Any:
@@ -115,7 +117,7 @@ async def _nothing(*_: Any, **__: Any) -> None:
 def claim_newer_weights(patch: pytest.MonkeyPatch) -> None:
     """Tokens are labelled with the version that their engine serves when the call has ended."""
 
-    def keep(self: RolloutSession, call: Any, lease: Any, reason: str, prompt: int) -> None:
+    def keep(self: Transcript, call: Any, lease: Any, reason: str, prompt: int) -> None:
         newest = lease.weight_version
         call.versions = [msgspec.structs.replace(span, weight_version=newest) for span in call.versions]
         if call.finish is not None:
@@ -125,24 +127,24 @@ def claim_newer_weights(patch: pytest.MonkeyPatch) -> None:
             call.finish = msgspec.structs.replace(call.finish, version_spans=tuple(spans))
         original(self, call, lease, reason, prompt)
 
-    original = RolloutSession._keep
-    patch.setattr(RolloutSession, "_keep", keep)
+    original = Transcript._append_call
+    patch.setattr(Transcript, "_append_call", keep)
 
 
 def forget_on_failover(patch: pytest.MonkeyPatch) -> None:
     """What a call had sampled when its engine died is thrown away."""
 
-    def keep(self: RolloutSession, call: Any, lease: Any, reason: str, prompt: int) -> None:
+    def keep(self: Transcript, call: Any, lease: Any, reason: str, prompt: int) -> None:
         if reason == "failover":
             call.clear()
         original(self, call, lease, reason, prompt)
 
-    original = RolloutSession._keep
-    patch.setattr(RolloutSession, "_keep", keep)
+    original = Transcript._append_call
+    patch.setattr(Transcript, "_append_call", keep)
 
 
 def believe_any_answer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RolloutSession, "_is_right", lambda self, call, lease: call.finish is not None)
+    patch.setattr(Transcript, "_check_answer", lambda self, call, lease: call.finish is not None)
 
 
 def skip_positions(patch: pytest.MonkeyPatch) -> None:
@@ -152,8 +154,8 @@ def skip_positions(patch: pytest.MonkeyPatch) -> None:
         result = original(self)
         return original(self) if result is not None and result[0] % 5 == 4 else result
 
-    original = Feeder.next
-    patch.setattr(Feeder, "next", following)
+    original = Feeder.next_task
+    patch.setattr(Feeder, "next_task", following)
 
 
 def forget_pending(patch: pytest.MonkeyPatch) -> None:
