@@ -1,7 +1,7 @@
 """Decides which task comes next: data order, epochs, retries, and what a restarted run must dispatch again.
 
-A *position* numbers every task ever dispatched, in order; `data/order.py` maps it to a task. The ledger records
-positions, so that a restarted run neither skips nor repeats a task. Nothing here does I/O or waits.
+A *position* numbers every task ever dispatched, in order; `data/order.py` maps it to a task. The ledger
+records positions, so that a restarted run neither skips nor repeats a task. Nothing here does I/O or waits.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Feeder:
         self.retries = retries or TaskRetries()
 
     def next_task(self) -> tuple[int, Task] | None:
-        """Return the next position and its task, or None if the data is exhausted and no retry is scheduled."""
+        """Return the next position and its task; None if the data is exhausted and no retry is due."""
         exhausted = self._end is not None and self._cursor >= self._end
         if self._pending:
             position = self._pending.popleft()

@@ -93,7 +93,8 @@ class TrajectoryQueue:
             version: What the trainer holds and the engines serve.
             metrics: Where trajectories and waits are counted.
             observer: Who is told what becomes of trajectories.
-            retry_task: Called with the position of a task whose group was lost, and the reason; returns whether
+            retry_task: Called with the position of a task whose group was lost, and the reason; returns
+            whether
                 the task will be dispatched again.
             clock: Seconds, monotonic.
         """

@@ -17,9 +17,10 @@ from async_rl.runtime.waits import waiting
 class AgentLoops:
     """Makes each agent loop once, and enters those that are async context managers.
 
-    A loop's `run` keeps the state of a trajectory in local variables. A loop whose trajectories share something
-    (connections, a pool of processes) is an async context manager: a task of its own enters it before its first
-    trajectory, and exits it when the block of `AgentLoops` ends. An error on entry ends the run.
+    A loop's `run` keeps the state of a trajectory in local variables. A loop whose trajectories share
+    something (connections, a pool of processes) is an async context manager: a task of its own enters it
+    before its first trajectory, and exits it when the block of `AgentLoops` ends. An error on entry ends the
+    run.
 
     Example:
         >>> async with AgentLoops(config.rollout) as loops:

@@ -122,7 +122,7 @@ class RolloutManager:
         """Set when the data is exhausted or admission has ended, and every group has settled."""
 
     async def run(self) -> None:
-        """Dispatch groups until the data is exhausted or the queue admits no more, then wait for them to end."""
+        """Dispatch groups until the data is exhausted or admission ends, then wait for them to end."""
         tasks_changed, new_id = self._feeder.retries.changed, self._context.new_id
         async with self._backend, Nursery() as groups:
             while self._queue.left:
@@ -130,7 +130,8 @@ class RolloutManager:
             while True:
                 if not await self._queue.admit():
                     break
-                # The slot comes first: a dispatched group starts to sample at once, so it is not old from the start.
+                # The slot comes first: a dispatched group starts to sample at once, so it is not old from the
+                # start.
                 await self.slots.acquire_slot()
                 tasks_changed.clear()
                 following = self._feeder.next_task() if self._queue.admits else None

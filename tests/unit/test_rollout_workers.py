@@ -1,4 +1,4 @@
-"""Tests of the protocol between driver and rollout workers in virtual time, and of links over real sockets."""
+"""Tests of the protocol between driver and workers in virtual time, and of links over real sockets."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class RewardUnavailable(Exception):
 class RewardClient:
     """Posts requests to the URL of one reward server.
 
-    The token is read once and is only sent in the header of each request: no error contains it, and redirects,
-    which could send it elsewhere, are not followed.
+    The token is read once and is only sent in the header of each request: no error contains it, and
+    redirects, which could send it elsewhere, are not followed.
     """
 
     def __init__(self, name: str, config: HttpReward) -> None:

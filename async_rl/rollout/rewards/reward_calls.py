@@ -127,7 +127,7 @@ class Rewards:
     async def score_group(
         self, task: Task, completions: Sequence[Completion]
     ) -> list[dict[str, float] | RewardError]:
-        """Score all trajectories of a group by one call; failed ones have an error in place of their parts."""
+        """Score all trajectories of a group by one call; a failed one has an error in place of its parts."""
         return await self._named_reward(self.name_for(task)).score_group(task, completions)
 
     async def close(self) -> None:

@@ -28,8 +28,8 @@ class SessionContext(ConversationContext):
     """What a session needs in the driver, where it also calls engines.
 
     Example:
-        >>> context = SessionContext(chat=chat, rollout=config.rollout, metrics=metrics, clock=clock, pool=pool,
-        ...     facts=facts, routing=config.routing, interrupt=config.weights.interrupt, new_id=new_id)
+        >>> context = SessionContext(chat=chat, rollout=config.rollout, metrics=metrics, clock=clock,
+        ...     pool=pool, facts=facts, routing=config.routing, interrupt="abort", new_id=new_id)
         >>> transcript = Transcript(context, Entry(trajectory_id))
     """
 

@@ -40,7 +40,7 @@ from async_rl.types import (
 )
 
 _MAX_METADATA_BYTES: Final = 4096
-"""Limit of one turn's metadata as JSON: it is for display, and a run keeps that of a thousand trajectories."""
+"""Limit of one turn's metadata as JSON, because a run keeps that of a thousand trajectories for display."""
 
 _MAX_CLEAN_UP_S: Final = 5.0
 """How long `close` waits for tasks of a loop that were cancelled in the middle of a turn."""

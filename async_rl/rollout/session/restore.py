@@ -6,7 +6,7 @@
  generate          the whole turn               it is returned at once
  generate          the beginning of the turn    sampling resumes from there
  add_messages      the same tokens              the loop goes on
- anything else     something else, or nothing   the rest of the journal is discarded, and the loop goes on live
+ anything else     something else, or nothing   the rest of the journal is discarded; the loop goes on live
 ```
 
 Agent loops keep no state that could be stored, so a restart runs them again from the beginning. A loop that
@@ -46,7 +46,7 @@ class RestoredTurns:
         return not self._segments and not self._turns
 
     def match_context(self, token_ids: Int32Array) -> None:
-        """Compare the tokens that the loop appends with the journal's, and discard the rest if they differ."""
+        """Compare the tokens that the loop appends with the journal's; discard the rest if they differ."""
         if self._segments and _is_context(self._segments[0], token_ids):
             self._segments.popleft()
         else:

@@ -20,7 +20,8 @@ class RolloutSession(Conversation[Transcript]):
     """Implements `session.api.Session` for agent loops, and becomes a trajectory for the rollout manager.
 
     Example:
-        >>> session = RolloutSession(context, task, Transcript(context, Entry(trajectory_id)), group_id=group_id)
+        >>> transcript = Transcript(context, Entry(trajectory_id))
+        >>> session = RolloutSession(context, task, transcript, group_id=group_id)
         >>> await loop.run(task, session)
         >>> trajectory = await session.finish_trajectory(session.stop_reason, {"reward": 1.0})
     """

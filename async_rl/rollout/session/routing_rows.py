@@ -8,9 +8,9 @@
 
 An answer carries the rows of the whole sequence, or only those from a start on (a delta). A delta saves
 bytes, but it is valid only if the rows before it still count: under `splice` always, under `replace` only
-while the same engine serves the same weights. If an engine has recomputed the rows before a delta (`retract`),
-the delta is useless and the next fetch starts from 0. Rows of tokens that the trajectory no longer has are
-dropped.
+while the same engine serves the same weights. If an engine has recomputed the rows before a delta
+(`retract`), the delta is useless and the next fetch starts from 0. Rows of tokens that the trajectory no
+longer has are dropped.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class RoutingRows:
             self._held = [new]
         elif payload.weight_version == self._held[-1].weight_version:
             self._held.append(new)
-        # Otherwise the engine loaded new weights during the call and recomputed the rows before the delta. The
-        # held rows are of another version, so the next fetch starts from 0.
+        # Otherwise the engine loaded new weights during the call and recomputed the rows before the delta.
+        # The held rows are of another version, so the next fetch starts from 0.
 
     async def build_trace(self, token_ids: Int32Array) -> RoutingTrace:
         """Decode and merge the held rows, and check them against the tokens, in threads.

@@ -2,8 +2,8 @@
 
 ```
  Conversation ── append_context, write_turn, open_branch ──► TokenWriter ──► TokenLog
-                                                               Transcript    in the driver: calls engines
-                                                               RemoteWriter  in a rollout worker: asks the driver
+                                                              Transcript:   calls engines, in the driver
+                                                              RemoteWriter: asks the driver, in a worker
 ```
 """
 

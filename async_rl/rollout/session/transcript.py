@@ -54,7 +54,7 @@ from async_rl.types import (
 log = logging.getLogger(__name__)
 
 _MAX_UNREQUESTED_ABORTS: Final = 8
-"""The most calls in a row that may end without a token and without a weight update before the attempt fails."""
+"""The attempt fails after this many calls in a row that ended without a token and without a weight update."""
 
 _MAX_RECOVERIES: Final = 4
 """The most attempts to fetch missing routing rows; a weight update can interrupt each of them."""
@@ -216,8 +216,8 @@ class Transcript(TokenWriter):
             last = len(tokens)
             if unrequested > _MAX_UNREQUESTED_ABORTS:
                 raise EngineError(
-                    f"engines ended {unrequested} calls of trajectory {self.trajectory_id} in a row without an "
-                    "interruption by a weight update: see the engines' logs"
+                    f"engines ended {unrequested} calls of trajectory {self.trajectory_id} in a row without "
+                    "an interruption by a weight update: see the engines' logs"
                 )
         self._entry.end_turn(len(tokens), reason)
         return reason
@@ -348,7 +348,7 @@ class Transcript(TokenWriter):
         if self._restored is not None and self._restored.is_exhausted:
             if self._restored.num_discarded:
                 log.warning(
-                    "trajectory %s differs from its course before the restart: %d sampled tokens are discarded",
+                    "trajectory %s went another way than before the restart: %d tokens are discarded",
                     self.trajectory_id,
                     self._restored.num_discarded,
                 )

@@ -34,7 +34,7 @@ class DriverSession(RolloutSession):
         self.writer.append_context(message.token_ids)
 
     def open_branch(self, message: OpenBranch) -> DriverSession:
-        """Open a branch or another conversation; both halves derive its id from the number of those before."""
+        """Open a branch or another conversation; both halves derive its id from their count."""
         other = self._open_sibling(inherits=message.inherits)
         assert other.trajectory_id == message.trajectory_id, "both halves number their branches alike"
         return other

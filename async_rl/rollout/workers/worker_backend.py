@@ -1,10 +1,10 @@
 """The driver's side of rollout workers: distributes attempts, and replaces workers that end.
 
 ```
- loop        consumes                 waits for             unblocked by             produces
- keeper      one worker's messages    the next message      the worker; its end      inbox entries, a restart
- watch       ticks                    the next tick         time                     the end of a silent worker
- attempt     its inbox                the next message      the worker; its end      turns, reports
+ loop       consumes                waits for           unblocked by          produces
+ keeper     one worker's messages   the next message    the worker; its end   inbox entries, a restart
+ watch      ticks                   the next tick       time                  the end of a silent worker
+ attempt    its inbox               the next message    the worker; its end   turns, reports
 ```
 
 A worker that ends, or sends nothing for `rollout.worker_stall_s`, is restarted. Its attempts raise
@@ -58,8 +58,8 @@ _TICKS: Final = 8
 workers for dead."""
 
 _MAX_FAILED_STARTS: Final = 3
-"""The run ends after this many failed starts of one worker in a row: user code that cannot be loaded now cannot
-be loaded later."""
+"""The run ends after this many failed starts of one worker in a row: user code that cannot be loaded now
+cannot be loaded later."""
 
 _RESTART_DELAY_S: Final = 0.5
 """Delay before a worker is restarted, doubled for each incarnation in a row that completed no attempt."""
@@ -134,7 +134,8 @@ class WorkerBackend(RolloutBackend):
         """The workers that are alive, by name."""
         self._worker_joined = asyncio.Event()
         self._request_ids = count(1)
-        # Between two turns a session opens, appends once, asks once and cancels once; then it awaits an answer.
+        # Between two turns a session opens, appends once, asks once and cancels once; then it awaits an
+        # answer.
         self._max_unread = 4 * (config.max_branches + 2)
         self._keepers = Nursery()
 
