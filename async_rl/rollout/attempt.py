@@ -94,7 +94,9 @@ async def score_sources(
     try:
         async with Nursery() as scoring:
             parts = {
-                name: scoring.start(f"reward of {name}", rewards.score_completion(task, source.completion))
+                name: scoring.start_task(
+                    f"reward of {name}", rewards.score_completion(task, source.completion)
+                )
                 for name, source in sources.items()
             }
     except ExceptionGroup as errors:
@@ -128,7 +130,7 @@ async def finish_trajectories(results: Sequence[AttemptResult]) -> Sequence[Traj
     try:
         async with Nursery() as ending:
             ends = [
-                ending.start(
+                ending.start_task(
                     f"end of {each.session.trajectory_id}",
                     each.session.finish_trajectory(each.session.stop_reason, each.parts or {}),
                 )

@@ -97,7 +97,7 @@ class RolloutWorker:
                     finally:
                         for channel in self._channels.values():
                             channel.close()
-                        attempts.cancel()
+                        attempts.cancel_tasks()
         except ExceptionGroup as errors:
             if not isinstance(first_error(errors), WorkerLost):
                 raise
@@ -110,7 +110,7 @@ class RolloutWorker:
                 channel = WorkerChannel(message.request_id, self._link.post)
                 self._channels[message.request_id] = channel
                 attempt = self._run_attempt(message, channel)
-                self._tasks[message.request_id] = attempts.start(
+                self._tasks[message.request_id] = attempts.start_task(
                     f"trajectory {message.trajectory_id}", attempt
                 )
             case TurnWritten() if message.request_id in self._channels:
@@ -120,7 +120,7 @@ class RolloutWorker:
                 writer.receive_tokens(message.token_ids)
             case ScoreGroup():
                 scoring = self._score_group(message)
-                self._tasks[message.request_id] = attempts.start(f"reward {message.request_id}", scoring)
+                self._tasks[message.request_id] = attempts.start_task(f"reward {message.request_id}", scoring)
             case CancelRequest():
                 if message.request_id in self._channels:
                     self._channels.pop(message.request_id).close()

@@ -144,7 +144,7 @@ class WorkerBackend(RolloutBackend):
         await self._keepers.__aenter__()
         for index in range(self._config.num_workers):
             name = f"rollout-worker-{index}"
-            self._keepers.start(name, self._keep_worker(name))
+            self._keepers.start_task(name, self._keep_worker(name))
         return self
 
     async def __aexit__(
@@ -154,7 +154,7 @@ class WorkerBackend(RolloutBackend):
         traceback: TracebackType | None,
     ) -> None:
         """End all workers."""
-        self._keepers.cancel()
+        self._keepers.cancel_tasks()
         await self._keepers.__aexit__(kind, error, traceback)
 
     # -- requests ------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class WorkerBackend(RolloutBackend):
                             name = message.trajectory_id
                             turn = sessions[name].write_turn(message, post)
                             # The task's name tells which trajectory's call it is.
-                            turns[name] = writing.start(f"trajectory {name}", turn)
+                            turns[name] = writing.start_task(f"trajectory {name}", turn)
                         case CancelTurn() as message:
                             turns[message.trajectory_id].cancel()
                         case AttemptFailed() as message:
@@ -216,7 +216,7 @@ class WorkerBackend(RolloutBackend):
                             raise message.failure.error
                         case AttemptEnded() as message:
                             break
-                writing.cancel()  # turns that the loop did not await
+                writing.cancel_tasks()  # turns that the loop did not await
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
         results = []
