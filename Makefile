@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup tools quickstart test test-long check bench simulate monitor prometheus docs chaos gpu-proof
+.PHONY: help setup tools quickstart test test-long mutants check bench simulate monitor prometheus docs chaos gpu-proof
 BIN := .venv/bin
 
 help:  ## List the targets.
@@ -20,6 +20,9 @@ test: setup tools  ## Set up and run the tests (under 15 minutes on 2 cores).
 
 test-long: setup tools  ## Run what `test` leaves out: kills, a cluster, more models and layouts.
 	@$(BIN)/python -m pytest -n 2 -m long $(TESTS)
+
+mutants: setup  ## Break the program in every way listed in tests/mutants/table.py; some test must notice each (ONLY="NAME NAME").
+	@$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only $(ONLY))
 
 chaos: setup  ## Kill and stop processes of the real loop for a while (SEED=0 MINUTES=5).
 	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),5)

@@ -38,8 +38,7 @@ from async_rl.errors import (
 )
 from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
-from async_rl.observability.instruments import value_of
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue.archive import Observer
 from async_rl.rollout.attempt import finish, play
 from async_rl.rollout.loops import AgentLoops
@@ -216,7 +215,7 @@ class _EvaluationRun:
                             with waiting("evaluation"):
                                 await self._places.acquire()
                             name = self._evaluator._new_id()
-                            nursery.start(f"answer {name}", self._answer(name, group))
+                            nursery.start_task(f"answer {name}", self._answer(name, group))
         finally:
             await self._rewards.close()
 

@@ -119,7 +119,7 @@ class Endpoint:
             self._desks[key] = desk
             try:
                 async with Nursery() as nursery:
-                    nursery.start("openai requests", desk.serve())
+                    nursery.start_task("openai requests", desk.serve())
                     try:
                         yield Access(
                             base_url=f"{url}/v1",

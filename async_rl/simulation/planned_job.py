@@ -38,7 +38,7 @@ from async_rl.engine_protocol import Engine, EngineFacts, GroupInvite, TensorSpe
 from async_rl.errors import EngineError
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
-from async_rl.observability.records import StepRecord, Summary
+from async_rl.observability.records import FIGURES, StepRecord, Summary
 from async_rl.run.orchestrator import Orchestrator
 from async_rl.simulation.coarse_engine import MARKS, CoarseEngine, EngineSpeed, Usage
 from async_rl.simulation.virtual_time import run_virtual
@@ -50,7 +50,7 @@ from async_rl.simulation.workload import (
     fluid_rate,
     no_reward,
 )
-from async_rl.trainer_protocol import FIGURES, Saved, StepResult, Trainer, TrainerState
+from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import Int32Array, TrainBatch
 
 _MIN_TOKENS: Final = 128

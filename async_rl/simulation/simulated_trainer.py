@@ -15,9 +15,10 @@ from async_rl.codec import read_frame
 from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import TrainerError, WeightSyncError
+from async_rl.observability.records import FIGURES
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import OffloadFault, Speeds, TrainerFault
-from async_rl.trainer_protocol import FIGURES, Saved, StepResult, TrainerState
+from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from async_rl.types import TrainBatch
 
 _JOIN_S: Final = 3.0
