@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import without_code
+from async_rl.cli.main import COMMANDS
+from tests.support.pages import section, without_code
 
 ROOT = Path(__file__).parents[2]
 GENERATED = {"docs/reference/config.md", "docs/reference/metrics.md"}
@@ -100,3 +101,37 @@ def test_files_that_code_and_configs_name_in_the_docs_exist() -> None:
         for name in re.findall(r"\bdocs/[\w/-]+\.(?:md|png|svg)", path.read_text(encoding="utf-8"))
     }
     assert {(file, name) for file, name in named if not (ROOT / name).is_file()} == set()
+
+
+def test_every_promise_names_its_test_and_its_lane() -> None:
+    rows = re.findall(
+        r"^\| .+ \| `make (test|test-long)` \| `(tests/\S+)` \|$",
+        (ROOT / "CONTRIBUTING.md").read_text(),
+        re.M,
+    )
+    assert len(rows) > 40
+    for lane, file in rows:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        is_long = re.search(r"^pytestmark = .*(?:\n    .*)*mark\.long", text, re.M)
+        assert "mark.long" in text if lane == "test-long" else not is_long, f"{file} is not in make {lane}"
+
+
+def test_every_command_is_in_the_reference() -> None:
+    page = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `async-rl ([\w-]+)", page, re.M)
+    assert sorted(documented) == sorted(command.name for command in COMMANDS)
+
+
+def test_the_glossary_has_at_most_40_terms() -> None:
+    rows = re.findall(r"^\| (?!term|-)", section("design/architecture.md", "## Glossary"), re.M)
+    assert 20 <= len(rows) <= 40
+
+
+def test_the_paths_through_the_code_are_shorter_than_before() -> None:
+    for heading, most in (
+        ("From a task to a trained batch", 19),
+        ("From SGLang's reply to Megatron's router", 18),
+    ):
+        files = re.findall(r"^\d+\. `([\w/]+\.py)`", section("design/architecture.md", f"## {heading}"), re.M)
+        assert 10 <= len(files) <= most
+        assert [file for file in files if not (ROOT / file).is_file()] == []
