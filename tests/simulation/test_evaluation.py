@@ -22,7 +22,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, read_records
 from async_rl.queue.archive import FILE, ArchiveReader
 from async_rl.rollout.session.api import Session
-from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.waits import acting
 from async_rl.simulation.scenario import FACTS
 from async_rl.simulation.users import SimulatedChat
@@ -140,19 +140,19 @@ class World:
             loop = asyncio.get_running_loop()
             for name in ("checkpoints", "logs"):
                 (self.run_dir / name).mkdir(parents=True, exist_ok=True)
-            self.orchestrator = Orchestrator(
-                self.config, self.run_dir, self.stop, self.cluster, Metrics(), loop.time
-            )
             ids = itertools.count()
-            with acting("run", waits=self.orchestrator.named_waits):
-                return await self.orchestrator.run(
-                    [task(f"t{i}") for i in range(50)],
-                    SimulatedChat(),
-                    FACTS,
-                    lambda: f"{next(ids):032x}",
-                    None,
-                    validation=VALIDATION,
-                )
+            inputs = RunInputs(
+                [task(f"t{i}") for i in range(50)],
+                SimulatedChat(),
+                FACTS,
+                lambda: f"{next(ids):032x}",
+                VALIDATION,
+            )
+            self.orchestrator = Orchestrator(
+                self.config, self.run_dir, self.stop, self.cluster, Metrics(), loop.time, inputs
+            )
+            with acting("run", waits=self.orchestrator.waits):
+                return await self.orchestrator.run()
 
         return run_virtual(main())
 
@@ -250,7 +250,7 @@ def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared(tmp_p
 
     def called(engine: SimulatedEngine, evaluates: bool) -> None:
         if evaluates:
-            turns.append(world.orchestrator._devices.turns.turn)
+            turns.append(world.orchestrator.devices.turns.turn)
 
     world.cluster.trainer.train_step = watched  # type: ignore[method-assign]
     world.called = called  # type: ignore[method-assign]
@@ -289,8 +289,8 @@ def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp
     async def fail_once(mode: Any) -> None:
         standing = world.orchestrator.pool.snapshot_of(engine.engine_id)
         if not asked and standing is not None and standing.state is EngineState.EVALUATING:
-            asked.append(world.orchestrator._devices.turns.turn)
-            world.orchestrator._devices.turns.move("to trainer")
+            asked.append(world.orchestrator.devices.turns.turn)
+            world.orchestrator.devices.turns.move("to trainer")
             asyncio.get_running_loop().call_later(1.0, world.stop.set)
             raise EngineError("it does not end its calls")
         await interrupt(mode)

@@ -29,7 +29,7 @@ def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path:
         "TrajectoryQueue.take",
         "Journal.tick",
         "TrainLoop.run",
-        "TrainerRestarts.again",
+        "TrainerRestarts.restart_trainer",
         "EngineRepair._repair_engine",
         "EngineUpdater._load_weights",
         "WeightPublisher.publish_files",
