@@ -281,7 +281,7 @@ class Doctor:
                 return f"group {cause.target} is dropped"
             case "slot" if (slots := self._slots()) is not None:
                 alive = {actor.who.id for actor in self._waits.acting if actor.who.kind == "trajectory"}
-                return f"slots of {', '.join(slots.reclaim(alive))} are free again"
+                return f"slots of {', '.join(slots.reclaim_slots(alive))} are free again"
             case _:
                 ended = sum(map(self._ended(cause), list(self._waits.open)))
                 return f"{ended} waits for {cause.on} {cause.target} were ended" if ended else None

@@ -54,6 +54,7 @@ from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.manager import RolloutManager
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.run.checkpoints import Checkpoints, can_write_after
 from async_rl.run.cluster import Cluster
@@ -311,17 +312,23 @@ class Orchestrator:
         sync = self._weight_sync(trainer)
         recovered = RecoveredState(config, self._dir, inputs.tasks, inputs.facts, step, metrics, clock)
         queue = recovered.queue
+        context = SessionContext(
+            chat=inputs.chat,
+            rollout=config.rollout,
+            metrics=metrics,
+            clock=clock,
+            pool=self.pool,
+            facts=inputs.facts,
+            routing=config.routing,
+            interrupt=config.weights.interrupt,
+            new_id=inputs.new_id,
+        )
         manager = RolloutManager(
             config,
+            context,
             feeder=recovered.feeder,
             queue=queue,
-            pool=self.pool,
             backend=self._rollout_backend(),
-            chat=inputs.chat,
-            facts=inputs.facts,
-            metrics=metrics,
-            new_id=inputs.new_id,
-            clock=clock,
             journal=recovered.journal,
             journalled=recovered.journalled,
             observer=recovered.archive,

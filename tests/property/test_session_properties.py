@@ -199,14 +199,14 @@ async def live(world: World, engine: Fate) -> Trajectory:
 
 
 def edit(bench: Bench, place: int) -> None:
-    session = bench.session
-    place %= session._length
-    session._buffer[place] += 1
+    tokens = bench.session.writer.tokens
+    place %= len(tokens)
+    tokens.token_ids[place] += 1
     begin = 0
-    for index, segment in enumerate(session._segments):
+    for index, segment in enumerate(tokens.segments):
         end = begin + len(segment.token_ids)
-        copy = session._buffer[begin:end].copy()
-        session._segments[index] = msgspec.structs.replace(segment, token_ids=copy)
+        copy = tokens.token_ids[begin:end].copy()
+        tokens.segments[index] = msgspec.structs.replace(segment, token_ids=copy)
         begin = end
 
 

@@ -23,8 +23,8 @@ def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path:
     assert met >= {
         "LeaseDispatcher.lease",
         "Lease.generate",
-        "Transcript._call",
-        "RolloutManager._settle",
+        "Transcript._call_engine",
+        "RolloutManager._settle_group",
         "TrajectoryQueue._put",
         "TrajectoryQueue.take",
         "Journal.tick",

@@ -484,16 +484,16 @@ async def test_rows_are_recovered_when_the_history_was_edited_after_the_last_tur
 
 def edit(bench: Bench, place: int) -> None:
     """Change a token of the history behind the session's back, as a re-tokenised prompt would."""
-    session = bench.session
-    session._buffer[place] = 5
+    tokens = bench.session.writer.tokens
+    tokens.token_ids[place] = 5
     begin = 0
-    for index, segment in enumerate(session._segments):
+    for index, segment in enumerate(tokens.segments):
         end = begin + len(segment.token_ids)
         if begin <= place < end:
-            token_ids = session._buffer[begin:end].copy()
-            session._segments[index] = msgspec.structs.replace(segment, token_ids=token_ids)
+            token_ids = tokens.token_ids[begin:end].copy()
+            tokens.segments[index] = msgspec.structs.replace(segment, token_ids=token_ids)
         begin = end
-    assert isinstance(session._segments[0], Context | Sampled)
+    assert isinstance(tokens.segments[0], Context | Sampled)
 
 
 # -- the end --------------------------------------------------------------------------------------------
@@ -658,9 +658,9 @@ async def test_a_trajectory_is_whole_when_replaced_rows_cannot_be_compared() -> 
 
 
 def test_the_sample_is_decided_by_the_name_alone() -> None:
-    from async_rl.rollout.session.routing_rows import _unit
+    from async_rl.rollout.session.routing_rows import unit_hash
 
-    numbers = [_unit(f"{i:032x}") for i in range(2000)]
-    assert numbers == [_unit(f"{i:032x}") for i in range(2000)]
+    numbers = [unit_hash(f"{i:032x}") for i in range(2000)]
+    assert numbers == [unit_hash(f"{i:032x}") for i in range(2000)]
     assert all(0 <= number < 1 for number in numbers)
     assert abs(sum(number < 0.05 for number in numbers) / 2000 - 0.05) < 0.02
