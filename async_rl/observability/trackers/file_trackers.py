@@ -14,6 +14,8 @@ from typing import TextIO
 import google_crc32c
 import msgspec
 
+from async_rl.runtime.files import replace_file
+
 
 class JsonlTracker:
     """One line a step: `{"step": 7, "actor/ppo_kl": 0.0, ...}`; a repeated one replaces those from it on."""
@@ -36,9 +38,7 @@ class JsonlTracker:
     def _forget(self, step: int) -> None:
         """Leave out lines from a step on, so that a reader sees the old file or the new one."""
         kept = b"".join(line for logged, line in _lines(self._path) if logged < step)
-        partial = self._path.with_name(f".{self._path.name}.part")
-        partial.write_bytes(kept)
-        partial.replace(self._path)
+        replace_file(self._path, kept)
 
 
 def _lines(path: Path) -> list[tuple[int, bytes]]:
