@@ -1,4 +1,4 @@
-"""Trackers without a service: lines of JSON, lines of text, TensorBoard's event files."""
+"""Trackers that need no service: lines of JSON, lines of text, TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from async_rl.runtime.files import replace_file
 
 
 class JsonlTracker:
-    """One line a step: `{"step": 7, "actor/ppo_kl": 0.0, ...}`; a repeated one replaces those from it on."""
+    """Writes a line per step, `{"step": 7, "actor/ppo_kl": 0.0}`; a repeated one replaces later lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,26 +36,26 @@ class JsonlTracker:
         """Implements `Tracker.close`."""
 
     def _forget(self, step: int) -> None:
-        """Leave out lines from a step on, so that a reader sees the old file or the new one."""
+        """Remove the lines from a step on; a reader sees the old file or the new one."""
         kept = b"".join(line for logged, line in _lines(self._path) if logged < step)
         replace_file(self._path, kept)
 
 
 def _lines(path: Path) -> list[tuple[int, bytes]]:
-    """Whole lines with their steps; what a crash cut short is left out."""
+    """Returns complete lines with their steps, without one that a crash cut short."""
     if not path.exists():
         return []
     whole, _, cut = path.read_bytes().rpartition(b"\n")
-    if cut:  # the next line must not go on with it
+    if cut:  # the next line must not continue it
         os.truncate(path, len(whole) + 1 if whole else 0)
     return [(msgspec.json.decode(line)["step"], line + b"\n") for line in whole.splitlines()]
 
 
 class ConsoleTracker:
-    """One line a step, as verl prints it: `step:7 - actor/ppo_kl:0.0 - ...`."""
+    """Prints one line per step in verl's format: `step:7 - actor/ppo_kl:0.0 - ...`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        """Print to a stream; None is the process's own, which the live panel keeps clear of itself."""
+        """Print to a stream; None is standard output, above the live panel."""
         self._stream = stream
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -68,7 +68,7 @@ class ConsoleTracker:
 
 
 class TensorBoardTracker:
-    """Scalars in an event file that TensorBoard reads.
+    """Writes scalars to an event file for TensorBoard.
 
     One file per incarnation of a run. Its first step, and one that is repeated, begins a session: from
     there on TensorBoard forgets what earlier files say.
@@ -118,7 +118,7 @@ def _event(wall_time: float, step: int, what: bytes) -> bytes:
 
 
 def _field(number: int, data: bytes) -> bytes:
-    """Bytes, text or a message, in protobuf's wire format."""
+    """Encodes bytes, text or a message in protobuf's wire format."""
     return _varint(number << 3 | 2) + _varint(len(data)) + data
 
 
