@@ -36,7 +36,7 @@ def announced(url: str, run_name: str, folder: Path) -> Iterator[None]:
     """Keep a target file for a run while the block runs.
 
     A killed run leaves its file, so that Prometheus reports it as down; its next start rewrites the file.
-    Other users may read the file, because Prometheus usually runs as one; it holds an address and a name.
+    Other users may read the file, because Prometheus usually runs as another user.
 
     Args:
         url: The URL of the run's endpoints. A wildcard address is replaced by this machine's name.
