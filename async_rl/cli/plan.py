@@ -62,13 +62,13 @@ def plan(
     config = load_config(path, overrides)
     row_bytes, remark = _routing_row_bytes(config)
     workload = workload_for(config, run_dir, {"routing_row_bytes": row_bytes} | dict(figures or {}))
-    how = _checked(simulation or {}, PlannedRun)
+    how = _convert_figures(simulation or {}, PlannedRun)
     base = num_engines(config)
     plans, sentences = [], []
     for number in engines or (base,):
         job, work = with_engines(config, workload, number, grow=grow)
         plans.append(simulate(job, work, how))
-        sentences.append(bottleneck(plans[-1], job, work) + room(plans[-1], job))
+        sentences.append(bottleneck(plans[-1], job, work) + queue_remark(plans[-1], job))
     if as_json:
         rows = [msgspec.to_builtins(p) | {"bottleneck": s} for p, s in zip(plans, sentences, strict=True)]
         sys.stdout.write(json.dumps({"workload": msgspec.to_builtins(workload), "plans": rows}, indent=1))
@@ -93,7 +93,7 @@ def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float
                 f"--from {run_dir}: there is no metrics.jsonl with a step in it: name a run folder"
             )
         figures |= calibrate(config, records)
-    return _checked(figures | dict(given), Workload)
+    return _convert_figures(figures | dict(given), Workload)
 
 
 def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def bottleneck(plan: JobPlan, config: Config, workload: Workload) -> str:
     )
 
 
-def room(plan: JobPlan, config: Config) -> str:
+def queue_remark(plan: JobPlan, config: Config) -> str:
     """A further sentence when the queue needs more than the config gives it, else nothing."""
     if plan.queue_bytes_peak <= config.queue.max_bytes:
         return ""
@@ -235,7 +235,7 @@ def room(plan: JobPlan, config: Config) -> str:
     )
 
 
-def _checked(figures: Mapping[str, Any], kind: type[S]) -> S:
+def _convert_figures(figures: Mapping[str, Any], kind: type[S]) -> S:
     try:
         return msgspec.convert(figures, kind)
     except msgspec.ValidationError as error:
@@ -260,7 +260,7 @@ def _show(
     table.add_column("engines")
     for plan in plans:
         table.add_column(f"{plan.engines:,}", justify="right")
-    for name, cells in rows_of(plans):
+    for name, cells in table_rows(plans):
         table.add_row(name, *cells)
     console.print(_assumptions(workload), soft_wrap=True, highlight=False, markup=False)
     console.print(table)
@@ -270,7 +270,7 @@ def _show(
         console.print(remark, soft_wrap=True, highlight=False, markup=False)
 
 
-def rows_of(plans: Sequence[JobPlan]) -> list[tuple[str, list[str]]]:
+def table_rows(plans: Sequence[JobPlan]) -> list[tuple[str, list[str]]]:
     """The lines of the table: a name, and a cell for each plan."""
     return [
         ("slots of an engine", [f"{p.slots}" for p in plans]),

@@ -21,8 +21,8 @@ import msgspec
 from async_rl.config import Config, load_config
 from async_rl.observability.console_report import RunProgress, print_summary, write_run_files
 from async_rl.observability.records import Summary, read_records
-from async_rl.run.folder import console, run_folder, run_in_folder
-from async_rl.run.preflight import check, check_trainer
+from async_rl.run.folder import run_console, run_folder, run_in_folder
+from async_rl.run.preflight import check_config, check_trainer
 
 Launch = Callable[[Config, Path, asyncio.Event, RunProgress], Awaitable[Summary]]
 """Runs a config in its folder until it is done or the event is set."""
@@ -44,8 +44,8 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
     """
     config = load_config(path, overrides)
     check_trainer(config, config.trainer.worker, "trainer.worker")
-    check(config)
-    shown = console()
+    check_config(config)
+    shown = run_console()
     progress = RunProgress(shown)
 
     def is_complete(run_dir: Path) -> bool:

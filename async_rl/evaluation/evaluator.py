@@ -109,7 +109,7 @@ class Evaluator:
         """Of one evaluation."""
         return self._config.evaluation.samples * sum(len(dataset.tasks) for dataset in self._datasets)
 
-    def pool(self) -> EnginePool:
+    def new_pool(self) -> EnginePool:
         """An empty pool for the engines of one evaluation; what it measures is nobody's."""
         return EnginePool(Metrics(), self._clock, max_prefill_tokens=self._config.engine.max_prefill_tokens)
 
@@ -133,7 +133,7 @@ class Evaluator:
         limit_s = self._config.evaluation.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await sitting.run(self._datasets)
+                await sitting.answer_all(self._datasets)
         except ExceptionGroup as group:
             raise first_error(group) from group
         except TimeoutError as error:
@@ -153,7 +153,7 @@ class Evaluator:
             sampled_tokens=int(value_of(metrics.sampled_tokens_total)),
         )
 
-    def session(
+    def new_session(
         self, task: Task, answer_id: str, group_id: str, pool: EnginePool, metrics: Metrics
     ) -> RolloutSession:
         """One attempt at an answer. It asks for no routing: nobody trains on it."""
@@ -203,7 +203,7 @@ class _EvaluationRun:
         """Answers that are scored or dropped."""
         return len(self.answers) + self.dropped.total()
 
-    async def run(self, datasets: Sequence[Dataset]) -> None:
+    async def answer_all(self, datasets: Sequence[Dataset]) -> None:
         """Answer everything."""
         health = HealthWatch(self._pool, self._config.engine, self._metrics, self._evaluator._clock)
         try:
@@ -243,7 +243,7 @@ class _EvaluationRun:
     async def _attempts(self, name: str, group: _AnswerGroup) -> None:
         limit = self._config.rollout.max_attempts
         for attempt in range(1, limit + 1):
-            session = self._evaluator.session(group.task, name, group.group_id, self._pool, self._metrics)
+            session = self._evaluator.new_session(group.task, name, group.group_id, self._pool, self._metrics)
             try:
                 await play(group.task, session, self._loops, self._evaluator._rollout)
                 if self._rewards.scores_groups(group.task):
@@ -258,7 +258,7 @@ class _EvaluationRun:
                     self.dropped[type(error).__name__] += 1
                     return
             else:
-                self._take(group, tree[0], tree[0].outcome.reward_parts)
+                self._count_answer(group, tree[0], tree[0].outcome.reward_parts)
                 return
 
     async def _score_group(self, group: _AnswerGroup) -> None:
@@ -270,9 +270,9 @@ class _EvaluationRun:
                 self.dropped[type(parts).__name__] += 1
                 continue
             outcome = replace(trajectory.outcome, reward=parts["reward"], reward_parts=parts)
-            self._take(group, replace(trajectory, outcome=outcome), parts)
+            self._count_answer(group, replace(trajectory, outcome=outcome), parts)
 
-    def _take(self, group: _AnswerGroup, trajectory: Trajectory, parts: dict[str, float]) -> None:
+    def _count_answer(self, group: _AnswerGroup, trajectory: Trajectory, parts: dict[str, float]) -> None:
         """Count an answer, if all of it is of the pinned version."""
         self._observer.ended(trajectory, 1)
         if {segment.weight_version for segment in trajectory.sampled} != {self._weight_version}:
@@ -307,7 +307,7 @@ class _AnswerGroup:
         return self.ended == self._size
 
 
-def missing(weight_version: int, error: AsyncRLError, *, duration_s: float) -> EvaluationRecord:
+def missing_record(weight_version: int, error: AsyncRLError, *, duration_s: float) -> EvaluationRecord:
     """What is written down of an evaluation that was cut off."""
     return EvaluationRecord(
         weight_version=weight_version, status="missing", reason=str(error), duration_s=duration_s

@@ -37,7 +37,7 @@ from async_rl.engine_protocol import Engine
 from async_rl.engines.device_phases import DevicePhases
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import AsyncRLError, EngineError, InvariantError, WeightSyncError
-from async_rl.evaluation.evaluator import Evaluator, missing
+from async_rl.evaluation.evaluator import Evaluator, missing_record
 from async_rl.observability.evaluation_record import (
     FILE,
     EvaluationRecord,
@@ -127,13 +127,13 @@ class EvaluationService:
         self._under_way: asyncio.Timeout | None = None
         self._left = False
 
-    def leave(self) -> None:
+    def cancel_evaluations(self) -> None:
         """The run ends before its time: cut off what is evaluated, without a record; begin nothing more."""
         if self._under_way is not None and not self._left:
             self._under_way.reschedule(0.0)
         self._left = True
 
-    async def finish(self, version: int) -> None:
+    async def finish_evaluations(self, version: int) -> None:
         """Wait until nothing is evaluated any more, and this version is, if it is due.
 
         Each evaluation has its time, and engines that serve nothing for long end the run.
@@ -143,10 +143,10 @@ class EvaluationService:
                 self._idle.clear()
                 await self._idle.wait()
 
-    async def run(self) -> None:
+    async def run_evaluations(self) -> None:
         """Never returns."""
         while True:
-            if self._due() is None:
+            if self._due_version() is None:
                 self._idle.set()
                 with waiting("idle"):
                     await self._pool.changed()
@@ -156,9 +156,9 @@ class EvaluationService:
                 await self._evaluate_due()
                 # Not when it is cancelled: the run ends, or whoever goes on brings all engines up anew.
                 while self._lent:
-                    await self._return(self._lent.pop())
+                    await self._return_engine(self._lent.pop())
 
-    def _due(self) -> int | None:
+    def _due_version(self) -> int | None:
         """The newest version that engines serve, if it is to be evaluated."""
         serving = self._pool.engines(EngineState.SERVING)
         version = max((self._pool.version_of(engine.engine_id) for engine in serving), default=None)
@@ -170,7 +170,7 @@ class EvaluationService:
 
     async def _evaluate_due(self) -> None:
         """Evaluate what is due by now, unless it is cut off by `leave`."""
-        version = self._due()
+        version = self._due_version()
         if version is None:
             return
         try:
@@ -191,26 +191,26 @@ class EvaluationService:
         began_s = self._clock()
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                engines = await self._engines(version)
+                engines = await self._acquire_engines(version)
             version = self._pool.version_of(engines[0].engine_id)
             log.info("version %d is evaluated by %s", version, [engine.engine_id for engine in engines])
-            record = await self._examine(engines, version)
+            record = await self._evaluate_on(engines, version)
         except InvariantError:
             raise
         except (AsyncRLError, TimeoutError) as error:
             told = error if isinstance(error, AsyncRLError) else EngineError("no engine came to it in time")
             log.warning("the evaluation of version %d is missing: %s", version, told)
-            record = missing(version, told, duration_s=self._clock() - began_s)
+            record = missing_record(version, told, duration_s=self._clock() - began_s)
         return record
 
-    async def _examine(self, engines: Sequence[Engine], version: int) -> EvaluationRecord:
-        pool = self._evaluator.pool()
+    async def _evaluate_on(self, engines: Sequence[Engine], version: int) -> EvaluationRecord:
+        pool = self._evaluator.new_pool()
         for engine in engines:
             pool.add(engine)
             pool.serve(engine.engine_id, version)
-        answers = self._archive(version)
+        answers = self._open_archive(version)
         try:
-            async with services(mirror=lambda: self._mirror(pool)):
+            async with services(mirror=lambda: self._mirror_failures(pool)):
                 return await self._evaluator.evaluate_sets(pool, version, answers)
         except ExceptionGroup as group:
             raise first_error(group) from group
@@ -218,7 +218,7 @@ class EvaluationService:
             if isinstance(answers, Archive):
                 await asyncio.to_thread(answers.close)
 
-    def _archive(self, version: int) -> Observer:
+    def _open_archive(self, version: int) -> Observer:
         """Where answers are kept; the oldest evaluations make room."""
         folder, keep = self._run_dir / FOLDER, self._config.keep_answers
         if not keep:
@@ -229,7 +229,7 @@ class EvaluationService:
             shutil.rmtree(old, ignore_errors=True)
         return Archive(mine / archive.FILE, keep=self._evaluator.num_answers)
 
-    async def _mirror(self, pool: EnginePool) -> None:
+    async def _mirror_failures(self, pool: EnginePool) -> None:
         """What fails here has failed for the run, and what the run takes away is lost here. Never returns."""
         while True:
             for engine in pool.engines():
@@ -240,23 +240,23 @@ class EvaluationService:
                 standing = self._pool.standing_of(name)
                 if standing is None or standing.state is not EngineState.EVALUATING:
                     pool.quarantine(name, EngineError(f"engine {name} left the evaluation"))
-            await _either(pool.changed, self._pool.changed)
+            await _wait_for_first(pool.changed, self._pool.changed)
 
     # -- engines -----------------------------------------------------------------------------------------
 
-    async def _engines(self, version: int) -> list[Engine]:
+    async def _acquire_engines(self, version: int) -> list[Engine]:
         """Engines of one version, this or a later one, that serve nobody else."""
         if self._config.engines == "shared":
-            return [await self._borrow(version)]
+            return [await self._borrow_engine(version)]
         for _ in range(_ROUNDS):
-            await self._refresh(version)
+            await self._refresh_reserved(version)
             found = self._reserved()
             version = max(self._pool.version_of(engine.engine_id) for engine in found)
             if all(self._pool.version_of(engine.engine_id) == version for engine in found):
                 return found
         return [engine for engine in found if self._pool.version_of(engine.engine_id) == version]
 
-    async def _borrow(self, version: int) -> Engine:
+    async def _borrow_engine(self, version: int) -> Engine:
         """Take the engine with the fewest calls out, once it serves the version, and end those calls."""
         while True:
             serving = self._pool.engines(EngineState.SERVING)
@@ -267,7 +267,7 @@ class EvaluationService:
                 ):  # nor is any repaired before the trainer has had its turn
                     raise EngineError(f"no engine serves version {version} any more in the engines' turn")
                 with waiting("engine", why=lambda: f"none serves version {version}"):
-                    await _either(self._pool.changed, self._turns.end_of_engines)
+                    await _wait_for_first(self._pool.changed, self._turns.end_of_engines)
                 continue
             engine = min(able, key=lambda engine: self._pool.vitals(engine.engine_id).calls)
             name = engine.engine_id
@@ -286,7 +286,7 @@ class EvaluationService:
                 message = f"engine {name} did not end its calls within {self._interrupt_timeout_s} s"
                 self._pool.quarantine(name, WeightSyncError(message))
 
-    async def _refresh(self, version: int) -> None:
+    async def _refresh_reserved(self, version: int) -> None:
         """Bring the reserved engines to the current weights, if they do not serve this version yet."""
         while not self._reserved():
             with waiting("engine", why=lambda: "those of the evaluation are not there"):
@@ -294,7 +294,7 @@ class EvaluationService:
         async with Nursery() as nursery:
             for engine in self._reserved():
                 if self._pool.version_of(engine.engine_id) < version:
-                    nursery.start_task(f"refresh {engine.engine_id}", self._return(engine.engine_id))
+                    nursery.start_task(f"refresh {engine.engine_id}", self._return_engine(engine.engine_id))
         while not any(self._pool.version_of(e.engine_id) >= version for e in self._reserved()):
             with waiting("engine", why=lambda: f"none of the evaluation's has version {version}"):
                 await self._pool.changed()
@@ -302,7 +302,7 @@ class EvaluationService:
     def _reserved(self) -> list[Engine]:
         return list(self._pool.engines(EngineState.EVALUATING))
 
-    async def _return(self, engine_id: str) -> None:
+    async def _return_engine(self, engine_id: str) -> None:
         """Bring an engine to the current weights; one that does not come is left to `repair`."""
         try:
             await self._take_back(engine_id)
@@ -310,7 +310,7 @@ class EvaluationService:
             self._pool.quarantine(engine_id, error)
 
 
-async def _either(*changes: Callable[[], Awaitable[None]]) -> None:
+async def _wait_for_first(*changes: Callable[[], Awaitable[None]]) -> None:
     """Wait for whichever comes first."""
 
     async def wait(change: Callable[[], Awaitable[None]]) -> None:

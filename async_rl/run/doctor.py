@@ -47,7 +47,7 @@ _LOOKS_TO_BELIEVE: Final = 2
 """A stall must be there twice: what came in while the loop stood still is read between the two looks."""
 
 
-def limits(config: Config) -> dict[str, float]:
+def wait_limits(config: Config) -> dict[str, float]:
     """Longest waits of a config, by what is awaited; what is not in it has no limit of its own."""
     engine, weights, trainer, rollout = config.engine, config.weights, config.trainer, config.rollout
     start_s = engine.start_timeout_s if isinstance(engine, SGLangEngines) else engine.stall_s
@@ -75,7 +75,7 @@ def limits(config: Config) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def watched(waits: Waits, metrics: Metrics, config: DoctorConfig) -> AsyncIterator[None]:
+async def recording_waits(waits: Waits, metrics: Metrics, config: DoctorConfig) -> AsyncIterator[None]:
     """The block is the run: all waits in it are written down, and its event loop is watched."""
     with acting("run", waits=waits), LoopWatchdog(metrics, config.blocked_s):
         yield
@@ -112,7 +112,7 @@ class Doctor:
         """
         self._config = config.doctor
         self._engine = config.engine
-        self._limits = limits(config)
+        self._limits = wait_limits(config)
         self._waits = waits
         self._pool = pool
         self._metrics = metrics
@@ -124,7 +124,7 @@ class Doctor:
         self._counted: set[tuple[str, str]] = set()
         self._treated_s: dict[tuple[str, str], float] = {}
 
-    async def run(self) -> None:
+    async def run_checks(self) -> None:
         """Look, for ever.
 
         Raises:
@@ -138,9 +138,9 @@ class Doctor:
             late_s = self._waits.clock() - expected_s
             if late_s > look_s:  # nothing could move while the event loop stood still
                 self._waits.progressed_s += late_s
-            self.look()
+            self.check_progress()
 
-    def look(self) -> None:
+    def check_progress(self) -> None:
         """Look once.
 
         Raises:
@@ -153,23 +153,23 @@ class Doctor:
                 self._metrics.oldest_wait_seconds.labels(on).set(oldest_s.get(on, 0.0))
         overdue = any(age_s > self._limits.get(on, age_s) for on, age_s in oldest_s.items())
         if quiet_s < self._config.stall_s and not overdue:
-            self._recovered()
+            self._reset()
             return
         diagnosis = self.diagnosis()
         if diagnosis.state == "moving":
-            self._recovered()
+            self._reset()
             return
         self._looks += 1
         if self._looks < _LOOKS_TO_BELIEVE:
             return
-        self._say(diagnosis)
+        self._log_diagnosis(diagnosis)
         if diagnosis.state == "quiet":
             return
         for cause in self._alarming(diagnosis):
             if (cause.on, cause.target) not in self._counted:
                 self._counted.add((cause.on, cause.target))
                 self._metrics.stalls_total.labels(cause.on).inc()
-        self._act(diagnosis)
+        self._apply_action(diagnosis)
 
     def diagnosis(self) -> Diagnosis:
         """What the run waits for, now."""
@@ -223,7 +223,7 @@ class Doctor:
 
     # -- saying -------------------------------------------------------------------------------------------
 
-    def _say(self, diagnosis: Diagnosis) -> None:
+    def _log_diagnosis(self, diagnosis: Diagnosis) -> None:
         """Write the chain into the log, when it is new or has not been said for long."""
         first = diagnosis.causes[0] if diagnosis.causes else None
         key = (diagnosis.state, first.on if first else "", first.target if first else "")
@@ -240,7 +240,7 @@ class Doctor:
             case _:
                 log.error("the run stands still: %s", diagnosis.text)
 
-    def _recovered(self) -> None:
+    def _reset(self) -> None:
         if self._said is not None:
             log.info("the run moves")
         self._looks, self._said = 0, None
@@ -249,12 +249,12 @@ class Doctor:
 
     # -- acting -------------------------------------------------------------------------------------------
 
-    def _act(self, diagnosis: Diagnosis) -> None:
+    def _apply_action(self, diagnosis: Diagnosis) -> None:
         if self._config.action == "report":
             return
         if self._config.action == "end":
             if diagnosis.state == "stalled":
-                raise self._end(diagnosis)
+                raise self._stall_error(diagnosis)
             return
         now, stall_s = self._waits.clock(), self._config.stall_s
         helped = False
@@ -265,9 +265,9 @@ class Doctor:
                 helped = True
             helped |= treated_s < now < treated_s + stall_s  # what was done may need its time
         if diagnosis.state == "stalled" and not helped:
-            raise self._end(diagnosis)
+            raise self._stall_error(diagnosis)
 
-    def _end(self, diagnosis: Diagnosis) -> StallError:
+    def _stall_error(self, diagnosis: Diagnosis) -> StallError:
         return StallError(f"the run stands still: {diagnosis.text}", on=diagnosis.on)
 
     def _remedy(self, cause: Cause) -> str | None:
@@ -283,10 +283,10 @@ class Doctor:
                 alive = {actor.who.id for actor in self._waits.acting if actor.who.kind == "trajectory"}
                 return f"slots of {', '.join(slots.reclaim(alive))} are free again"
             case _:
-                ended = sum(map(self._ended(cause), list(self._waits.open)))
+                ended = sum(map(self._expire_matching(cause), list(self._waits.open)))
                 return f"{ended} waits for {cause.on} {cause.target} were ended" if ended else None
 
-    def _ended(self, cause: Cause) -> Callable[[waiting], bool]:
+    def _expire_matching(self, cause: Cause) -> Callable[[waiting], bool]:
         """Ends a wait that is of the cause, and about as old as it."""
         now = self._waits.clock()
         old_s = min(cause.age_s, self._config.stall_s if cause.limit_s is None else cause.limit_s)

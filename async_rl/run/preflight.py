@@ -28,7 +28,7 @@ from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 
 
-def check(config: Config) -> list[str]:
+def check_config(config: Config) -> list[str]:
     """Check everything that needs no process, and say what was found.
 
     Returns:
@@ -56,7 +56,7 @@ def check(config: Config) -> list[str]:
             raise ConfigError(f"task {task.task_id}: {error}") from error
     # Weights and tokenizer of an engine elsewhere need not be here.
     chat = load_chat_format(config.model.path) if has_tokenizer(config.model.path) else None
-    of_loops = [text for name in used for text in _findings(loops.of(name), chat)]
+    of_loops = [text for name in used for text in _loop_findings(loops.of(name), chat)]
     scored = Counter(rewards.name_for(task) for task in tasks)
     model = (
         f"{len(facts.moe_layers)} of {facts.num_layers} layers with {facts.num_experts} experts, "
@@ -66,11 +66,11 @@ def check(config: Config) -> list[str]:
     )
     return [
         f"model: {model}, context {facts.context_length} tokens",
-        *_of_sharing(config),
-        *(_of_template(chat) if chat is not None else ()),
+        *_sharing_findings(config),
+        *(_template_findings(chat) if chat is not None else ()),
         f"data: {len(tasks)} tasks",
-        *(f"data: {_described(dataset)}" for dataset in tasks.datasets),
-        *(f"validation: {_described(dataset)}" for dataset in validation),
+        *(f"data: {_describe_dataset(dataset)}" for dataset in tasks.datasets),
+        *(f"validation: {_describe_dataset(dataset)}" for dataset in validation),
         *(f"agent loop: {name}, of {count} tasks" for name, count in used.items()),
         *of_loops,
         *(f"reward: {name}, of {count} tasks" for name, count in scored.items()),
@@ -78,12 +78,12 @@ def check(config: Config) -> list[str]:
     ]
 
 
-def _findings(loop: Any, chat: ChatFormat | None) -> list[str]:
+def _loop_findings(loop: Any, chat: ChatFormat | None) -> list[str]:
     """What an agent loop says of itself, if it has a `check`: see `agent_loops.base.AgentLoop.check`."""
     return list(loop.check(chat.template)) if chat is not None and hasattr(loop, "check") else []
 
 
-def _of_sharing(config: Config) -> list[str]:
+def _sharing_findings(config: Config) -> list[str]:
     """Whether engines and trainer can take turns on the devices of this machine."""
     if not config.placement.shared:
         return []
@@ -101,7 +101,7 @@ def _device(engine: SGLangEngines) -> str:
     return detect_device() if engine.device == "auto" else engine.device
 
 
-def _of_template(chat: ChatFormat) -> list[str]:
+def _template_findings(chat: ChatFormat) -> list[str]:
     """Where a server that renders messages anew would read other turns than the policy wrote."""
     rewritten = findings(chat)
     if not rewritten:
@@ -112,7 +112,7 @@ def _of_template(chat: ChatFormat) -> list[str]:
     ]
 
 
-def _described(dataset: Dataset) -> str:
+def _describe_dataset(dataset: Dataset) -> str:
     schema = f"{dataset.schema} rows{' by the first one' if dataset.detected else ''}"
     weight = f", weight {dataset.weight:g}" if dataset.weight is not None else ""
     prompts = "" if dataset.longest_prompt is None else f", longest prompt {dataset.longest_prompt} tokens"

@@ -21,7 +21,9 @@ from async_rl.errors import ConfigError
 from async_rl.sft.schedule import SftExample
 
 
-def read_rows(path: Path, place: str, config: SftConfig, chat: ChatFormat) -> tuple[list[SftExample], int]:
+def read_examples(
+    path: Path, place: str, config: SftConfig, chat: ChatFormat
+) -> tuple[list[SftExample], int]:
     """Read all conversations of a file.
 
     Args:
@@ -45,7 +47,7 @@ def read_rows(path: Path, place: str, config: SftConfig, chat: ChatFormat) -> tu
     rows = []
     for where, raw in rows_of(path, place):
         try:
-            row = _row(raw, config, chat)
+            row = _parse_example(raw, config, chat)
         except ConfigError as error:
             text = str(error)
             bad.add(text if text.startswith(where) else f"{where}: {text}")
@@ -62,28 +64,28 @@ def read_rows(path: Path, place: str, config: SftConfig, chat: ChatFormat) -> tu
     return rows, long.count
 
 
-def _row(raw: Any, config: SftConfig, chat: ChatFormat) -> SftExample:
+def _parse_example(raw: Any, config: SftConfig, chat: ChatFormat) -> SftExample:
     if isinstance(raw, ConfigError):
         raise raw
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{raw!r:.60} is not an object")
     if "token_ids" in raw:
-        return _tokens(raw)
+        return _parse_tokens(raw)
     messages = raw.get(config.messages_key)
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigError(
             f"{config.messages_key!r} is {messages!r:.60}, expected a list of messages; its keys are "
             f"{', '.join(map(repr, raw)) or 'none'} (see sft.messages_key)"
         )
-    said = [_message(message) for message in messages]
+    said = [_parse_message(message) for message in messages]
     tools = raw.get(config.tools_key) or ()
     if isinstance(tools, str):
-        tools = _json(tools, config.tools_key)
-    token_ids, loss_mask = chat.encode_conversation(said, tools, train_on=_trained(messages, config))
+        tools = _parse_json(tools, config.tools_key)
+    token_ids, loss_mask = chat.encode_conversation(said, tools, train_on=_trained_messages(messages, config))
     return SftExample(token_ids=token_ids, loss_mask=loss_mask)
 
 
-def _tokens(raw: Mapping[str, Any]) -> SftExample:
+def _parse_tokens(raw: Mapping[str, Any]) -> SftExample:
     """A row that is tokenised already."""
     try:
         token_ids = np.asarray(raw["token_ids"], np.int32)
@@ -99,35 +101,35 @@ def _tokens(raw: Mapping[str, Any]) -> SftExample:
     return SftExample(token_ids=token_ids, loss_mask=loss_mask)
 
 
-def _message(message: Any) -> dict[str, Any]:
+def _parse_message(message: Any) -> dict[str, Any]:
     """A message without what parquet fills in, and with the arguments of calls as templates want them."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"the message {message!r:.60} has no role")
     said = {key: value for key, value in message.items() if value is not None and key != "weight"}
     said.setdefault("content", "")
     if calls := said.get("tool_calls"):
-        said["tool_calls"] = [_call(call) for call in calls]
+        said["tool_calls"] = [_parse_call(call) for call in calls]
     return said
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, Mapping) or "name" not in function:
         raise ConfigError(f"the tool call {call!r:.60} names no function")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _json(arguments, "arguments")
+        arguments = _parse_json(arguments, "arguments")
     return {"type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _json(text: str, what: str) -> Any:
+def _parse_json(text: str, what: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{what} {text!r:.60} is not JSON: {error}") from error
 
 
-def _trained(messages: Sequence[Mapping[str, Any]], config: SftConfig) -> list[int]:
+def _trained_messages(messages: Sequence[Mapping[str, Any]], config: SftConfig) -> list[int]:
     """Which messages are trained on: those of the roles that count, without those of `weight` 0."""
     roles = config.loss_on if isinstance(config.loss_on, list) else ["assistant"]
     turns = [index for index, message in enumerate(messages) if message["role"] in roles]

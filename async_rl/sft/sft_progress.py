@@ -42,20 +42,20 @@ class SftProgress:
         )
         self._task = self._bar.add_task("sft", total=total, told="")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """A line that stays."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def resumed(self, step: int) -> None:
+    def show_resumed(self, step: int) -> None:
         """The ranks are up, and go on after this step."""
         self._first, self._since_s = step, self._clock()
         self._bar.update(self._task, completed=step)
         if step:
-            self.say(f"resumed after step {step}")
+            self.print_line(f"resumed after step {step}")
         if self._console.is_interactive:
             self._bar.start()
 
-    def step(self, step: int, loss: Figure, validation_loss: Figure, tokens_per_s: float) -> None:
+    def show_step(self, step: int, loss: Figure, validation_loss: Figure, tokens_per_s: float) -> None:
         """A step is done."""
         told = f"loss {_figure(loss)}"
         if validation_loss is not None:
@@ -67,7 +67,7 @@ class SftProgress:
             step % every == 0 or step == self._total or validation_loss is not None
         ):
             left_s = (self._clock() - self._since_s) / max(1, step - self._first) * (self._total - step)
-            self.say(f"step {step}/{self._total}  {told}  {left_s:.0f} s left")
+            self.print_line(f"step {step}/{self._total}  {told}  {left_s:.0f} s left")
 
     def close(self) -> None:
         """Take the bar away."""

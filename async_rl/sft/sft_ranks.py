@@ -17,7 +17,7 @@ from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class SftRanks(Protocol):
     """What is asked of a trainer here: a part of `async_rl.trainer_protocol.Trainer`."""
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
@@ -46,10 +46,10 @@ class Ranks(Protocol):
 
 
 @asynccontextmanager
-async def ranks_of(config: Config, run_dir: Path) -> AsyncIterator[Ranks]:
+async def start_ranks(config: Config, run_dir: Path) -> AsyncIterator[SftRanks]:
     """Start `trainer.num_ranks` ranks: one that is alone in this process, unless Ray runs already."""
     if config.trainer.num_ranks == 1 and config.placement.ray_address is None:
-        yield OwnRank(config)
+        yield LocalRank(config)
         return
     from async_rl.placement import ray_cluster  # imports Ray: a second that a single rank need not pay
 
@@ -57,7 +57,7 @@ async def ranks_of(config: Config, run_dir: Path) -> AsyncIterator[Ranks]:
         yield await cluster.start_trainer()
 
 
-class OwnRank:
+class LocalRank:
     """A rank in this process, in one thread of its own, so that a signal is heard while it trains."""
 
     def __init__(self, config: Config) -> None:

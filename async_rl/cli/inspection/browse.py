@@ -13,8 +13,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from async_rl.cli.inspection.portrait import Decode, decoder, portray, token_numbers
-from async_rl.cli.inspection.show import show, show_table, terminal
+from async_rl.cli.inspection.show import show_table, show_trajectory, terminal
+from async_rl.cli.inspection.trajectory_view import Decode, decoder, token_numbers, view_trajectory
 from async_rl.config import Config, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import ConfigError
@@ -141,7 +141,7 @@ def _print_one(
     kept, events = reader.read(row.trajectory_id)
     config = _config(run_dir)
     decode, remark = _decode(config, special=special)
-    portrait = portray(
+    portrait = view_trajectory(
         kept,
         decode,
         history=[*events, *_as_the_ledger_says(run_dir, row)],
@@ -150,7 +150,7 @@ def _print_one(
     if as_json:
         print(msgspec.json.encode(portrait).decode())
         return
-    show(console, portrait)
+    show_trajectory(console, portrait)
     if remark:
         console.print(Text(remark, style="yellow"), soft_wrap=True)
 

@@ -14,7 +14,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from async_rl.cli.inspection.portrait import LogProbs, Passage, Portrait
+from async_rl.cli.inspection.trajectory_view import LogProbs, Passage, TrajectoryView
 from async_rl.queue.archive import ArchiveRow
 
 _VERSION_STYLES: Final = ("green", "bright_blue", "magenta", "bright_yellow", "bright_cyan", "bright_red")
@@ -48,7 +48,7 @@ def terminal() -> Console:
     return console
 
 
-def show(console: Console, portrait: Portrait) -> None:
+def show_trajectory(console: Console, portrait: TrajectoryView) -> None:
     """Print a whole trajectory: figures, the conversation, what became of it."""
     console.print(Rule(Text(f"trajectory {portrait.trajectory_id}", style="bold"), align="left"))
     console.print(_figures(_facts(portrait)))
@@ -85,7 +85,7 @@ def show_table(console: Console, rows: Sequence[ArchiveRow], ids: Sequence[str],
     console.print(table)
 
 
-def show_summary(console: Console, portraits: Sequence[Portrait]) -> None:
+def show_summary(console: Console, portraits: Sequence[TrajectoryView]) -> None:
     """One line of all that were tried."""
     rewards = [p.reward for p in portraits if p.reward is not None]
     failed = sum(p.error is not None for p in portraits)
@@ -99,7 +99,7 @@ def show_summary(console: Console, portraits: Sequence[Portrait]) -> None:
     )
 
 
-def _facts(p: Portrait) -> list[tuple[str, Text]]:
+def _facts(p: TrajectoryView) -> list[tuple[str, Text]]:
     rows = [("task", Text(f"{p.task_id}, group {p.group_id}")), ("reward", _reward(p))]
     rows.append(("ended by", Text(p.stop_reason)))
     rows.append(
@@ -132,7 +132,7 @@ def _facts(p: Portrait) -> list[tuple[str, Text]]:
     return rows
 
 
-def _reward(p: Portrait) -> Text:
+def _reward(p: TrajectoryView) -> Text:
     if p.reward is None:
         return Text("none")
     parts = ", ".join(f"{name} {value:.3f}" for name, value in p.reward_parts.items() if name != "reward")

@@ -25,8 +25,8 @@ import msgspec
 from rich.console import Console
 from uuid6 import uuid7
 
-from async_rl.cli.inspection.portrait import Portrait, decoder, portray
-from async_rl.cli.inspection.show import show, show_summary, terminal
+from async_rl.cli.inspection.show import show_summary, show_trajectory, terminal
+from async_rl.cli.inspection.trajectory_view import TrajectoryView, decoder, view_trajectory
 from async_rl.config import Config, SGLangEngines, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_run_tasks, order_of
@@ -46,7 +46,7 @@ from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
-from async_rl.run.preflight import check
+from async_rl.run.preflight import check_config
 from async_rl.runtime.supervision import first_error, services
 from async_rl.types import Task, Trajectory
 
@@ -100,23 +100,23 @@ def rollout(
         raise ConfigError(f"--n is {number}; expected at least 1")
     group_size = 1 if task_id is None else number
     config = load_config(path, [*overrides, *_ONE_BY_ONE, f"rollout.group_size={group_size}"])
-    check(config)
-    tasks = choose(config, number, task_id)
+    check_config(config)
+    tasks = choose_tasks(config, number, task_id)
     console = console or terminal()
     decode = decoder(load_chat_format(config.model.path), special=special)
-    portraits: list[Portrait] = []
+    portraits: list[TrajectoryView] = []
 
     def ended(trajectory: Trajectory) -> None:
         now = ArchiveEvent(unix_s=time.time(), what="ended")
-        portraits.append(portray(kept(trajectory), decode, history=[] if not as_json else [now]))
+        portraits.append(view_trajectory(kept(trajectory), decode, history=[] if not as_json else [now]))
         if as_json:
             print(msgspec.json.encode(portraits[-1]).decode(), flush=True)
         else:
-            show(console, portraits[-1])
+            show_trajectory(console, portraits[-1])
 
     with tempfile.TemporaryDirectory(prefix="async-rl-rollout-") as folder:
         try:
-            asyncio.run(try_out(config, tasks, ended, Path(folder), open_engines or engines_of))
+            asyncio.run(try_out(config, tasks, ended, Path(folder), open_engines or engines_from))
         except ExceptionGroup as group:
             cause = first_error(group)
             if not isinstance(cause, AsyncRLError):
@@ -129,7 +129,7 @@ def rollout(
     return int(any(portrait.error is not None for portrait in portraits))
 
 
-def choose(config: Config, number: int, task_id: str | None) -> list[Task]:
+def choose_tasks(config: Config, number: int, task_id: str | None) -> list[Task]:
     """The tasks of so many trajectories, in the order in which a run would have them.
 
     Raises:
@@ -183,7 +183,7 @@ async def try_out(
         metrics=metrics,
         new_id=lambda: uuid7().hex,
         clock=clock,
-        observer=_Teller(ended),
+        observer=_TrajectoryReporter(ended),
     )
 
     async def watch() -> None:
@@ -203,7 +203,7 @@ async def try_out(
         queue.close()
 
 
-class _Teller(Observer):
+class _TrajectoryReporter(Observer):
     """Tells of every trajectory once, those that failed with the traceback of the user's code."""
 
     def __init__(self, ended: Callable[[Trajectory], None]) -> None:
@@ -229,7 +229,7 @@ def _traceback(cause: BaseException) -> str:
 
 
 @asynccontextmanager
-async def engines_of(config: Config, log_dir: Path) -> AsyncIterator[list[Engine]]:
+async def engines_from(config: Config, log_dir: Path) -> AsyncIterator[list[Engine]]:
     """The engines that a config names; of those that are to be started, one.
 
     Raises:

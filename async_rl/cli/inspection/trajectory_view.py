@@ -73,7 +73,7 @@ class Passage(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent loop noted of the turn (`Session.annotate`)."""
 
 
-class Portrait(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryView(msgspec.Struct, frozen=True, kw_only=True):
     """Everything there is to say of a trajectory."""
 
     trajectory_id: str
@@ -119,13 +119,13 @@ def token_numbers(token_ids: Sequence[int]) -> str:
     return " ".join(str(int(token_id)) for token_id in token_ids)
 
 
-def portray(
+def view_trajectory(
     kept: ArchivedTrajectory,
     decode: Decode,
     *,
     history: Sequence[ArchiveEvent] = (),
     oldest_trained: int | None = None,
-) -> Portrait:
+) -> TrajectoryView:
     """Portray a trajectory.
 
     Args:
@@ -137,7 +137,7 @@ def portray(
     trajectory, outcome = kept.trajectory, kept.trajectory.outcome
     passages = _passages(trajectory, decode, oldest_trained)
     sampled = list(trajectory.sampled)
-    return Portrait(
+    return TrajectoryView(
         trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.group_id,
         task_id=trajectory.task_id,
@@ -175,7 +175,7 @@ def _passages(trajectory: Trajectory, decode: Decode, oldest: int | None) -> tup
         tokens = sum(len(segment.token_ids) for segment in members)
         if not is_sampled:
             text = "".join(texts)
-            role: Role = _role(text) if passages else "prompt"
+            role: Role = role_of(text) if passages else "prompt"
             passages.append(Passage(role=role, turn=None, text=text, tokens=tokens, trained=False))
         else:
             turn += 1
@@ -209,7 +209,7 @@ def _call(text: str, segment: Sampled, oldest: int | None) -> EngineCall:
     )
 
 
-def _role(text: str) -> Role:
+def role_of(text: str) -> Role:
     """Who said what stands between two turns of the policy, by how the chat template begins it."""
     return "tool" if _TOOL.match(_FRAME.sub("", text)) else "user"
 
