@@ -375,7 +375,7 @@ class Orchestrator:
             evaluator,
             step=step,
             interrupt_timeout_s=self._config.weights.timeout_s,
-            ended=self.run_log.log_evaluation,
+            log_evaluation=self.run_log.log_evaluation,
             clock=self._clock,
             turns=self.devices.turns,
         )

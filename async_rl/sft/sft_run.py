@@ -1,8 +1,8 @@
-"""`async-rl sft CONFIG`: one supervised run in its folder, which holds what that of `async-rl train` does.
+"""`async-rl sft CONFIG`: one supervised run in its folder, with the files of `async-rl train`.
 
 ```
 <run.dir>/<run.name>/
-  config.yaml      the resolved config        metrics.jsonl   one SftRecord a line
+  config.yaml      the resolved config        metrics.jsonl   one SftRecord per line
   logs/            driver, ranks              checkpoints/    to resume from
   hf/              the model, unless sft.out names another folder
 ```
@@ -40,19 +40,21 @@ OpenRanks = Callable[[Config, Path], AbstractAsyncContextManager[SftRanks]]
 
 
 class SftRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Its names are those of `StepRecord`, so that what reads `metrics.jsonl` reads this too."""
+    """One step. Its field names are those of `StepRecord`, so that programs can read both kinds of
+    `metrics.jsonl`.
+    """
 
     step: int
     weight_version: int
-    """The same: there is one weight version a step."""
+    """Equal to the step, because each step produces one weight version."""
     time_s: float
-    """Since the first step of the run, those of earlier lives included."""
+    """Seconds since the first step of the run, earlier incarnations included."""
     epoch: int
     """From 0."""
     loss: Figure
     """Mean negative log-prob of the trained tokens before the step, nats."""
     validation_loss: Figure = None
-    """The same over the validation file, after it; None in steps without."""
+    """Mean negative log-prob over the validation file after the step; None in steps without validation."""
     grad_norm: Figure = None
     learning_rate: float
     updates_skipped: int = 0
@@ -63,13 +65,13 @@ class SftRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SftData(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained on."""
+    """The data of a supervised run."""
 
     rows: Sequence[SftExample]
     validation: Sequence[SftExample]
     plan: TrainingOrder
     num_too_long: int
-    """Rows that are too long."""
+    """Examples left out because they are too long."""
 
 
 def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = start_ranks) -> int:
@@ -132,7 +134,7 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = start
 
 
 def sft_config(config: Config) -> Config:
-    """The config as the ranks are given it: supervised, with the model's own routing.
+    """Return the config for the ranks: supervised, with the model's own routing.
 
     Raises:
         ConfigError: It names no conversations.
@@ -145,7 +147,7 @@ def sft_config(config: Config) -> Config:
         optimizer=replace(config.trainer.optimizer, lr=config.sft.lr),
         loss=replace(config.trainer.loss, kl=replace(config.trainer.loss.kl, coefficient=0.0)),
     )
-    weights = WeightsConfig(timeout_s=config.weights.timeout_s)  # there is nobody to send them to
+    weights = WeightsConfig(timeout_s=config.weights.timeout_s)  # there are no engines to send them to
     return replace(config, trainer=trainer, weights=weights, routing=RoutingConfig(replay="off"))
 
 
@@ -153,7 +155,7 @@ def read_data(config: Config, settings: SftConfig) -> SftData:
     """Read both files and plan the steps; nothing is started yet.
 
     Raises:
-        ConfigError: Of the model's folder, its chat template, the worker or a row.
+        ConfigError: The model's folder, its chat template, the worker or an example cannot be used.
     """
     facts = load_facts(config.model.path)
     if settings.max_tokens > facts.context_length:
@@ -190,11 +192,11 @@ async def fine_tune(
     progress: SftProgress,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Take all steps from the newest checkpoint on, and write the model.
+    """Run all steps from the newest checkpoint on, and write the model.
 
     Raises:
-        ConfigError: The checkpoint is of other data.
-        AsyncRLError: Of the ranks.
+        ConfigError: The checkpoint was trained on other data.
+        AsyncRLError: A rank failed.
     """
     plan, total, scratch = data.plan, len(data.plan.batches), run_dir / "batch"
     metrics = run_dir / "metrics.jsonl"
@@ -266,7 +268,7 @@ async def fine_tune(
 async def _validate(
     rows: Sequence[SftExample], batch_tokens: int, ranks: SftRanks, scratch: Path, step: int
 ) -> float | None:
-    """Mean negative log-prob of the trained tokens of all rows."""
+    """Return the mean negative log-prob of the trained tokens of all examples."""
     parts = plan_batches(
         [len(row.token_ids) for row in rows], batch_tokens=batch_tokens, epochs=1, shuffle=False
     )
@@ -283,13 +285,15 @@ async def _validate(
 def _check_same(plan: TrainingOrder, step: int, extra: dict[str, object]) -> None:
     if step and extra.get("plan") != plan.digest(step):
         raise ConfigError(
-            f"the run's checkpoint of step {step} was trained on other batches than the config gives now: "
-            "set sft.path, sft.batch_tokens, sft.shuffle and run.seed back, or choose another run.name"
+            f"the run's checkpoint of step {step} was trained on other batches than the config produces now: "
+            "restore sft.path, sft.batch_tokens, sft.shuffle and run.seed, or choose another run.name"
         )
 
 
 def read_sft_records(path: Path) -> list[SftRecord]:
-    """Read `metrics.jsonl`; of records of one step the last counts, because a resumed run repeats some."""
+    """Read `metrics.jsonl`; of several records of a step the last counts, because a resumed run repeats
+    steps.
+    """
     if not path.exists():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
@@ -306,5 +310,5 @@ def _decoded(lines: bytes, path: Path) -> Iterator[SftRecord]:
         yield from msgspec.json.Decoder(SftRecord).decode_lines(lines)
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"{path} is not of a supervised run ({error}): set run.name, this folder is another's"
+            f"{path} does not belong to a supervised run ({error}): set another run.name"
         ) from error

@@ -51,7 +51,7 @@ def test_a_stall_is_said_again_only_after_growing_times(
     ward = Ward(tmp_path)
     with acting("train loop", waits=ward.waits), waiting("slot"):
         ward.look_until(600)
-        said = [record for record in caplog.records if "stands still" in record.message]
+        said = [record for record in caplog.records if "is stalled" in record.message]
         assert len(said) == 4  # at 45, 85, 165 and 325 seconds
         assert ward.value("stalls_total", awaited="slot") == 1
         assert ward.value("seconds_since_progress") == 600

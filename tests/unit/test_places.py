@@ -37,8 +37,8 @@ def test_the_refusal_names_what_was_asked_and_what_each_node_has_when_there_is_n
     ]
     lines = no_capacity("engine", {"GPU": 4, "CPU": 1, "engines": 1}, 3, "SPREAD", nodes).splitlines()
     assert lines == [
-        "Ray has no capacity for 3 x engine (1 CPU, 4 GPU, 1 engines each on one node, SPREAD); 1 of 2 nodes are "
-        "large enough for one:",
+        "Ray has no capacity for 3 x engine (1 CPU, 4 GPU, 1 engines each on one node, SPREAD); 1 of 2 "
+        "nodes are large enough for one:",
         "  10.0.0.1: 4 of 4 CPU free, 1 of 2 GPU free",
         "  10.0.0.2: 0.5 of 4 CPU free, 0 of 8 GPU free, 0 of 1 engines free",
     ]
