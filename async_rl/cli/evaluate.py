@@ -107,8 +107,8 @@ async def _evaluate_sets(
                 health = await engine.health()
                 _check_model(config, engine.engine_id, health.model_path)
                 versions.add(health.weight_version)
-                pool.add(engine)
-                pool.serve(engine.engine_id, health.weight_version)
+                pool.add_engine(engine)
+                pool.serve_engine(engine.engine_id, health.weight_version)
             if len(versions) > 1:
                 raise ConfigError(
                     f"engine.urls: the servers have weight versions {sorted(versions)}, expected one: they "

@@ -4,7 +4,7 @@
 <run.dir>/<run.name>/
   config.yaml      the resolved config        metrics.jsonl   one StepRecord per line
   logs/            driver, engines, ranks     summary.json    totals of the run, for programs
-  checkpoints/     to resume from             reward.png      its curves
+  checkpoints/     to resume from             report.html     the run as one page, with its curves
   hf/              the exported model         url             address of the page and /metrics
   versions.json    installed versions
 ```
@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 
 from async_rl.config import Config, load_config
-from async_rl.observability.console_report import RunProgress, print_summary, write_run_files
+from async_rl.observability.console_report import RunProgress, print_summary, write_summary
+from async_rl.observability.page.html_report import write_report
 from async_rl.observability.records import Summary, read_records
 from async_rl.run.folder import run_console, run_folder, run_in_folder
 from async_rl.run.preflight import check_config, check_trainer
@@ -47,6 +48,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
     check_config(config)
     shown = run_console()
     progress = RunProgress(shown)
+    results: list[tuple[Path, Summary]] = []
 
     def is_complete(run_dir: Path) -> bool:
         finished = read_records(run_dir / "metrics.jsonl")
@@ -67,14 +69,17 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
         progress.phase(f"{name}: running work ends, then a checkpoint is written; once more to abort")
 
     def finish(run_dir: Path, summary: Summary) -> int:
-        records = read_records(run_dir / "metrics.jsonl")
-        write_run_files(run_dir, records, summary)
-        print_summary(shown, run_dir, records, summary)
+        write_summary(run_dir, summary)
+        results.append((run_dir, summary))
         return 0
 
-    return run_in_folder(
+    exit_code = run_in_folder(
         run_folder(config), config, run, finish=finish, is_complete=is_complete, on_stop=on_stop
     )
+    for run_dir, summary in results:
+        write_report(run_dir)  # after the folder is unlocked, so that the report says that the run has ended
+        print_summary(shown, run_dir, read_records(run_dir / "metrics.jsonl"), summary)
+    return exit_code
 
 
 async def _on_ray(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:

@@ -41,10 +41,13 @@ from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue.archive import Observer
-from async_rl.rollout.attempt import finish, play
+from async_rl.queue.journal import Entry
+from async_rl.rollout.attempt import finish_trajectories, run_agent_loop, score_tree
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import Transcript
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import acting, progressed, waiting
 from async_rl.types import Completion, Task, Trajectory
@@ -199,7 +202,11 @@ class _EvaluationRun:
         samples = config.evaluation.samples
         health = HealthWatch(self._pool, config.engine, self._metrics, self._inputs.clock)
         try:
-            async with services(health=health.run, lost=self._watch), self._loops, Nursery() as nursery:
+            async with (
+                services(health=health.watch_engines, lost=self._watch),
+                self._loops,
+                Nursery() as nursery,
+            ):
                 for dataset in self._inputs.datasets:
                     for task in dataset.tasks:
                         group = _AnswerGroup(new_id(), dataset.name, task, samples)
@@ -214,8 +221,8 @@ class _EvaluationRun:
     async def _watch(self) -> None:
         """End the evaluation when no engine is left, because nothing repairs its engines."""
         with waiting("idle"):
-            while self._pool.has(EngineState.SERVING):
-                await self._pool.changed()
+            while self._pool.engines(EngineState.SERVING):
+                await self._pool.wait_for_change()
         engines = {engine.engine_id: self._pool.error_of(engine.engine_id) for engine in self._pool.engines()}
         errors = "; ".join(f"{name}: {error}" for name, error in engines.items())
         raise EngineError(f"no engine of the evaluation is left: {errors}")
@@ -235,34 +242,34 @@ class _EvaluationRun:
     def _new_session(self, task: Task, answer_id: str, group_id: str) -> RolloutSession:
         """Return the session of one attempt at an answer; it needs no routing, as it is not trained on."""
         inputs = self._inputs
-        return RolloutSession(
-            task=task,
-            trajectory_id=answer_id,
-            group_id=group_id,
-            pool=self._pool,
+        context = SessionContext(
             chat=inputs.chat,
-            facts=inputs.facts,
             rollout=inputs.rollout,
-            routing_config=RoutingConfig(replay="off"),
-            interrupt=inputs.config.weights.interrupt,
             metrics=self._metrics,
-            new_id=inputs.new_id,
             clock=inputs.clock,
+            pool=self._pool,
+            facts=inputs.facts,
+            routing=RoutingConfig(replay="off"),
+            interrupt=inputs.config.weights.interrupt,
+            new_id=inputs.new_id,
         )
+        return RolloutSession(context, task, Transcript(context, Entry(answer_id)), group_id=group_id)
 
     async def _attempts(self, name: str, group: _AnswerGroup) -> None:
         limit = self._inputs.config.rollout.max_attempts
         for attempt in range(1, limit + 1):
             session = self._new_session(group.task, name, group.group_id)
             try:
-                await play(group.task, session, self._loops, self._inputs.rollout)
+                await run_agent_loop(group.task, session, self._loops, self._inputs.rollout)
                 if self._rewards.scores_groups(group.task):
                     # Only the root: rewards of branches are for training.
-                    group.unscored[name] = await session.finish(session.stop_reason, {}), session.completion
+                    trajectory = await session.finish_trajectory(session.stop_reason, {})
+                    group.unscored[name] = trajectory, session.completion
                     return
-                tree = await finish(group.task, session.tree, self._rewards)
+                results = await score_tree(group.task, session.tree, self._rewards)
+                tree = await finish_trajectories(results)
             except (RolloutError, EngineError, AlignmentError) as error:
-                self._observer.failed(session.unfinished(error), attempt, error)
+                self._observer.failed(session.failed_trajectory(error), attempt, error)
                 log.info("an answer to task %s, attempt %d: %s", group.task.task_id, attempt, error)
                 if attempt == limit or isinstance(error, PromptTooLong):
                     self.dropped[type(error).__name__] += 1

@@ -77,7 +77,7 @@ class EvaluationService:
     """The evaluations of one incarnation of a run.
 
     Example:
-        >>> service = EvaluationService(config.evaluation, run_dir, pool, sync.take_back, evaluator, ...)
+        >>> service = EvaluationService(settings, run_dir, pool, sync.take_back_engine, evaluator, ...)
         >>> async with services(evaluation=service.run_evaluations):
         ...     await train()
         ...     await service.finish_evaluations(version)
@@ -95,7 +95,7 @@ class EvaluationService:
         interrupt_timeout_s: float,
         log_evaluation: Callable[[EvaluationRecord], EvaluationRecord],
         clock: Callable[[], float],
-        turns: DevicePhases | None = None,
+        phases: DevicePhases | None = None,
     ) -> None:
         """Connect the components.
 
@@ -109,11 +109,11 @@ class EvaluationService:
             interrupt_timeout_s: Maximum time for an engine to end its calls.
             log_evaluation: Shows a record, and returns it with the run's time.
             clock: Monotonic seconds.
-            turns: When engines may work on shared devices; None for always.
+            phases: When engines may work on shared devices; None for always.
         """
         self._config = config
         self._run_dir = run_dir
-        self._turns = turns or DevicePhases()
+        self._phases = phases or DevicePhases()
         self._pool = pool
         self._take_back = take_back
         self._evaluator = evaluator
@@ -149,10 +149,10 @@ class EvaluationService:
             if self._due_version() is None:
                 self._idle.set()
                 with waiting("idle"):
-                    await self._pool.changed()
+                    await self._pool.wait_for_change()
                 continue
             self._idle.clear()
-            async with self._turns.guest():
+            async with self._phases.lease_engines():
                 await self._evaluate_due()
                 # Not on cancellation: the run ends, or the next incarnation updates all engines.
                 while self._borrowed:
@@ -206,8 +206,8 @@ class EvaluationService:
     async def _evaluate_on(self, engines: Sequence[Engine], version: int) -> EvaluationRecord:
         pool = self._evaluator.new_pool()
         for engine in engines:
-            pool.add(engine)
-            pool.serve(engine.engine_id, version)
+            pool.add_engine(engine)
+            pool.serve_engine(engine.engine_id, version)
         answers = self._open_archive(version)
         try:
             async with services(mirror=lambda: self._mirror_failures(pool)):
@@ -238,11 +238,11 @@ class EvaluationService:
                 name = engine.engine_id
                 if pool.needs_repair(name):
                     error = pool.error_of(name) or EngineError(f"engine {name} failed in an evaluation")
-                    self._pool.quarantine(name, error)
-                standing = self._pool.standing_of(name)
-                if standing is None or standing.state is not EngineState.EVALUATING:
-                    pool.quarantine(name, EngineError(f"engine {name} left the evaluation"))
-            await _wait_for_first(pool.changed, self._pool.changed)
+                    self._pool.quarantine_engine(name, error)
+                snapshot = self._pool.snapshot_of(name)
+                if snapshot is None or snapshot.state is not EngineState.EVALUATING:
+                    pool.quarantine_engine(name, EngineError(f"engine {name} left the evaluation"))
+            await _wait_for_first(pool.wait_for_change, self._pool.wait_for_change)
 
     # -- engines -----------------------------------------------------------------------------------------
 
@@ -264,44 +264,42 @@ class EvaluationService:
             serving = self._pool.engines(EngineState.SERVING)
             able = [engine for engine in serving if self._pool.version_of(engine.engine_id) >= version]
             if not able:
-                if (
-                    not self._turns.engines_may_start
-                ):  # nor is any repaired before the trainer has had its turn
+                if not self._phases.engines_may_start:  # no engine is repaired before the trainer has worked
                     raise EngineError(
                         f"no engine serves version {version} any more, and the trainer waits for the devices"
                     )
                 with waiting("engine", why=lambda: f"none serves version {version}"):
-                    await _wait_for_first(self._pool.changed, self._turns.end_of_engines)
+                    await _wait_for_first(self._pool.wait_for_change, self._phases.wait_for_engines_phase_end)
                 continue
-            engine = min(able, key=lambda engine: self._pool.vitals(engine.engine_id).calls)
+            engine = min(able, key=lambda engine: self._pool.statistics.load_of(engine.engine_id).calls)
             name = engine.engine_id
-            if not self._pool.lend(name):
+            if not self._pool.lend_engine(name):
                 continue
             self._borrowed.append(name)
             try:
-                async with self._pool.attended(name, self._interrupt_timeout_s) as scope:
+                async with self._pool.bounded_request(name, self._interrupt_timeout_s) as scope:
                     with waiting("engine update", name, scope=scope):
                         await engine.interrupt("abort")
                         await engine.resume_generation("abort")
                 return engine
             except EngineError as error:
-                self._pool.quarantine(name, error)
+                self._pool.quarantine_engine(name, error)
             except TimeoutError:
                 message = f"engine {name} did not end its calls within {self._interrupt_timeout_s} s"
-                self._pool.quarantine(name, WeightSyncError(message))
+                self._pool.quarantine_engine(name, WeightSyncError(message))
 
     async def _refresh_reserved(self, version: int) -> None:
         """Update the reserved engines to the current weights if they do not serve this version yet."""
         while not self._reserved():
             with waiting("engine", why=lambda: "no engine is reserved for the evaluation"):
-                await self._pool.changed()
+                await self._pool.wait_for_change()
         async with Nursery() as nursery:
             for engine in self._reserved():
                 if self._pool.version_of(engine.engine_id) < version:
                     nursery.start_task(f"refresh {engine.engine_id}", self._return_engine(engine.engine_id))
         while not any(self._pool.version_of(e.engine_id) >= version for e in self._reserved()):
             with waiting("engine", why=lambda: f"none of the evaluation's has version {version}"):
-                await self._pool.changed()
+                await self._pool.wait_for_change()
 
     def _reserved(self) -> list[Engine]:
         return list(self._pool.engines(EngineState.EVALUATING))
@@ -311,7 +309,7 @@ class EvaluationService:
         try:
             await self._take_back(engine_id)
         except EngineError as error:
-            self._pool.quarantine(engine_id, error)
+            self._pool.quarantine_engine(engine_id, error)
 
 
 async def _wait_for_first(*changes: Callable[[], Awaitable[None]]) -> None:

@@ -22,7 +22,7 @@ from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.shared_devices import Device
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.processes import Process, die_with_parent, this_process
-from async_rl.weights.follower import Follower
+from async_rl.weights.weight_folder import WeightFolder
 
 
 class ActorSetup(msgspec.Struct, frozen=True):
@@ -117,7 +117,7 @@ class EngineActor(NodeActor):
         run = hashlib.sha256(str(Path(log_dir).absolute()).encode()).hexdigest()[:16]
         # The next incarnation of the run uses the same name and removes what this one left.
         name = f"async_rl-weights-{run}-{index}"
-        self._folder = Follower(Path(parsed.weights.local_dir) / name)
+        self._folder = WeightFolder(Path(parsed.weights.local_dir) / name)
 
     def join_run(self, setup: ActorSetup, log_path: str | None) -> Process:
         """Join the run as `NodeActor.join_run` does, and check that the driver can reach the server.
@@ -157,15 +157,15 @@ class EngineActor(NodeActor):
     async def stop_server(self) -> None:
         """End the server process and remove its local weights."""
         await self._server.stop()
-        await asyncio.to_thread(self._folder.clear)
+        await asyncio.to_thread(self._folder.clear_folder)
 
-    async def hold_weights(self, path: str, version: int) -> str:
+    async def copy_version(self, path: str, version: int) -> str:
         """Copy full weights into this host's folder, and return its path."""
-        return await asyncio.to_thread(self._folder.hold, path, version)
+        return await asyncio.to_thread(self._folder.copy_version, path, version)
 
     async def apply_delta(self, path: str) -> str:
         """Apply a delta to this host's copy of the weights, and return its path."""
-        return await asyncio.to_thread(self._folder.apply, path)
+        return await asyncio.to_thread(self._folder.apply_delta, path)
 
 
 class SharedFrame:

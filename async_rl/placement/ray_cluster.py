@@ -35,7 +35,7 @@ from async_rl.runtime.processes import Process
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
-from async_rl.weights.local_folders import LocalFolder
+from async_rl.weights.delta_delivery import HostFolder
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ class RayCluster(Cluster):
             raise TrainerError(f"trainer rank 0 gave no address within {limit_s} s: {error!r}") from error
         return host, port
 
-    def local_folder(self, engine_id: str) -> LocalFolder | None:
+    def local_folder(self, engine_id: str) -> HostFolder | None:
         """Return the folder of weights on an engine's host; None for an external server."""
         actor = self._engine_actors.get(engine_id)
         return None if actor is None else RayFolder(actor)
@@ -393,17 +393,17 @@ def _actor_setup(run_dir: Path) -> ActorSetup:
     return ActorSetup(os.getcwd(), str(path), marker, ray.get_runtime_context().get_node_id())
 
 
-class RayFolder(LocalFolder):
+class RayFolder(HostFolder):
     """The folder of weights on an engine's host, kept by the actor that owns its server."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    async def hold(self, path: str, version: int) -> str:
+    async def copy_version(self, path: str, version: int) -> str:
         """Copy full weights into the folder, and return its path."""
-        return await self._answer(self._actor.hold_weights.remote(path, version))
+        return await self._answer(self._actor.copy_version.remote(path, version))
 
-    async def apply(self, path: str) -> str:
+    async def apply_delta(self, path: str) -> str:
         """Apply a delta to the copy, and return its path."""
         return await self._answer(self._actor.apply_delta.remote(path))
 

@@ -12,7 +12,7 @@ from async_rl.engine_protocol import Engine
 from async_rl.errors import EngineError
 from async_rl.rollout.workers.messages import Link
 from async_rl.trainer_protocol import Trainer
-from async_rl.weights.local_folders import LocalFolder
+from async_rl.weights.delta_delivery import HostFolder
 
 
 class Cluster(Protocol):
@@ -57,7 +57,7 @@ class Cluster(Protocol):
         """Return host and a free port on the trainer's rank 0."""
         ...
 
-    def local_folder(self, engine_id: str) -> LocalFolder | None:
+    def local_folder(self, engine_id: str) -> HostFolder | None:
         """Return the folder of weights on the host of an engine; None for an external server."""
         ...
 

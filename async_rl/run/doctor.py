@@ -201,7 +201,7 @@ class Doctor:
     def _engines(self) -> list[EngineView]:
         pool, config = self._pool, self._engine
         states = {engine.engine_id: state for state in EngineState for engine in pool.engines(state)}
-        vitals = {engine_id: pool.vitals(engine_id) for engine_id in states}
+        vitals = {engine_id: pool.statistics.load_of(engine_id) for engine_id in states}
         return [
             EngineView(
                 engine_id=engine_id,
@@ -277,14 +277,14 @@ class Doctor:
         """End the wait of a cause as its own timeout would; return what was done, or None."""
         match cause.on:
             case "chunk" | "first chunk":
-                self._pool.quarantine(cause.target, EngineTimeout(cause.sentence))
+                self._pool.quarantine_engine(cause.target, EngineTimeout(cause.sentence))
                 return f"{cause.target} is quarantined; its calls move to other engines with their tokens"
             case "group" if (queue := self._queue()) is not None:
                 queue.give_up(cause.target, "lost")
                 return f"group {cause.target} is dropped"
             case "slot" if (slots := self._slots()) is not None:
                 alive = {actor.who.id for actor in self._waits.acting if actor.who.kind == "trajectory"}
-                return f"slots of {', '.join(slots.reclaim(alive))} are free again"
+                return f"slots of {', '.join(slots.reclaim_slots(alive))} are free again"
             case _:
                 ended = sum(map(self._expire_matching(cause), list(self._waits.open)))
                 return f"{ended} waits for {cause.on} {cause.target} were ended" if ended else None

@@ -139,7 +139,7 @@ def _engine_rows(pool: EnginePool) -> list[EngineRow]:
     rows = []
     for state in EngineState:
         for engine in pool.engines(state):
-            vitals = pool.vitals(engine.engine_id)
+            vitals = pool.statistics.load_of(engine.engine_id)
             rows.append(
                 EngineRow(
                     engine_id=engine.engine_id,

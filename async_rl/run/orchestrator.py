@@ -35,10 +35,10 @@ from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.health import HealthWatch
-from async_rl.engines.membership import Membership
+from async_rl.engines.membership import EngineMembership
 from async_rl.engines.model_facts import check_model, load_facts
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.repair import Repair
+from async_rl.engines.repair import EngineRepair
 from async_rl.errors import TrainerError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
@@ -54,6 +54,7 @@ from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.manager import RolloutManager
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.run.checkpoints import Checkpoints, can_write_after
 from async_rl.run.cluster import Cluster
@@ -221,7 +222,7 @@ class Orchestrator:
             self.devices = SharedDevices(
                 pool, cluster.stop_engine, metrics, clock, timeout_s=config.weights.timeout_s
             )
-        self._repair = Repair(
+        self._repair = EngineRepair(
             pool,
             cluster.restart_engine,
             self._catch_up,
@@ -229,9 +230,9 @@ class Orchestrator:
             metrics,
             clock,
             seed=config.run.seed,
-            turns=self.devices.turns,
+            phases=self.devices.phases,
         )
-        self._membership: Membership | None = None
+        self._membership: EngineMembership | None = None
         self._incarnation: _Incarnation | None = None
         self.waits = waits or Waits(clock)
         self.doctor = Doctor(
@@ -285,7 +286,7 @@ class Orchestrator:
             trainer_handle = await self._start_engines_and_trainer()
         if isinstance(num_reserved := self._config.evaluation.engines, int) and self._inputs.validation:
             for engine in self.pool.engines()[-num_reserved:]:
-                self.pool.reserve(engine.engine_id)
+                self.pool.reserve_engine(engine.engine_id)
         failed_checkpoints = 0
         while True:
             # A restarted trainer continues from its checkpoint exactly as a new process does: the components
@@ -311,17 +312,23 @@ class Orchestrator:
         sync = self._weight_sync(trainer)
         recovered = RecoveredState(config, self._dir, inputs.tasks, inputs.facts, step, metrics, clock)
         queue = recovered.queue
+        context = SessionContext(
+            chat=inputs.chat,
+            rollout=config.rollout,
+            metrics=metrics,
+            clock=clock,
+            pool=self.pool,
+            facts=inputs.facts,
+            routing=config.routing,
+            interrupt=config.weights.interrupt,
+            new_id=inputs.new_id,
+        )
         manager = RolloutManager(
             config,
+            context,
             feeder=recovered.feeder,
             queue=queue,
-            pool=self.pool,
             backend=self._rollout_backend(),
-            chat=inputs.chat,
-            facts=inputs.facts,
-            metrics=metrics,
-            new_id=inputs.new_id,
-            clock=clock,
             journal=recovered.journal,
             journalled=recovered.journalled,
             observer=recovered.archive,
@@ -371,13 +378,13 @@ class Orchestrator:
             self._config.evaluation,
             self._dir,
             self.pool,
-            sync.take_back,
+            sync.take_back_engine,
             evaluator,
             step=step,
             interrupt_timeout_s=self._config.weights.timeout_s,
             log_evaluation=self.run_log.log_evaluation,
             clock=self._clock,
-            turns=self.devices.turns,
+            phases=self.devices.phases,
         )
 
     async def _run_incarnation(self, incarnation: _Incarnation) -> float | TrainerHandle:
@@ -404,8 +411,8 @@ class Orchestrator:
         try:
             async with services(
                 rollouts=incarnation.manager.run,
-                watch=lambda: self._cluster.watch_engines(self.pool.quarantine),
-                health=self._health.run,
+                watch=lambda: self._cluster.watch_engines(self.pool.quarantine_engine),
+                health=self._health.watch_engines,
                 **self._members(),
                 stopper=stopper,
                 doctor=self.doctor.run_checks,
@@ -413,7 +420,7 @@ class Orchestrator:
                 **incarnation.recovered.services,
             ):
                 try:
-                    async with services(repair=self._repair.run, **evaluating):
+                    async with services(repair=self._repair.repair_engines, **evaluating):
                         with acting("train loop"):
                             return await self._train_and_save(incarnation)
                 except ExceptionGroup as group:
@@ -428,7 +435,7 @@ class Orchestrator:
             lost = loop.unsettled or trainer_failed or not can_write_after(first_error(group))
             if loop.step > checkpoints.step and not lost:
                 self.run_log.enter_phase("writing a checkpoint before the run ends with an error")
-                await self.devices.to_trainer(incarnation.trainer)
+                await self.devices.hand_to_trainer(incarnation.trainer)
                 await checkpoints.write_last_checkpoint(loop.step)
             raise
 
@@ -439,7 +446,7 @@ class Orchestrator:
         self.run_log.enter_phase("bringing engines to the trainer's weights")
         with waiting("weight update", str(loop.step)):
             path = Path(self._config.model.path) if loop.step == 0 else None
-            await self.devices.start(sync, trainer, loop.step, path)
+            await self.devices.start_engines(sync, trainer, loop.step, path)
         self.run_log.begin_training(loop.step)
         self.run_log.enter_phase("training")
         await loop.run()
@@ -452,7 +459,7 @@ class Orchestrator:
         ended_s = self._clock()
         self.run_log.enter_phase("writing the checkpoint and the Hugging Face export")
         incarnation.recovered.queue.stop()
-        await self.devices.to_trainer(trainer)
+        await self.devices.hand_to_trainer(trainer)
         await incarnation.checkpoints.write_last_checkpoint(loop.step)
         with waiting("export"):
             await trainer.publish(str(self._dir / "hf"), loop.step)
@@ -474,7 +481,7 @@ class Orchestrator:
         """Start engines and trainer at the same time, or one after the other on shared devices."""
         if self.devices.shared:
             await self._start_engines()
-            await self.devices.clear()
+            await self.devices.clear_devices()
             return await self._trainer_restarts.start_trainer()
         async with Nursery() as nursery:
             nursery.start_task("engines", self._start_engines())
@@ -484,7 +491,7 @@ class Orchestrator:
     async def _start_engines(self) -> None:
         with waiting("engine start"):
             for engine in await self._cluster.start_engines():
-                self.pool.add(engine)
+                self.pool.add_engine(engine)
 
     def _members(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Return the service that follows `engine.urls_file`, if the config names one."""
@@ -492,22 +499,22 @@ class Orchestrator:
         if engine.urls_file is None:
             return {}
         if self._membership is None:
-            self._membership = Membership(
+            self._membership = EngineMembership(
                 Path(engine.urls_file),
                 self.pool,
                 self._cluster.connect_engine,
                 self._depart,
                 drain_s=engine.drain_s,
             )
-        return {"members": self._membership.run}
+        return {"members": self._membership.follow_file}
 
     async def _depart(self, engine_id: str) -> None:
         """Release an engine that has left the pool."""
         if self._incarnation is not None:
-            await self._incarnation.sync.leave(engine_id)
+            await self._incarnation.sync.remove_engine(engine_id)
         await self._cluster.disconnect_engine(engine_id)
 
     async def _catch_up(self, engine_id: str) -> None:
         """Bring an engine to the current trainer's weights."""
         assert self._incarnation is not None, "engines are repaired while there is a trainer"
-        await self._incarnation.sync.catch_up(engine_id)
+        await self._incarnation.sync.catch_up_engine(engine_id)

@@ -50,13 +50,13 @@ def check_config(config: Config) -> list[str]:
     used = Counter(task.agent_loop or config.rollout.agent_loop for task in tasks)
     for task in chain(tasks, *(dataset.tasks for dataset in validation)):
         try:
-            loops.of(task.agent_loop)
+            loops.get_loop(task.agent_loop)
             rewards.name_for(task)
         except ConfigError as error:
             raise ConfigError(f"task {task.task_id}: {error}") from error
     # The weights and tokenizer of an external engine may be missing here.
     chat = load_chat_format(config.model.path) if has_tokenizer(config.model.path) else None
-    loop_findings = [text for name in used for text in _loop_findings(loops.of(name), chat)]
+    loop_findings = [text for name in used for text in _loop_findings(loops.get_loop(name), chat)]
     scored = Counter(rewards.name_for(task) for task in tasks)
     model = (
         f"{len(facts.moe_layers)} of {facts.num_layers} layers with {facts.num_experts} experts, "

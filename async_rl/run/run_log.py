@@ -133,7 +133,7 @@ class RunLogger:
         if self._run_begin_s is None:
             self._run_begin_s = now - (self.records[-1].time_s if self.records else 0.0)
             sampled.inc(_sampled_before(self.records))
-            self._pool.restart_clock()
+            self._pool.statistics.restart_idle_clock()
         self._last_record_s, self._tokens_at_last_record = now, value_of(sampled)
 
     def log_step(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> None:
@@ -148,7 +148,7 @@ class RunLogger:
             time_s=now - self._run_begin_s,
             tokens_per_s=tokens / max(now - self._last_record_s, 1e-9),
             length_ks=queue.length_ks,
-            engine_idle_share=self._pool.idle_share,
+            engine_idle_share=self._pool.statistics.idle_share,
         )
         self._last_record_s, self._tokens_at_last_record = now, sampled
         self.records.append(record)
@@ -178,7 +178,7 @@ class RunLogger:
                 trajectories=trajectories,
                 rl_seconds=ended_s - self._run_begin_s,
                 sampled_tokens=int(value_of(self._metrics.sampled_tokens_total)),
-                engine_idle_share=self._pool.idle_share,
+                engine_idle_share=self._pool.statistics.idle_share,
                 max_staleness=config.rollout.max_staleness,
                 routing_merge=config.routing.merge if config.routing.from_engine else "off",
             ),
@@ -194,7 +194,7 @@ class RunLogger:
             m.trajectory_tokens.observe(length)
         waited_s = sum(earlier.wait_s for earlier in self.records)
         m.trainer_idle_ratio.set(waited_s / max(record.time_s, 1e-9))
-        m.engine_idle_ratio.set(self._pool.idle_share)
+        m.engine_idle_ratio.set(self._pool.statistics.idle_share)
 
 
 def _sampled_before(records: list[StepRecord]) -> float:

@@ -154,7 +154,7 @@ class TrainLoop(ABC):
         """Bring the weights of a step to the engines, admit new groups, and record the step."""
         step = done.result.step
         with waiting("weight update", str(step)):
-            report = await self._devices.to_engines(self._sync, self._trainer, step)
+            report = await self._devices.hand_to_engines(self._sync, self._trainer, step)
         self._finish_step(done, report)
 
     def _finish_step(self, done: TrainedStep, report: SyncReport) -> None:
@@ -167,7 +167,7 @@ class SequentialLoop(TrainLoop):
     """Updates the engines after each step, before the next one starts."""
 
     async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
-        async with self._sync.training():
+        async with self._sync.exclusive_trainer():
             done = await self._train(batch, wait_s)
             await self._update_engines(done)
         if self._checkpoints.is_due(self.step):
@@ -190,7 +190,7 @@ class OverlappedLoop(TrainLoop):
             await super().run()
 
     async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
-        async with self._sync.training():
+        async with self._sync.exclusive_trainer():
             done = await self._train(batch, wait_s)
             self._last_update_end_s = math.inf
             copied = asyncio.Event()
@@ -204,7 +204,7 @@ class OverlappedLoop(TrainLoop):
         """Copy the weights of a step, set `copied`, and send the copy to the engines."""
         step = done.result.step
         with waiting("weight update", str(step)):
-            report = await self._sync.hand_over(step, copied)
+            report = await self._sync.update_from_snapshot(step, copied)
         self._last_update_end_s = self._clock()
         self._finish_step(done, report)
 
@@ -229,8 +229,8 @@ class TimeSharedLoop(TrainLoop):
         return self._ready_batch or await super()._next_batch()
 
     async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
-        await self._devices.to_trainer(self._trainer)
-        async with self._sync.training():
+        await self._devices.hand_to_trainer(self._trainer)
+        async with self._sync.exclusive_trainer():
             done = await self._train(batch, wait_s)
             if self._checkpoints.is_due(
                 self.step

@@ -101,12 +101,12 @@ class TrainerRestarts:
             self._metrics.trainer_restarts_total.inc()
             self._run_log.enter_phase("restarting the trainer from its newest checkpoint")
             try:
-                await self._devices.clear()
+                await self._devices.clear_devices()
                 trainer_handle = await self.start_trainer()
             except (TrainerError, EnvironmentNotReady) as error:
                 cause = error
         log.info("the trainer is back at step %d", trainer_handle.step)
         # No engine serves again before it has the checkpoint's weights.
         for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING, EngineState.EVALUATING):
-            self._pool.rejoin(engine.engine_id)
+            self._pool.rejoin_engine(engine.engine_id)
         return trainer_handle

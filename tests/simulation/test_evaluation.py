@@ -119,7 +119,7 @@ class World:
 
         def listening(request):
             pool = self.orchestrator.pool
-            standing = pool.standing_of(engine.engine_id)
+            standing = pool.snapshot_of(engine.engine_id)
             evaluates = standing is not None and standing.state is EngineState.EVALUATING
             self.heard.append((engine.engine_id, evaluates))
             self.called(engine, evaluates)
@@ -128,6 +128,12 @@ class World:
         engine.generate = listening  # type: ignore[method-assign]
 
     called: Callable[[SimulatedEngine, bool], None] = staticmethod(lambda engine, evaluates: None)
+
+    def lent_engines(self) -> int:
+        """Engines that are lent to an evaluation and not reserved for it."""
+        reserved = self.config.evaluation.engines
+        evaluating = len(self.orchestrator.pool.engines(EngineState.EVALUATING))
+        return max(0, evaluating - (reserved if isinstance(reserved, int) else 0))
 
     def run(self) -> Summary:
         async def main() -> Summary:
@@ -187,7 +193,7 @@ def check(world: World, summary: Summary) -> None:
         assert record.unaccounted == 0
         if record.status == "done":
             assert record.asked == NUM_ANSWERS
-    assert not world.orchestrator.pool.lends
+    assert not world.lent_engines()
 
 
 @pytest.mark.parametrize("rolling", [False, True])
@@ -239,7 +245,7 @@ def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared(tmp_p
 
     async def watched(path: str, number: int):
         pool = world.orchestrator.pool
-        assert not pool.has(EngineState.EVALUATING, EngineState.SERVING)
+        assert not pool.engines(EngineState.EVALUATING, EngineState.SERVING)
         return await step(path, number)
 
     def called(engine: SimulatedEngine, evaluates: bool) -> None:
@@ -281,7 +287,7 @@ def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp
     interrupt, asked = engine.interrupt, list[str]()
 
     async def fail_once(mode: Any) -> None:
-        standing = world.orchestrator.pool.standing_of(engine.engine_id)
+        standing = world.orchestrator.pool.snapshot_of(engine.engine_id)
         if not asked and standing is not None and standing.state is EngineState.EVALUATING:
             asked.append(world.orchestrator.devices.turns.turn)
             world.orchestrator.devices.turns.move("to trainer")
@@ -421,7 +427,7 @@ def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):
     assert [r.status for r in world.records] == ["done"] * len(world.records)
     assert world.records[0].weight_version in (2, 3)
     assert world.records[-1].weight_version == 6
-    assert not world.orchestrator.pool.lends
+    assert not world.lent_engines()
 
 
 def test_an_engine_that_the_run_takes_away_is_lost_to_its_evaluation(tmp_path):
@@ -434,7 +440,7 @@ def test_an_engine_that_the_run_takes_away_is_lost_to_its_evaluation(tmp_path):
             taken.append(engine.engine_id)
             pool = world.orchestrator.pool
             asyncio.get_running_loop().call_later(
-                0.05, pool.quarantine, engine.engine_id, EngineError("its process ended")
+                0.05, pool.quarantine_engine, engine.engine_id, EngineError("its process ended")
             )
 
     world.called = called  # type: ignore[method-assign]

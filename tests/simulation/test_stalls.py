@@ -442,11 +442,11 @@ def test_calls_move_with_their_tokens_when_an_engine_is_silent(patient: Make) ->
     run = patient(*REPAIR, "engine.stall_s=25", "engine.probe_s=3600", "engine.num_engines=1")
     silent = SilentEngine("engine-0", run.config.engine, facts=run.cluster.engines[0].facts)
     run.cluster.engines[0] = silent
-    HealthWatch.run, original = never, HealthWatch.run  # type: ignore[method-assign]
+    HealthWatch.watch_engines, original = never, HealthWatch.watch_engines  # type: ignore[method-assign]
     try:
         cured(run, "chunk")
     finally:
-        HealthWatch.run = original  # type: ignore[method-assign]
+        HealthWatch.watch_engines = original  # type: ignore[method-assign]
     assert run.cluster.restarts == ["engine-0"]
 
 

@@ -33,7 +33,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     assert "usage: async-rl" in out.stdout
     modules = set(out.stdout.split())
-    heavy = {"torch", "ray", "transformers", "aiohttp", "numpy", "rich", "msgspec", "asyncio", "matplotlib"}
+    heavy = {"torch", "ray", "transformers", "aiohttp", "numpy", "rich", "msgspec", "asyncio"}
     assert heavy & modules == set()
     assert "async_rl.errors" in modules
 
