@@ -273,7 +273,7 @@ def test_token_numbers_are_shown_when_the_model_is_gone(
 ) -> None:
     (run_dir / "config.yaml").unlink()
     assert main(["inspect", str(run_dir), "0198bbbb1"]) == 0
-    assert "tokens are shown as their numbers" in capsys.readouterr().out
+    assert "tokens are shown as numbers" in capsys.readouterr().out
 
 
 def test_beginnings_are_as_long_as_they_must_be() -> None:
