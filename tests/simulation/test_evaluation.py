@@ -299,7 +299,7 @@ def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp
     world.run()
     assert asked == ["engines"]
     assert [(r.weight_version, r.status) for r in world.records] == [(0, "missing")]
-    assert "any more in the engines' turn" in world.records[0].reason
+    assert "any more, and the trainer waits for the devices" in world.records[0].reason
 
 
 def test_a_stop_does_not_wait_for_an_evaluation_when_devices_are_shared(tmp_path):
