@@ -54,8 +54,8 @@ _SECRET: Final = re.compile(
 _FAILED: Final = "the run failed"
 """The beginning of the driver's last log message after an error, see `train`."""
 
-_OWN: Final = ("cli.train", "run")
-"""Loggers whose messages concern the whole run."""
+_OWN: Final = "run"
+"""The package whose log messages concern the whole run."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
