@@ -23,12 +23,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "async_rl/engines/sglang/narrow_launcher.py": {
         "_get_local_slice": "SGLang has no hook there; the launcher narrows what it captures",
     },
-    "async_rl/evaluation/evaluator.py": {
-        "_rollout": "a running evaluation shares the evaluator's parts",
-        "_chat": "a running evaluation shares the evaluator's parts",
-        "_clock": "a running evaluation shares the evaluator's parts",
-        "_new_id": "a running evaluation shares the evaluator's parts",
-    },
     "async_rl/observability/metrics.py": {
         "_value": "prometheus_client has no public API for it",
     },
@@ -134,8 +128,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "_version": "the version that a simulated engine serves",
     },
     "tests/simulation/test_stalls.py": {
-        "_settle": "injects a fault between two steps of the manager",
-        "_limits": "shortens a wait",
+        "_settle_group": "injects a fault between two steps of the manager",
     },
     "tests/simulation/test_sweep.py": {
         "_TaskGroup": "compares with the standard library's task group",
