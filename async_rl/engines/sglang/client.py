@@ -72,9 +72,6 @@ _FLUSH_LIMIT_S: Final = 5.0
 _PROBED_ROWS: Final = 512
 """Of a long payload that are checked for distinct experts."""
 
-_MIN_ROWS_TO_JUDGE: Final = 64
-"""With one expert a token a layer may honestly be all zero for a few rows; not for so many."""
-
 
 class _Answer(msgspec.Struct):
     """Of a control request."""
@@ -298,7 +295,7 @@ class SGLangEngine:
             _check_layers_used(rows, facts, min_rows=1)
             raise
         if facts.top_k == 1:
-            _check_layers_used(rows, facts, min_rows=_MIN_ROWS_TO_JUDGE)
+            _check_layers_used(rows, facts, min_rows=routing.MIN_ROWS_TO_JUDGE_LAYER)
         if not len(rows):
             return trace
         span = VersionSpan(start=0, end=len(rows), weight_version=payload.weight_version)
