@@ -32,9 +32,9 @@ from async_rl.errors import AlignmentError
 from async_rl.types import NEVER_COMPUTED, ExpertIdArray, Int32Array, RoutingTrace, VersionSpan
 
 MIN_ROWS_TO_JUDGE_LAYER: Final = 64
-"""Rows from which a layer that is zero in all of them counts as not recorded by the engine, with one expert per
-token. A short text may really send every token to expert 0; 64 tokens in a row do not. With more experts per
-token a single row of zeros names expert 0 twice, so no minimum is needed."""
+"""With one expert per token, a layer counts as not recorded by the engine when it is zero in at least this
+many rows. A short text may really send every token to expert 0; 64 tokens do not. With more experts per
+token, a single row of zeros names expert 0 twice, so no minimum is needed."""
 
 _BLOCK = 1 << 15
 """Tokens times layers that are compared at once; with 8 experts each they fit the second-level cache."""

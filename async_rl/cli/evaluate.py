@@ -27,7 +27,7 @@ from async_rl.data.dataset import load_validation, prompt_rule
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.evaluation.evaluator import Evaluator
-from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, append_evaluation
+from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, evaluation_record_log
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive
 from async_rl.run.folder import console as default_console
@@ -83,7 +83,7 @@ def evaluate(
                 raise
             raise cause from group
         if out is not None:
-            append_evaluation(out / FILE, record)
+            evaluation_record_log(out / FILE).append(record)
     if as_json:
         print(msgspec.json.encode(record).decode())
     else:

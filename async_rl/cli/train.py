@@ -24,7 +24,7 @@ import msgspec
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError
 from async_rl.observability.console_report import RunProgress, print_summary, write_run_files
-from async_rl.observability.records import Summary, read_records
+from async_rl.observability.records import Summary, step_record_log
 from async_rl.run.folder import console, describe, logging_to, on_signals, run_folder
 from async_rl.runtime.processes import private_files
 from async_rl.runtime.supervision import first_error
@@ -56,7 +56,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
     check(config)
     shown = console()
     with private_files(), run_folder(config) as run_dir:
-        finished = read_records(run_dir / "metrics.jsonl")
+        finished = step_record_log(run_dir / "metrics.jsonl").read()
         if finished and finished[-1].step >= config.run.max_steps and (run_dir / "summary.json").exists():
             summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
             print_summary(shown, run_dir, finished, summary)
@@ -77,7 +77,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
                 log.error("the run failed: %s", describe(cause), exc_info=error)
                 print(f"async-rl: {describe(cause)}; log: {log_file}", file=sys.stderr)
                 return cause.exit_code if isinstance(cause, AsyncRLError) else 1
-        records = read_records(run_dir / "metrics.jsonl")
+        records = step_record_log(run_dir / "metrics.jsonl").read()
         write_run_files(run_dir, records, summary)
         print_summary(shown, run_dir, records, summary)
     return 128 + signals[0] if signals else 0

@@ -17,7 +17,7 @@ from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
 from async_rl.observability import evaluation_record as evaluations
 from async_rl.observability.console_report import RunProgress
-from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
+from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.instruments import value_of
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import (
@@ -25,8 +25,7 @@ from async_rl.observability.records import (
     Summary,
     Totals,
     TrajectoryCounts,
-    append_record,
-    read_records,
+    step_record_log,
     summarise,
 )
 from async_rl.observability.trackers.tracker import Trackers
@@ -61,14 +60,14 @@ class RunLogger:
     ) -> None:
         """Read what earlier lives wrote down."""
         self._config = config
-        self._file = run_dir / "metrics.jsonl"
+        self._step_records = step_record_log(run_dir / "metrics.jsonl")
         self._pool = pool
         self._metrics = metrics
         self._clock = clock
         self.phase = "starting"
-        self.records = read_records(self._file)
+        self.records = self._step_records.read()
         """Until the trainer is up all that there are, for the live page; then what its checkpoint knows."""
-        self.evaluations = read_evaluations(run_dir / evaluations.FILE)
+        self.evaluations = evaluation_record_log(run_dir / evaluations.FILE).read()
         """Likewise."""
         self.progress: RunProgress | None = None
         """Where a person sees the run, if one looks on."""
@@ -94,7 +93,7 @@ class RunLogger:
 
     def back_to(self, step: int) -> None:
         """Take up the records of the steps up to the one that a trainer has come up at."""
-        self.records = [record for record in read_records(self._file) if record.step <= step]
+        self.records = [record for record in self._step_records.read() if record.step <= step]
         self.evaluations = [record for record in self.evaluations if record.weight_version <= step]
 
     def begin(self, step: int) -> None:
@@ -122,7 +121,7 @@ class RunLogger:
         )
         self._recorded_s, self._sampled = now, sampled
         self.records.append(record)
-        append_record(self._file, record)
+        self._step_records.append(record)
         if self.trackers is not None:
             self.trackers.log(record)
         self._show(done.batch, record)
