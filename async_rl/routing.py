@@ -154,15 +154,16 @@ def splice(old: RoutingTrace | None, new: RoutingTrace | None, *, start: int = 0
 
 
 def fit(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
-    """The trace with exactly T-1 rows; missing ones are marked as never computed.
+    """Check the text of a trace and return it with exactly T-1 rows; added rows are marked as never computed.
 
     Args:
-        trace: Of the beginning of these tokens, or of all of them.
+        trace: The trace of the first tokens, or of all of them.
         token_ids: `[T] int32`.
 
     Raises:
-        AlignmentError: When there are more rows, or they are of another text. Sequences laid end to end are
-            found here.
+        AlignmentError: When there are more than T-1 rows, as in concatenated full sequences, or the rows are
+        of
+            another text.
     """
     wanted, held = max(len(token_ids) - 1, 0), len(trace.rows)
     if held > wanted:
@@ -189,13 +190,21 @@ def truncate(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
     )
 
 
-def check(trace: RoutingTrace, num_tokens: int) -> None:
-    """Check all that can be said of a trace of `num_tokens` without the text itself; see `verify`.
+def check(trace: RoutingTrace, num_tokens: int, moe_layers: Sequence[int]) -> None:
+    """Check everything about the trace of a finished trajectory except its text, which `fit` checks.
+
+    A session calls both once, when the trajectory ends. Later stages rely on it: checksums protect the
+    trajectory on disk, and the trainer checks the ids again before it uses them.
+
+    Args:
+        trace: The trace, with T-1 rows.
+        num_tokens: T, the tokens of the trajectory.
+        moe_layers: The layers of the model that have experts.
 
     Raises:
-        AlignmentError: When the number of rows is not T-1, types or shapes are wrong, the spans do not
-            partition the rows, or a valid row holds an id out of range or twice. A layer that an engine left
-            at zeros is found so as well, where a token has more than one expert.
+        AlignmentError: When the number of rows is not T-1, types or shapes are wrong, the rows are of other
+            layers, the spans do not partition the rows, or a valid row holds an id out of range or twice. A
+            layer that an engine left at zeros is found so as well, where a token has more than one expert.
     """
     wanted = max(num_tokens - 1, 0)
     rows = trace.rows
@@ -214,6 +223,10 @@ def check(trace: RoutingTrace, num_tokens: int) -> None:
         raise AlignmentError(
             f"routing of {rows.shape[1]} layers says that it is of {trace.moe_layers}", "wrong_layers"
         )
+    if trace.moe_layers != tuple(moe_layers):
+        raise AlignmentError(
+            f"routing of the layers {trace.moe_layers}, expected {tuple(moe_layers)}", "wrong_layers"
+        )
     position = 0
     for span in trace.spans:
         if span.start != position or span.end <= position:
@@ -226,34 +239,6 @@ def check(trace: RoutingTrace, num_tokens: int) -> None:
     reported = rows if trace.valid.all() else rows[trace.valid]
     _check_range(reported, trace.num_experts)
     _check_unique(reported)
-
-
-def verify(trace: RoutingTrace, token_ids: Int32Array, moe_layers: Sequence[int]) -> None:
-    """Check everything that a finished trajectory promises of its trace.
-
-    Args:
-        trace: With T-1 rows.
-        token_ids: `[T] int32`, the trajectory.
-        moe_layers: The layers of the model that have experts.
-
-    Raises:
-        AlignmentError: See `check`; or when the rows are of another text or of other layers.
-    """
-    check(trace, len(token_ids))
-    check_origin(trace, token_ids, moe_layers)
-
-
-def check_origin(trace: RoutingTrace, token_ids: Int32Array, moe_layers: Sequence[int]) -> None:
-    """Check that a trace is of this text and this model; cheap, whatever its size.
-
-    Raises:
-        AlignmentError: When it is not.
-    """
-    if trace.moe_layers != tuple(moe_layers):
-        raise AlignmentError(
-            f"routing of the layers {trace.moe_layers}, expected {tuple(moe_layers)}", "wrong_layers"
-        )
-    _check_text(trace, token_ids)
 
 
 def invalid_rows(trace: RoutingTrace) -> int:

@@ -138,7 +138,7 @@ class Packer:
         for entry in stored:
             try:
                 group = self._spool.read(entry.ref, Group)
-                self._check_routing(group)
+                self._check_model(group)
             except (CorruptFrame, AlignmentError) as error:
                 log.warning("group %s cannot be trained on: %s", entry.group_id, error)
                 unusable[entry.group_id] = "corrupt"
@@ -179,15 +179,13 @@ class Packer:
         )
         return Packed(batch=batch, ref=ref, over_age=tuple(over_age))
 
-    def _check_routing(self, group: Group) -> None:
-        """Routing that is not of the model trained here, after a change of it, is as good as damaged."""
+    def _check_model(self, group: Group) -> None:
+        """Refuse routing rows of another model, as a damaged frame is refused."""
         if self._facts is None:
             return
         for trajectory in group.trajectories:
             try:
-                batching.check_routing(
-                    trajectory, self._facts.moe_layers, self._facts.top_k, self._facts.num_experts
-                )
+                batching.check_model(trajectory, self._facts)
             except AlignmentError as error:
                 if self._metrics is not None:
                     self._metrics.replay_rejected_total.labels(error.reason).inc()

@@ -273,7 +273,7 @@ class SGLangEngine:
         """See `Engine.decode_routing`. `payload.data` is base64, or rows where they were narrowed already.
 
         All ids are checked to exist; to be distinct, a sample of a long payload: what makes an engine repeat
-        itself does so in every row. One stray row is found by `routing.verify`, which looks at each of a
+        itself does so in every row. One stray row is found by `routing.check`, which looks at each of a
         finished trajectory.
         """
         facts, data = self._facts, payload.data
