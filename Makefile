@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup tools quickstart test test-long check bench simulate monitor prometheus docs chaos gpu-proof
+.PHONY: help setup tools quickstart test test-long mutants check bench simulate monitor prometheus docs chaos gpu-proof
 BIN := .venv/bin
 
 help:  ## List the targets.
@@ -21,6 +21,9 @@ test: setup tools  ## Set up and run the tests (under 15 minutes on 2 cores).
 test-long: setup tools  ## Run what `test` leaves out: kills, a cluster, more models and layouts.
 	@$(BIN)/python -m pytest -n 2 -m long $(TESTS)
 
+mutants: setup  ## Break the program in every way listed in tests/mutants/table.py; some test must notice each (ONLY="NAME NAME").
+	@$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only $(ONLY))
+
 chaos: setup  ## Kill and stop processes of the real loop for a while (SEED=0 MINUTES=5).
 	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),5)
 
@@ -38,7 +41,7 @@ bench: setup  ## Run every benchmark, briefly.
 SEEDS ?= 2000
 SEED_START ?= 0
 
-simulate: setup  ## Run SEEDS=2000 seeds of the simulation from SEED_START=0 on; one seed is told in detail.
+simulate: setup  ## Run SEEDS=2000 seeds of the simulation from SEED_START=0 on; SEEDS=1 prints one in detail.
 	@$(BIN)/python -m async_rl.simulation --seeds $(SEEDS) --start $(SEED_START)
 
 monitor: runs/.prometheus  ## Start Prometheus and Grafana in Docker, on loopback; see monitoring/README.md.
@@ -55,7 +58,7 @@ prometheus: runs/.prometheus  ## Start Prometheus without Docker, on loopback (P
 runs/.prometheus:
 	@mkdir -p -m 755 $@
 
-docs: setup  ## Write what is made from code: docs/config.md, docs/metrics.md, the Grafana dashboard.
-	@$(BIN)/async-rl schema --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md
-	@$(BIN)/async-rl schema --metrics > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+docs: setup  ## Generate docs/reference/config.md and metrics.md and the Grafana dashboard.
+	@$(BIN)/async-rl schema --markdown > docs/reference/config.md.new && mv docs/reference/config.md.new docs/reference/config.md
+	@$(BIN)/async-rl schema --metrics > docs/reference/metrics.md.new && mv docs/reference/metrics.md.new docs/reference/metrics.md
 	@$(BIN)/python -m monitoring.dashboard && $(BIN)/python -m monitoring.picture

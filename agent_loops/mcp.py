@@ -161,8 +161,8 @@ class McpServer:
         """
         async with AsyncExitStack() as stack:
             nursery = await stack.enter_async_context(Nursery())
-            stack.callback(nursery.cancel)
-            nursery.start(f"MCP server {self._spec.label}", self._keep())
+            stack.callback(nursery.cancel_tasks)
+            nursery.start_task(f"MCP server {self._spec.label}", self._keep())
             self._wanted.set()
             async with self._changed:
                 with waiting("tool", self._spec.label):

@@ -1,4 +1,4 @@
-"""Any agent that speaks OpenAI's API, as an agent loop: docs/openai-agents.md.
+"""Any agent that speaks OpenAI's API, as an agent loop: docs/guide/agents.md.
 
 ```
  run ──► Endpoint.open(session) ──► agent(task, api)      async function, or a sync one in a thread

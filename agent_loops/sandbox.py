@@ -6,7 +6,7 @@
               └───────────── output, a marker at its end ──────────────────┘
 ```
 
-What the walls keep out, and what they do not, is in docs/tools.md. The process gets an environment made from
+docs/guide/tools.md says what the walls keep out. The process gets an environment made from
 nothing, two pipes and the source of `sandbox_child`; it ends with the block that it was made for, and with
 our process. Its scratch folder is memory, and goes with it.
 """

@@ -86,7 +86,7 @@ class ToolLoop(AgentLoop):
                     break  # nobody would read the results
                 async with Nursery() as nursery:  # ends when all have ended, also when it is cancelled
                     answers = [
-                        nursery.start(f"tool call {number}", hands.answer(call))
+                        nursery.start_task(f"tool call {number}", hands.answer(call))
                         for number, call in enumerate(calls[: self._max_calls])
                     ]
                 excess = [hands.refuse(self._max_calls) for _ in calls[self._max_calls :]]

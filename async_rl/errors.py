@@ -162,7 +162,7 @@ class StallError(AsyncRLError):
     def __init__(self, message: str, on: str = "") -> None:
         super().__init__(message)
         self.on = on
-        """What everything waits for; see `async_rl.runtime.waits.Awaited`."""
+        """What everything waits for; see `async_rl.runtime.waits.WAIT_KINDS`."""
 
 
 class InvariantError(AsyncRLError):

@@ -124,9 +124,9 @@ async def open_worker(workers: int) -> AsyncIterator[Link]:
             raise EnvironmentNotReady(f"it ended with code {process.exitcode} before it was there")
 
         async with Nursery() as nursery:
-            nursery.start("start of a worker", watch())
+            nursery.start_task("start of a worker", watch())
             link = await listening.link()
-            nursery.cancel()
+            nursery.cancel_tasks()
     try:
         yield link
     finally:
@@ -188,7 +188,7 @@ async def playing(workers: int) -> AsyncIterator[Play]:
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         async with Nursery() as players:
             for player in range(CONCURRENT):
-                players.start(f"player {player}", play(task, trajectories // CONCURRENT))
+                players.start_task(f"player {player}", play(task, trajectories // CONCURRENT))
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         turns = trajectories * TURNS
         return Cost(cpu_us=1e6 * cpu_s / turns, turns_per_s=turns / wall_s)

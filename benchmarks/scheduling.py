@@ -158,7 +158,7 @@ class Peer(ABC):
         """All siblings at once."""
         version = self.version
         async with Nursery() as siblings:
-            asked = [siblings.start(f"{i}", self.answer(number, i)) for i in range(GROUP)]
+            asked = [siblings.start_task(f"{i}", self.answer(number, i)) for i in range(GROUP)]
         return Group(number, version, [task.result() for task in asked])
 
     async def finish(self, number: int) -> None:
@@ -194,7 +194,7 @@ class Peer(ABC):
 
         async with Nursery() as nursery:
             for engine in self.engines:
-                nursery.start(engine.engine_id, one(engine))
+                nursery.start_task(engine.engine_id, one(engine))
         self.version += 1
         self.serving.set()
         self.ends_s.append(asyncio.get_running_loop().time())
@@ -245,7 +245,9 @@ class Synchronous(Peer):
         """See `Peer.run`."""
         while self.version < self.length.warmup + self.length.versions:
             async with Nursery() as nursery:
-                asked = [nursery.start("group", self.group(next(self.numbers))) for _ in range(self.batch)]
+                asked = [
+                    nursery.start_task("group", self.group(next(self.numbers))) for _ in range(self.batch)
+                ]
             await self.train([task.result() for task in asked])
             await self.update()
 
@@ -261,7 +263,9 @@ class OneStepOff(Peer):
         batch: list[Group] = []
         while self.version < self.length.warmup + self.length.versions:
             async with Nursery() as nursery:
-                asked = [nursery.start("group", self.group(next(self.numbers))) for _ in range(self.batch)]
+                asked = [
+                    nursery.start_task("group", self.group(next(self.numbers))) for _ in range(self.batch)
+                ]
                 await self.train(batch)
             batch = [task.result() for task in asked]
             await self.update()
@@ -276,7 +280,7 @@ class Stream(Peer):
     async def run(self) -> None:
         """See `Peer.run`."""
         async with Nursery() as nursery:
-            nursery.start("dispatch", self.dispatch(nursery))
+            nursery.start_task("dispatch", self.dispatch(nursery))
             while self.version < self.length.warmup + self.length.versions:
                 for _ in range(self.parts):
                     self.discard()
@@ -287,7 +291,7 @@ class Stream(Peer):
                     await self.train([self.ready.popleft() for _ in range(self.batch // self.parts)])
                 self.taken()
                 await self.update()
-            nursery.cancel()
+            nursery.cancel_tasks()
 
     async def dispatch(self, groups: Nursery) -> None:
         """Groups, as long as one more is admitted."""
@@ -296,7 +300,7 @@ class Stream(Peer):
                 await self.changed.wait()
             self.in_flight += 1
             self.dispatched()
-            groups.start("group", self.finish(next(self.numbers)))
+            groups.start_task("group", self.finish(next(self.numbers)))
 
     @abstractmethod
     def admits(self) -> bool:
@@ -426,7 +430,7 @@ class PrimeRL(RollingKept):
             self.in_flight += 1
             self.dispatched()
             number = next(self.numbers)
-            task = groups.start("group", self.finish(number))
+            task = groups.start_task("group", self.finish(number))
             self.running[number] = self.version, task
             task.add_done_callback(lambda _, number=number: self.running.pop(number, None))
 

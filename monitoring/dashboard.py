@@ -24,7 +24,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "async-rl",
         "title": "async_rl",
-        "description": "One run, from rollouts to trainer. What to do about it: docs/monitoring.md.",
+        "description": "One run, from rollouts to trainer. What to do about it: docs/guide/watching.md.",
         "tags": ["async_rl"],
         "schemaVersion": 39,
         "editable": True,

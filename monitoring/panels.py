@@ -86,7 +86,7 @@ UNACCOUNTED: Final = (
 AT_A_GLANCE: Final = (
     Panel(
         "Alerts",
-        "Alerts of this run that fire now; the runbook is docs/troubleshooting.md.",
+        "Alerts of this run that fire now; the runbook is docs/guide/troubleshooting.md.",
         (Query('count(ALERTS{alertstate="firing", run="$run"}) or vector(0)'),),
         kind="stat",
         width=3,
@@ -594,7 +594,7 @@ TRAINER: Final = (
 HEALTH: Final = (
     Panel(
         "Firing alerts",
-        "What to do about each is in docs/monitoring.md.",
+        "What to do about each is in docs/guide/watching.md.",
         (Query('ALERTS{alertstate="firing", run="$run"}', "{{alertname}}"),),
         kind="state-timeline",
         unit="none",

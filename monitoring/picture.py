@@ -1,4 +1,4 @@
-"""Draws the dashboard for docs/monitoring.md: which panels stand where. The curves in it are of no run."""
+"""Draws the layout of the dashboard for docs/guide/watching.md; the curves are made up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 from monitoring.dashboard import COLUMNS, lines
 from monitoring.panels import AT_A_GLANCE, ROWS, Panel
 
-PATH: Final = Path(__file__).parents[1] / "docs" / "dashboard.svg"
+PATH: Final = Path(__file__).parents[1] / "docs" / "images" / "dashboard.svg"
 
 _WIDTH: Final = 1200
 _COLUMN: Final = _WIDTH / COLUMNS

@@ -1,4 +1,4 @@
-"""The formats of well-known models, as their chat templates teach them; docs/tools.md shows one of each."""
+"""Tool-call formats of well-known models, as in their chat templates; docs/guide/tools.md has examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page `docs/metrics.md`, made of the declarations of metrics and of the names that trackers see."""
+"""Writes `docs/reference/metrics.md` from the declarations of metrics and the names in trackers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEAD = f"""# Metrics
 Every metric of a run, with its type, unit and labels, who observes it when, and what a bad value means. This
 page is written by `make docs` from `async_rl/observability/metrics.py` and
 `async_rl/observability/trackers/names.py`; change it there. Where to look for what:
-[monitoring.md](monitoring.md).
+[watching a run](../guide/watching.md).
 
 Prometheus scrapes them from the driver's `/metrics`; names there begin with `{PREFIX}`. A histogram `x` is
 the series `x_bucket`, `x_sum` and `x_count`. A figure that does not exist (a mean over no tokens) is NaN

@@ -15,7 +15,8 @@ class RowsConfig(Strict, frozen=True, kw_only=True):
         Meta(
             description=(
                 "Which keys a row has, where they are not named here; `auto` looks at the first row, and "
-                "`async-rl check` says what it found; see docs/datasets.md. Null takes `data.schema`, which "
+                "`async-rl check` says what it found; see docs/guide/own-task.md. "
+                "Null takes `data.schema`, which "
                 "is `auto`."
             )
         ),

@@ -1,4 +1,4 @@
-"""The settings as data: for docs/config.md, and for what a run has changed."""
+"""The settings as data: for docs/reference/config.md, and for what a run has changed."""
 
 from __future__ import annotations
 

@@ -8,7 +8,10 @@ from async_rl.config.base import Meta, PositiveInt, Strict
 
 
 class EvaluationConfig(Strict, frozen=True, kw_only=True):
-    """Evaluation of `data.validation` while training, at a pinned weight version; see docs/evaluation.md."""
+    """Evaluation of `data.validation` during training, at a pinned weight version.
+
+    See docs/guide/evaluation-and-sft.md.
+    """
 
     every: Annotated[
         int, Meta(ge=0, description="Weight versions between evaluations; 0 evaluates none of them.")

@@ -35,7 +35,7 @@ def json_schema() -> str:
 
 
 def markdown() -> str:
-    """The page `docs/config.md`: one table a section, in the order of the config."""
+    """The page `docs/reference/config.md`: one table a section, in the order of the config."""
     lines, section = [_HEAD], ""
     told: set[tuple[str, ...]] = set()
     abouts = _abouts()

@@ -110,7 +110,7 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         Meta(
             description=(
                 "The default reward: dotted path of a function, `module:function`, sync or async, or a name "
-                "of `rewards`; see docs/rewards.md."
+                "of `rewards`; see docs/guide/own-task.md."
             )
         ),
     ] = "agent_loops.rewards:exact_match"
@@ -132,7 +132,7 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ge=0,
             description=(
                 "Processes that run agent loops, tools and rewards; 0 runs them in the driver. See "
-                "docs/rollout-workers.md."
+                "docs/guide/scaling-up.md."
             ),
         ),
     ] = 0

@@ -195,7 +195,8 @@ class MetricsConfig(Strict, frozen=True, kw_only=True):
         list[str],
         Meta(
             description=(
-                "Where each step's figures go beside `metrics.jsonl`, under verl's names (docs/metrics.md): "
+                "Where each step's figures go beside `metrics.jsonl`, under verl's names "
+                "(docs/reference/metrics.md): "
                 "`wandb`, `tensorboard`, `jsonl`, `console`, or the dotted path of one of your own."
             )
         ),

@@ -10,7 +10,7 @@ from async_rl.config.base import Meta, PositiveInt, Strict
 class SftConfig(Strict, frozen=True, kw_only=True):
     """Supervised training on conversations; layout, memory and checkpoints are those of `trainer`.
 
-    See docs/sft.md.
+    See docs/guide/evaluation-and-sft.md.
     """
 
     path: Annotated[

@@ -1,4 +1,4 @@
-"""Settings of the trainer: layout, loss, optimizer, checkpoints; docs/losses.md explains the loss."""
+"""Settings of the trainer: layout, loss, optimizer, checkpoints; docs/design/trainer.md explains the loss."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class HealthWatch:
             )
             if quiet_s >= self._config.probe_s and engine_id not in self._probing:
                 self._probing.add(engine_id)
-                probes.start(f"probe {engine_id}", self._probe(engine))
+                probes.start_task(f"probe {engine_id}", self._probe(engine))
 
     async def _probe(self, engine: Engine) -> None:
         """Ask one engine; several misses in a row quarantine it."""

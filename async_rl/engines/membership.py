@@ -150,7 +150,7 @@ class Membership:
         for url in leaves:
             engine_id = self._members.pop(url)
             log.info("engine %s at %s leaves", engine_id, url)
-            leaving.start(f"{engine_id} leaves", self._see_off(engine_id))
+            leaving.start_task(f"{engine_id} leaves", self._see_off(engine_id))
 
     async def _see_off(self, engine_id: str) -> None:
         try:

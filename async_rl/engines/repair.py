@@ -131,12 +131,12 @@ class Repair:
                 config says that this ends the run.
         """
         async with Nursery() as nursery:
-            nursery.start("outage", self._watch_outage())
+            nursery.start_task("outage", self._watch_outage())
             while True:
                 with waiting("idle"):
                     engine_id = await self._pool.wait_for_repair(self._under_way)
                 self._under_way.add(engine_id)
-                nursery.start(f"repair {engine_id}", self._bring_back(engine_id))
+                nursery.start_task(f"repair {engine_id}", self._bring_back(engine_id))
 
     async def _bring_back(self, engine_id: str) -> None:
         """Try until it serves, or has left."""

@@ -216,7 +216,7 @@ class _EvaluationRun:
                             with waiting("evaluation"):
                                 await self._places.acquire()
                             name = self._evaluator._new_id()
-                            nursery.start(f"answer {name}", self._answer(name, group))
+                            nursery.start_task(f"answer {name}", self._answer(name, group))
         finally:
             await self._rewards.close()
 

@@ -293,7 +293,7 @@ class EvaluationService:
         async with Nursery() as nursery:
             for engine in self._reserved():
                 if self._pool.version_of(engine.engine_id) < version:
-                    nursery.start(f"refresh {engine.engine_id}", self._return(engine.engine_id))
+                    nursery.start_task(f"refresh {engine.engine_id}", self._return(engine.engine_id))
         while not any(self._pool.version_of(e.engine_id) >= version for e in self._reserved()):
             with waiting("engine", why=lambda: f"none of the evaluation's has version {version}"):
                 await self._pool.changed()
@@ -315,8 +315,8 @@ async def _either(*changes: Callable[[], Awaitable[None]]) -> None:
     async def wait(change: Callable[[], Awaitable[None]]) -> None:
         with waiting("idle"):
             await change()
-        nursery.cancel()
+        nursery.cancel_tasks()
 
     async with Nursery() as nursery:
         for index, change in enumerate(changes):
-            nursery.start(f"change {index}", wait(change))
+            nursery.start_task(f"change {index}", wait(change))

@@ -5,7 +5,7 @@ class Metrics(Instruments):
     reward = gauge("Mean reward of the last batch.", unit="", source="...", bad="...")
         │
         ├─► an instance: an instrument of the client library, in the instance's own registry
-        └─► declared(Metrics): the declaration, for docs/metrics.md
+        └─► declared(Metrics): the declaration, for docs/reference/metrics.md
 ```
 
 To type checkers an attribute is the instrument, which it is on every instance.

@@ -1,12 +1,12 @@
-"""Notices an event loop that stands still: what runs on it cannot, because it stands still with it.
+"""Detect a blocked event loop from a thread, because tasks on that loop are blocked with it.
 
 ```
- event loop   tick ─ a second ─► tick ─ a second ─►  (blocked)           tick: how late it was
- thread           look     look     look     look   look: where it stands, into the log
+ event loop   tick ─ a second ─► tick ─ a second ─►  (blocked)           tick: measures its own lateness
+ thread           check    check    check    check  check: logs the loop's stack when ticks stop
 ```
 
-What blocks a loop is code without an `await`: an async tool or reward that calls `time.sleep`, `requests`, or
-computes. Everything waits then, engines included, and no timeout comes due.
+Code without an `await` blocks the loop: an async tool or reward that computes or calls `time.sleep` or
+`requests`. Everything then waits, engine calls included, and no timeout fires.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ log = logging.getLogger(__name__)
 
 _LONGEST_TICK_S: Final = 1.0
 
-_LOOKS: Final = 4
-"""In the time after which a loop counts as blocked: so late at most is it said."""
+_NUM_CHECKS: Final = 4
+"""Checks within `blocked_s`: a block is reported at most a quarter of `blocked_s` late."""
 
 
-class LoopWatch:
-    """Watches the running loop while the block runs, from a thread of its own.
+class LoopWatchdog:
+    """Watches the running event loop from its own thread while the block runs.
 
     Example:
-        >>> with LoopWatch(metrics, blocked_s=10): ...
+        >>> with LoopWatchdog(metrics, blocked_s=10): ...
     """
 
     def __init__(self, metrics: Metrics, blocked_s: float) -> None:
-        """Start nothing yet.
+        """Prepare the thread; `__enter__` starts it.
 
         Args:
-            metrics: How late ticks are, and how often the loop was blocked.
-            blocked_s: Without a tick for so long beyond its time the loop is blocked.
+            metrics: Counts blocks and observes the lateness of ticks.
+            blocked_s: A loop whose tick is this late counts as blocked.
         """
         self._metrics = metrics
         self._blocked_s = blocked_s
-        self._tick_s = min(_LONGEST_TICK_S, blocked_s / _LOOKS)
+        self._tick_s = min(_LONGEST_TICK_S, blocked_s / _NUM_CHECKS)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="loop-watch", daemon=True)
+        self._thread = threading.Thread(target=self._check_ticks, name="loop-watch", daemon=True)
         self._ticked_s = time.monotonic()
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._of = threading.get_ident()
+        self._loop_thread = threading.get_ident()
         self._await_tick()
         self._thread.start()
         return self
@@ -73,24 +73,24 @@ class LoopWatch:
         self._metrics.event_loop_lag_seconds.observe(max(0.0, self._loop.time() - expected_s))
         self._await_tick()
 
-    def _look(self) -> None:
-        """The thread."""
-        said_s: float | None = None
-        while not self._ended.wait(self._blocked_s / _LOOKS):
+    def _check_ticks(self) -> None:
+        """Report each block once; runs in the thread."""
+        reported_s: float | None = None
+        while not self._ended.wait(self._blocked_s / _NUM_CHECKS):
             ticked_s = self._ticked_s
             late_s = time.monotonic() - ticked_s - self._tick_s
-            if said_s is not None and ticked_s != said_s:
-                log.warning("the event loop goes on")
-                said_s = None
-            if late_s >= self._blocked_s and said_s is None:
-                said_s = ticked_s
+            if reported_s is not None and ticked_s != reported_s:
+                log.warning("the event loop runs again")
+                reported_s = None
+            if late_s >= self._blocked_s and reported_s is None:
+                reported_s = ticked_s
                 self._metrics.event_loop_blocked_total.inc()
                 log.error("%s", self._report(late_s))
 
     def _report(self, late_s: float) -> str:
-        frame = sys._current_frames().get(self._of)
+        frame = sys._current_frames().get(self._loop_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (its thread has ended)\n"
         return (
-            f"the event loop has stood still for {late_s:.1f} s: nothing else can run until the code below "
-            f"returns. Code that blocks must be a plain function, which gets a thread, or await:\n{stack}"
+            f"the event loop has been blocked for {late_s:.1f} s: nothing else can run until the code below "
+            f"returns. Make blocking code a plain function, which runs in a thread, or let it await:\n{stack}"
         )

@@ -1,7 +1,7 @@
 """Every Prometheus instrument of a run, declared here and nowhere else.
 
 An attribute `x` of `Metrics` is the metric `async_rl_x`. Names end in their unit; counters end in `_total`.
-Each class below is a section of `docs/metrics.md`, which is generated from it (`make docs`).
+Each class below is a section of `docs/reference/metrics.md`, which is generated from it (`make docs`).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class AgreementMetrics(Instruments):
         unit="nats",
         source=_PROBE,
         bad="Negative: replay makes it worse, so the rows are not those that the engine used; see "
-        "docs/routing-replay.md. Positive is what `routing.replay` is good for.",
+        "docs/design/routing-replay.md. Positive is what `routing.replay` is good for.",
     )
     routing_probe_abs_diff_nats = gauge(
         "Mean absolute trainer minus rollout log-prob of the probe's lag-0 tokens, by routing (native, "
@@ -261,7 +261,7 @@ class FlowMetrics(Instruments):
         "Trajectories that will never be trained, by reason.",
         "reason",
         source="queue.trajectory_queue, when they are dropped",
-        bad="Rises: work is lost; docs/staleness.md explains the reasons.",
+        bad="Rises: work is lost; docs/design/staleness.md explains the reasons.",
     )
     queue_bytes = gauge(
         "Bytes of finished trajectories held in the spool.",
@@ -293,7 +293,7 @@ class FlowMetrics(Instruments):
     length_ks = gauge(
         "Kolmogorov-Smirnov distance of trained trajectories' lengths from those of all that ended.",
         source=_BATCH,
-        bad="Above 0.05: long (or short) answers are lost out of proportion; docs/staleness.md.",
+        bad="Above 0.05: long (or short) answers are lost out of proportion; docs/design/staleness.md.",
     )
     masked_tokens_total = counter(
         "Sampled tokens of trained trajectories that were too old to be trained on.",
@@ -442,7 +442,7 @@ class PartialMetrics(Instruments):
         "Sampled tokens of the journal that were not used, because an agent loop took another course.",
         unit="tokens",
         source="rollout, when a trajectory leaves its journal",
-        bad="A large share of those resumed: a tool or loop does not do the same twice; docs/recovery.md.",
+        bad="A large share of those resumed: a tool or loop is not deterministic; docs/guide/recovering.md.",
     )
 
 
@@ -518,7 +518,7 @@ class EngineMetrics(Instruments):
         "Times an engine was taken out of service.",
         "engine",
         source="engines.pool, when it happens",
-        bad="Rises: the engine fails again and again; its log says why, docs/engines.md what is tried.",
+        bad="Rises: the engine fails again and again; see its log and docs/design/engines.md.",
     )
     engine_restarts_total = counter(
         "Restarts of engines by result (ok, failed).",
@@ -533,7 +533,7 @@ class EngineMetrics(Instruments):
         "engine",
         "kind",
         source="engines.health, when it finds one",
-        bad="Rises: docs/engines.md explains each kind and its limit.",
+        bad="Rises: docs/design/engines.md explains each kind and its limit.",
     )
     engine_load_imbalance = gauge(
         "Highest load of a serving engine in tokens, over the mean of all.",
@@ -568,7 +568,7 @@ class EngineMetrics(Instruments):
         buckets=SECONDS,
         unit="seconds",
         source="run.device_sharing, once a turn",
-        bad="Far above the time to copy the trainer's state: an engine does not stop; docs/shared-gpus.md.",
+        bad="Far above the time to copy the trainer's state: an engine hangs; docs/guide/scaling-up.md.",
     )
     hand_over_to_engines_seconds = histogram(
         "Shared devices: from the last step of the trainer's turn to all engines serving its weights.",
@@ -582,7 +582,7 @@ class EngineMetrics(Instruments):
         buckets=SECONDS,
         unit="seconds",
         source="weights.weight_sync, after each update of an engine",
-        bad="Above 0.1: aborting, verifying or resuming is slow; docs/weight-sync.md.",
+        bad="Above 0.1: aborting, verifying or resuming is slow; docs/design/weight-updates.md.",
     )
 
 
@@ -631,7 +631,7 @@ class TrainerMetrics(Instruments):
         buckets=SECONDS,
         unit="seconds",
         source="weights.weight_sync, after each update",
-        bad="The longest phase is where the time goes; docs/weight-sync.md.",
+        bad="The longest phase is where the time goes; docs/design/weight-updates.md.",
     )
     weight_delta_fallbacks_total = counter(
         "Updates of one engine by whole files in place of a delta.",

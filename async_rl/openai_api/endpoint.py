@@ -119,7 +119,7 @@ class Endpoint:
             self._desks[key] = desk
             try:
                 async with Nursery() as nursery:
-                    nursery.start("openai requests", desk.serve())
+                    nursery.start_task("openai requests", desk.serve())
                     try:
                         yield Access(
                             base_url=f"{url}/v1",
@@ -250,7 +250,7 @@ class Endpoint:
             self._asked_in_vain.add(name)
             log.warning(
                 "the agent asks for %s = %r: not heeded, the policy is sampled as the config says "
-                "(docs/openai-agents.md); said once",
+                "(docs/guide/agents.md); said once",
                 name,
                 asked[name],
             )

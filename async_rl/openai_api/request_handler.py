@@ -149,8 +149,8 @@ class RequestHandler:
                 if session not in alive:
                     await blocks.enter_async_context(session)
                     alive.add(session)
-                turns.start(f"request {job[1].number}", self._turn(*job))
-            turns.cancel()  # nobody waits for them any more
+                turns.start_task(f"request {job[1].number}", self._turn(*job))
+            turns.cancel_tasks()  # nobody waits for them any more
 
     def close(self) -> None:
         """The trajectory is over: whoever waits is told so."""

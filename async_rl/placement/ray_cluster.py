@@ -83,7 +83,7 @@ class RayCluster(Cluster):
         async with Nursery() as nursery:
             for engine_id in numbered:
                 self._restarted[engine_id] = asyncio.Event()
-                nursery.start(f"start {engine_id}", self._first_start(engine_id))
+                nursery.start_task(f"start {engine_id}", self._first_start(engine_id))
         return [self._engines[engine_id] for engine_id in numbered]  # not as they came to answer
 
     def connect_engine(self, engine_id: str, url: str) -> Engine:
@@ -140,7 +140,7 @@ class RayCluster(Cluster):
 
         async with Nursery() as nursery:
             for engine_id in self._engine_actors:
-                nursery.start(f"watch {engine_id}", watch(engine_id))
+                nursery.start_task(f"watch {engine_id}", watch(engine_id))
             await asyncio.Future()
 
     async def start_trainer(self) -> Trainer:
@@ -178,13 +178,13 @@ class RayCluster(Cluster):
         async with Nursery() as nursery:
             for rank, (actor, log_path) in enumerate(zip(actors, log_paths, strict=True)):
                 name = f"trainer rank {rank}"
-                nursery.start(name, self._arrival(name, actor, self._rank_places, log_path))
+                nursery.start_task(name, self._arrival(name, actor, self._rank_places, log_path))
         trainer = RayTrainer(actors, [self._processes[actor].host for actor in actors], log_paths, config)
         plain = to_builtins(config)
         host, port = await self.open_port()
         async with Nursery() as nursery:
             for rank, actor in enumerate(actors):
-                nursery.start(
+                nursery.start_task(
                     f"make trainer rank {rank}",
                     made(actor, config.trainer.worker, plain, rank, ranks, f"{host}:{port}"),
                 )
@@ -249,7 +249,7 @@ class RayCluster(Cluster):
             await engine.close()
         async with Nursery() as nursery:
             for engine_id in self._engine_actors:
-                nursery.start(f"stop {engine_id}", self._stop_server(engine_id))
+                nursery.start_task(f"stop {engine_id}", self._stop_server(engine_id))
         await self._end(*self._engine_actors.values(), *self._rank_actors, grace_s=EXIT_LIMIT_S)
 
     # -- helpers ---------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class RayCluster(Cluster):
         async with Nursery() as nursery:
             for actor in actors:
                 ending = end(actor, self._processes.pop(actor, None), grace_s=grace_s)
-                nursery.start("end an actor", ending)
+                nursery.start_task("end an actor", ending)
 
     async def _first_start(self, engine_id: str) -> None:
         with waiting("engine start", engine_id):

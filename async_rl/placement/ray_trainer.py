@@ -168,7 +168,7 @@ class RayTrainer(Trainer):
             async with asyncio.timeout(limit_s):
                 async with Nursery() as ranks:
                     answers = [
-                        ranks.start(f"trainer rank {rank}", answer(rank, reference))
+                        ranks.start_task(f"trainer rank {rank}", answer(rank, reference))
                         for rank, reference in references.items()
                     ]
         except TimeoutError as error:

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from async_rl.config import Config, parse_config, to_builtins
 from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import EnvironmentNotReady
-from async_rl.observability.loop_watchdog import LoopWatch
+from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
 from async_rl.placement.actors import ActorHome, NodeActor, node_address
 from async_rl.placement.ending import EXIT_LIMIT_S, end
@@ -108,9 +108,9 @@ async def _first(listening: Door, playing: Awaitable[None]) -> Link:
 
     try:
         async with Nursery() as nursery:
-            nursery.start("start of a rollout worker", watch())
+            nursery.start_task("start of a rollout worker", watch())
             link = await listening.link()
-            nursery.cancel()
+            nursery.cancel_tasks()
     except ExceptionGroup as errors:
         raise first_error(errors) from errors
     return link
@@ -120,5 +120,5 @@ async def _play(config: Config, host: str, port: int, key: bytes) -> None:
     metrics = Metrics()
     chat = load_chat_format(config.model.path)
     worker = RolloutWorker(config, chat=chat, metrics=metrics, clock=time.monotonic)
-    with LoopWatch(metrics, config.doctor.blocked_s):
+    with LoopWatchdog(metrics, config.doctor.blocked_s):
         await worker.run(await connect(host, port, key))

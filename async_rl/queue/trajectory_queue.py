@@ -45,7 +45,7 @@ from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.packing import Packer, StoredGroup, TakenBatch, age_counts_from
 from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.runtime.threads import run_uncancellable
-from async_rl.runtime.waits import Awaited, waiting
+from async_rl.runtime.waits import waiting
 from async_rl.staleness import Backlog, StalenessPolicy
 from async_rl.types import Group, Trajectory, root_of
 
@@ -343,7 +343,7 @@ class TrajectoryQueue:
             except SpoolFull:
                 if not (self._packing or self._taken or self._backlog.select(self._admission.next)):
                     raise
-                await self._change("room", self._why_put)
+                await self._change("capacity", self._why_put)
         known = record.weight_version
         oldest, counts_from = (
             group.oldest_weight_version,
@@ -692,7 +692,7 @@ class TrajectoryQueue:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _change(self, on: Awaited, why: Callable[[], str]) -> None:
+    async def _change(self, on: str, why: Callable[[], str]) -> None:
         """Wait until something has changed."""
         with waiting(on, why=why):
             await self._changed.wait()

@@ -89,7 +89,7 @@ async def score(task: Task, tree: Sequence[Conversation], rewards: Rewards) -> M
     try:
         async with Nursery() as scoring:
             parts = {
-                name: scoring.start(f"reward of {name}", rewards.score(task, reward_source.completion))
+                name: scoring.start_task(f"reward of {name}", rewards.score(task, reward_source.completion))
                 for name, reward_source in speakers.items()
             }
     except ExceptionGroup as errors:
@@ -106,7 +106,7 @@ async def close(played: Sequence[Played]) -> Sequence[Trajectory]:
     try:
         async with Nursery() as ending:
             ends = [
-                ending.start(
+                ending.start_task(
                     f"end of {each.session.trajectory_id}",
                     each.session.finish(each.session.stop_reason, each.parts or {}),
                 )

@@ -58,7 +58,7 @@ class AgentLoops:
         name = name or self._config.agent_loop
         if name not in self._ready:
             self._ready[name] = asyncio.Event()
-            self._keepers.start(f"agent loop {name}", self._keep(loop, self._ready[name]))
+            self._keepers.start_task(f"agent loop {name}", self._keep(loop, self._ready[name]))
         if not self._ready[name].is_set():
             with waiting("agent loop", name):
                 await self._ready[name].wait()
@@ -74,7 +74,7 @@ class AgentLoops:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._keepers.cancel()
+        self._keepers.cancel_tasks()
         await self._keepers.__aexit__(kind, error, traceback)
 
     async def _keep(self, loop: Any, ready: asyncio.Event) -> None:

@@ -158,7 +158,7 @@ class RolloutManager:
                     work.group_id, task.task_id, position, trajectory_ids, self._pool.oldest_version, work
                 )
                 self.slots.hand_to(trajectory_ids[0])
-                groups.start(f"group {work.group_id}", self._group(work))
+                groups.start_task(f"group {work.group_id}", self._group(work))
                 self._num_groups += 1
                 with waiting("slot"):
                     await work.seated.wait()  # siblings first: members that wait for a slot make a group old
@@ -188,7 +188,7 @@ class RolloutManager:
                 begun = [Entry(name, state.attempt, state) for name, state in known.items()]
                 work.begin(Entry(trajectory_id), begun)
         self._queue.resume(left.group_id, work)
-        groups.start(f"group {left.group_id}", self._group(work))
+        groups.start_task(f"group {left.group_id}", self._group(work))
         self._num_groups += 1
         if unfinished:
             with waiting("slot"):
@@ -246,18 +246,20 @@ class RolloutManager:
                     self._queue.ended(*tree)
 
         async with waiting("trajectories"), Nursery() as siblings:
-            work.stop = siblings.cancel
+            work.stop = siblings.cancel_tasks
             tasks = {
-                trajectory_id: siblings.start(f"trajectory {trajectory_id}", one(trajectory_id, index == 0))
+                trajectory_id: siblings.start_task(
+                    f"trajectory {trajectory_id}", one(trajectory_id, index == 0)
+                )
                 for index, trajectory_id in enumerate(unfinished)
             }
             if (limit_s := self._config.rollout.straggler_wait_s) is not None:
-                siblings.start(f"stragglers of {work.group_id}", _leave_stragglers(work, tasks, limit_s))
+                siblings.start_task(f"stragglers of {work.group_id}", _leave_stragglers(work, tasks, limit_s))
 
         if work.unscored and not work.cancelled:
             async with waiting("trajectories"), Nursery() as scoring:
-                work.stop = scoring.cancel
-                scoring.start(f"reward of group {work.group_id}", self._score_group(work))
+                work.stop = scoring.cancel_tasks
+                scoring.start_task(f"reward of group {work.group_id}", self._score_group(work))
 
     async def _settle(self, work: GroupInFlight) -> None:
         """Hand the group in, or drop it, as its siblings' ends and the policy say."""

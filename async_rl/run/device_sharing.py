@@ -136,7 +136,7 @@ class SharedDevices:
             self._stopped_s = self._clock()
         async with Nursery() as nursery:
             for engine in self._pool.engines():
-                nursery.start(f"clear {engine.engine_id}", self._clear(engine))
+                nursery.start_task(f"clear {engine.engine_id}", self._clear(engine))
         self.turns.move("trainer")
 
     async def to_trainer(self, trainer: Trainer) -> None:
@@ -186,7 +186,7 @@ class SharedDevices:
         async with Nursery() as nursery:
             for engine in self._pool.engines(EngineState.UPDATING, EngineState.JOINING):
                 if engine.engine_id in self._holdings and not self._pool.needs_repair(engine.engine_id):
-                    nursery.start(f"fill {engine.engine_id}", self._fill(engine, sync))
+                    nursery.start_task(f"fill {engine.engine_id}", self._fill(engine, sync))
         self._holdings.clear()  # of those that failed: `repair` starts them again
         self.turns.move("engines")
         now = self._clock()

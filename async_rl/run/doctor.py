@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Final, get_args
+from typing import Final
 
 from async_rl.config import Config, DoctorConfig, SGLangEngines
 from async_rl.engines.pool import EnginePool, EngineState
@@ -32,11 +32,11 @@ from async_rl.observability.diagnosis import (
     diagnose,
     phrase,
 )
-from async_rl.observability.loop_watchdog import LoopWatch
+from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.slots import Slots
-from async_rl.runtime.waits import Awaited, Waits, acting, waiting
+from async_rl.runtime.waits import WAIT_KINDS, Waits, acting, waiting
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def limits(config: Config) -> dict[str, float]:
     engine, weights, trainer, rollout = config.engine, config.weights, config.trainer, config.rollout
     start_s = engine.start_timeout_s if isinstance(engine, SGLangEngines) else engine.stall_s
     start_s += engine.restart_delay_max_s  # a restart that waits for its turn counts as one under way
-    named: dict[Awaited, float] = {
+    named: dict[str, float] = {
         "agent loop": rollout.trajectory_timeout_s,
         "checkpoint": trainer.step_timeout_s,
         "chunk": engine.stall_s,
@@ -77,7 +77,7 @@ def limits(config: Config) -> dict[str, float]:
 @asynccontextmanager
 async def watched(waits: Waits, metrics: Metrics, config: DoctorConfig) -> AsyncIterator[None]:
     """The block is the run: all waits in it are written down, and its event loop is watched."""
-    with acting("run", waits=waits), LoopWatch(metrics, config.blocked_s):
+    with acting("run", waits=waits), LoopWatchdog(metrics, config.blocked_s):
         yield
 
 
@@ -135,7 +135,7 @@ class Doctor:
         """
         quiet_s, oldest_s = self._waits.quiet_s, self._waits.oldest_s()
         self._metrics.seconds_since_progress.set(quiet_s)
-        for on in get_args(Awaited):
+        for on in WAIT_KINDS:
             if on != "idle":
                 self._metrics.oldest_wait_seconds.labels(on).set(oldest_s.get(on, 0.0))
         overdue = any(age_s > self._limits.get(on, age_s) for on, age_s in oldest_s.items())
@@ -280,6 +280,6 @@ class Doctor:
         def end(wait: waiting) -> bool:
             since_s = max(wait.since_s, wait.actor.touched_s) if cause.on == "agent loop" else wait.since_s
             ours = (wait.on, wait.target) == (cause.on, cause.target)
-            return ours and now - since_s >= old_s and wait.end()
+            return ours and now - since_s >= old_s and wait.expire()
 
         return end

@@ -435,8 +435,8 @@ class Orchestrator:
             await self._devices.clear()
             return await self._starts.first()
         async with Nursery() as nursery:
-            nursery.start("engines", self._start_engines())
-            starting_trainer = nursery.start("trainer", self._starts.first())
+            nursery.start_task("engines", self._start_engines())
+            starting_trainer = nursery.start_task("trainer", self._starts.first())
         return starting_trainer.result()
 
     async def _start_engines(self) -> None:

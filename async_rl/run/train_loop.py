@@ -112,7 +112,7 @@ class TrainLoop:
                     if not self._overlap:
                         await self._bring(done, taken)
                     else:
-                        syncing = syncs.start(f"weight sync {self.step}", self._bring(done, taken))
+                        syncing = syncs.start_task(f"weight sync {self.step}", self._bring(done, taken))
                         await taken.wait()
                 if due and not shared:
                     if self._overlap:

@@ -1,4 +1,4 @@
-"""Objects named by dotted path in the config: agent loops, rewards, tools, trainer workers."""
+"""Import objects that the config names by dotted path: agent loops, rewards, tools, trainer workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from async_rl.errors import ConfigError, EnvironmentNotReady
 def load_object(path: str, *, what: str) -> Any:
     """Import the object at a dotted path.
 
-    The current directory is searched too, so a file beside the config is named by its stem.
+    The current directory is searched too, so a file beside the config can be named by its stem.
 
     Args:
         path: `module:attribute`, for example `my_loop:MyLoop`; the attribute may have dots.
@@ -24,7 +24,7 @@ def load_object(path: str, *, what: str) -> Any:
     Raises:
         ConfigError: The path is malformed, the module is missing or fails to import, or it has no such
             attribute.
-        EnvironmentNotReady: The module says so, of a package that is not installed.
+        EnvironmentNotReady: The module raises it because a package is not installed.
     """
     module_name, colon, attribute = path.partition(":")
     if not (colon and module_name and attribute):
@@ -40,7 +40,7 @@ def load_object(path: str, *, what: str) -> Any:
 
 
 def _import_module(module_name: str, path: str, what: str) -> ModuleType:
-    # A console script's sys.path starts with its own folder, not with the user's.
+    # The sys.path of a console script starts with the script's folder, not the user's.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     try:
@@ -52,9 +52,9 @@ def _import_module(module_name: str, path: str, what: str) -> ModuleType:
                 f"file in {os.getcwd()}"
             ) from error
         raise ConfigError(f"{what} {path!r}: importing {module_name!r} failed: {error}") from error
-    except EnvironmentNotReady:  # it says itself what to install
+    except EnvironmentNotReady:  # its message already says what to install
         raise
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # a user's module may raise anything while it is imported
         raise ConfigError(
             f"{what} {path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}"
         ) from error

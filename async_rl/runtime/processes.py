@@ -14,34 +14,34 @@ from typing import Final
 import msgspec
 
 _PR_SET_PDEATHSIG: Final = 1
-"""Of prctl(2)."""
+"""Option of prctl(2)."""
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A process of some host, told from a later one with the same number."""
+    """A process on a host, distinguishable from a later process with the same pid."""
 
     host: str
-    """Name of the host or node, in the words of whoever asks."""
+    """Name of the host or node; the caller chooses the kind of name."""
     pid: int
     started: str
-    """Clock ticks after boot, as /proc has them."""
+    """Start time in clock ticks after boot, from /proc."""
 
 
 def this_process(host: str) -> Process:
-    """The process that calls."""
+    """Return the calling process."""
     return Process(host, os.getpid(), _started(os.getpid()))
 
 
 def kill(process: Process, limit_s: float, grace_s: float = 0.0) -> bool:
-    """Kill a process of this host and wait until it is gone; also one that is stopped, hung or gone already.
+    """Kill a process of this host and wait until it has ended, even if it is stopped, hung or already gone.
 
     Args:
-        process: Which.
+        process: The process to kill.
         limit_s: Longest wait after the kill.
-        grace_s: How long it may take to go by itself, which it was asked to.
+        grace_s: How long the process, which was asked to end, may take to end by itself.
 
     Returns:
-        False when it is still there after `limit_s`, as in a driver's uninterruptible wait.
+        False if it still exists after `limit_s`, for example in a device driver's uninterruptible wait.
     """
     try:
         descriptor = os.pidfd_open(process.pid)
@@ -57,15 +57,15 @@ def kill(process: Process, limit_s: float, grace_s: float = 0.0) -> bool:
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return bool(poller.poll(1000 * limit_s))
     except (ProcessLookupError, FileNotFoundError):
-        return True  # it went by itself meanwhile
+        return True  # it ended by itself meanwhile
     finally:
         os.close(descriptor)
 
 
 def die_with_parent() -> None:
-    """Be killed when the process that started this one dies: who is stopped or hung would not notice.
+    """Have the kernel kill this process when its parent dies, even if this process is stopped or hung.
 
-    It is about the thread that started this process, so it is of use where that is a main thread.
+    The kernel watches the thread that started this process, so that thread should be a main thread.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -77,7 +77,7 @@ def _started(pid: int) -> str:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """What this process, and all that it starts meanwhile, writes is for its user alone."""
+    """Make new files of this process and its children readable by the user only, while the block runs."""
     before = os.umask(0o077)
     try:
         yield

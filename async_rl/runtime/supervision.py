@@ -1,13 +1,13 @@
-"""Every task has a parent: the only module that starts asyncio tasks.
+"""Structured concurrency: every task has a parent. Only this module starts asyncio tasks.
 
 ```
-services(feeder=…, sync=…)   endless loops beside a block; one that fails or returns fails the block
-Nursery()                    a block that owns tasks started as it goes; it ends when they have ended
-finished(work)               one that ends whatever happens to whoever awaits it
+services(feeder=…, sync=…)   run endless loops beside a block; one that fails or returns fails the block
+Nursery()                    a block that owns the tasks started in it and ends when they have ended
+finished(work)               run work to its end even if the caller is cancelled
 ```
 
-Both end as a `TaskGroup` ends: the first failure cancels the siblings and leaves the block as an exception
-group. `first_error` finds the cause in it, `service_of` the name of the loop or task it came from.
+The first two end as a `TaskGroup` does: the first failure cancels the siblings and leaves the block in an
+exception group. `first_error` returns the cause inside the group, `service_of` the loop or task it came from.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _NOTE = "in service "
 async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Run endless loops while the block runs; a loop that fails or returns fails the block.
 
-    When the block is done the loops are cancelled and awaited.
+    When the block ends, the loops are cancelled and awaited.
 
     Raises:
-        ExceptionGroup: Of the first failure, marked with its service's name; `ServiceExited` for a loop that
+        ExceptionGroup: Holds the first failure, marked with its service's name; `ServiceExited` if a loop
             returned.
 
     Example:
@@ -62,11 +62,11 @@ async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None
 
 
 class Nursery:
-    """A block that owns tasks: it ends when all have ended, and a failed one cancels the others.
+    """A block that owns tasks: it ends when all have ended, and a failed task cancels the others.
 
     Example:
         >>> async with Nursery() as nursery:
-        ...     nursery.start("trajectory 7", run_trajectory(task))
+        ...     nursery.start_task("trajectory 7", run_trajectory(task))
     """
 
     def __init__(self) -> None:
@@ -86,11 +86,11 @@ class Nursery:
         await self._group.__aexit__(kind, error, traceback)
         return None
 
-    def start(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task that belongs to the block; its failure is marked with the name.
+    def start_task(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task that belongs to the block and mark its failure with the name.
 
         Raises:
-            RuntimeError: When the block has ended, or is ending because a task failed.
+            RuntimeError: The block has ended, or is ending because a task failed.
         """
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
@@ -98,29 +98,29 @@ class Nursery:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def cancel(self) -> None:
-        """Cancel every task that is still running; the block then ends without an error."""
+    def cancel_tasks(self) -> None:
+        """Cancel every running task; the block then ends without an error."""
         for task in self._tasks:
             task.cancel()
 
     @property
-    def running(self) -> list[str]:
-        """Names of the tasks that have not ended, for a stall report."""
+    def running_tasks(self) -> list[str]:
+        """Return the names of the running tasks, for a stall report."""
         return sorted(task.get_name() for task in self._tasks)
 
 
 async def finished(work: Coroutine[Any, Any, T], *, limit_s: float) -> T:
-    """Await this to its end, also when whoever awaits it is cancelled meanwhile: that is raised afterwards.
+    """Run work to its end even if the caller is cancelled meanwhile; the cancellation is raised afterwards.
 
-    For giving back what must not be kept: a process, a tool's state.
+    Use it to release what must not be kept: a process, a tool's state.
 
     Args:
-        work: Run in a task of its own.
-        limit_s: It is cancelled after so long.
+        work: Runs in a task of its own.
+        limit_s: The work is cancelled after this time.
 
     Raises:
-        TimeoutError: After `limit_s`.
-        CancelledError: Whoever awaits was cancelled; how the work ended is not said then.
+        TimeoutError: The work took longer than `limit_s`.
+        CancelledError: The caller was cancelled. The outcome of the work is then dropped.
     """
 
     async def limited() -> T:
@@ -137,15 +137,15 @@ async def finished(work: Coroutine[Any, Any, T], *, limit_s: float) -> T:
     if cancelled is None:
         return task.result()
     if not task.cancelled():
-        task.exception()  # looked at, so that nobody reports it as forgotten
+        task.exception()  # retrieved, so that asyncio does not log it as never retrieved
     raise cancelled
 
 
 class _TaskGroup(asyncio.TaskGroup):
-    """A task group that heeds a cancellation from outside also while it ends for another reason.
+    """A task group that keeps an outside cancellation that arrives while it ends because of an error.
 
-    CPython before 3.13 forgets it there (`asyncio.TaskGroup.__aexit__`), so that whoever handles the error
-    goes on as if nobody had said stop.
+    CPython before 3.13 drops that cancellation (`asyncio.TaskGroup.__aexit__`), so that the code that handles
+    the error continues as if it had not been cancelled.
     """
 
     _parent_cancel_requested: bool
@@ -166,7 +166,7 @@ class _TaskGroup(asyncio.TaskGroup):
         except BaseExceptionGroup as errors:
             task = _current_task()
             if self._parent_cancel_requested and not settled and sys.version_info < (3, 13):
-                task.uncancel()  # asked for by the group when a task failed while the block waited for it
+                task.uncancel()  # the group requested it when a task failed while the block was waiting
             if task.cancelling() > self._cancelled_before:
                 raise asyncio.CancelledError from errors
             raise
@@ -179,19 +179,19 @@ def _current_task() -> asyncio.Task[Any]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The cause inside nested exception groups: the first `AsyncRLError`, or else the first exception."""
+    """Return the cause inside nested exception groups: the first `AsyncRLError`, else the first exception."""
     leaves = list(_leaves(error))
     return next((leaf for leaf in leaves if isinstance(leaf, AsyncRLError)), leaves[0])
 
 
 def service_of(error: BaseException) -> str | None:
-    """Name of the innermost service or task that an exception came out of."""
+    """Return the name of the innermost service or task that an exception came from."""
     notes = getattr(error, "__notes__", ())  # PEP 678: the attribute exists once a note was added
     return next((note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)), None)
 
 
 def _mark(task: asyncio.Task[Any]) -> None:
-    """Name the task in its exception; the group, woken by an earlier callback, raises it later."""
+    """Add the task's name to its exception; the group, woken by an earlier callback, raises it later."""
     if not task.cancelled() and (error := task.exception()) is not None:
         error.add_note(_NOTE + task.get_name())
 

@@ -1,4 +1,4 @@
-"""Blocking functions, called from the event loop: users' in threads of their own, ours to their end."""
+"""Call blocking functions from the event loop: user functions in their own threads, file work to its end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ R = TypeVar("R")
 async def run_uncancellable(
     threads: Executor, work: Callable[[], R]
 ) -> tuple[R, asyncio.CancelledError | None]:
-    """Run work on files in a thread to its end, whatever happens to whoever awaits it.
+    """Run file work in a thread to its end, even if the caller is cancelled.
 
     Returns:
-        Its result and a cancellation that came meanwhile, for the caller to raise once all is in order.
+        The result, and a cancellation that arrived meanwhile, which the caller raises when its state is
+        consistent.
 
     Raises:
-        Exception: What the work raised; the cancellation, if there was one, with that as its cause.
+        Exception: The error of the work. If a cancellation arrived, it is raised with that error as its
+        cause.
     """
     future = asyncio.get_running_loop().run_in_executor(threads, work)
     cancelled = None
@@ -42,26 +44,26 @@ async def run_uncancellable(
 
 
 async def call_in_thread(function: Callable[[], Any], *, name: str) -> Any:
-    """Call a blocking function in a daemon thread of its own and wait for it.
+    """Call a blocking function in its own daemon thread and wait for it.
 
-    Whoever stops waiting (a timeout) leaves the thread to itself.
+    If the caller stops waiting (a timeout), the thread runs on by itself.
 
     Args:
-        function: Without arguments.
-        name: Of the thread, for a stack dump.
+        function: Takes no arguments.
+        name: The thread's name, for stack dumps.
 
     Raises:
-        Exception: What the function raised; `SystemExit` and the like as a `RuntimeError`.
+        Exception: The error of the function; `SystemExit` and the like become a `RuntimeError`.
     """
     context = contextvars.copy_context()
     return await asyncio.get_running_loop().run_in_executor(_OwnThread(name), context.run, function)
 
 
 class _OwnThread(Executor):
-    """A daemon thread for each call.
+    """An executor with one daemon thread per call.
 
-    Not a pool: a tool or reward that hangs would hold one of its workers for ever, and with it the end of the
-    program.
+    A pool would not do: a tool or reward that hangs would occupy a worker for ever and keep the program from
+    ending.
     """
 
     def __init__(self, name: str) -> None:

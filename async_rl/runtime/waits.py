@@ -1,15 +1,15 @@
-"""Every wait has a name: who waits for what since when, written down while it lasts.
+"""Named waits: a record of which actor waits for what, and since when, for as long as the wait lasts.
 
 ```
- acting("trajectory", id)        who: everything started inside waits in its name
-   waiting("slot")               for what: open from `with` to the end of the block
+ acting("trajectory", id)        the actor: everything started inside waits in its name
+   waiting("slot")               the wait: open from `with` to the end of the block
    waiting("agent loop", name)
      waiting("chunk", engine_id)   the stream calls `renew` with every chunk
 ```
 
-A task knows who it acts for by a context variable, which tasks and threads started by it inherit, so that a
-tool can name its wait without being told of trajectories. To name a wait costs about a microsecond.
-`async_rl.observability.diagnosis` makes chains of what is open here.
+A context variable holds the actor. Tasks and threads inherit it, so a tool can name its wait without knowing
+its trajectory. Naming a wait costs about one microsecond. `async_rl.observability.diagnosis` follows the open
+waits.
 """
 
 from __future__ import annotations
@@ -19,70 +19,199 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
 import msgspec
 
-Awaited = Literal[
-    "admission",
-    "agent loop",
-    "batch",
-    "checkpoint",
-    "chunk",
-    "devices",
-    "disk",
-    "drain",
-    "engine",
-    "engine start",
-    "engine update",
-    "evaluation",
-    "export",
-    "first chunk",
-    "hand-over",
-    "idle",
-    "publish",
-    "reward",
-    "reward queue",
-    "rollout worker",
-    "room",
-    "routing",
-    "send weights",
-    "slot",
-    "snapshot",
-    "sync lock",
-    "tool",
-    "trainer lock",
-    "trainer start",
-    "trainer step",
-    "trackers",
-    "trajectories",
-    "turn",
-    "weight update",
-]
-"""What can be waited for; the label of `oldest_wait_seconds`.
 
-admission: that the staleness bound or the spool lets one more group in.
-agent loop: a user's loop, less what it awaits of ours.
-batch: groups that may be trained on.  trajectories: the siblings of a group.
-first chunk, chunk: of an engine call, in its queue or running.
-disk: frames being written, read and packed.  room: bytes in the spool.
-reward queue: one of the calls that a reward may have at a time.
-drain: running work while the run stops.  slot: one of `rollout.max_concurrent_trajectories`.
-rollout worker: that one is up.  turn: in a rollout worker, of the policy; the driver knows what it waits for.
-devices: that it is one's turn on devices that engines and trainer share.
-hand-over: that the trainer has moved its memory, to the host or back.
-engine: one that serves.  engine start, engine update: of a certain one.
-evaluation: of a weight version, or a place in it.
-publish, send weights, snapshot: by the trainer, of its weights.  weight update: of all engines.
-routing: the rows of a finished trajectory.
-sync lock, trainer lock: that nobody else updates engines, or uses the trainer.
-trackers: that they have written what they have, at the end of a run.
-idle: nothing is to be done before it (a signal, a quarantine, the next second).
-"""
+class WaitKind(NamedTuple):
+    """One thing that can be waited for; `{}` in a text stands for the target."""
+
+    awaited: str
+    """Completes "waits for ...": `a chunk of {}`."""
+    fault: str
+    """What is wrong when the wait lasts too long: `{} sends no more chunks`."""
+    meaning: str
+    """When this wait is open, for the documentation."""
+
+
+WAIT_KINDS: Final[dict[str, WaitKind]] = {
+    "admission": WaitKind(
+        "admission",
+        "admission does not open",
+        "The staleness bound or the spool must let one more group in.",
+    ),
+    "agent loop": WaitKind(
+        "agent loop {}",
+        "agent loop {} awaits something of its own that does not come",
+        "A user's agent loop is running, outside of any other wait.",
+    ),
+    "batch": WaitKind(
+        "a batch",
+        "no batch comes",
+        "Groups that may be trained must become ready.",
+    ),
+    "capacity": WaitKind(
+        "capacity in the spool",
+        "the spool never has capacity",
+        "The spool must have capacity for more bytes.",
+    ),
+    "checkpoint": WaitKind(
+        "a checkpoint",
+        "the trainer does not finish its checkpoint",
+        "The trainer is writing a checkpoint.",
+    ),
+    "chunk": WaitKind(
+        "a chunk of {}",
+        "{} sends no more chunks",
+        "A running engine call must send its next chunk.",
+    ),
+    "devices": WaitKind(
+        "the shared devices",
+        "the shared devices are not handed over",
+        "Engines and trainer share devices, and the other side is using them.",
+    ),
+    "disk": WaitKind(
+        "the disk",
+        "the disk does not respond",
+        "Frames are being written, read or packed.",
+    ),
+    "drain": WaitKind(
+        "running work to end",
+        "running work does not end",
+        "Running work must end while the run stops.",
+    ),
+    "engine": WaitKind(
+        "an engine that serves",
+        "no engine serves",
+        "An engine must become available.",
+    ),
+    "engine start": WaitKind(
+        "the start of {}",
+        "{} does not start",
+        "An engine is starting.",
+    ),
+    "engine update": WaitKind(
+        "{} to take new weights",
+        "{} does not take its new weights",
+        "An engine is taking new weights.",
+    ),
+    "evaluation": WaitKind(
+        "the evaluation of a weight version",
+        "an evaluation does not end",
+        "A weight version is being evaluated, or an evaluation slot must become free.",
+    ),
+    "export": WaitKind(
+        "the Hugging Face export",
+        "the trainer does not finish its export",
+        "The trainer is writing the Hugging Face export.",
+    ),
+    "first chunk": WaitKind(
+        "the first chunk of {}",
+        "{} does not begin to respond",
+        "An engine call is queued or prefilling.",
+    ),
+    "hand-over": WaitKind(
+        "the trainer to move {}",
+        "the trainer does not move {}",
+        "The trainer is moving its memory to the host or back.",
+    ),
+    "idle": WaitKind(
+        "{}",
+        "nothing wakes it",
+        "Nothing is due before a signal, a quarantine or the next second.",
+    ),
+    "publish": WaitKind(
+        "the trainer to publish {}",
+        "the trainer does not publish {}",
+        "The trainer is publishing its weights.",
+    ),
+    "reward": WaitKind(
+        "reward {}",
+        "reward {} does not return",
+        "A reward call is running.",
+    ),
+    "reward queue": WaitKind(
+        "a call of reward {} to end",
+        "no call of reward {} ends",
+        "Another call of the same reward must end first.",
+    ),
+    "rollout worker": WaitKind(
+        "a rollout worker to come up",
+        "no rollout worker comes up",
+        "A rollout worker is starting.",
+    ),
+    "routing": WaitKind(
+        "its routing rows",
+        "routing rows are not decoded",
+        "The routing rows of a finished trajectory are being decoded.",
+    ),
+    "send weights": WaitKind(
+        "the trainer to send weights",
+        "the trainer does not send its weights",
+        "The trainer is sending its weights.",
+    ),
+    "slot": WaitKind(
+        "a free slot",
+        "no slot becomes free",
+        "One of `rollout.max_concurrent_trajectories` must become free.",
+    ),
+    "snapshot": WaitKind(
+        "the trainer to copy its weights, {}",
+        "the trainer does not copy its weights, {}",
+        "The trainer is copying its weights.",
+    ),
+    "sync lock": WaitKind(
+        "another weight update to end",
+        "another weight update does not end",
+        "Another weight update must end first.",
+    ),
+    "tool": WaitKind(
+        "tool {}",
+        "tool {} does not return",
+        "A tool call is running.",
+    ),
+    "trackers": WaitKind(
+        "the trackers to finish",
+        "a tracker does not finish",
+        "Trackers are writing what they hold at the end of a run.",
+    ),
+    "trainer lock": WaitKind(
+        "the trainer to be free",
+        "the trainer is not released",
+        "The trainer is in use.",
+    ),
+    "trainer start": WaitKind(
+        "the trainer to start",
+        "the trainer does not start",
+        "The trainer is starting.",
+    ),
+    "trainer step": WaitKind(
+        "trainer step {}",
+        "trainer step {} does not return",
+        "The trainer is training a batch.",
+    ),
+    "trajectories": WaitKind(
+        "its trajectories",
+        "its trajectories do not end",
+        "The siblings of a group must end.",
+    ),
+    "turn": WaitKind(
+        "a turn of the policy",
+        "the driver does not finish a turn",
+        "In a rollout worker: the driver is sampling a turn of the policy.",
+    ),
+    "weight update": WaitKind(
+        "weight version {}",
+        "weight version {} does not arrive",
+        "All engines are taking a weight version.",
+    ),
+}
+"""All waits by name; the name is the label of `oldest_wait_seconds`."""
 
 
 class WaitNode(NamedTuple):
-    """Who waits, or what is waited for."""
+    """An actor that waits, or a thing that is waited for."""
 
     kind: str
     id: str = ""
@@ -92,29 +221,29 @@ class WaitNode(NamedTuple):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """One open wait, at the moment of a look."""
+    """A snapshot of one open wait."""
 
     who: WaitNode
-    on: Awaited
+    on: str
     target: str = ""
     age_s: float
-    """Since it began, or since it was last renewed."""
+    """Time since the wait began or was last renewed."""
     limit_s: float | None = None
     why: str | None = None
-    """What the awaited thing says of itself."""
+    """The reason that the awaited object gives."""
 
 
 class WaitingActor(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody who is at work or waits, at the moment of a look."""
+    """A snapshot of one actor, which computes or waits."""
 
     who: WaitNode
     parent: WaitNode | None = None
     untouched_s: float
-    """Since it began, or since a wait of its ended or was renewed."""
+    """Time since the actor began, or since one of its waits ended or was renewed."""
 
 
 class Waits:
-    """All open waits of a run. Belongs to the event loop's thread; other threads may read.
+    """All open waits of a run. Only the event loop's thread writes; other threads may read.
 
     Example:
         >>> waits = Waits(time.monotonic)
@@ -124,28 +253,28 @@ class Waits:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start with none."""
+        """Start without open waits."""
         self.clock = clock
         self.open: dict[waiting, None] = {}
-        """In the order in which they began."""
+        """Open waits in the order in which they began."""
         self.acting: dict[acting, None] = {}
         self.longest_s: dict[str, float] = {}
-        """By what was awaited: the longest wait that ended well."""
+        """Longest wait that succeeded, by kind."""
         self.heard_s: dict[str, float] = {}
-        """By engine: when the last chunk came from it."""
+        """Time of the last chunk, by engine."""
         self.progressed_s = clock()
 
-    def progress(self) -> None:
-        """The run has moved: a token, the end of a trajectory, a step, an engine that serves."""
+    def note_progress(self) -> None:
+        """Note progress of the run: a token, the end of a trajectory, a step, or an engine that serves."""
         self.progressed_s = self.clock()
 
     @property
     def quiet_s(self) -> float:
-        """Since the run last moved."""
+        """Time since the run last made progress."""
         return self.clock() - self.progressed_s
 
     def open_waits(self) -> list[Wait]:
-        """What is waited for now, oldest beginning first."""
+        """Return the open waits, the first begun first."""
         now = self.clock()
         return [
             Wait(
@@ -160,7 +289,7 @@ class Waits:
         ]
 
     def actors(self) -> list[WaitingActor]:
-        """Who is there."""
+        """Return all actors of the run."""
         now = self.clock()
         return [
             WaitingActor(
@@ -172,7 +301,7 @@ class Waits:
         ]
 
     def oldest_s(self) -> dict[str, float]:
-        """Age of the oldest wait by what is awaited."""
+        """Return the age of the oldest open wait of each kind."""
         now, oldest = self.clock(), dict[str, float]()
         for wait in list(self.open):
             age_s = now - wait.since_s
@@ -182,12 +311,12 @@ class Waits:
 
 
 class acting:
-    """What the block does, it does in this name; waits inside are its own.
+    """Make the block act in a name: waits inside it belong to this actor.
 
     Args:
-        kind: `train loop`, `service`, `group`, `trajectory`, `run`.
-        id: Tells it from others of its kind.
-        waits: Where its waits are written down; None takes those of whoever started it.
+        kind: `train loop`, `service`, `group`, `trajectory` or `run`.
+        id: Distinguishes actors of one kind.
+        waits: Where its waits are recorded; None inherits those of the enclosing actor.
     """
 
     __slots__ = ("_token", "parent", "touched_s", "waits", "who")
@@ -213,14 +342,14 @@ class acting:
 
 
 class waiting:
-    """Whoever acts waits for something while the block runs.
+    """Record that the current actor waits for something while the block runs.
 
     Args:
-        on: What is awaited.
-        target: Which one: an engine's id, a tool's name.
-        limit_s: Longest wait that is no fault, where it is not the config's for this kind.
-        why: Says in words what the awaited thing lacks; asked only when somebody looks.
-        scope: The timeout around the wait; brought forward, it ends the wait as if its time were over.
+        on: The kind of wait, a key of `WAIT_KINDS`.
+        target: An engine's id, a tool's name, and so on.
+        limit_s: Longest wait that is not a fault; None takes the config's limit for this kind.
+        why: Returns the reason in words; called only when the wait is reported.
+        scope: The timeout around the wait; `end` lets it expire early.
 
     Example:
         >>> with waiting("chunk", "engine-0") as wait:
@@ -232,19 +361,20 @@ class waiting:
 
     def __init__(
         self,
-        on: Awaited,
+        on: str,
         target: str = "",
         limit_s: float | None = None,
         why: Callable[[], str] | None = None,
         scope: asyncio.Timeout | None = None,
     ) -> None:
+        assert on in WAIT_KINDS, f"{on!r} is not in WAIT_KINDS"
         self.on = on
         self.target = target
         self.limit_s = limit_s
         self.why = why
         self.scope = scope
         self.cut = False
-        """Whether `end` ended it."""
+        """Whether `end` ended the wait."""
 
     def __enter__(self) -> Self:
         self.actor = actor = _acting.get()
@@ -264,7 +394,7 @@ class waiting:
             waits.longest_s[self.on] = now - self.since_s
 
     async def __aenter__(self) -> Self:
-        """As `__enter__`, so that it fits beside a timeout: `async with asyncio.timeout(…), waiting(…):`."""
+        """Support `async with asyncio.timeout(...), waiting(...):`."""
         return self.__enter__()
 
     async def __aexit__(
@@ -272,16 +402,16 @@ class waiting:
     ) -> None:
         self.__exit__(kind, error, traceback)
 
-    def renew(self, on: Awaited | None = None) -> None:
-        """Something came: the wait begins anew, as one for `on` where that has changed. The run has moved."""
+    def renew(self, on: str | None = None) -> None:
+        """Restart the wait's age because the run made progress; `on` changes the kind of wait."""
         waits = self.actor.waits
         now = waits.clock()
         if on is not None:
             self.on = on
         self.since_s = self.actor.touched_s = waits.progressed_s = waits.heard_s[self.target] = now
 
-    def end(self) -> bool:
-        """Let the timeout around it expire now; False when it has none, or is expiring already."""
+    def expire(self) -> bool:
+        """Let the surrounding timeout expire now; return False if there is none or it already expires."""
         if self.scope is None or self.cut:
             return False
         self.cut = True
@@ -290,14 +420,14 @@ class waiting:
 
 
 class NamedLock(asyncio.Lock):
-    """A lock; whoever is not let in at once waits for it by name."""
+    """A lock whose acquisition is a named wait when it is contended."""
 
-    def __init__(self, on: Awaited) -> None:
+    def __init__(self, on: str) -> None:
         super().__init__()
         self._on = on
 
     async def acquire(self) -> Literal[True]:
-        """See `asyncio.Lock.acquire`."""
+        """Acquire the lock, as `asyncio.Lock.acquire` does."""
         if not self.locked():
             return await super().acquire()
         with waiting(self._on):
@@ -305,15 +435,15 @@ class NamedLock(asyncio.Lock):
 
 
 def progressed() -> None:
-    """The run that this task belongs to has moved; see `Waits.progress`."""
-    _acting.get().waits.progress()
+    """Note progress of the run that the current task belongs to."""
+    _acting.get().waits.note_progress()
 
 
-def _nobody() -> acting:
-    """Stands for whoever waits outside of a run: in tests, and in the user's own programs."""
-    nobody = acting.__new__(acting)
-    nobody.who, nobody.parent, nobody.waits, nobody.touched_s = WaitNode("nobody"), None, Waits(), 0.0
-    return nobody
+def _default_actor() -> acting:
+    """Return the actor of waits outside a run: in tests and in users' own programs."""
+    actor = acting.__new__(acting)
+    actor.who, actor.parent, actor.waits, actor.touched_s = WaitNode("no run"), None, Waits(), 0.0
+    return actor
 
 
-_acting: ContextVar[acting] = ContextVar("acting", default=_nobody())  # noqa: B039 - never written to
+_acting: ContextVar[acting] = ContextVar("acting", default=_default_actor())  # noqa: B039 - never written to

@@ -1,8 +1,6 @@
-"""Users' blocking functions that compute, in worker processes: neither the interpreter's lock nor a hang of
-theirs holds up the run.
+"""Run users' compute-bound functions in worker processes, so that neither the GIL nor a hang delays the run.
 
-A thread cannot be ended and shares the lock; a process that runs past its time is killed, and another one
-takes its place.
+A thread cannot be killed and shares the GIL. A process that exceeds its time is killed and replaced.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _ASKED: Final = "__worker_processes__"
 _JOIN_S: Final = 5.0
-"""Killed processes are gone at once; this is for the pool's threads on a busy machine."""
+"""Killed processes end at once; the pool's threads may take longer on a busy machine."""
 
 
 def in_processes(count: int) -> Callable[[F], F]:
-    """Ask for worker processes for a function; `rollout.rewards.NAME.processes` says otherwise.
+    """Request worker processes for a function; `rollout.rewards.NAME.processes` overrides the number.
 
     Args:
-        count: How many calls may run at a time.
+        count: Number of calls that may run at a time.
 
     Example:
         >>> @in_processes(2)
@@ -45,14 +43,14 @@ def in_processes(count: int) -> Callable[[F], F]:
 
 
 def processes_asked(function: Any) -> int:
-    """What `in_processes` was told of a function, or 0."""
+    """Return the number of processes that `in_processes` requested for a function, or 0."""
     return int(getattr(function, _ASKED, 0))
 
 
 class WorkerProcesses:
-    """So many processes that call one function, which is named by its dotted path.
+    """A fixed number of processes that call one function, named by its dotted path.
 
-    They start with the first call, import what the path names, and end with `close` or with this process.
+    They start with the first call, import the function, and end with `close` or with this process.
 
     Example:
         >>> workers = WorkerProcesses("my_rewards:slow_check", 2)
@@ -61,11 +59,11 @@ class WorkerProcesses:
     """
 
     def __init__(self, path: str, count: int) -> None:
-        """Start nothing yet.
+        """Create the pool; processes start with the first call.
 
         Args:
             path: `module:function` of a blocking function; arguments and results are pickled.
-            count: Of processes.
+            count: Number of processes.
 
         Raises:
             EnvironmentNotReady: The package `pebble` is not installed.
@@ -74,19 +72,20 @@ class WorkerProcesses:
             from pebble import ProcessPool
         except ImportError as error:
             raise EnvironmentNotReady(
-                f"{path} is to run in worker processes, which the package pebble manages, and it is not "
-                "installed: pip install 'async-rl[rewards]', or set processes to 0"
+                f"{path} requests worker processes, which need the package pebble, and it is not installed: "
+                "pip install 'async-rl[rewards]', or set processes to 0"
             ) from error
         self._path = path
-        # Not a fork: this process has threads. A worker that hangs would outlive a driver that is killed.
+        # Not a fork, because this process has threads. Without the initializer, a hung worker would outlive a
+        # killed driver.
         context = multiprocessing.get_context("spawn")
         self._pool: ProcessPool = ProcessPool(max_workers=count, context=context, initializer=die_with_parent)
 
     async def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function in a worker; cancelled, the worker is killed.
+        """Call the function in a worker; a cancellation kills the worker.
 
         Raises:
-            Exception: What the function raised, or that its process died.
+            Exception: The error of the function, or the death of its process.
         """
         future = self._pool.schedule(_call, args=[self._path, args, kwargs])
         return await asyncio.wrap_future(future)
@@ -98,5 +97,5 @@ class WorkerProcesses:
 
 
 def _call(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In the worker, in its main thread: the function may use signals."""
+    """Run in the worker's main thread, so that the function may use signals."""
     return load_object(path, what="function")(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""YAML with the scalars of version 1.2, which is what people expect.
+"""Read and write YAML with the scalar rules of version 1.2.
 
-PyYAML reads 1.1, where `replay: off` is the boolean false and `lr: 1e-6` is a string.
+PyYAML follows version 1.1, where `replay: off` is the boolean false and `lr: 1e-6` is a string.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what is no string in either version."""
+    """Quotes strings that either version would read as another type."""
 
 
 _Loader.add_implicit_resolver(_BOOL, _BOOL_PATTERN, list("tTfF"))
@@ -40,11 +40,11 @@ def load(text: str) -> Any:
     """Parse one document of plain values.
 
     Raises:
-        YAMLError: It is not valid YAML.
+        YAMLError: The text is not valid YAML.
     """
     return yaml.load(text, Loader=_Loader)
 
 
 def dump(tree: Any) -> str:
-    """Write plain values, keys in their order; `load` and any YAML 1.1 reader give the same back."""
+    """Write plain values with keys in their order; `load` and any YAML 1.1 reader return the same values."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from async_rl.config import Config, to_builtins
 from async_rl.runtime.loading import load_object
-from async_rl.runtime.waits import Awaited, waiting
+from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 
 T = TypeVar("T")
@@ -91,6 +91,6 @@ class OwnRank:
         await self._call("trainer step", self._worker.close)
         self._thread.shutdown()
 
-    async def _call(self, on: Awaited, work: Callable[[], T]) -> T:
+    async def _call(self, on: str, work: Callable[[], T]) -> T:
         with waiting(on):
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -2,7 +2,7 @@
 
 It trusts nothing that the program computes: tokens are compared with those that an engine drew after the same
 text, rows with those that the engine computes for (position, token, version), the ledger's tables with the
-batches that the trainer saw. See `docs/simulation.md` for the list.
+batches that the trainer saw. See `docs/design/simulation.md` for the list.
 
 It keeps two digests. `trace` covers every event and every turn of a task, with its virtual time. `decisions`
 covers only what was admitted, sampled, trained and settled, and by which versions. It hashes no name of a

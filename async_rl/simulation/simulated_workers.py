@@ -115,12 +115,12 @@ class SimulatedWorkers:
         worker = RolloutWorker(self._config, chat=self._chat, metrics=self.metrics[-1], clock=clock)
         self.ends[name] = theirs
         async with Nursery() as process:
-            process.start(name, worker.run(theirs))
+            process.start_task(name, worker.run(theirs))
             try:
                 yield ours
             finally:
                 theirs.lose("the worker was ended")
-                process.cancel()
+                process.cancel_tasks()
                 del self.ends[name]
 
     def kill(self, index: int) -> bool:

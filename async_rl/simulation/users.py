@@ -118,8 +118,8 @@ class TreeLoop(TurnsLoop):
                     if script["side_by_side"]:
                         async with Nursery() as side_by_side:
                             for line in lines:
-                                side_by_side.start("branch", line)
-                            side_by_side.start("trunk", self._turn(task, session, number))
+                                side_by_side.start_task("branch", line)
+                            side_by_side.start_task("trunk", self._turn(task, session, number))
                         continue
                     for line in lines:
                         await line

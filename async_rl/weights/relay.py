@@ -30,8 +30,8 @@ class Relay(Generic[T]):
     Example:
         >>> relay = Relay(["engine-0", "engine-1"], len(plan), trainer_fills)
         >>> async with Nursery() as nursery:
-        ...     nursery.start("send weights", relay.run())
-        ...     nursery.start("engine 0", load("engine-0", relay.buckets("engine-0")))  # then relay.leave(…)
+        ...     nursery.start_task("send weights", relay.run())
+        ...     nursery.start_task("engine 0", load("engine-0", relay.buckets("engine-0")))
     """
 
     def __init__(

@@ -397,11 +397,11 @@ class WeightSync:
         if self._from_files:
             async with Nursery() as nursery:
                 for engine in engines:
-                    nursery.start(f"update {engine.engine_id}", bring(engine))
+                    nursery.start_task(f"update {engine.engine_id}", bring(engine))
             return
         async with Nursery() as nursery:
             interrupts = [
-                (engine, nursery.start(f"interrupt {engine.engine_id}", self._interrupt(engine)))
+                (engine, nursery.start_task(f"interrupt {engine.engine_id}", self._interrupt(engine)))
                 for engine in engines
             ]
         # Only now: a broadcast into the group of an engine that cannot listen would wait for it.
@@ -423,8 +423,8 @@ class WeightSync:
 
         async with Nursery() as nursery:
             for engine, interrupt_s in listening:
-                nursery.start(f"update {engine.engine_id}", load(engine, interrupt_s))
-            nursery.start("send weights", self._send(engine_ids))
+                nursery.start_task(f"update {engine.engine_id}", load(engine, interrupt_s))
+            nursery.start_task("send weights", self._send(engine_ids))
 
     @property
     def _from_files(self) -> bool:
@@ -570,7 +570,7 @@ class WeightSync:
         async with Nursery() as nursery:
             for engine in self._pool.engines(EngineState.JOINING):
                 if not self._pool.needs_repair(engine.engine_id):
-                    nursery.start(f"catch up {engine.engine_id}", bring(engine))
+                    nursery.start_task(f"catch up {engine.engine_id}", bring(engine))
 
     async def _load_files(self, engine: Engine, version: int) -> EngineSnapshot | None:
         """Load a published version into an engine that serves nobody, and read it back.
@@ -637,8 +637,8 @@ class WeightSync:
         )
         try:
             async with Nursery() as nursery:
-                nursery.start("trainer joins", self._trainer.open_weight_group(invite))
-                nursery.start("engine joins", engine.join_weight_group(invite))
+                nursery.start_task("trainer joins", self._trainer.open_weight_group(invite))
+                nursery.start_task("engine joins", engine.join_weight_group(invite))
         except ExceptionGroup as group:
             raise first_error(group) from group
         stale = self._groups.pop(engine.engine_id, None)

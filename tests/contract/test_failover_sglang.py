@@ -92,7 +92,7 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
         async with services(health=HealthWatch(pool, config, metrics, time.monotonic).run):
             async with Nursery() as nursery:
                 for number, made in enumerate(sessions):
-                    nursery.start(f"session {number}", made.generate())
+                    nursery.start_task(f"session {number}", made.generate())
                 await real.reached.wait()
                 os.killpg(group, signal.SIGSTOP)
                 stopped_s = time.monotonic()

@@ -14,7 +14,8 @@ import pybase64
 import pytest
 
 from async_rl.engine_protocol import EngineFacts, Finish
-from async_rl.engines.sglang.client import SGLangEngine, routing_payload
+from async_rl.engines.sglang import routing_payload
+from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.routing_payload import SLABS, receiving
 from tests.support.engine_calls import request
 from tests.support.payload_server import make_ids, payload_server

@@ -58,7 +58,7 @@ def describe() -> tuple[dict[str, str], int]:
     if not torch.cuda.is_available():
         raise EnvironmentNotReady(
             f"torch {torch.__version__} sees no GPU, so nothing can be proven here: run it on a machine with "
-            "one, in an environment made from requirements/gpu.txt (docs/gpu.md)"
+            "one, in an environment made from requirements/gpu.txt (docs/guide/scaling-up.md)"
         )
     _, total = torch.cuda.mem_get_info()
     machine = {"GPU": torch.cuda.get_device_name(), "memory": f"{total / 2**30:.0f} GiB"}

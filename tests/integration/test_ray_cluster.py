@@ -176,8 +176,8 @@ async def test_a_run_goes_on_when_a_node_with_ranks_and_an_engine_is_taken_away_
     log.addHandler(lines)
     try:
         async with Nursery() as nursery:
-            run = nursery.start("run", placement.run(config, run_dir, stop, steps, QuickServer))
-            nursery.start("fault", take_a_node_away())
+            run = nursery.start_task("run", placement.run(config, run_dir, stop, steps, QuickServer))
+            nursery.start_task("fault", take_a_node_away())
     finally:
         log.removeHandler(lines)
     summary = run.result()

@@ -213,8 +213,8 @@ async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
         stop.set()
 
     async with Nursery() as nursery:
-        running = nursery.start("run", run(config, monkeypatch, stop))
-        nursery.start("kill", kill_an_engine_and_stop_once_it_is_back())
+        running = nursery.start_task("run", run(config, monkeypatch, stop))
+        nursery.start_task("kill", kill_an_engine_and_stop_once_it_is_back())
     summary, _, batches = running.result()
     assert "is quarantined" in caplog.text
     assert_sound(summary, batches, config)

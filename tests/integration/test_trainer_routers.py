@@ -246,7 +246,7 @@ def test_log_probs_do_not_depend_on_padding_when_rows_are_replayed(deepseek, pad
 
 @pytest.mark.case(39)
 def test_experts_are_not_balanced_by_anything_but_the_reward_when_trained(deepseek, with_fields):
-    """The policy of docs/routing-replay.md: no auxiliary loss, and an expert bias that stays."""
+    """The policy of docs/design/routing-replay.md: no auxiliary loss, and an expert bias that stays."""
     batch = batch_of()
 
     def biases(worker):

@@ -69,7 +69,7 @@ async def play(session: RolloutSession, steps: Sequence[Any]) -> None:
             if isinstance(step, Branch):
                 line = play(session.branch(), step.steps)
                 if step.beside:
-                    beside.start("branch", line)
+                    beside.start_task("branch", line)
                     await asyncio.sleep(0)  # it has begun
                 else:
                     await line
@@ -119,7 +119,7 @@ class Life:
                 nonlocal ended
                 await play(self.session, steps)
                 ended = True
-                nursery.cancel()
+                nursery.cancel_tasks()
 
             async def trouble() -> None:
                 for version, blow in enumerate(blows, start=1):
@@ -129,12 +129,12 @@ class Life:
             async def kill(after_s: float) -> None:
                 await asyncio.sleep(after_s)
                 self.journal.write()  # the last tick; what comes later is not known
-                nursery.cancel()
+                nursery.cancel_tasks()
 
-            nursery.start("line", line())
-            nursery.start("trouble", trouble())
+            nursery.start_task("line", line())
+            nursery.start_task("trouble", trouble())
             if until_s is not None:
-                nursery.start("kill", kill(until_s))
+                nursery.start_task("kill", kill(until_s))
         self.journal.close()
         return ended
 

@@ -50,7 +50,7 @@ def rename_trajectories(patch: pytest.MonkeyPatch) -> None:
     def start(self: Nursery, name: str, work: Any) -> asyncio.Task[Any]:
         return original(self, name.replace("trajectory ", "rollout "), work)
 
-    original = Nursery.start
+    original = Nursery.start_task
     patch.setattr(Nursery, "start", start)
 
 

@@ -1,4 +1,4 @@
-"""What seeds have found, as runs that do not depend on what seeds draw; see docs/simulation.md."""
+"""What seeds have found, as runs that do not depend on what seeds draw; see docs/design/simulation.md."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def wave(budget: int | None, *, stagger_s: float = 0.05, seed: int = 0) -> Wave:
 
         async with Nursery() as nursery:
             for number in rng.sample(range(TRAJECTORIES), TRAJECTORIES):
-                nursery.start(f"resume {number}", resume(number))
+                nursery.start_task(f"resume {number}", resume(number))
             await asyncio.sleep(0)
             for engine in engines:
                 pool.serve(engine.engine_id, 1)

@@ -1,4 +1,4 @@
-"""200 seeds of the whole program in virtual time; `make simulate` runs thousands. See docs/simulation.md."""
+"""200 seeds of the whole program in virtual time (docs/design/simulation.md); `make simulate` runs more."""
 
 from __future__ import annotations
 

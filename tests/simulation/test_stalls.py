@@ -171,11 +171,11 @@ class Patient:
         async def main() -> Diagnosis:
             begun, orchestrator = hang().begun, self.make()
             async with Nursery() as nursery:
-                nursery.start("run", self.live(orchestrator))
+                nursery.start_task("run", self.live(orchestrator))
                 await begun.wait()
                 await asyncio.sleep(MINUTE - 1)
                 health = orchestrator.pulse.health()
-                nursery.cancel()
+                nursery.cancel_tasks()
             assert health["waiting_for"][0].startswith(("train loop waits for", "run waits for"))
             return msgspec.convert(health["diagnosis"], Diagnosis)
 
@@ -309,12 +309,12 @@ def test_the_spool_is_named_when_it_never_has_room(patient: Make, monkeypatch: p
         Hang.current.visits += 1
         while Hang.current.visits > 8:
             Hang.current.begun.set()
-            await self._change("room", self._why_put)
+            await self._change("capacity", self._why_put)
         await put(self, group)
 
     monkeypatch.setattr(TrajectoryQueue, "put", without_room)
     diagnosis = patient().examine(Hang)
-    assert of(diagnosis)[0] == "room"
+    assert of(diagnosis)[0] == "capacity"
     assert (diagnosis.causes[0].problem, diagnosis.state) == ("deadlock", "stalled")
 
 

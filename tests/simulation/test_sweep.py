@@ -1,4 +1,4 @@
-"""A run cancelled at each of its awaits ends, and the next life loses nothing; see docs/simulation.md."""
+"""A run cancelled at any await ends, and the next start loses nothing (docs/design/simulation.md)."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class PlayedPool:
         return engine_id
 
     def start(self, key: str, **prompt: int) -> asyncio.Task[str]:
-        return self.nursery.start(key, self.call(key, **prompt))
+        return self.nursery.start_task(key, self.call(key, **prompt))
 
     def state(self, engine_id: str) -> EngineState | None:
         standing = self.pool.standing_of(engine_id)

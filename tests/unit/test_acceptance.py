@@ -1,14 +1,16 @@
-"""Every acceptance case of docs/routing-cases.md has a test, and every marked test a case."""
+"""Every acceptance case of docs/design/routing-replay.md has a test, and every marked test a case."""
 
 import ast
 import re
 from pathlib import Path
 
+from tests.support.pages import section
+
 ROOT = Path(__file__).parent.parent.parent
 
 
 def cases_in_docs() -> set[int]:
-    text = (ROOT / "docs" / "routing-cases.md").read_text()
+    text = section("design/routing-replay.md", "## Acceptance cases")
     return {int(number) for number in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
 
 

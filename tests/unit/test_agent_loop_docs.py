@@ -1,4 +1,4 @@
-"""The loops of docs/agent-loops.md, as they stand there, on a real session."""
+"""The loops of docs/guide/agents.md, as they stand there, on a real session."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from tests.support.sessions import Bench, simulated
 from tests.support.templates_of_models import chat_of
 from tests.support.writer import Answer, Writer
 
-PAGE = Path(__file__).parents[2] / "docs" / "agent-loops.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "agents.md"
 
 
 def loops() -> dict[str, AgentLoop]:
     found: dict[str, AgentLoop] = {}
     for source in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+        if "(AgentLoop)" not in source:
+            continue
         names: dict[str, Any] = {}
         exec(compile(source, str(PAGE), "exec"), names)
         kind = next(v for v in names.values() if isinstance(v, type) and v.__module__ != AgentLoop.__module__)

@@ -58,6 +58,17 @@ def test_tokens_are_left_out_of_the_loss_when_older_weights_than_asked_for_sampl
     assert np.array_equal(batch.routing_valid, whole.routing_valid)
 
 
+def test_a_branch_trains_only_what_it_has_not_inherited() -> None:
+    trunk = make_trajectory("t", prompt=2, sampled=((3, 5),))
+    branch = make_trajectory("t.1", prompt=2, sampled=((3, 5), (2, 6)))
+    branch = msgspec.structs.replace(
+        branch, segments=(*trunk.segments, *branch.segments[2:]), trace=None, num_inherited=2
+    )
+    batch = assemble([group_of(trunk, branch)], 6, "batch", FACTS)
+    assert batch.loss_mask.tolist() == [False] * 2 + [True] * 3 + [False] * 5 + [True] * 2
+    assert batch.weight_versions.tolist() == [-1, -1, 5, 5, 5, -1, -1, 5, 5, 5, 6, 6]
+
+
 def test_there_is_no_routing_when_it_is_not_replayed() -> None:
     batch = assemble([make_group("a")], 0, "batch")
     assert (batch.routed_experts, batch.routing_valid, batch.num_experts) == (None, None, 0)

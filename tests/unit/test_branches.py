@@ -142,7 +142,7 @@ async def test_misuse_is_refused_before_it_changes_anything() -> None:
         session.branch()
     reached = policy.reaches(10)
     async with Nursery() as nursery:
-        nursery.start("one", session.generate())
+        nursery.start_task("one", session.generate())
         await reached
         for call in (session.generate(), _call(session.add_messages, []), _call(session.branch)):
             with pytest.raises(RuntimeError, match="while a turn is being written"):
@@ -163,7 +163,7 @@ async def test_a_leaked_turn_is_taken_away_when_its_block_ends() -> None:
 
         async def leave_too_early() -> None:
             async with bench.session.branch() as other:
-                started.append(nursery.start("leaked", other.generate()))
+                started.append(nursery.start_task("leaked", other.generate()))
                 await policy.reaches(PROMPT + 2)
 
         with pytest.raises(RuntimeError, match="ended while a turn was being written"):
@@ -178,7 +178,7 @@ async def test_sessions_that_a_loop_forgot_are_counted_and_their_writers_taken_a
     forgotten = bench.session.branch()
     async with Nursery() as nursery:
         await forgotten.__aenter__()
-        writing = nursery.start("forgotten", forgotten.generate())
+        writing = nursery.start_task("forgotten", forgotten.generate())
         await policy.reaches(PROMPT + 2)
         assert await bench.session.close() == 1
         assert writing.cancelled()

@@ -132,7 +132,7 @@ def test_the_schema_is_json_that_knows_every_section(capsys: pytest.CaptureFixtu
 
 
 def test_the_settings_page_is_current() -> None:
-    assert (ROOT / "docs" / "config.md").read_text() == reference.markdown(), "run `make docs`"
+    assert (ROOT / "docs" / "reference" / "config.md").read_text() == reference.markdown(), "run `make docs`"
 
 
 def test_the_settings_page_tells_both_kinds_of_engine_apart() -> None:

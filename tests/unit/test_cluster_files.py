@@ -17,12 +17,12 @@ from async_rl.engines.sglang.server import _PORTS
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "examples" / "cluster" / "slurm.sbatch"
 KUBERAY = ROOT / "examples" / "cluster" / "kuberay.yaml"
-PAGE = ROOT / "docs" / "cluster.md"
+PAGE = ROOT / "docs" / "guide" / "scaling-up.md"
 
 
 def overrides(text: str) -> list[str]:
     """`dotted.key=value` for our config in a text, shell variables replaced."""
-    found = re.findall(r"(?<![\w.])((?:placement|engine|trainer|metrics|weights)\.[\w.]+=[^\s'`]+)", text)
+    found = re.findall(r"(?<![\w.])((?:placement|engine|trainer|metrics|weights)\.[\w.]+=[^\s'`…]+)", text)
     return [re.sub(r"\"?\$\{?\w+\}?(:\$\w+)?\"?", "auto", override) for override in found]
 
 

@@ -1,4 +1,4 @@
-"""docs/datasets.md and docs/rewards.md: what they show works as they say."""
+"""docs/guide/own-task.md: the examples of datasets and rewards work as the page says."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from tests.support.reward_functions import make_completion
 from tests.support.run_config import config_of, write_run
 from tests.support.scripted_session import make_task
 
-ROWS = [json.loads(block) for block in blocks("datasets.md", "json")]
+PAGE = "guide/own-task.md"
+ROWS = [json.loads(block) for block in blocks(PAGE, "json", "## Datasets")]
 CUSTOM = {"question": "?", "solution": {"final": "42"}, "uid": "a"}
 TESTS = {"prompt": "Write add.", "tests": ["assert add(1, 1) == 2"]}
 
@@ -76,7 +77,7 @@ def test_a_row_of_the_page_is_a_task(folder: Path, name: str, schema: str) -> No
     )
 
 
-@pytest.mark.parametrize("text", blocks("datasets.md", "yaml"))
+@pytest.mark.parametrize("text", blocks(PAGE, "yaml", "## Datasets"))
 def test_a_config_of_the_page_passes_all_checks(folder: Path, text: str) -> None:
     base, changes = yaml.safe_load((folder / "run.yaml").read_text()), yaml12.load(text)
     del base["data"]["path"]
@@ -97,7 +98,7 @@ def test_bad_rows_are_said_as_on_the_page(folder: Path) -> None:
     (folder / "bad.jsonl").write_text("\n".join([good, "{}", "{", json.dumps({"messages": "y"}), good]))
     with pytest.raises(ConfigError) as raised:
         load_tasks(DataConfig(path="bad.jsonl"))
-    (shown,) = (block for block in blocks("datasets.md", "") if "bad rows" in block)
+    (shown,) = (block for block in blocks(PAGE, "", "## Datasets") if "bad rows" in block)
     assert f"async-rl: {raised.value}\n" == shown
 
 
@@ -109,7 +110,7 @@ def test_a_task_is_named_when_it_names_what_there_is_not(folder: Path, key: str)
         check(load_config(folder / "run.yaml"))
 
 
-# -- rewards.md ----------------------------------------------------------------------------------------------
+# -- Rewards -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("JUDGE_TOKEN", "t")
     name = ""
-    for block in blocks("rewards.md", "python"):
+    for block in blocks(PAGE, "python", "## Rewards"):
         if block.startswith("# "):
             name = block.splitlines()[0].removeprefix("# ")
         with (tmp_path / name).open("a") as file:
@@ -131,7 +132,7 @@ def rewards_of(**rollout: Any) -> Rewards:
     return Rewards(config_of(**rollout), decode=str, metrics=Metrics(), clock=time.monotonic)
 
 
-@pytest.mark.parametrize("text", blocks("rewards.md", "yaml"))
+@pytest.mark.parametrize("text", blocks(PAGE, "yaml", "## Rewards"))
 async def test_a_config_of_the_page_loads_its_rewards(modules: None, text: str) -> None:
     rollout = yaml12.load(text)["rollout"]
     rewards = rewards_of(**rollout)
@@ -170,7 +171,7 @@ def test_the_function_that_computes_asks_for_processes(modules: None) -> None:
 
 
 def test_a_request_is_what_the_page_says() -> None:
-    shown = json.loads(blocks("rewards.md", "json")[0])
+    shown = json.loads(blocks(PAGE, "json", "## Rewards")[0])
     completion = make_completion("x")
     assert list(request_of(make_task(), [completion], ["x"], group=False)) == list(
         {"task_id": 0, "prompt": 0, "label": 0, "data_source": 0, "metadata": 0} | shown
@@ -179,7 +180,7 @@ def test_a_request_is_what_the_page_says() -> None:
 
 
 async def test_the_programs_tests_of_the_page_pass() -> None:
-    for line in blocks("rewards.md", "json")[1].splitlines():
+    for line in blocks(PAGE, "json", "## Rewards")[1].splitlines():
         row = json.loads(line)
         program = "def add(a, b):\n    return a + b\n"
         if "print" in row["prompt"]:

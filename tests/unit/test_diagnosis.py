@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from async_rl.observability.diagnosis import (
     Diagnosis,
@@ -12,7 +16,7 @@ from async_rl.observability.diagnosis import (
     SlotsView,
     diagnose,
 )
-from async_rl.runtime.waits import Awaited, Wait, WaitingActor, WaitNode
+from async_rl.runtime.waits import WAIT_KINDS, Wait, WaitingActor, WaitNode
 
 LOOP, ROLLOUTS, REPAIR = (
     WaitNode("train loop"),
@@ -22,7 +26,7 @@ LOOP, ROLLOUTS, REPAIR = (
 LIMITS = {"chunk": 60.0, "trainer step": 3600.0, "engine start": 600.0, "engine update": 300.0, "tool": 30.0}
 
 
-def wait(who: WaitNode, on: Awaited, target: str = "", age_s: float = 400.0, **more: Any) -> Wait:
+def wait(who: WaitNode, on: str, target: str = "", age_s: float = 400.0, **more: Any) -> Wait:
     return Wait(who=who, on=on, target=target, age_s=age_s, **more)
 
 
@@ -77,7 +81,7 @@ def test_the_chain_goes_from_the_train_loop_to_the_silent_engine() -> None:
         "  <- trajectory g-0 waits for agent loop loops:Mine (411 s)",
         "  <- trajectory g-0 waits for a chunk of engine-1 (405 s, limit 60 s)",
         "  <- engine-1: serving at version 3, 17 calls, last heard of 380 s ago",
-        "likely cause: engine-1 has gone silent in its calls (2 wait for it, the longest for 405 s, "
+        "likely cause: engine-1 sends no more chunks (2 waiting, the longest for 405 s, "
         "over its limit of 60 s)",
     ]
     assert diagnosis.state == "stalled"
@@ -130,18 +134,18 @@ def test_calls_without_an_engine_wait_for_its_restart_and_for_the_service_that_d
 
 def test_a_batch_waits_for_the_dispatcher_when_there_are_not_enough_groups() -> None:
     short = queue("g", num_ready=2)
-    waits = [wait(LOOP, "batch"), wait(WaitNode("group", "g"), "room")]
+    waits = [wait(LOOP, "batch"), wait(WaitNode("group", "g"), "capacity")]
     dead = look(*waits, actors=group("g"), queue=short)
     assert (dead.causes[0].on, dead.causes[0].target) == ("service", "rollouts")
     full = look(*waits, wait(ROLLOUTS, "admission", why="the spool is full"), queue=short)
     assert {cause.problem for cause in full.causes} == {"deadlock"}
-    assert {cause.on for cause in full.causes} == {"room", "admission"}
+    assert {cause.on for cause in full.causes} == {"capacity", "admission"}
 
 
 def test_a_deadlock_is_no_cause_where_somebody_can_still_move() -> None:
     diagnosis = look(
         wait(LOOP, "batch"),
-        wait(WaitNode("group", "g"), "room"),
+        wait(WaitNode("group", "g"), "capacity"),
         wait(WaitNode("group", "h"), "trajectories"),
         wait(WaitNode("trajectory", "h-0"), "tool", "search", age_s=20.0),
         actors=group("g") + group("h"),
@@ -181,3 +185,26 @@ def test_work_without_a_name_is_said_to_be_so() -> None:
     diagnosis = look(actors=[actor(LOOP)])
     assert (diagnosis.causes[0].problem, diagnosis.causes[0].target) == ("unnamed", "train loop")
     assert diagnosis.state == "stalled"
+
+
+@pytest.mark.parametrize("kind", WAIT_KINDS)
+def test_every_kind_of_wait_can_be_diagnosed(kind: str) -> None:
+    diagnosis = look(wait(LOOP, kind, "engine-0"))
+    assert diagnosis.causes
+    assert "{}" not in diagnosis.text
+
+
+def test_every_wait_of_the_code_is_a_known_kind() -> None:
+    package = Path(__file__).parents[2] / "async_rl"
+    opened = {
+        node.args[0].value
+        for file in package.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "waiting"
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert opened <= set(WAIT_KINDS)
+    assert len(opened) > len(WAIT_KINDS) / 2

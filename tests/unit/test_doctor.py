@@ -13,7 +13,7 @@ import pytest
 from async_rl.config import load_config
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import StallError
-from async_rl.observability.loop_watchdog import LoopWatch
+from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
 from async_rl.run.doctor import Doctor, limits, watched
 from async_rl.runtime.supervision import services
@@ -56,7 +56,7 @@ def test_a_stall_is_said_again_only_after_growing_times(
         assert ward.value("stalls_total", awaited="slot") == 1
         assert ward.value("seconds_since_progress") == 600
         assert ward.value("oldest_wait_seconds", awaited="slot") == 600
-        ward.waits.progress()
+        ward.waits.note_progress()
         ward.doctor.look()
         assert ward.value("seconds_since_progress") == 0
         ward.look_until(700)
@@ -112,7 +112,7 @@ def compute_without_an_await(seconds: float) -> None:
 async def test_a_blocked_event_loop_is_said_with_what_it_executes(caplog: pytest.LogCaptureFixture) -> None:
     """prime-rl#1713: an event loop that lags by minutes."""
     metrics = Metrics()
-    with LoopWatch(metrics, blocked_s=0.1):
+    with LoopWatchdog(metrics, blocked_s=0.1):
         compute_without_an_await(0.5)
         await asyncio.sleep(0.05)
     assert "compute_without_an_await" in caplog.text
@@ -123,7 +123,7 @@ async def test_a_blocked_event_loop_is_said_with_what_it_executes(caplog: pytest
 
 async def test_a_loop_that_waits_is_not_blocked(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     metrics = Metrics()
-    with LoopWatch(metrics, blocked_s=5):
+    with LoopWatchdog(metrics, blocked_s=5):
         await asyncio.sleep(0.05)
     assert metrics.registry.get_sample_value("async_rl_event_loop_blocked_total") == 0
     assert caplog.text == ""
@@ -142,7 +142,7 @@ def test_a_stall_is_treated_though_a_wait_was_overdue_before(tmp_path: Path) -> 
     with acting("train loop", waits=ward.waits), waiting("slot"):
         with other, waiting("tool", "search"):  # nothing can be done about it: it has no timeout
             for _ in range(40):
-                ward.waits.progress()
+                ward.waits.note_progress()
                 ward.look_until(ward.now_s + 5)
         assert ward.value("stalls_total", awaited="tool") == 1
         with pytest.raises(StallError, match="no slot becomes free"):

@@ -66,7 +66,7 @@ async def watched(*names: str, config: SimulatedEngines = CONFIG) -> AsyncIterat
         watch = HealthWatch(bench.pool, config, bench.metrics, asyncio.get_running_loop().time)
         async with services(health=watch.run):
             yield bench
-        nursery.cancel()
+        nursery.cancel_tasks()
 
 
 @in_virtual_time

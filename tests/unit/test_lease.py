@@ -197,7 +197,7 @@ async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> No
         bench = PlayedPool("a", "b", nursery=nursery)
         bench.start("t1")
         await settle()
-        drained = nursery.start("drain", bench.pool.drain("a"))
+        drained = nursery.start_task("drain", bench.pool.drain("a"))
         await settle()
         assert not drained.done()
         elsewhere = bench.start("t2")

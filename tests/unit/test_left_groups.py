@@ -62,7 +62,7 @@ async def test_a_batch_waits_for_a_group_that_is_due_by_what_the_journal_has_of_
     for name in "ab":
         await queue.put(make_group(name, version=1))
     async with Nursery() as nursery:
-        taking = nursery.start("take", queue.take(1))
+        taking = nursery.start_task("take", queue.take(1))
         for _ in range(20):
             await asyncio.sleep(0.001)
         assert taking.done() is not waits
@@ -146,7 +146,7 @@ async def test_nothing_is_left_of_what_was_settled_while_it_was_written(
 
     monkeypatch.setattr(KeptTrajectories, "put", put_slowly)
     async with Nursery() as nursery:
-        keeping = nursery.start("keep", queue.keep_ended())
+        keeping = nursery.start_task("keep", queue.keep_ended())
         await asyncio.to_thread(begun.wait, 10)
         if how == "put":
             await queue.put(group)

@@ -87,7 +87,7 @@ async def job(tmp_path: Path, *lines: str) -> AsyncIterator[Job]:
         async with services(members=made.members.run):
             await asyncio.sleep(1.5 * REREAD_S)
             yield made
-        nursery.cancel()
+        nursery.cancel_tasks()
 
 
 @in_virtual_time

@@ -67,7 +67,7 @@ def test_an_alert_says_how_bad_it_is_and_what_to_do(name: str) -> None:
 
 def test_every_alert_is_in_the_table_of_the_docs() -> None:
     rows = re.findall(
-        r"^\| \[`(\w+)`\]\(troubleshooting\.md#(\w+)\)", (ROOT / "docs/monitoring.md").read_text(), re.M
+        r"^\| \[`(\w+)`\]\(troubleshooting\.md#(\w+)\)", (ROOT / "docs/guide/watching.md").read_text(), re.M
     )
     assert sorted(name for name, _ in rows) == sorted(ALERTS)
     assert [(name, anchor) for name, anchor in rows if anchor != name.lower()] == []

@@ -132,7 +132,7 @@ async def test_the_server_is_gone_when_the_trajectory_was_cancelled(monkeypatch:
     bench, _ = talking(lines("4"))
     loop = OpenAIAgentLoop(agent=f"{HERE}:Hanging.agent")
     async with Nursery() as nursery:
-        running = nursery.start("trajectory", loop.run(make_task(), bench.session))
+        running = nursery.start_task("trajectory", loop.run(make_task(), bench.session))
         await Hanging.began.wait()
         running.cancel()
     assert loop._endpoint._runner is None
@@ -172,7 +172,7 @@ async def test_a_program_and_its_children_are_killed_when_the_trajectory_is_canc
     loop = OpenAIAgentLoop(command=["sh", "-c", script])
     bench, _ = talking(lines())
     async with Nursery() as nursery:
-        running = nursery.start("trajectory", loop.run(make_task(), bench.session))
+        running = nursery.start_task("trajectory", loop.run(make_task(), bench.session))
         pipe = await asyncio.to_thread(open, tmp_path / "alive", "rb")
         running.cancel()
     with pipe:

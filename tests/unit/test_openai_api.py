@@ -266,7 +266,7 @@ class Dropping(httpx.AsyncHTTPTransport):
             return await super().handle_async_request(request)
         self.lost += 1
         async with Nursery() as nursery:
-            answering = nursery.start("answer", super().handle_async_request(request))
+            answering = nursery.start_task("answer", super().handle_async_request(request))
             if self._early:
                 await self._talker.has_said(3)
                 answering.cancel()
@@ -297,7 +297,7 @@ async def test_a_client_that_tries_again_gets_the_same_answer_and_nothing_is_sam
 
 async def test_an_agent_that_gave_up_waiting_and_asks_anew_gets_the_answer_that_nobody_took():
     async with asked(lines("Hello."), decode_step_s=0.001) as a, Nursery() as nursery:
-        impatient = nursery.start("impatient", a.say("Hi"))
+        impatient = nursery.start_task("impatient", a.say("Hi"))
         await a.talker.has_said(2)
         impatient.cancel()
         await asyncio.wait([impatient])
@@ -350,7 +350,7 @@ async def test_sub_agents_run_side_by_side_and_each_goes_on_in_its_own_conversat
             return [m["content"] for m in messages if m["role"] == "assistant"]
 
         async with Nursery() as nursery:
-            running = [nursery.start(name, sub_agent(name)) for name in ("ann", "bob", "cid")]
+            running = [nursery.start_task(name, sub_agent(name)) for name in ("ann", "bob", "cid")]
         assert [task.result() for task in running] == [
             [f"{name} says {n}" for n in range(3)] for name in ("ann", "bob", "cid")
         ]

@@ -63,7 +63,7 @@ async def test_calls_wait_and_wake_when_an_engine_serves():
             seen.append(lease.weight_version)
 
     async with Nursery() as nursery:
-        nursery.start("call", call())
+        nursery.start_task("call", call())
         await asyncio.sleep(0)
         assert seen == []
         pool.serve("a", 7)
@@ -105,7 +105,7 @@ async def test_load_is_given_back_when_the_caller_is_cancelled():
             await asyncio.Future()
 
     async with Nursery() as nursery:
-        task = nursery.start("hang", hang())
+        task = nursery.start_task("hang", hang())
         await asyncio.sleep(0)
         task.cancel()
     async with pool.lease("u", tokens=1) as lease:

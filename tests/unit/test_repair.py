@@ -113,7 +113,7 @@ async def workshop(*names: str, **config: Any) -> AsyncIterator[Workshop]:
         made = Workshop(PlayedPool(*names, nursery=nursery), msgspec.structs.replace(CONFIG, **config))
         async with services(repair=made.repair.run):
             yield made
-        nursery.cancel()
+        nursery.cancel_tasks()
 
 
 @in_virtual_time

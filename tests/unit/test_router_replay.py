@@ -52,6 +52,12 @@ def rows_of(*pairs: tuple[int, int], known: torch.Tensor | None = None) -> Repla
     return ReplayRows(torch.tensor(pairs, dtype=torch.uint8).repeat(TOKENS, 1, 1), known)
 
 
+def forward(adapter: RouterReplayAdapter, rows: ReplayRows) -> list[list[int]]:
+    """A forward pass under replay; what each router chose for the first token."""
+    with adapter.micro_batch(0, rows):
+        return [route(router, torch.rand(TOKENS, 8))[1][0].tolist() for router in adapter.routers]
+
+
 def test_each_router_repeats_its_own_layer_with_gates_of_current_scores(adapter: RouterReplayAdapter) -> None:
     scores = torch.rand(TOKENS, 8)
     with adapter.schedule(), adapter.micro_batch(0, rows_of((6, 1), (3, 2))):
@@ -78,21 +84,21 @@ def test_recomputed_micro_batches_repeat_their_rows_in_the_order_of_their_forwar
     batches = [rows_of((0, 1), (2, 3)), rows_of((4, 5), (6, 7))]
     with recomputing.schedule():
         for rows in batches:
-            with recomputing.micro_batch(0, rows):
-                for router in recomputing.routers:
-                    route(router, scores)
+            forward(recomputing, rows)
         again = [[route(router, scores)[1][0].tolist() for router in recomputing.routers] for _ in batches]
     assert again == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 def test_a_schedule_fails_when_a_recomputation_did_not_come(recomputing: RouterReplayAdapter) -> None:
-    with (
-        pytest.raises(AlignmentError, match=r"after a schedule .* left over"),
-        recomputing.schedule(),
-        recomputing.micro_batch(0, rows_of((0, 1), (2, 3))),
-    ):
-        for router in recomputing.routers:
-            route(router, torch.rand(TOKENS, 8))
+    with pytest.raises(AlignmentError, match=r"after a schedule .* left over"), recomputing.schedule():
+        forward(recomputing, rows_of((0, 1), (2, 3)))
+
+
+def test_a_pass_without_gradients_leaves_nothing_for_a_recomputation(
+    recomputing: RouterReplayAdapter,
+) -> None:
+    with recomputing.schedule(), torch.no_grad():
+        assert forward(recomputing, rows_of((0, 1), (2, 3))) == [[0, 1], [2, 3]]
 
 
 def test_a_forward_pass_fails_when_a_router_was_not_called(adapter: RouterReplayAdapter) -> None:

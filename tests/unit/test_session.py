@@ -235,7 +235,7 @@ async def test_tokens_are_segments_when_the_caller_is_cancelled_mid_stream():
     b = make_bench(Hanging())
     b.session.start([{"role": "user", "content": "hi"}])
     async with Nursery() as nursery:
-        task = nursery.start("turn", b.session.generate())
+        task = nursery.start_task("turn", b.session.generate())
         await started.wait()
         task.cancel()
     assert b.session.remaining_tokens == 64 - PROMPT - 3

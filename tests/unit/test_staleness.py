@@ -60,9 +60,10 @@ def test_a_group_gets_time_when_it_was_sampled_by_newer_weights_than_feared() ->
     assert backlog.select(version=4) == ["a"]
 
 
-def test_only_groups_in_time_are_taken_when_late_ones_are_dropped() -> None:
+@pytest.mark.parametrize("oldest", [0, 1])
+def test_only_groups_in_time_are_taken_when_late_ones_are_dropped(oldest: int) -> None:
     backlog = Backlog(groups_per_batch=1, max_staleness=1, staleness_policy="drop")
-    backlog.dispatch("late", 0)
+    backlog.dispatch("late", oldest)
     backlog.dispatch("slow", 0)
     backlog.dispatch("fresh", 3)
     backlog.finish("late")

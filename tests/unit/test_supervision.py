@@ -95,10 +95,10 @@ async def test_a_nursery_waits_for_its_tasks_and_hands_out_results() -> None:
         return 2 * x
 
     async with Nursery() as nursery:
-        tasks = [nursery.start(f"double {x}", double(x)) for x in (1, 2)]
-        assert nursery.running == ["double 1", "double 2"]
+        tasks = [nursery.start_task(f"double {x}", double(x)) for x in (1, 2)]
+        assert nursery.running_tasks == ["double 1", "double 2"]
     assert [task.result() for task in tasks] == [2, 4]
-    assert nursery.running == []
+    assert nursery.running_tasks == []
 
 
 async def test_siblings_are_cancelled_when_a_nursery_task_fails() -> None:
@@ -109,8 +109,8 @@ async def test_siblings_are_cancelled_when_a_nursery_task_fails() -> None:
 
     async def block() -> None:
         async with Nursery() as nursery:
-            siblings.append(nursery.start("sibling", forever()))
-            nursery.start("failing", fail())
+            siblings.append(nursery.start_task("sibling", forever()))
+            nursery.start_task("failing", fail())
 
     with pytest.raises(ExceptionGroup) as caught:
         await block()
@@ -120,8 +120,8 @@ async def test_siblings_are_cancelled_when_a_nursery_task_fails() -> None:
 
 async def test_a_nursery_ends_without_error_when_it_is_cancelled() -> None:
     async with Nursery() as nursery:
-        task = nursery.start("endless", forever())
-        nursery.cancel()
+        task = nursery.start_task("endless", forever())
+        nursery.cancel_tasks()
     assert task.cancelled()
 
 
@@ -145,7 +145,7 @@ async def test_a_cancellation_is_not_lost_when_the_block_ends_by_an_error_alread
                     raise ValueError("the block's own")
             else:
                 async with Nursery() as nursery:
-                    nursery.start("slow", slow_to_end())
+                    nursery.start_task("slow", slow_to_end())
                     await asyncio.sleep(0)
                     raise ValueError("the block's own")
         except* ValueError:
@@ -166,7 +166,7 @@ async def test_an_error_stays_an_error_when_a_task_of_an_inner_block_fails() -> 
 
     async def block() -> None:
         async with services(idle=forever), Nursery(), Nursery() as inner:
-            inner.start("failing", fail())
+            inner.start_task("failing", fail())
 
     with pytest.raises(ExceptionGroup) as caught:
         await block()

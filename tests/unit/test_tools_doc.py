@@ -1,4 +1,4 @@
-"""What docs/tools.md shows works as it is shown."""
+"""What docs/guide/tools.md shows works as it is shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent_loops.parsing import PARSERS, ToolCall, load_parser
 from agent_loops.sandbox import Limits
 from agent_loops.tools import StatefulTool, Tool
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "tools.md").read_text()
 SCHEMA = {
     "type": "function",
     "function": {

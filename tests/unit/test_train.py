@@ -138,7 +138,7 @@ def test_service_cause_and_log_are_named_when_a_service_fails(
 
     async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
         async with services(steady=asyncio.Event().wait), Nursery() as nursery:  # type: ignore[arg-type]
-            nursery.start("trainer", fails())
+            nursery.start_task("trainer", fails())
         return two_steps(run_dir)
 
     assert train(write_run(tmp_path), [], launch) == code

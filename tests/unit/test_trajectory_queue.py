@@ -143,7 +143,7 @@ async def test_a_batch_cannot_be_settled_twice(run: Run) -> None:
 async def test_admission_opens_when_engines_serve_the_next_version_and_not_before(run: Run) -> None:
     await run.ready("a", "b", "c", "d")
     async with named_waits() as waited, Nursery() as nursery:
-        admitted = nursery.start("feeder", run.queue.admit())
+        admitted = nursery.start_task("feeder", run.queue.admit())
         await settled()
         assert not admitted.done()
         assert waited()["admission"] == (
@@ -163,7 +163,7 @@ async def test_a_slot_is_free_when_a_group_was_dropped(run: Run) -> None:
     for name in "abcd":
         run.dispatch(name)
     async with Nursery() as nursery:
-        admitted = nursery.start("feeder", run.queue.admit())
+        admitted = nursery.start_task("feeder", run.queue.admit())
         await settled()
         assert not admitted.done()
         run.queue.drop_trajectories(["a-0"], "error")
@@ -177,7 +177,7 @@ async def test_admission_closes_when_the_spool_could_not_hold_another_group(tmp_
     run = Run(tmp_path, max_bytes=384 << 10, max_staleness=5)
     await run.ready("a", "b", tokens=6000)  # slabs of 160 kB each
     async with named_waits() as waited, Nursery() as nursery:
-        admitted = nursery.start("feeder", run.queue.admit())
+        admitted = nursery.start_task("feeder", run.queue.admit())
         await settled()
         assert waited() == {"admission": f"the spool holds {run.spool.used_bytes} of 393216 bytes"}
         run.queue.settle(await run.take(), 1)
@@ -205,10 +205,10 @@ async def test_put_waits_for_a_step_when_the_spool_is_full(tmp_path: Path) -> No
     await run.ready("a", "b", tokens=6000)
     run.dispatch("c")
     async with named_waits() as waited, Nursery() as nursery:
-        put = nursery.start("put", run.queue.put(make_group("c", tokens=6000)))
+        put = nursery.start_task("put", run.queue.put(make_group("c", tokens=6000)))
         batch = await run.take()
-        await until(lambda: "room" in waited())
-        assert waited()["room"] == f"a step must free some of {run.spool.used_bytes} bytes in the spool"
+        await until(lambda: "capacity" in waited())
+        assert waited()["capacity"] == f"a step must free some of {run.spool.used_bytes} bytes in the spool"
         assert run.queue.statistics().groups_in_flight == 1
         run.queue.settle(batch, 1)
         await put
@@ -226,6 +226,18 @@ async def test_put_fails_clearly_when_the_spool_is_too_small_for_one_batch(tmp_p
     run.queue.close()
 
 
+async def test_put_fails_as_clearly_when_a_step_was_settled_before(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_bytes=256 << 10)
+    await run.ready("a", "b")
+    run.queue.settle(await run.take(), 1)
+    await run.ready("c", tokens=6000)
+    run.dispatch("d")
+    with pytest.raises(SpoolFull, match="raise it"):
+        async with asyncio.timeout(5):
+            await run.queue.put(make_group("d", tokens=6000))
+    run.queue.close()
+
+
 async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Path) -> None:
     run = Run(tmp_path, max_staleness=1)
     run.dispatch("old", version=0)
@@ -235,7 +247,7 @@ async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Pa
     run.queue.advance(1)
     await run.ready("c", "d", version=1)
     async with named_waits() as waited, Nursery() as nursery:
-        taking = nursery.start("trainer", run.queue.take(1))
+        taking = nursery.start_task("trainer", run.queue.take(1))
         await settled()
         assert waited()["batch"] == (
             "1 of 1 groups in flight must go before the 2 ready ones, or they would grow older than 1"
@@ -256,7 +268,7 @@ async def test_take_goes_on_when_the_group_that_it_waits_for_is_lost(tmp_path: P
     run.queue.advance(1)
     await run.ready("a", version=1)
     async with Nursery() as nursery:
-        taking = nursery.start("trainer", run.queue.take(1))
+        taking = nursery.start_task("trainer", run.queue.take(1))
         await settled()
         assert not taking.done()
         run.queue.drop_trajectories(["lost-0"], "engine_error")
@@ -556,8 +568,8 @@ async def test_nobody_waits_any_more_when_the_queue_is_stopped(run: Run) -> None
     for name in "abcd":
         run.dispatch(name)
     async with named_waits() as waited, Nursery() as nursery:
-        admitted = nursery.start("feeder", run.queue.admit())
-        taken = nursery.start("trainer", run.queue.take(0))
+        admitted = nursery.start_task("feeder", run.queue.admit())
+        taken = nursery.start_task("trainer", run.queue.take(0))
         await settled()
         assert waited().keys() == {"admission", "batch"}
         run.queue.stop()
@@ -573,7 +585,7 @@ async def test_the_last_batches_are_handed_out_when_the_data_has_ended(run: Run)
     assert not await run.queue.admit()
     run.queue.settle(await run.take(0), 1)
     async with Nursery() as nursery:
-        taken = nursery.start("trainer", run.queue.take(1))
+        taken = nursery.start_task("trainer", run.queue.take(1))
         await settled()
         assert not taken.done()  # d may still come
         run.queue.drop_group("d", "error")
@@ -587,7 +599,7 @@ async def test_a_group_is_queued_whole_when_put_is_cancelled_while_it_writes(
     run.dispatch("a")
     async with held(monkeypatch, run.spool, "put") as go:
         async with Nursery() as nursery:
-            putting = nursery.start("put", run.queue.put(make_group("a")))
+            putting = nursery.start_task("put", run.queue.put(make_group("a")))
             await settled()
             putting.cancel()
             await settled()
@@ -610,7 +622,7 @@ async def test_a_group_is_in_flight_whole_when_put_is_cancelled_and_fails(
     monkeypatch.setattr(run.spool, "put", full)
     async with held(monkeypatch, run.spool, "put") as go:
         async with Nursery() as nursery:
-            putting = nursery.start("put", run.queue.put(make_group("a")))
+            putting = nursery.start_task("put", run.queue.put(make_group("a")))
             await settled()
             putting.cancel()
             go()
@@ -624,7 +636,7 @@ async def test_groups_are_ready_again_when_take_is_cancelled_while_it_packs(
     await run.ready("a", "b", "c")
     async with held(monkeypatch, run.queue._batches, "put_filled") as go:
         async with Nursery() as nursery:
-            taking = nursery.start("take", run.queue.take(0))
+            taking = nursery.start_task("take", run.queue.take(0))
             await settled()
             with pytest.raises(InvariantError, match="the trainer has"):
                 run.queue.drop_group("a", "error")

@@ -97,8 +97,8 @@ async def test_a_wait_that_is_ended_ends_as_if_its_time_were_over() -> None:
     async def use() -> None:
         async with asyncio.timeout(3600) as scope:
             with waiting("tool", "search", scope=scope) as wait:
-                ends.append(wait.end())
-                ends.append(wait.end())
+                ends.append(wait.expire())
+                ends.append(wait.expire())
                 await asyncio.Future()
 
     ends: list[bool] = []

@@ -41,9 +41,9 @@ async def test_no_bucket_is_overwritten_while_somebody_reads_it_when_one_is_slow
     memory = Memory()
     relay = Relay(["quick", "slow"], 7, memory.fill)
     async with Nursery() as nursery:
-        quick = nursery.start("quick", read(relay, memory, "quick", 0))
-        slow = nursery.start("slow", read(relay, memory, "slow", 9))
-        nursery.start("send", relay.run())
+        quick = nursery.start_task("quick", read(relay, memory, "quick", 0))
+        slow = nursery.start_task("slow", read(relay, memory, "slow", 9))
+        nursery.start_task("send", relay.run())
     assert quick.result() == slow.result() == memory.fetched == list(range(7))
 
 
@@ -51,7 +51,7 @@ async def test_the_next_bucket_is_filled_while_one_is_read():
     memory = Memory()
     relay = Relay(["reader"], 3, memory.fill)
     async with Nursery() as nursery:
-        nursery.start("send", relay.run())
+        nursery.start_task("send", relay.run())
         buckets = relay.buckets("reader")
         assert await anext(buckets) == 0
         for _ in range(10):
@@ -64,9 +64,9 @@ async def test_the_others_get_everything_when_a_reader_leaves_in_the_middle():
     memory = Memory()
     relay = Relay(["fails", "reads"], 6, memory.fill)
     async with Nursery() as nursery:
-        nursery.start("fails", read(relay, memory, "fails", 3, upto=2))
-        reads = nursery.start("reads", read(relay, memory, "reads", 0))
-        nursery.start("send", relay.run())
+        nursery.start_task("fails", read(relay, memory, "fails", 3, upto=2))
+        reads = nursery.start_task("reads", read(relay, memory, "reads", 0))
+        nursery.start_task("send", relay.run())
     assert reads.result() == list(range(6))
 
 
@@ -75,8 +75,8 @@ async def test_nothing_more_is_filled_when_all_readers_have_left():
     relay = Relay(["reader", "never began"], 6, memory.fill)
     relay.leave("never began")
     async with Nursery() as nursery:
-        nursery.start("reader", read(relay, memory, "reader", 0, upto=2))
-        nursery.start("send", relay.run())
+        nursery.start_task("reader", read(relay, memory, "reader", 0, upto=2))
+        nursery.start_task("send", relay.run())
     assert memory.fetched[-1] < 5
 
 
@@ -89,7 +89,7 @@ async def test_readers_are_told_when_the_trainer_fails():
     relay = Relay(["reader"], 6, fill)
     with pytest.raises(ExceptionGroup) as caught:
         async with Nursery() as nursery:
-            nursery.start("send", relay.run())
+            nursery.start_task("send", relay.run())
     assert "no shared memory" in str(caught.value.exceptions[0])
     with pytest.raises(WeightSyncError, match="sent 1 of 6 buckets"):
         _ = [bucket async for bucket in relay.buckets("reader")]

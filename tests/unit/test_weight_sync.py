@@ -286,7 +286,7 @@ async def test_no_engine_serves_an_unknown_version_when_an_update_is_cancelled(t
     await bench.start()
     stopper = Stopper(bench.engines[0], step)
     async with Nursery() as nursery:
-        update = nursery.start("update", bench.sync.sync(1))
+        update = nursery.start_task("update", bench.sync.sync(1))
         await stopper.reached.wait()
         for _ in range(10):
             await asyncio.sleep(0)
@@ -317,7 +317,7 @@ async def test_an_update_ends_early_when_its_engine_is_found_dead(tmp_path):
     await bench.start()
     stopper = Stopper(bench.engines[0], "update_weights")
     async with Nursery() as nursery:
-        nursery.start("update", bench.sync.sync(1))
+        nursery.start_task("update", bench.sync.sync(1))
         await stopper.reached.wait()
         await asyncio.sleep(20.0)
         bench.pool.quarantine("engine-0", EngineError("three probes missed"))
@@ -334,7 +334,7 @@ async def test_updates_go_on_while_a_joining_engine_loads(tmp_path, transport):
     bench.pool.rejoin("engine-0")
     loading = Stopper(bench.engines[0], "update_weights")
     async with Nursery() as nursery:
-        nursery.start("catch up", bench.sync.catch_up("engine-0"))
+        nursery.start_task("catch up", bench.sync.catch_up("engine-0"))
         async with bench.sync.trainer_busy:
             await bench.sync.sync(1)
         await loading.reached.wait()
@@ -357,7 +357,7 @@ async def test_files_stay_while_a_joining_engine_reads_them(tmp_path):
     bench.pool.rejoin("engine-0")
     loading = Stopper(bench.engines[0], "update_weights")
     async with Nursery() as nursery:
-        nursery.start("catch up", bench.sync.catch_up("engine-0"))
+        nursery.start_task("catch up", bench.sync.catch_up("engine-0"))
         await loading.reached.wait()
         await bench.sync.sync(2)
         assert (tmp_path / "version_1").exists()

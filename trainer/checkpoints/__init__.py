@@ -1,1 +1,1 @@
-"""Checkpoints: written beside training, whole or not there, for any layout; see docs/checkpoints.md."""
+"""Checkpoints: written beside training, whole or not there, for any layout; see docs/guide/recovering.md."""

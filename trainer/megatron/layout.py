@@ -1,7 +1,7 @@
 """A parallel layout in Megatron's words.
 
 What 0.16.1 would take without a word and compute wrongly is set right here or refused by `trainer.validate`;
-docs/trainer.md has the list.
+docs/design/trainer.md has the list.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Command(NamedTuple):
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add the arguments `config` and `overrides`, for `load_config(parsed.config, parsed.overrides)`."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; see docs/config.md")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; see docs/reference/config.md")
     parser.add_argument(
         "overrides",
         nargs="*",

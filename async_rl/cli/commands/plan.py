@@ -75,7 +75,7 @@ PLAN = Command(
     "plan",
     "simulate a config's job and say what to expect of it",
     "Runs the scheduler in virtual time: throughput, idle shares, staleness, memory and the "
-    "bottleneck, before there is a machine. Needs neither model nor data; see docs/scaling.md.",
+    "bottleneck, before there is a machine. Needs neither model nor data; see docs/guide/scaling-up.md.",
     _add_options,
     _plan,
 )

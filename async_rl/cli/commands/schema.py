@@ -11,9 +11,11 @@ from async_rl.cli.commands.command import Command
 def _add_options(parser: argparse.ArgumentParser) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
-        "--markdown", action="store_true", help="as the tables of docs/config.md instead of JSON"
+        "--markdown", action="store_true", help="as the tables of docs/reference/config.md instead of JSON"
     )
-    shown.add_argument("--metrics", action="store_true", help="every metric, as the page docs/metrics.md")
+    shown.add_argument(
+        "--metrics", action="store_true", help="every metric, as the page docs/reference/metrics.md"
+    )
 
 
 def _schema(parsed: argparse.Namespace) -> int:

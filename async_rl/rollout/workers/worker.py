@@ -98,7 +98,7 @@ class RolloutWorker:
                     finally:
                         for desk in self._desks.values():
                             desk.close()
-                        plays.cancel()
+                        plays.cancel_tasks()
         except ExceptionGroup as errors:
             if not isinstance(first_error(errors), WorkerLost):
                 raise
@@ -110,13 +110,13 @@ class RolloutWorker:
             case Play():
                 desk = self._desks[message.play] = WorkerChannel(message.play, self._link.post)
                 work = self._play(message, desk)
-                self._tasks[message.play] = plays.start(f"trajectory {message.trajectory_id}", work)
+                self._tasks[message.play] = plays.start_task(f"trajectory {message.trajectory_id}", work)
             case Wrote() if message.play in self._desks:
                 self._desks[message.play].sessions[message.name].answer(message)
             case Growing() if message.play in self._desks:
                 self._desks[message.play].sessions[message.name].hear(message.token_ids)
             case ScoreRequest():
-                self._tasks[message.ask] = plays.start(f"reward {message.ask}", self._score(message))
+                self._tasks[message.ask] = plays.start_task(f"reward {message.ask}", self._score(message))
             case Stop():
                 if message.play in self._desks:
                     self._desks.pop(message.play).close()

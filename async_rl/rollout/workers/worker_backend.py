@@ -141,7 +141,7 @@ class WorkerBackend(RolloutBackend):
         await self._keepers.__aenter__()
         for index in range(self._config.num_workers):
             name = f"rollout-worker-{index}"
-            self._keepers.start(name, self._keep(name))
+            self._keepers.start_task(name, self._keep(name))
         return self
 
     async def __aexit__(
@@ -151,7 +151,7 @@ class WorkerBackend(RolloutBackend):
         traceback: TracebackType | None,
     ) -> None:
         """End all of them."""
-        self._keepers.cancel()
+        self._keepers.cancel_tasks()
         await self._keepers.__aexit__(kind, error, traceback)
 
     # -- attempts ------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class WorkerBackend(RolloutBackend):
                         case Write() as message:
                             writer = sessions[message.name].write(message, post)
                             # The name tells whose call it is.
-                            writers[message.name] = writing.start(f"trajectory {message.name}", writer)
+                            writers[message.name] = writing.start_task(f"trajectory {message.name}", writer)
                         case Cut() as message:
                             writers[message.name].cancel()
                         case Failed() as message:
@@ -214,7 +214,7 @@ class WorkerBackend(RolloutBackend):
                             raise message.failure.error
                         case Ended() as message:
                             break
-                writing.cancel()  # turns that nobody awaits
+                writing.cancel_tasks()  # turns that nobody awaits
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
         played = []

@@ -1,0 +1,34 @@
+"""Tests that the tests named beside each mutant kill it. `make mutants` prints the results as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.mutants.harness import ROOT, Tree
+from tests.mutants.table import MUTANTS, Mutant
+
+
+def test_every_mutant_still_applies() -> None:
+    texts = {mutant.file: (ROOT / mutant.file).read_text() for mutant in MUTANTS}
+    places = {mutant.name: texts[mutant.file].count(mutant.old) for mutant in MUTANTS}
+    assert {name: count for name, count in places.items() if count != 1} == {}
+    assert [mutant.name for mutant in MUTANTS if mutant.old == mutant.new] == []
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    """Returns a copy of the repository in which all tests of the table pass."""
+    copy = Tree(tmp_path_factory.mktemp("mutants") / "tree")
+    result = copy.run_unchanged(sorted({test for mutant in MUTANTS for test in mutant.tests}))
+    assert result.verdict != "error", result.output
+    return copy
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_tests_notice_when_the_program_is_broken(tree: Tree, mutant: Mutant) -> None:
+    result = tree.try_mutant(mutant)
+    assert result.verdict == "killed", f"{mutant.breaks} {result.detail}\n{result.output}"

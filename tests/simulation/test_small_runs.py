@@ -1,0 +1,88 @@
+"""Tests small runs in which one kind of fault recurs and what the invariant checker reports of a wrong batch.
+
+`tests/mutants` proves that the checker notices what is broken: its mutants of the queue, the session and the
+weight updates make these tests fail, each with the expected report.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from async_rl.simulation.invariant_checker import InvariantChecker
+from async_rl.simulation.scenario import Ending, FaultKind, draw
+from async_rl.simulation.simulate import simulate
+from async_rl.types import TrainBatch
+from tests.support.small_run import small_run
+
+SEEDS = 8
+
+
+class Small(NamedTuple):
+    """Describes what goes wrong in a run, and how it handles interruptions."""
+
+    faults: tuple[FaultKind, ...] = ()
+    death: Ending | None = None
+    interrupt: str = "abort"
+    merge: str = "replace"
+
+
+RUNS = {
+    "plain": Small(),
+    "spliced": Small(merge="splice"),
+    "in_place": Small(interrupt="in_place", merge="splice"),
+    "dies": Small(("die_in_call", "disconnect")),
+    "nan": Small(("nan",)),
+    "no_op": Small(("no_op_update",)),
+    "killed": Small(death="kill"),
+    "stopped": Small(("step_fails", "publish_fails"), "stop"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_small_run_holds_what_is_promised(name: str, tmp_path: Path) -> None:
+    what = RUNS[name]
+    for seed in range(SEEDS):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        scenario = small_run(seed, what.faults, what.death, interrupt=what.interrupt, merge=what.merge)
+        found = simulate(seed, folder, scenario=scenario).violations
+        assert not found, "\n".join(found)
+
+
+def batch_of(version: int, sampled_at: int) -> TrainBatch:
+    return TrainBatch(
+        batch_id="batch",
+        trainer_version=version,
+        trajectory_ids=("a",),
+        group_index=np.zeros(1, np.int32),
+        rewards=np.zeros(1, np.float32),
+        offsets=np.array([0, 2]),
+        token_ids=np.array([5, 6], np.int32),
+        loss_mask=np.array([False, True]),
+        rollout_log_probs=np.zeros(2, np.float32),
+        weight_versions=np.array([-1, sampled_at], np.int32),
+        routed_experts=None,
+        routing_valid=None,
+    )
+
+
+def test_the_checker_reports_it_when_a_trajectory_is_trained_twice() -> None:
+    checker = InvariantChecker(draw(0))
+    checker.trains(batch_of(0, 0), 0, 1)
+    assert not any("again" in violation for violation in checker.violations)
+    checker.trains(batch_of(1, 1), 1, 2)
+    assert "step 2 trains again what step 1 has: ['a']" in checker.violations
+
+
+@pytest.mark.parametrize("too_much", [0, 1])
+def test_the_checker_reports_it_when_a_token_is_too_old(too_much: int) -> None:
+    scenario = draw(0)
+    checker = InvariantChecker(scenario)
+    version = scenario.config.rollout.max_staleness + too_much
+    checker.trains(batch_of(version, 0), version, version + 1)
+    late = f"trajectory a: a token of version 0 is trained at {version}"
+    assert (late in checker.violations) == bool(too_much)
