@@ -84,7 +84,7 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     ceiling: int | None = None
     in_flight: set[str] = msgspec.field(default_factory=set)
     queued: set[str] = msgspec.field(default_factory=set)
-    kept: dict[str, str] = msgspec.field(default_factory=dict)
+    stored: dict[str, str] = msgspec.field(default_factory=dict)
     """Frames of those in flight that have ended while others of the group have not."""
     attempts: dict[str, int] = msgspec.field(default_factory=dict)
     """Of those in flight that were tried more than once."""
@@ -177,7 +177,7 @@ class Ledger:
             )
         self._tables.end_change()
 
-    def attempt(self, trajectory_id: str, attempt: int) -> None:
+    def start_attempt(self, trajectory_id: str, attempt: int) -> None:
         """A trajectory in flight is tried once more.
 
         Raises:
@@ -189,7 +189,7 @@ class Ledger:
         )
         self._tables.end_change()
 
-    def finish(
+    def finish_trajectory(
         self,
         trajectory_id: str,
         *,
@@ -212,20 +212,20 @@ class Ledger:
         """
         group = self._in_flight(trajectory_id)
         if frame is not None:
-            group.kept[trajectory_id] = frame
+            group.stored[trajectory_id] = frame
         self._tables.write(
             "UPDATE trajectories SET segments = ?, tokens = ?, reward = ?, frame = ? WHERE trajectory_id = ?",
             (segments, tokens, reward, frame, trajectory_id),
         )
         self._tables.end_change()
 
-    def lose(self, trajectory_id: str) -> None:
+    def unfinish_trajectory(self, trajectory_id: str) -> None:
         """The frame of a trajectory that was kept is damaged: it has not ended.
 
         Raises:
             InvariantError: When it is not in flight.
         """
-        self._in_flight(trajectory_id).kept.pop(trajectory_id, None)
+        self._in_flight(trajectory_id).stored.pop(trajectory_id, None)
         self._tables.write(
             "UPDATE trajectories SET segments = NULL, tokens = NULL, reward = NULL, frame = NULL "
             "WHERE trajectory_id = ?",
@@ -256,7 +256,7 @@ class Ledger:
             )
         group.queued, group.in_flight = group.in_flight, set()
         group.weight_version, group.frame, group.frame_bytes = version, frame, frame_bytes
-        group.ceiling, group.kept, group.attempts = None, {}, {}
+        group.ceiling, group.stored, group.attempts = None, {}, {}
         self._counts["in_flight"] -= len(trajectory_ids)
         self._counts["queued"] += len(trajectory_ids)
         self._tables.write(
@@ -327,7 +327,7 @@ class Ledger:
             group = self._groups[self._owner.pop(trajectory_id)]
             state = "in_flight" if trajectory_id in group.in_flight else "queued"
             (group.in_flight if state == "in_flight" else group.queued).remove(trajectory_id)
-            group.kept.pop(trajectory_id, None)
+            group.stored.pop(trajectory_id, None)
             group.attempts.pop(trajectory_id, None)
             self._counts[state] -= 1
             self._drop(trajectory_id, reason)
@@ -472,7 +472,7 @@ class Ledger:
                 ),
             )
             if kept is not None:
-                group.kept[trajectory_id] = kept
+                group.stored[trajectory_id] = kept
             if attempt > 1:
                 group.attempts[trajectory_id] = attempt
             (group.in_flight if state == "in_flight" else group.queued).add(trajectory_id)

@@ -32,9 +32,9 @@ class LengthDrift:
     Example:
         >>> drift = LengthDrift(window=1000)
         >>> for length in range(1000):
-        ...     drift.ended(length)
+        ...     drift.add_ended(length)
         ...     if length < 500:
-        ...         drift.trained(length)
+        ...         drift.add_trained(length)
         >>> drift.distance
         0.5
     """
@@ -44,11 +44,11 @@ class LengthDrift:
         self._ended = _Window(window)
         self._trained = _Window(window)
 
-    def ended(self, length: int) -> None:
+    def add_ended(self, length: int) -> None:
         """A trajectory was finished or given up at so many tokens."""
         self._ended.add(length)
 
-    def trained(self, length: int) -> None:
+    def add_trained(self, length: int) -> None:
         """A trajectory of so many tokens was trained."""
         self._trained.add(length)
 

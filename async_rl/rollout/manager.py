@@ -38,9 +38,9 @@ from async_rl.errors import (
 )
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import Observer
-from async_rl.queue.holdings import LeftGroup
 from async_rl.queue.journal import Entry, Journal
 from async_rl.queue.journal_file import Journalled
+from async_rl.queue.outstanding import RestoredGroup
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.attempt import close
 from async_rl.rollout.backend import RolloutBackend
@@ -166,7 +166,7 @@ class RolloutManager:
         self._queue.end_of_data()
         await asyncio.Future()  # the trainer ends the run
 
-    async def _start_left(self, groups: Nursery, left: LeftGroup) -> None:
+    async def _start_left(self, groups: Nursery, left: RestoredGroup) -> None:
         """Go on with a group that an earlier process left in flight; it has been admitted long ago."""
         unfinished = [name for name in left.trajectory_ids if name not in left.ended]
         if unfinished:
@@ -243,7 +243,7 @@ class RolloutManager:
                 branches = (trajectory.trajectory_id for trajectory in tree)
                 self._queue.branched(trajectory_id, [name for name in branches if name != trajectory_id])
                 if not (work.ended.is_set() or work.unscored):
-                    self._queue.ended(*tree)
+                    self._queue.finished.add_tree(*tree)
 
         async with waiting("trajectories"), Nursery() as siblings:
             work.stop = siblings.cancel_tasks

@@ -10,9 +10,8 @@ import pytest
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import StepRecord, step_record_log
-from async_rl.queue.holdings import QueueStatistics
 from async_rl.queue.packing import TakenBatch
-from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.run.run_log import RunLogger
 from async_rl.run.step_record import StepDone
 from async_rl.trainer_protocol import StepResult
