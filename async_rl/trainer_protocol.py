@@ -62,31 +62,13 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank wrote of it."""
 
 
-FIGURES = (
-    *("loss", "ppo_kl", "ppo_kl_bypass", "clip_fraction", "entropy", "grad_norm", "learning_rate"),
-    *("log_prob_diff", "log_prob_abs_diff", "lag0_log_prob_abs_diff"),
-    *("rollout_kl", "rollout_kl_lag0", "rollout_kl_lag1", "rollout_kl_lag2_up"),
-    *("kl_mismatch", "kl_staleness", "kl_routing", "routing_native_abs_diff", "routing_replayed_abs_diff"),
-    *("importance_ratio_mean", "importance_ratio_p1", "importance_ratio_p50", "importance_ratio_p99"),
-    *("importance_ratio_p999", "importance_truncated_fraction", "importance_rejected_fraction"),
-    *("effective_sample_share", "reference_kl"),
-)
-"""What a trainer measures in a step, under the names of `StepRecord`, which says what each is."""
-
-COUNTS = (
-    *("tokens", "trained_tokens", "tokens_lag0", "tokens_lag1", "tokens_lag2_up"),
-    *("updates", "updates_skipped"),
-    *("routing_rows", "routing_rows_invalid", "routing_probe_tokens"),
-)
-"""What it counts, likewise."""
-
-
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """One trainer step, reduced over all ranks."""
 
     step: int
     metrics: dict[str, float]
-    """Of `FIGURES` and `COUNTS` those that there are, `loss` and `grad_norm` always; and `step_s`."""
+    """By name: the fields of `observability.records.StepRecord` that a trainer measures. `loss` and
+    `grad_norm` are always present, and so is `step_s`."""
     extremes: tuple[Extreme, ...] = ()
     """See `StepRecord.extremes`."""
 

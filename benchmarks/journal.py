@@ -32,10 +32,11 @@ from async_rl.engine_protocol import Engine, EngineFacts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError
 from async_rl.observability.metrics import Metrics
+from async_rl.observability.records import FIGURES
 from async_rl.queue.journal import Journal
 from async_rl.run.orchestrator import Cluster, Orchestrator
 from async_rl.simulation.users import SimulatedChat
-from async_rl.trainer_protocol import FIGURES, Saved, StepResult, Trainer, TrainerState
+from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import Context, Sampled, Task, TrainBatch
 
 FACTS = EngineFacts(

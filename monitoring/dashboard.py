@@ -9,8 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from async_rl.observability.instruments import PREFIX, declared
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import PREFIX, Metrics, declared
 from monitoring.panels import AT_A_GLANCE, ROWS, Panel
 
 PATH: Final = Path(__file__).parent / "grafana" / "dashboards" / "async_rl.json"

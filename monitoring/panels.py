@@ -191,7 +191,7 @@ FLOW: Final = (
     ),
     Panel(
         "Waits by stage, p95",
-        "Where a piece of work stands still.",
+        "Where work waits.",
         (Query(quantile(0.95, "stage_wait_seconds", "stage"), "{{stage}}"),),
         unit="s",
     ),
@@ -214,7 +214,7 @@ FLOW: Final = (
         unit="si:tok",
     ),
     Panel(
-        "Done again",
+        "Retries",
         "Attempts and tasks per second that had to be given out again, and why.",
         (
             Query(rate("trajectory_retries_total"), "attempts"),
@@ -245,10 +245,10 @@ FLOW: Final = (
     ),
     Panel(
         "Requests over OpenAI's API",
-        "Per second, by result, and parameters that are not heeded.",
+        "Per second, by result, and parameters that are ignored.",
         (
             Query(rate("openai_requests_total", "result"), "{{result}}"),
-            Query(rate("openai_ignored_total", "parameter"), "{{parameter}} not heeded"),
+            Query(rate("openai_ignored_total", "parameter"), "{{parameter}} ignored"),
         ),
         unit="si:/s",
     ),
@@ -391,7 +391,7 @@ WEIGHTS: Final = (
         unit="s",
     ),
     Panel(
-        "Standstill beyond the transfer",
+        "Pause beyond the transfer",
         "What engines lose to an update; 100 ms is the aim.",
         (
             Query(quantile(0.5, "engine_pause_seconds"), "p50"),
@@ -563,12 +563,12 @@ TRAINER: Final = (
     ),
     Panel(
         "Step and wait, mean; the last checkpoint",
-        "The wait is for a batch. For a checkpoint the trainer stands still while its state is copied; it is "
+        "The wait is for a batch. A checkpoint pauses the trainer while its state is copied; it is "
         "written beside the steps.",
         (
             Query(mean("train_step_seconds"), "step"),
             Query(mean("batch_wait_seconds"), "wait"),
-            Query(value("checkpoint_pause_seconds"), "checkpoint: standstill"),
+            Query(value("checkpoint_pause_seconds"), "checkpoint: pause"),
             Query(value("checkpoint_write_seconds"), "checkpoint: written beside"),
         ),
         unit="s",
@@ -602,7 +602,7 @@ HEALTH: Final = (
     ),
     Panel(
         "Since the run last moved",
-        "Falls to zero all the time; a rising line is a run that stands still, and /health says for what.",
+        "Drops to zero again and again; a rising line is a stalled run, and /health names the wait.",
         (Query(value("seconds_since_progress"), "since progress"),),
         unit="s",
         limits=((300, RED),),
@@ -625,7 +625,7 @@ HEALTH: Final = (
     ),
     Panel(
         "Stalls and restarts",
-        "Times in the window that the run stood still, that the event loop was blocked, that the trainer "
+        "Times in the window that the run stalled, that the event loop was blocked, that the trainer "
         "or a rollout worker was started again, and that a step did not reach a tracker.",
         (
             Query(increase("stalls_total", "awaited"), "stall: {{awaited}}"),

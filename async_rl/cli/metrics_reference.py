@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from async_rl.observability.instruments import PREFIX, Declaration, declared
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import PREFIX, Declaration, Metrics, declared
 from async_rl.observability.trackers.names import DERIVED, FIELDS, OWN, OWN_BY_KEY
 
 _HEAD = f"""# Metrics

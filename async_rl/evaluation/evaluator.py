@@ -38,8 +38,7 @@ from async_rl.errors import (
 )
 from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
-from async_rl.observability.instruments import value_of
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue.archive import Observer
 from async_rl.rollout.attempt import finish, play
 from async_rl.rollout.loops import AgentLoops

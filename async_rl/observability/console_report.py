@@ -133,7 +133,7 @@ class RunProgress:
         """The live panel as it is now."""
         record = self._record
         done = record.step if record else 0
-        room = max(8, self._console.width - _NAMES_WIDTH)
+        columns = max(8, self._console.width - _NAMES_WIDTH)
         rows: list[tuple[str, str]] = [
             ("step", f"{done} of {self._max_steps}"),
             ("in flight / queued", f"{self._in_flight} / {self._queued} trajectories"),
@@ -141,7 +141,10 @@ class RunProgress:
         ]
         if record:
             rows += [
-                ("reward", f"{_number(record.reward_mean)}  {sparkline(self._rewards, min(40, room - 8))}"),
+                (
+                    "reward",
+                    f"{_number(record.reward_mean)}  {sparkline(self._rewards, min(40, columns - 8))}",
+                ),
                 (_kl_name(record.ppo_kl_bypass), f"{_number(_kl(record), 5)} nats"),
                 *_kl_parts(record),
                 ("staleness p50 / p95", f"{record.staleness_p50:.0f} / {record.staleness_p95:.0f} versions"),
@@ -254,7 +257,7 @@ def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord]
             f"trainer {_percent(summary.trainer_idle_share)}, engines {_percent(summary.engine_idle_share)}",
         ),
         ("weight sync", f"{_number(sync.mean_s)} s mean, {_number(sync.max_s)} s longest"),
-        ("standstill beyond transfer", f"{_milliseconds(sync.pause_max_s)} longest"),
+        ("pause beyond transfer", f"{_milliseconds(sync.pause_max_s)} longest"),
         ("files", _path(run_dir)),
     ]
     if records:
@@ -320,7 +323,7 @@ def _plot(path: Path, records: Sequence[StepRecord], summary: Summary) -> None:
     middle.plot(steps, series("staleness_max"), color=orange, linewidth=0.9, linestyle=":", label="max")
     middle.axhline(summary.max_staleness, color=ink, linewidth=0.9, linestyle="--", label="bound")
     middle.set_ylabel("staleness, versions")
-    middle.set_ylim(-0.15, summary.max_staleness * 1.4 + 0.6)  # room for the legend
+    middle.set_ylim(-0.15, summary.max_staleness * 1.4 + 0.6)  # space for the legend
 
     name = _kl_name(summary.ppo_kl_bypass_mean)
     bottom.plot(steps, series(name), color=green, linewidth=1.6, label=name)

@@ -22,9 +22,9 @@ from async_rl.errors import EnvironmentNotReady
 def announced(url: str, run_name: str, folder: Path) -> Iterator[None]:
     """Keep a target file for a run while the block runs.
 
-    A run that is killed leaves its file, so that Prometheus sees it as down and says so; the next life of the
-    run writes it anew. Other users may read the file, as Prometheus mostly is one: it holds an address and a
-    name.
+    A run that is killed leaves its file, so that Prometheus sees it as down and says so; the next start of
+    the run writes it anew. Other users may read the file, as Prometheus mostly is one: it holds an address
+    and a name.
 
     Args:
         url: Of the run's endpoints. An address that stands for all becomes this machine's name.

@@ -1,4 +1,4 @@
-"""What a run writes down about itself: a `StepRecord` for each trainer step, and the `Summary` of them all.
+"""The records of a run: a `StepRecord` for each trainer step, and the `Summary` of all steps.
 
 One `StepRecord` is one line of `metrics.jsonl`, one row on the terminal and one update of the gauges; the
 `Summary` is `summary.json`. JSON has no NaN: a figure that is not a finite number is written as null and read
@@ -10,123 +10,502 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeGuard
+from typing import Annotated, Final, TypeGuard
 
 import msgspec
 
 from async_rl.observability.record_log import RecordLog
+from async_rl.observability.step_figures import declared_figures, figure
 from async_rl.trainer_protocol import Extreme
 
+TRAINER: Final = "run, after each step, from the trainer"
+BATCH: Final = "run, after each step, from its batch"
+PROBE: Final = "trainer.worker, in every step that routing.probe_every names"
+
 Figure = float | None
-"""A figure that may not exist: None, NaN and null are the same."""
+"""A figure that may be missing: None, NaN and null are equivalent."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One trainer step. Means are over the batch; times in seconds, `_nats` are natural logarithms."""
 
-    step: int
+    step: Annotated[int, figure(tracker="training/global_step")]
     weight_version: int
-    """The version that this step published."""
+    """The weight version that this step published."""
     time_s: float
-    """Since the first trajectory of this run was dispatched, at the end of the step."""
-
-    reward_mean: Figure = None
-    reward_min: Figure = None
-    reward_max: Figure = None
-    loss: Figure = None
-    ppo_kl: Figure = None
+    """Seconds from the first dispatch of this run to the end of the step."""
+    reward_mean: Annotated[
+        Figure,
+        figure(
+            "Mean reward of the last batch.",
+            gauge="reward",
+            section="policy",
+            bad="Flat from the start: all siblings of a group get the same reward, so there is no "
+            "advantage. Easier tasks, more siblings.",
+            tracker="critic/rewards/mean",
+        ),
+    ] = None
+    reward_min: Annotated[Figure, figure(tracker="critic/rewards/min")] = None
+    reward_max: Annotated[Figure, figure(tracker="critic/rewards/max")] = None
+    loss: Annotated[
+        Figure,
+        figure(
+            "Policy loss of the last step.",
+            gauge="loss",
+            section="policy",
+            bad="Its size says little; one that is not finite ends the run.",
+            tracker="actor/pg_loss",
+            from_trainer=True,
+        ),
+    ] = None
+    ppo_kl: Annotated[
+        Figure,
+        figure(
+            "Mean of old minus current log-probs over the last step.",
+            gauge="ppo_kl",
+            section="policy",
+            unit="nats",
+            bad="Grows step by step: lower `trainer.optimizer.lr`. Spikes: look at `grad_norm` and at"
+            " the parts of the rollout KL. With one optimizer step a batch it is 0; if not, the "
+            "update sees other routing than the pass before it.",
+            tracker="actor/ppo_kl",
+            from_trainer=True,
+        ),
+    ] = None
     """Old minus current log-probs, the old ones recomputed by the trainer."""
-    ppo_kl_bypass: Figure = None
+    ppo_kl_bypass: Annotated[
+        Figure,
+        figure(
+            "The same where the engines' log-probs stand for the old ones.",
+            gauge="ppo_kl_bypass",
+            section="policy",
+            unit="nats",
+            bad="Engine mismatch and staleness are in it too: look at `kl_mismatch_nats` and "
+            "`kl_staleness_nats` to tell them apart.",
+            from_trainer=True,
+        ),
+    ] = None
     """The same where the engine's log-probs stand for the old ones: mismatch and staleness are in it too."""
-    rollout_kl: Figure = None
-    """Rollout minus the trainer's log-probs at the start of the step; by versions of lag below."""
-    rollout_kl_lag0: Figure = None
-    rollout_kl_lag1: Figure = None
-    rollout_kl_lag2_up: Figure = None
-    tokens_lag0: int = 0
-    """Trained tokens by versions of lag: a mean over a handful of them says little."""
-    tokens_lag1: int = 0
-    tokens_lag2_up: int = 0
-    kl_mismatch: Figure = None
+    rollout_kl: Annotated[
+        Figure,
+        figure(
+            "Rollout minus the trainer's log-probs at the start of the step; by versions of lag below.",
+            tracker="rollout_corr/kl",
+            from_trainer=True,
+        ),
+    ] = None
+    rollout_kl_lag0: Annotated[
+        Figure,
+        figure(
+            "Mean of rollout minus the trainer's log-probs before the last step, by versions of lag "
+            "(0, 1, 2+).",
+            gauge="rollout_kl",
+            labels={"lag": "0"},
+            section="agreement",
+            unit="nats",
+            bad="Away from 0 at lag 0: engine and trainer differ at equal weights. Grows with the "
+            "lag: staleness; lower `rollout.max_staleness` or the learning rate.",
+            from_trainer=True,
+        ),
+    ] = None
+    rollout_kl_lag1: Annotated[Figure, figure(gauge="rollout_kl", labels={"lag": "1"}, from_trainer=True)] = (
+        None
+    )
+    rollout_kl_lag2_up: Annotated[
+        Figure, figure(gauge="rollout_kl", labels={"lag": "2+"}, from_trainer=True)
+    ] = None
+    tokens_lag0: Annotated[
+        int,
+        figure(
+            "Trained tokens by versions of lag: a mean over a handful of them says little.", from_trainer=True
+        ),
+    ] = 0
+    tokens_lag1: Annotated[int, figure(from_trainer=True)] = 0
+    tokens_lag2_up: Annotated[int, figure(from_trainer=True)] = 0
+    kl_mismatch: Annotated[
+        Figure,
+        figure(
+            "Engine mismatch: half the mean squared log-prob difference of tokens sampled at the "
+            "trainer's version.",
+            gauge="kl_mismatch_nats",
+            section="agreement",
+            unit="nats",
+            bad="A jump: weights did not arrive as they were sent, or routing is replayed wrongly. "
+            "Steadily above 1e-3: other kernels or types in the engine; compare `model.dtype`, "
+            "look at `kl_routing_nats`.",
+            from_trainer=True,
+        ),
+    ] = None
     """Part of the rollout KL (half the mean squared log-prob difference) that lag 0 has: engine mismatch."""
-    kl_staleness: Figure = None
+    kl_staleness: Annotated[
+        Figure,
+        figure(
+            "Staleness: what tokens sampled by earlier versions have beyond the engine mismatch.",
+            gauge="kl_staleness_nats",
+            section="agreement",
+            unit="nats",
+            bad="Above 0.01: data is too old for steps of this size; lower `rollout.max_staleness` or"
+            " the learning rate.",
+            from_trainer=True,
+        ),
+    ] = None
     """What tokens of lag 1 and more have beyond it: staleness."""
-    kl_routing: Figure = None
+    kl_routing: Annotated[
+        Figure,
+        figure(
+            "Routing: what replaying the engines' routing takes away from the mismatch, by a probe at lag 0.",
+            gauge="kl_routing_nats",
+            section="agreement",
+            unit="nats",
+            bad="Negative: replay makes it worse, so the rows are not those that the engine used; see"
+            " docs/design/routing-replay.md. Positive is what `routing.replay` is good for.",
+            source=PROBE,
+            keep_last=True,
+            from_trainer=True,
+        ),
+    ] = None
     """What replaying the engine's routing removes from it at lag 0, by a probe; None in steps without one."""
-    routing_native_abs_diff: Figure = None
+    routing_native_abs_diff: Annotated[
+        Figure,
+        figure(
+            "Mean absolute trainer minus rollout log-prob of the probe's lag-0 tokens, by routing "
+            "(native, replayed).",
+            gauge="routing_probe_abs_diff_nats",
+            labels={"routing": "native"},
+            section="agreement",
+            unit="nats",
+            bad="`replayed` not below `native`: replay does not help, so the rows are not those of "
+            "the calls.",
+            source=PROBE,
+            keep_last=True,
+            from_trainer=True,
+        ),
+    ] = None
     """Mean absolute trainer minus rollout log-prob of the probe's lag-0 tokens, routed by the trainer."""
-    routing_replayed_abs_diff: Figure = None
-    """The same with the engine's routing replayed, as it is trained."""
-    routing_probe_tokens: int = 0
-    """Tokens of lag 0 in the probe."""
-    clip_fraction: Figure = None
-    entropy: Figure = None
-    grad_norm: Figure = None
-    learning_rate: Figure = None
-    importance_ratio_mean: Figure = None
-    importance_ratio_p1: Figure = None
+    routing_replayed_abs_diff: Annotated[
+        Figure,
+        figure(
+            "The same with the engine's routing replayed, as it is trained.",
+            gauge="routing_probe_abs_diff_nats",
+            labels={"routing": "replayed"},
+            keep_last=True,
+            from_trainer=True,
+        ),
+    ] = None
+    routing_probe_tokens: Annotated[int, figure("Tokens of lag 0 in the probe.", from_trainer=True)] = 0
+    clip_fraction: Annotated[
+        Figure,
+        figure(
+            "Share of tokens whose ratio the last step clipped.",
+            gauge="clip_fraction",
+            section="policy",
+            unit="share",
+            bad="Above 0.2: the policy moves too far in a step, or data is too old.",
+            tracker="actor/pg_clipfrac",
+            from_trainer=True,
+        ),
+    ] = None
+    entropy: Annotated[
+        Figure,
+        figure(
+            "Mean entropy of the policy at the trained tokens.",
+            gauge="entropy_nats",
+            section="policy",
+            unit="nats",
+            bad="Falls to 0: collapse. Raise `rollout.temperature`, lower the learning rate.",
+            tracker="actor/entropy",
+            from_trainer=True,
+        ),
+    ] = None
+    grad_norm: Annotated[
+        Figure,
+        figure(
+            "Gradient norm of the last step, before clipping.",
+            gauge="grad_norm",
+            section="policy",
+            bad="Not finite: the run ends with `NonFiniteLoss`. Spikes: look at "
+            "`log_prob_diff_extreme_nats`.",
+            tracker="actor/grad_norm",
+            from_trainer=True,
+        ),
+    ] = None
+    learning_rate: Annotated[
+        Figure,
+        figure(
+            "Learning rate of the last step.",
+            gauge="learning_rate",
+            section="policy",
+            bad="Not what the config says after `trainer.optimizer.warmup_steps` steps.",
+            tracker="actor/lr",
+            from_trainer=True,
+        ),
+    ] = None
+    importance_ratio_mean: Annotated[
+        Figure,
+        figure(
+            "Mean of exp(old - rollout) over the last batch, before truncation.",
+            gauge="importance_ratio_mean",
+            section="agreement",
+            bad="Far from 1: data is too old; lower `rollout.max_staleness`.",
+            from_trainer=True,
+        ),
+    ] = None
+    importance_ratio_p1: Annotated[
+        Figure,
+        figure(
+            "Percentiles of exp(trainer - rollout log-prob) before the step, exact over all ranks "
+            "(0.01, 0.5, 0.99, 0.999).",
+            gauge="importance_ratio",
+            labels={"quantile": "0.01"},
+            section="agreement",
+            bad="The 0.99 near `trainer.loss.importance.high`: the bound bites on more than single tokens.",
+            from_trainer=True,
+        ),
+    ] = None
     """Percentiles of exp(trainer - rollout log-prob) over the trained tokens of all ranks, exact."""
-    importance_ratio_p50: Figure = None
-    importance_ratio_p99: Figure = None
-    importance_ratio_p999: Figure = None
-    """The 99.9th."""
-    effective_sample_share: Figure = None
+    importance_ratio_p50: Annotated[
+        Figure, figure(gauge="importance_ratio", labels={"quantile": "0.5"}, from_trainer=True)
+    ] = None
+    importance_ratio_p99: Annotated[
+        Figure, figure(gauge="importance_ratio", labels={"quantile": "0.99"}, from_trainer=True)
+    ] = None
+    importance_ratio_p999: Annotated[
+        Figure,
+        figure("The 99.9th.", gauge="importance_ratio", labels={"quantile": "0.999"}, from_trainer=True),
+    ] = None
+    effective_sample_share: Annotated[
+        Figure,
+        figure(
+            "Effective sample size of the truncated importance weights, over the trained tokens.",
+            gauge="effective_sample_share",
+            section="agreement",
+            unit="share",
+            bad="Below 0.5: few tokens carry the gradient; lower `rollout.max_staleness`.",
+            tracker="rollout_corr/rollout_is_eff_sample_size",
+            from_trainer=True,
+        ),
+    ] = None
     """Tokens of equal weight that would carry as much as the weighted ones, over the trained tokens."""
-    extremes: tuple[Extreme, ...] = ()
+    extremes: Annotated[
+        tuple[Extreme, ...],
+        figure(
+            "Largest absolute trainer minus rollout log-prob of any trained token.",
+            gauge="log_prob_diff_extreme_nats",
+            section="agreement",
+            unit="nats",
+            bad="Jumps alone, with the means where they were: single broken tokens. `extremes` in "
+            "`metrics.jsonl` names trajectory, position and lag.",
+            attribute="log_prob_diff_extreme",
+            source=TRAINER,
+        ),
+    ] = ()
     """Largest absolute log-prob differences first."""
-    importance_truncated_fraction: Figure = None
-    """Share of the trained tokens whose importance weight `trainer.loss.importance` bounded."""
-    importance_rejected_fraction: Figure = None
+    importance_truncated_fraction: Annotated[
+        Figure,
+        figure(
+            "Share of the trained tokens whose importance weight `trainer.loss.importance` bounded.",
+            tracker="rollout_corr/rollout_is_ratio_fraction_high",
+            from_trainer=True,
+        ),
+    ] = None
+    importance_rejected_fraction: Annotated[
+        Figure,
+        figure(
+            "Share of the trained tokens that is of answers left out by `trainer.loss.reject`.",
+            gauge="importance_rejected_fraction",
+            section="agreement",
+            unit="share",
+            bad="Above 0.1: answers are too far from the policy; lower `rollout.max_staleness`, or "
+            "look at `kl_mismatch_nats`.",
+            from_trainer=True,
+        ),
+    ] = None
     """Share of them that is of answers left out by `trainer.loss.reject`."""
-    reference_kl: Figure = None
+    reference_kl: Annotated[
+        Figure,
+        figure(
+            "Estimated KL divergence from the reference policy; NaN where there is none.",
+            gauge="reference_kl_nats",
+            section="agreement",
+            unit="nats",
+            bad="Grows without end: raise `trainer.loss.kl.coefficient`.",
+            from_trainer=True,
+        ),
+    ] = None
     """Estimated KL divergence from the reference policy; None where there is none."""
-    updates: int = 0
-    """Optimizer steps taken in this step."""
-    updates_skipped: int = 0
+    updates: Annotated[int, figure("Optimizer steps taken in this step.", from_trainer=True)] = 0
+    updates_skipped: Annotated[
+        int,
+        figure(
+            "Updates left out because the loss or the gradient norm was not finite, or a spike.",
+            counter="updates_skipped_total",
+            section="agreement",
+            bad="Rises: lower `trainer.optimizer.lr`, and look at the extremes in metrics.jsonl.",
+            from_trainer=True,
+        ),
+    ] = 0
     """Those left out: a loss or gradient norm that is not finite, or a spike."""
-    log_prob_diff: Figure = None
+    log_prob_diff: Annotated[
+        Figure,
+        figure(
+            "Mean of trainer minus rollout log-prob over all trained tokens.",
+            gauge="log_prob_diff_nats",
+            section="agreement",
+            unit="nats",
+            bad="A steady bias: sampling settings that the log-probs do not know of (`rollout.top_p` "
+            "below 1).",
+            from_trainer=True,
+        ),
+    ] = None
     """Trainer minus rollout, mean over all trained tokens."""
-    log_prob_abs_diff: Figure = None
-    lag0_log_prob_abs_diff: Figure = None
+    log_prob_abs_diff: Annotated[
+        Figure,
+        figure(
+            "Mean absolute trainer minus rollout log-prob over all trained tokens.",
+            gauge="log_prob_abs_diff_nats",
+            section="agreement",
+            unit="nats",
+            bad="Far above `lag0_log_prob_abs_diff_nats`: staleness.",
+            from_trainer=True,
+        ),
+    ] = None
+    lag0_log_prob_abs_diff: Annotated[
+        Figure,
+        figure(
+            "The same over tokens sampled at the trainer's own version: the engines' mismatch alone.",
+            gauge="lag0_log_prob_abs_diff_nats",
+            section="agreement",
+            unit="nats",
+            bad="Above about 1e-5 in float32 or 1e-2 in bfloat16: as `kl_mismatch_nats`.",
+            from_trainer=True,
+        ),
+    ] = None
     """Mean absolute difference over tokens sampled at the trainer's own version; None when there are none."""
-
     staleness_mean: float = 0.0
     staleness_p50: float = 0.0
     staleness_p95: float = 0.0
     staleness_max: int = 0
     staleness_counts: tuple[int, ...] = ()
     """Trajectories of the batch by staleness, from 0 on."""
-    length_ks: Figure = None
+    length_ks: Annotated[
+        Figure,
+        figure(
+            "Kolmogorov-Smirnov distance of trained trajectories' lengths from those of all that ended.",
+            gauge="length_ks",
+            section="flow",
+            bad="Above 0.05: long (or short) answers are lost out of proportion; docs/design/staleness.md.",
+        ),
+    ] = None
     """Kolmogorov-Smirnov distance of the lengths trained lately from those of all that ended lately."""
-
     trajectories: int = 0
-    interrupted: int = 0
-    """Trajectories of the batch that were interrupted and resumed at least once."""
-    tokens: int = 0
-    sampled_tokens_mean: Figure = None
-    """Tokens that the policy wrote, by trajectory."""
-    sampled_tokens_min: int = 0
-    sampled_tokens_max: int = 0
-    trained_tokens: int = 0
-    masked_tokens: int = 0
+    interrupted: Annotated[
+        int,
+        figure(
+            "Trajectories of the batch that were interrupted and resumed at least once.",
+            tracker="fully_async/partial/total_partial_num",
+        ),
+    ] = 0
+    tokens: Annotated[int, figure(tracker="perf/total_num_tokens", from_trainer=True)] = 0
+    sampled_tokens_mean: Annotated[
+        Figure, figure("Tokens that the policy wrote, by trajectory.", tracker="response_length/mean")
+    ] = None
+    sampled_tokens_min: Annotated[int, figure(tracker="response_length/min")] = 0
+    sampled_tokens_max: Annotated[int, figure(tracker="response_length/max")] = 0
+    trained_tokens: Annotated[
+        int,
+        figure(
+            "Tokens the policy wrote that were trained on.",
+            counter="trained_tokens_total",
+            section="flow",
+            unit="tokens",
+            bad="Far below `sampled_tokens_total` at the end of a run: work is dropped or masked.",
+            from_trainer=True,
+        ),
+    ] = 0
+    masked_tokens: Annotated[
+        int,
+        figure(
+            "Sampled tokens of trained trajectories that were too old to be trained on.",
+            counter="masked_tokens_total",
+            section="flow",
+            unit="tokens",
+            bad="A large share of `sampled_tokens_total`: raise `rollout.max_staleness`.",
+        ),
+    ] = 0
     """Sampled tokens of the batch that were left out of the loss because they are too old."""
-    routing_rows: int = 0
-    routing_rows_invalid: int = 0
-
-    wait_s: float = 0.0
+    routing_rows: Annotated[
+        int,
+        figure(
+            "Routing rows checked before training.",
+            counter="routing_rows_total",
+            section="routing",
+            unit="rows",
+            bad="0 with `routing.replay: r3`: nothing is replayed.",
+            from_trainer=True,
+        ),
+    ] = 0
+    routing_rows_invalid: Annotated[
+        int,
+        figure(
+            "Routing rows never reported, so replayed natively by the trainer.",
+            counter="routing_rows_invalid_total",
+            section="routing",
+            unit="rows",
+            bad="Above 1% of `routing_rows_total`: engines do not report routing; "
+            "only servers that async-rl starts for MoE models do.",
+            from_trainer=True,
+        ),
+    ] = 0
+    wait_s: Annotated[
+        float,
+        figure(
+            "Time the trainer waited for a batch before a step.",
+            histogram="batch_wait_seconds",
+            section="trainer",
+            unit="seconds",
+            bad="Long: the engines are the bottleneck. More engines, or a larger `rollout.max_staleness`.",
+            tracker="timing_s/gen",
+        ),
+    ] = 0.0
     """The trainer waited for this batch."""
-    step_s: float = 0.0
-    sync_s: float = 0.0
-    """From the end of the step (with `weights.overlap`: of the copy) to the last engine resumed."""
+    step_s: Annotated[
+        float,
+        figure(
+            "Duration of a trainer step.",
+            histogram="train_step_seconds",
+            section="trainer",
+            unit="seconds",
+            bad="Longer than the rollouts of a batch take: the trainer is the bottleneck.",
+            source=TRAINER,
+            tracker="timing_s/update_actor",
+        ),
+    ] = 0.0
+    sync_s: Annotated[
+        float,
+        figure(
+            "From the end of the step (with `weights.overlap`: of the copy) to the last engine resumed.",
+            tracker="timing_s/param_sync",
+        ),
+    ] = 0.0
     handover_s: float = 0.0
-    """The trainer stood still for its weights: `sync_s`, or with `weights.overlap` until they were copied."""
-    sync_hidden_s: float = 0.0
+    """How long the weight update paused the trainer: `sync_s`, or with `weights.overlap` the copy."""
+    sync_hidden_s: Annotated[
+        float,
+        figure(
+            "Time in which weights were on their way to the engines while the trainer trained on.",
+            counter="weight_sync_hidden_seconds_total",
+            section="trainer",
+            unit="seconds",
+            bad="Does not rise with `weights.overlap`: the trainer waits for batches, not for weight "
+            "updates.",
+            source="run, after each step with `weights.overlap`",
+        ),
+    ] = 0.0
     """With `weights.overlap`: the part of this step in which the version before was still on its way."""
     transfer_s: float = 0.0
     """The part of `sync_s` in which weights were written, sent or loaded."""
     pause_s: float = 0.0
     """Longest time an engine took no requests, beyond the transfer."""
-
     in_flight: int = 0
     queued: int = 0
     dropped: int = 0
@@ -135,7 +514,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The same by reason."""
     engine_idle_share: Figure = None
     """Share of the engines' time without any call, since training began."""
-    tokens_per_s: float = 0.0
+    tokens_per_s: Annotated[
+        float,
+        figure(
+            "Tokens sampled per second over the last step.",
+            gauge="tokens_per_second",
+            section="flow",
+            unit="tokens per second",
+            bad="Falls: engines are down, idle, or answers have become long.",
+        ),
+    ] = 0.0
     """Tokens sampled by all engines since the previous record, per second."""
 
     @property
@@ -144,8 +532,24 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         return abs(self.extremes[0].difference) if self.extremes else None
 
 
+STEP_FIGURES: Final = declared_figures(StepRecord)
+"""The declaration of each field of `StepRecord` that has one."""
+
+FIGURES: Final = tuple(
+    name
+    for name, declaration in STEP_FIGURES.items()
+    if declaration.from_trainer and StepRecord.__annotations__[name].startswith("Annotated[Figure")
+)
+"""What a trainer measures in a step; a figure may be missing."""
+
+COUNTS: Final = tuple(
+    name for name, declaration in STEP_FIGURES.items() if declaration.from_trainer and name not in FIGURES
+)
+"""What a trainer counts in a step."""
+
+
 class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all dispatched trajectories are."""
+    """The state of all dispatched trajectories."""
 
     dispatched: int
     trained: int
@@ -155,13 +559,13 @@ class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unaccounted(self) -> int:
-        """Zero, or a trajectory was lost or counted twice."""
+        """Trajectories that were lost or counted twice; zero in a correct run."""
         settled = self.trained + sum(self.dropped.values())
         return self.dispatched - self.in_flight - self.queued - settled
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """What the records of the steps do not say."""
+    """Totals of a run that its step records do not hold."""
 
     trajectories: TrajectoryCounts
     rl_seconds: float
@@ -201,14 +605,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Published by this run."""
     trajectories: TrajectoryCounts
     interrupted_share: Figure
-    """Of the trained trajectories, those interrupted and resumed at least once."""
+    """Share of the trained trajectories that were interrupted and resumed at least once."""
     staleness_max: int
     max_staleness: int
     """The bound from the config."""
     length_ks: Figure
-    """Of the last step; near 0 unless long answers are dropped or delayed out of proportion."""
+    """Value of the last step; near 0 unless long answers are dropped or delayed disproportionately."""
     masked_share: Figure
-    """Of the sampled tokens of trained trajectories, those left out of the loss because they were too old."""
+    """Share of the sampled tokens of trained trajectories that were too old for the loss."""
     ppo_kl_mean: Figure
     """None where the engine's log-probs stood for the old ones; the next is not None then."""
     ppo_kl_bypass_mean: Figure
@@ -229,7 +633,7 @@ WINDOW = 5
 
 
 def summarise(records: Sequence[StepRecord], totals: Totals) -> Summary:
-    """Sum up a run. With no records, what needs a step is None."""
+    """Summarise a run. Without records, figures that need a step are None."""
     trained = sum(record.trajectories for record in records)
     masked = sum(record.masked_tokens for record in records)
     return Summary(
@@ -270,7 +674,7 @@ def mean(values: Iterable[Figure]) -> Figure:
 
 
 def is_finite(value: Figure) -> TypeGuard[float]:
-    """Whether there is a finite number."""
+    """Whether a figure exists and is finite."""
     return value is not None and math.isfinite(value)
 
 

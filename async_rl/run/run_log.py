@@ -18,8 +18,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.observability import evaluation_record as evaluations
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
-from async_rl.observability.instruments import value_of
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import Metrics, value_of
 from async_rl.observability.records import (
     StepRecord,
     Summary,

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from async_rl.observability.records import StepRecord, TrajectoryCounts
+from async_rl.observability.records import COUNTS, FIGURES, StepRecord, TrajectoryCounts
 from async_rl.queue.packing import TakenBatch
-from async_rl.trainer_protocol import COUNTS, FIGURES, StepResult
+from async_rl.trainer_protocol import StepResult
 from async_rl.weights.weight_sync import SyncReport
 
 

@@ -88,7 +88,7 @@ async def test_the_trainer_goes_back_to_what_stands_when_it_dies_while_a_checkpo
 
     cluster.trainer.setup = begin  # type: ignore[method-assign]
     summary = await run(config, cluster)
-    assert [step for life, step in cluster.steps if life == 2] == [3, 4, 5, 6]
+    assert [step for incarnation, step in cluster.steps if incarnation == 2] == [3, 4, 5, 6]
     assert summary.trajectories.trained == 6 * 16
     assert_conserved(summary)
 
@@ -120,4 +120,4 @@ async def test_the_run_ends_when_too_many_checkpoints_fail_or_the_last_one(
     error = first_error(caught.value)
     assert isinstance(error, CheckpointError)
     assert f"the disk is full at {max(fails)}" in str(error)
-    assert cluster.lives == 1
+    assert cluster.incarnations == 1

@@ -28,7 +28,7 @@ Change = Callable[[pytest.MonkeyPatch], None]
 def run(folder: Path, scenario: Scenario) -> SeedOutcome:
     folder.mkdir()
     outcome = simulate.simulate(scenario.seed, folder, scenario=scenario)
-    assert outcome.lives == ("finished",)
+    assert outcome.incarnations == ("finished",)
     assert outcome.tokens
     return outcome
 
@@ -51,7 +51,7 @@ def rename_trajectories(patch: pytest.MonkeyPatch) -> None:
         return original(self, name.replace("trajectory ", "rollout "), work)
 
     original = Nursery.start_task
-    patch.setattr(Nursery, "start", start)
+    patch.setattr(Nursery, "start_task", start)
 
 
 def rename_reasons(patch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def delivered(
     scenario = replace(scenario, config=replace(scenario.config, weights=weights))
     outcome = simulate(scenario.seed, folder, scenario=scenario)
     assert outcome.violations == ()  # also: an engine reads other files than of the version it is told
-    assert outcome.lives == ("finished",)
+    assert outcome.incarnations == ("finished",)
     assert outcome.faults == ({faults[0]: len(faults)} if faults else {})
     return seen
 

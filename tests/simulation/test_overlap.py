@@ -43,7 +43,7 @@ def overlapping(speeds: dict[str, float], *faults: FaultKind, transport: str = "
 
 def run(scenario: Scenario, folder: Path) -> tuple[SeedOutcome, list[StepRecord]]:
     outcome = simulate(scenario.seed, folder, scenario=scenario)
-    return outcome, step_record_log(folder / "life-0" / "metrics.jsonl").read()
+    return outcome, step_record_log(folder / "incarnation-0" / "metrics.jsonl").read()
 
 
 @pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])
@@ -100,7 +100,7 @@ def test_nothing_is_lost_when_the_trainer_dies_while_weights_are_on_their_way(
     outcome, records = run(overlapping(speeds, transport=transport), tmp_path)
     assert outcome.violations == ()
     assert not deaths
-    assert outcome.lives == ("finished",)  # the trainer came back in the same life
+    assert outcome.incarnations == ("finished",)  # the trainer came back in the same incarnation
     assert [record.step for record in records] == [1, 2, 3, 4, 5]
 
 
@@ -121,7 +121,9 @@ def test_nothing_is_lost_when_a_run_is_cancelled_while_weights_are_on_their_way(
     swept = sweep(overlapping(SLOW_SEND, "step_fails"), tmp_path, within=place)
     assert swept.violations == []
     assert len(swept.runs) > 1
-    assert all(run.lives[0] == "cancelled" and run.lives[-1] == "finished" for run in swept.runs[1:])
+    assert all(
+        run.incarnations[0] == "cancelled" and run.incarnations[-1] == "finished" for run in swept.runs[1:]
+    )
 
 
 def test_the_witness_sees_it_when_a_copy_is_made_too_early(

@@ -43,8 +43,8 @@ def test_nothing_is_lost_stale_or_stuck_when_devices_are_shared_and_a_seed_decid
 def test_interrupted_answers_go_on_after_the_trainers_turn(tmp_path: Path) -> None:
     found = outcome_of(shared_run(0), tmp_path / "0")
     assert found.violations == ()
-    assert found.lives == ("finished",)
-    records = step_record_log(tmp_path / "0" / "life-0" / "metrics.jsonl").read()
+    assert found.incarnations == ("finished",)
+    records = step_record_log(tmp_path / "0" / "incarnation-0" / "metrics.jsonl").read()
     assert sum(record.interrupted for record in records) > 0
     assert max(record.staleness_max for record in records) > 0
     assert any(record.sync_s == 0 for record in records)  # batches that were ready are trained in one turn
@@ -66,7 +66,7 @@ def test_a_run_ends_well_when_one_side_fails_in_a_hand_over(
 ) -> None:
     found = outcome_of(shared_run(1, faults), tmp_path / "0")
     assert found.violations == ()
-    assert found.lives == ("finished",)
+    assert found.incarnations == ("finished",)
     assert found.faults.keys() >= set(faults[:2])
 
 
@@ -77,7 +77,9 @@ def test_nothing_is_lost_when_a_run_is_cancelled_in_the_middle_of_a_hand_over(
     swept = sweep(shared_run(0, ("refuse_memory", "die")), tmp_path, within=f"SharedDevices.{function}")
     assert swept.violations == []
     assert len(swept.runs) > 1
-    assert all(run.lives[0] == "cancelled" and run.lives[-1] == "finished" for run in swept.runs[1:])
+    assert all(
+        run.incarnations[0] == "cancelled" and run.incarnations[-1] == "finished" for run in swept.runs[1:]
+    )
 
 
 # -- the checker can see ---------------------------------------------------------------------------------

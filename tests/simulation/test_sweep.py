@@ -34,8 +34,10 @@ def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path:
         "WeightSync._load",
         "WeightSync._publish_files",
     }
-    # Each cancellation took place, and a life after it came to the end.
-    assert all(run.lives[0] == "cancelled" and run.lives[-1] == "finished" for run in swept.runs[1:])
+    # Each cancellation took place, and an incarnation after it came to the end.
+    assert all(
+        run.incarnations[0] == "cancelled" and run.incarnations[-1] == "finished" for run in swept.runs[1:]
+    )
 
 
 def test_the_sweep_sees_it_when_a_task_group_loses_a_cancellation(

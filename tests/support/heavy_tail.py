@@ -82,7 +82,7 @@ _rewards = count()
 
 
 class World:
-    """One life of a run, see `train`. Weight updates abort calls, so that what they sampled is known.
+    """One incarnation of a run, see `train`. Weight updates abort calls, so that what they sampled is known.
 
     Time is counted in tokens: one call alone on an engine samples one a second.
     """
@@ -183,7 +183,7 @@ class World:
         self.ended: list[int] = []
         """Tokens of all answers that ended, whatever became of them."""
         self.position_of_groups: dict[str, int] = {}
-        """Of all groups that were dispatched in this life."""
+        """Of all groups that were dispatched in this incarnation."""
         self.queue.dispatched = self._see_dispatch(self.queue.dispatched)  # type: ignore[method-assign]
         self.queue._drift.ended = self._see_end(self.queue._drift.ended)  # type: ignore[method-assign]
 

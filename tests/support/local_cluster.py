@@ -14,7 +14,8 @@ from async_rl.engine_protocol import Engine
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
-from async_rl.trainer_protocol import FIGURES, Saved, StepResult, Trainer, TrainerState
+from async_rl.observability.records import FIGURES
+from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import TrainBatch
 
 

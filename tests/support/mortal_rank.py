@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.codec import read_frame
-from async_rl.trainer_protocol import FIGURES, Saved, StepResult, TrainerState
+from async_rl.observability.records import FIGURES
+from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from async_rl.types import TrainBatch
 
 PLAN = "ASYNC_RL_TEST_DEATHS"

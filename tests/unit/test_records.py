@@ -10,6 +10,8 @@ import msgspec
 import pytest
 
 from async_rl.observability.records import (
+    COUNTS,
+    FIGURES,
     Extreme,
     StepRecord,
     Totals,
@@ -18,7 +20,6 @@ from async_rl.observability.records import (
     step_record_log,
     summarise,
 )
-from async_rl.trainer_protocol import COUNTS, FIGURES
 
 
 def record(step: int, **figures: object) -> StepRecord:

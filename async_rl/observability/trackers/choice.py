@@ -22,7 +22,7 @@ from async_rl.runtime.threads import call_in_thread
 from async_rl.runtime.waits import waiting
 
 Maker = Callable[[Config, Path], Tracker]
-"""Of a run's config and folder; what a dotted path in `metrics.trackers` names."""
+"""Creates a tracker from a config and a run folder; `metrics.trackers` may name one by dotted path."""
 
 ABORTED_S = 2.0
 """Longest wait for trackers after the second Ctrl-C."""

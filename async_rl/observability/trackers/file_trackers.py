@@ -45,18 +45,18 @@ class ConsoleTracker:
         self._stream = stream
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
+        """Implements `Tracker.log`."""
         shown = " - ".join([f"step:{step}", *(f"{name}:{value:.6g}" for name, value in metrics.items())])
         print(shown, file=self._stream or sys.stdout, flush=True)
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Implements `Tracker.close`."""
 
 
 class TensorBoardTracker:
     """Scalars in an event file that TensorBoard reads.
 
-    A file of its own for each life of a run. Its first step, and one that is repeated, begins a session: from
+    One file per incarnation of a run. Its first step, and one that is repeated, begins a session: from
     there on TensorBoard forgets what earlier files say.
 
     The libraries that write these files import torch, hundreds of megabytes that the driver does without, and
@@ -75,7 +75,7 @@ class TensorBoardTracker:
         self._write(_event(now, 0, _field(3, b"brain.Event:2")))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
+        """Implements `Tracker.log`."""
         now = time.time()
         if self._last is None or step <= self._last:
             self._write(_event(now, step, _field(7, _SESSION_STARTS)))
@@ -88,7 +88,7 @@ class TensorBoardTracker:
         self._last = step
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Implements `Tracker.close`."""
         self._file.close()
 
     def _write(self, data: bytes) -> None:

@@ -9,36 +9,14 @@ Source: verl, `verl/trainer/ppo/metric_utils.py` and `rollout_corr_helper.py`, a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple, get_origin
-
-import msgspec
+from typing import Final, NamedTuple, get_origin, get_type_hints
 
 from async_rl.config import Config, SGLangEngines
 from async_rl.observability.evaluation_record import EvaluationRecord
-from async_rl.observability.records import Figure, StepRecord, is_finite
+from async_rl.observability.records import STEP_FIGURES, Figure, StepRecord, is_finite
 
 FIELDS: Final[Mapping[str, str]] = {
-    "actor/ppo_kl": "ppo_kl",
-    "actor/pg_loss": "loss",
-    "actor/pg_clipfrac": "clip_fraction",
-    "actor/entropy": "entropy",
-    "actor/grad_norm": "grad_norm",
-    "actor/lr": "learning_rate",
-    "critic/rewards/mean": "reward_mean",
-    "critic/rewards/max": "reward_max",
-    "critic/rewards/min": "reward_min",
-    "response_length/mean": "sampled_tokens_mean",
-    "response_length/max": "sampled_tokens_max",
-    "response_length/min": "sampled_tokens_min",
-    "rollout_corr/kl": "rollout_kl",
-    "rollout_corr/rollout_is_ratio_fraction_high": "importance_truncated_fraction",
-    "rollout_corr/rollout_is_eff_sample_size": "effective_sample_share",
-    "timing_s/gen": "wait_s",
-    "timing_s/update_actor": "step_s",
-    "timing_s/param_sync": "sync_s",
-    "perf/total_num_tokens": "tokens",
-    "training/global_step": "step",
-    "fully_async/partial/total_partial_num": "interrupted",
+    declared.tracker: field for field, declared in STEP_FIGURES.items() if declared.tracker
 }
 """verl's name → the field of `StepRecord` that is the same."""
 
@@ -76,8 +54,10 @@ DERIVED: Final[Mapping[str, Derived]] = {
 
 def _own(*kinds: type | None) -> tuple[str, ...]:
     """Fields that verl has no name for, of such types; None: of any that is not a collection."""
-    fields = msgspec.structs.fields(StepRecord)
-    origins = {field.name: get_origin(field.type) for field in fields if field.name not in FIELDS.values()}
+    types = get_type_hints(StepRecord)
+    origins = {
+        name: get_origin(types[name]) for name in StepRecord.__struct_fields__ if name not in FIELDS.values()
+    }
     collections = (tuple, dict)
     return tuple(
         name for name, origin in origins.items() if (origin if origin in collections else None) in kinds

@@ -109,7 +109,9 @@ class _Courier:
         self._thread.start()
 
     def take(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._waiting.qsize() >= MAX_WAITING:  # one place is the end's; nobody else puts
+        if (
+            self._waiting.qsize() >= MAX_WAITING
+        ):  # one slot is reserved for the end marker; only this task puts
             self._lose("full", f"{MAX_WAITING} steps wait for it already")
         else:
             self._waiting.put_nowait((step, metrics))

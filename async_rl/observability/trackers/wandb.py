@@ -13,7 +13,7 @@ from async_rl.config import Config, to_builtins
 
 
 class _Kept(msgspec.Struct, kw_only=True):
-    """What the next life of a run must know, in its folder."""
+    """What the next start of a run must know; kept in the run folder."""
 
     id: str
     last: int = -1
@@ -21,7 +21,7 @@ class _Kept(msgspec.Struct, kw_only=True):
 
 
 class WandbTracker:
-    """One wandb run for all lives of a run: its id is kept in the run's folder, and no step is logged twice.
+    """One wandb run across restarts of a run: its id is kept in the run folder, and no step is logged twice.
 
     What wandb has cannot be taken back: steps that are repeated after a restart from a checkpoint are left
     out until there is a new one. `metrics.jsonl` has the repeated ones.
@@ -62,14 +62,14 @@ class WandbTracker:
         self._keep()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
+        """Implements `Tracker.log`."""
         if step > self._kept.last:
             self._run.log(dict(metrics), step=step)
             self._kept.last = step
             self._keep()
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Implements `Tracker.close`."""
         self._run.finish()
 
     def _keep(self) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from async_rl.observability.instruments import declared
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import Metrics, declared
 from async_rl.rollout.workers.messages import Count
 
 _Known = dict[tuple[str, tuple[str, ...]], tuple[float, ...]]
