@@ -1,4 +1,4 @@
-"""Groups into one packed batch: every token is copied once, to its place, and nothing is padded."""
+"""Packs groups into one batch: copies each token once, to its position, without padding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def assemble(
     facts: EngineFacts | None = None,
     oldest: int | None = None,
 ) -> TrainBatch:
-    """Pack whole groups into arrays of their own; see `plan` and `fill` for the arguments and errors."""
+    """Pack whole groups into new arrays; `plan` and `fill` describe the arguments and errors."""
     batch = plan(groups, version, batch_id, facts)
     fill(batch, groups, oldest)
     return batch
@@ -28,13 +28,13 @@ def assemble(
 def plan(
     groups: Sequence[Group], version: int, batch_id: str, facts: EngineFacts | None = None
 ) -> TrainBatch:
-    """The batch with arrays of the right shapes and any content; they cost no memory until they are touched.
+    """Return the batch with arrays of the right shapes; they take no memory until they are written.
 
     Args:
-        groups: In the order of the batch.
+        groups: The groups, in the order of the batch.
         version: The weight version that the trainer holds.
-        batch_id: Name of the batch.
-        facts: Of the model, when routing is replayed.
+        batch_id: The name of the batch.
+        facts: The model's facts, when routing is replayed.
 
     Raises:
         DataError: When there is nothing to train on, or a trajectory has no tokens.
@@ -69,9 +69,9 @@ def fill(batch: TrainBatch, groups: Sequence[Group], oldest: int | None = None) 
     """Write every element of the arrays of a planned batch.
 
     Args:
-        batch: Planned for these groups.
-        groups: In the order of the batch; their routing rows have passed `check_model`.
-        oldest: Tokens sampled by older weights than this are left out of the loss; None leaves out none.
+        batch: The batch, planned for these groups.
+        groups: The groups, in the order of the batch; their routing rows have passed `check_model`.
+        oldest: Tokens that older weights than this sampled are left out of the loss; None leaves out none.
 
     Raises:
         DataError: When a trajectory has no reward.
@@ -141,7 +141,7 @@ def _fill_tokens(batch: TrainBatch, position: int, trajectory: Trajectory, oldes
 
 
 def _fill_routing(batch: TrainBatch, start: int, end: int, trajectory: Trajectory) -> None:
-    """Rows of the fed tokens; the token sampled last was never fed."""
+    """Copy the rows of the fed tokens; the token sampled last was never fed."""
     experts, valid, trace = batch.routed_experts, batch.routing_valid, trajectory.trace
     assert experts is not None
     assert valid is not None

@@ -74,7 +74,7 @@ class BatchDelivery:
             raise cancelled
         if packed.batch is None or packed.ref is None:
             return None
-        groups = self._groups.take_groups(packed.batch, packed.over_age)
+        groups = self._groups.take_groups(packed.batch, packed.too_stale)
         self._taken[packed.batch.batch_id] = TakenGroups(ref=packed.ref, groups=groups)
         return packed.batch
 

@@ -1,5 +1,4 @@
-"""Trajectories that have ended before their group has: stored in files, so that a restart does not repeat
-them.
+"""Stores trajectories that have ended before their group, so that a restart does not repeat them.
 
 ```
  add_tree ─► pending ─ store_pending (in a thread) ─► files ─► ledger, with its next flush

@@ -1,9 +1,9 @@
-"""Whether what is trained is as long as what was sampled: the Kolmogorov-Smirnov distance of the two.
+"""The Kolmogorov-Smirnov distance between the lengths of trained and of sampled trajectories.
 
-Long answers take longer, so whatever drops or delays by age or time takes them first, and the policy learns
-to be brief for no reason of its own. The distance between the lengths of trained trajectories and of all that
-ended, dropped ones with the length they had reached, shows it: 0 when nothing is lost, 1 when nothing long
-(or nothing short) is ever trained.
+Long answers take longer, so everything that drops or delays by age or time affects them first, and the policy
+learns to be brief for no reason of its own. The distance between the lengths of trained trajectories and of
+all that ended, dropped ones with the length they had reached, shows it: 0 when nothing is dropped, 1 when
+nothing long (or nothing short) is ever trained.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Final
 import numpy as np
 
 _EXACT_BITS: Final = 9
-"""Lengths below 512 are told apart exactly, longer ones to one part in 256: a distance is off by 0.002 at
-most where lengths are log-normal with a sigma of 0.8."""
+"""Lengths below 512 are distinguished exactly, longer ones to one part in 256: a distance is off by at most
+0.002 where lengths are log-normal with a sigma of 0.8."""
 _OCTAVE: Final = 1 << (_EXACT_BITS - 1)
 _BUCKETS: Final = 2 * _OCTAVE + _OCTAVE * 15
-"""Up to 16 million tokens."""
+"""Enough for 16 million tokens."""
 
 MIN_SAMPLES: Final = 100
-"""Fewer say nothing: the distance of two samples of 100 is above 0.1 by chance alone."""
+"""Fewer samples mean nothing: the distance of two samples of 100 is above 0.1 by chance alone."""
 
 
 class LengthDrift:
-    """Lengths of the last trajectories that ended, and of the last that were trained.
+    """Compares the lengths of the last trajectories that ended with those of the last that were trained.
 
-    Counting costs O(1), the distance O(buckets), about ten microseconds.
+    Adding a length takes O(1), the distance O(buckets), about ten microseconds.
 
     Example:
         >>> drift = LengthDrift(window=1000)
@@ -40,21 +40,21 @@ class LengthDrift:
     """
 
     def __init__(self, window: int = 4096) -> None:
-        """Keep so many of each."""
+        """Compare windows of this many lengths each."""
         self._ended = _Window(window)
         self._trained = _Window(window)
 
     def add_ended(self, length: int) -> None:
-        """A trajectory was finished or given up at so many tokens."""
+        """Add the length of a trajectory that was finished or dropped."""
         self._ended.add(length)
 
     def add_trained(self, length: int) -> None:
-        """A trajectory of so many tokens was trained."""
+        """Add the length of a trained trajectory."""
         self._trained.add(length)
 
     @property
     def distance(self) -> float | None:
-        """Largest difference of the two empirical distribution functions; None while there is too little.
+        """The largest difference of the distribution functions; None with fewer than `MIN_SAMPLES`.
 
         Source: the two-sample Kolmogorov-Smirnov statistic, N. Smirnov, Ann. Math. Statist. 19 (1948) 279.
         """
@@ -73,12 +73,12 @@ class _Window:
     def add(self, length: int) -> None:
         if len(self.recent) == self.recent.maxlen:
             self._counts[self.recent[0]] -= 1
-        place = _bucket(length)
-        self.recent.append(place)
-        self._counts[place] += 1
+        bucket = _bucket(length)
+        self.recent.append(bucket)
+        self._counts[bucket] += 1
 
     def distribution(self) -> np.ndarray:
-        """`[buckets] float64`, share of the window up to each bucket."""
+        """`[buckets] float64`, the share of the window up to each bucket."""
         shares: np.ndarray = np.cumsum(self._counts) / len(self.recent)
         return shares
 

@@ -289,7 +289,7 @@ class OutstandingGroups:
     # -- drops --------------------------------------------------------------------------------------------
 
     def drop_trajectories(self, trajectory_ids: Sequence[str], reason: str) -> None:
-        """Drop trajectories in flight and their branches; a group without any others is dropped as well.
+        """Drop trajectories in flight with their branches, and their group if none is left.
 
         Raises:
             InvariantError: When one is not in flight.

@@ -82,8 +82,7 @@ class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrajectoryQueue:
-    """The queue between the rollout manager, which dispatches and puts groups, and the train loop, which
-    takes batches.
+    """The queue of groups between the rollout manager and the train loop.
 
     Example:
         >>> if await queue.admit():
@@ -290,8 +289,7 @@ class TrajectoryQueue:
     # -- drops --------------------------------------------------------------------------------------------
 
     def drop_trajectories(self, trajectory_ids: Sequence[str], reason: str) -> None:
-        """Drop failed trajectories in flight and their branches; a group without any others is dropped as
-        well.
+        """Drop failed trajectories in flight with their branches, and their group if none is left.
 
         Raises:
             InvariantError: When one is not in flight.
