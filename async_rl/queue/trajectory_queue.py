@@ -106,6 +106,7 @@ class TrajectoryQueue:
         version: int = 0,
         metrics: Metrics | None = None,
         observer: Observer | None = None,
+        retry_task: Callable[[int, str], bool] = lambda position, reason: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the queue on a ledger and a spool. Call `restore` before anything else.
@@ -121,15 +122,14 @@ class TrajectoryQueue:
             version: The version that the trainer holds and the engines serve.
             metrics: Counts trajectories and waits.
             observer: Receives what becomes of trajectories.
+            retry_task: Called with the position of a task whose group was dropped by no fault of its own, and
+                the reason; returns whether the task will be dispatched again.
             clock: Returns monotonic seconds.
         """
         self._ledger = ledger
         self._spool = spool
         self._clock = clock
         self._stopped = self._data_ended = False
-        self.redispatch: Callable[[int, str], bool] = lambda position, reason: False
-        """Called with the position of a task whose group was dropped by no fault of its own, and the reason;
-        returns whether the task will be dispatched again."""
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="trajectory-queue")
         self._changes = ChangeSignal()
         self._backlog = Backlog(groups_per_batch, max_staleness, staleness_policy)
@@ -145,7 +145,7 @@ class TrajectoryQueue:
             self._admission,
             self.finished,
             self._changes,
-            retry_task=lambda position, reason: self.redispatch(position, reason),
+            retry_task=retry_task,
             observer=observer or Observer(),
             metrics=metrics,
             clock=clock,
