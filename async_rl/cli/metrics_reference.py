@@ -45,7 +45,7 @@ wandb is an extra, `pip install 'async-rl[wandb]'`, and its key comes from `wand
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "".join([_HEAD, *_sections(), _TRACKERS, *_names()])
 
 

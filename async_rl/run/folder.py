@@ -76,8 +76,8 @@ def run_in_folder(
                 return 128 + signals[0]
             except Exception as error:
                 cause = first_error(error)
-                log.error("the run failed: %s", describe(cause), exc_info=error)
-                print(f"async-rl: {describe(cause)}{where}", file=sys.stderr)
+                log.error("the run failed: %s", describe_error(cause), exc_info=error)
+                print(f"async-rl: {describe_error(cause)}{where}", file=sys.stderr)
                 return cause.exit_code if isinstance(cause, AsyncRLError) else 1
         code = finish(path, result)
     return 128 + signals[0] if signals else code
@@ -100,7 +100,7 @@ async def _until_signal(
         return await job(path, stop)
 
 
-def console() -> Console:
+def run_console() -> Console:
     """Return the console that shows a run.
 
     FORCE_COLOR, which CI sets, asks for colours, not for a panel that moves the cursor about in a log.
@@ -108,7 +108,7 @@ def console() -> Console:
     return Console(force_interactive=None if sys.stdout.isatty() else False)
 
 
-def describe(cause: BaseException) -> str:
+def describe_error(cause: BaseException) -> str:
     """Return one sentence: the service that failed, if it is known, and why."""
     service = service_of(cause)
     text = str(cause) if isinstance(cause, AsyncRLError) else f"{type(cause).__name__}: {cause}"

@@ -54,7 +54,7 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
     folder = tmp_path / "mine"
     folder.mkdir()
     assert main(["new-loop", "mine", "--dir", str(tmp_path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert list(folder.iterdir()) == []
 
 

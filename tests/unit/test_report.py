@@ -132,7 +132,7 @@ def test_a_file_gets_a_line_a_step_and_a_cursor_is_never_moved(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    progress = RunProgress(train.console())
+    progress = RunProgress(train.run_console())
     progress.start(config(), Path("."), "http://127.0.0.1:9000")
     progress.step(steps(2)[0])
     progress.stop()

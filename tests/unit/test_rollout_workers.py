@@ -16,7 +16,7 @@ from async_rl.config import Config, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import AgentLoopError, EnvironmentNotReady, PromptTooLong, RewardError, WorkerLost
 from async_rl.observability.metrics import Metrics
-from async_rl.placement.rollout_worker_actor import shared_out
+from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.queue.journal import Entry, Journal
 from async_rl.rollout.attempt import AttemptResult, finish_trajectories
 from async_rl.rollout.backend import LocalBackend
@@ -368,7 +368,7 @@ def test_limits_of_rewards_are_divided_among_workers() -> None:
     slow = {"kind": "function", "function": f"{HERE}:reward", "max_concurrent": 1}
     free = {"kind": "function", "function": f"{HERE}:reward"}
     config = config_of(num_workers=4, rewards={"judge": judge, "slow": slow, "free": free})
-    parted = shared_out(config).rollout.rewards
+    parted = config_per_worker(config).rollout.rewards
     assert {name: each.max_concurrent for name, each in parted.items()} == {
         "judge": 16,
         "slow": 1,
