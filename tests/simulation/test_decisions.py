@@ -51,7 +51,7 @@ def rename_trajectories(patch: pytest.MonkeyPatch) -> None:
         return original(self, name.replace("trajectory ", "rollout "), work)
 
     original = Nursery.start_task
-    patch.setattr(Nursery, "start", start)
+    patch.setattr(Nursery, "start_task", start)
 
 
 def rename_reasons(patch: pytest.MonkeyPatch) -> None:
