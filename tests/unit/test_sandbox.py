@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_loops.sandbox import Limits, Python, PythonSession, Ran, Sandbox
+from agent_loops.sandbox import Limits, ProgramResult, Python, PythonSession, Sandbox
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
 from tests.support.scripted_session import make_task
 
@@ -26,7 +26,7 @@ SYSTEM_PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""
 """One that other users may read: as root, guarded programs run as another."""
 
 
-def walls(**limits: object) -> Sandbox:
+def isolated(**limits: object) -> Sandbox:
     """A sandbox of the kernel's walls; where those are refused, the environment must say that it knows."""
     try:
         return Sandbox(Limits(**{**TIGHT, **limits}))
@@ -36,8 +36,8 @@ def walls(**limits: object) -> Sandbox:
         raise
 
 
-async def run(code: str, stdin: str = "", **limits: object) -> Ran:
-    return await walls(**limits).run(code, stdin=stdin)
+async def run(code: str, stdin: str = "", **limits: object) -> ProgramResult:
+    return await isolated(**limits).run_program(code, stdin=stdin)
 
 
 async def test_program_reads_and_prints_as_if_it_were_alone():
@@ -63,9 +63,9 @@ try:
 except OSError:
     print(count)
 """
-    async with walls().interpreter() as interpreter:
-        ran = await interpreter.run(code)
-        family = descendants(interpreter._process.pid)
+    async with isolated().interpreter() as interpreter:
+        ran = await interpreter.run_program(code)
+        family = descendants(interpreter.process.pid)
     assert ran.ended == "done"
     assert 0 < int(ran.output) < TIGHT["max_processes"]
     assert len(family) == int(ran.output) + 1
@@ -128,7 +128,7 @@ async def test_program_is_ended_when_it_goes_too_far(code: str, ended: str):
 
 async def test_output_is_kept_when_the_program_runs_past_its_time():
     ran = await run("print('so far', flush=True)\nimport time\ntime.sleep(600)", wall_s=2.0)
-    assert (ran.output, ran.ended, ran.is_over) == ("so far\n", "time", True)
+    assert (ran.output, ran.ended, ran.interpreter_ended) == ("so far\n", "time", True)
 
 
 async def test_nothing_of_ours_is_inherited(monkeypatch: pytest.MonkeyPatch):
@@ -195,18 +195,18 @@ async def test_host_cannot_be_reached_over_the_network():
 
 
 async def test_process_and_scratch_are_gone_when_the_caller_is_cancelled():
-    sandbox = walls(wall_s=60.0)
+    sandbox = isolated(wall_s=60.0)
     async with sandbox.interpreter() as interpreter:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
-                await interpreter.run("import time; time.sleep(600)")
-        pid = interpreter._process.pid
+                await interpreter.run_program("import time; time.sleep(600)")
+        pid = interpreter.process.pid
     assert not os.path.exists(f"/proc/{pid}")
     gc.collect()  # a transport left open would warn, which fails a test
 
 
 async def test_variables_last_as_long_as_the_trajectory_when_the_tool_is_stateful():
-    walls()
+    isolated()
     tool = PythonSession(**TIGHT)
     state = tool.create(make_task())
     assert await tool.execute(state, "x = 20") == "(no output)"
@@ -216,12 +216,12 @@ async def test_variables_last_as_long_as_the_trajectory_when_the_tool_is_statefu
     assert "NameError" in await tool.execute(state, "x")
     (interpreter,) = state
     await tool.release(state)
-    assert interpreter._process.returncode is not None
+    assert interpreter.process.returncode is not None
     assert state == []
 
 
 async def test_programs_share_nothing_when_the_tool_is_stateless():
-    walls()
+    isolated()
     tool = Python(**TIGHT)
     await tool.execute("x = 20; open('left', 'w').write('behind')")
     assert await tool.execute("import os; [name for name in os.listdir() if name != 'program.py']") == "[]\n"
@@ -250,14 +250,14 @@ def guarded() -> Sandbox:
     ],
 )
 async def test_interpreter_refuses_when_the_sandbox_is_guarded(code: str):
-    ran = await guarded().run(code)
+    ran = await guarded().run_program(code)
     assert ran.ended == "error"
     assert "PermissionError" in ran.output or "OSError" in ran.output
     assert not os.path.exists("/tmp/outside-of-the-sandbox")
 
 
 async def test_program_works_and_its_folder_is_removed_when_the_sandbox_is_guarded():
-    ran = await guarded().run(
+    ran = await guarded().run_program(
         "import os, json, math\nopen('a', 'w').write('b')\nprint(os.getcwd(), open('a').read(), math.pi)"
     )
     folder, *rest = ran.output.split()
@@ -280,7 +280,7 @@ async def test_packages_can_be_imported_when_the_limits_name_their_folder(tmp_pa
     [
         ({"memory": 3}, "unknown field `memory`.*memory_mb"),
         ({"cpu_s": 0}, "cpu_s"),
-        ({"import_paths": ["/nowhere"]}, "'/nowhere', which is no folder"),
+        ({"import_paths": ["/nowhere"]}, "'/nowhere', which is not a folder"),
     ],
 )
 def test_config_error_when_the_limits_cannot_be(limits: dict, error: str):
@@ -289,5 +289,5 @@ def test_config_error_when_the_limits_cannot_be(limits: dict, error: str):
 
 
 def test_environment_error_says_why_and_what_to_do_when_the_walls_cannot_be_built():
-    with pytest.raises(EnvironmentNotReady, match=r"walls.*choose isolation: guarded"):
+    with pytest.raises(EnvironmentNotReady, match=r"refuses the isolation.*choose isolation: guarded"):
         Sandbox(Limits(python="/bin/true"))
