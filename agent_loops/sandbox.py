@@ -263,7 +263,7 @@ class _Output:
 
 
 class Python:
-    """A tool that runs each program in a new interpreter: `agent_loops.sandbox:Python`, with `Limits` as args."""
+    """A tool with a new interpreter for each program: `agent_loops.sandbox:Python`, with `Limits` as args."""
 
     name = "python"
 

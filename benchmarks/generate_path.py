@@ -173,7 +173,7 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
     session = RolloutSession(context, _TASK, Transcript(context, Entry(f"{number:032x}")), group_id="g")
     session.start([])
     turn = await session.generate()
-    pool.forget(f"{number:032x}")
+    pool.dispatcher.forget_trajectory(f"{number:032x}")
     return len(turn.token_ids)
 
 
@@ -260,8 +260,8 @@ async def _run(url: str, quick: bool) -> list[dict[str, object]]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         metrics = Metrics()
         pool = EnginePool(metrics, time.monotonic)
-        pool.add(engine)
-        pool.serve("engine-0", 0)
+        pool.add_engine(engine)
+        pool.serve_engine("engine-0", 0)
         subjects = {
             "client": lambda number: _ours(engine, number),
             "session": lambda number: _turn(pool, metrics, number),

@@ -159,8 +159,8 @@ async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
     assert isinstance(config.engine, SimulatedEngines)
     pool = EnginePool(metrics, time.monotonic)
     for index in range(4):
-        pool.add(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
-        pool.serve(f"engine-{index}", 0)
+        pool.add_engine(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
+        pool.serve_engine(f"engine-{index}", 0)
     backend: RolloutBackend = (
         WorkerBackend(config.rollout, lambda name: open_worker(workers), metrics)
         if workers

@@ -242,7 +242,7 @@ class Synchronous(Peer):
     train_factor = 0.5
 
     async def run(self) -> None:
-        """See `Peer.run`."""
+        """Implements `Peer.run`."""
         while self.version < self.length.warmup + self.length.versions:
             async with Nursery() as nursery:
                 asked = [
@@ -259,7 +259,7 @@ class OneStepOff(Peer):
     """
 
     async def run(self) -> None:
-        """See `Peer.run`."""
+        """Implements `Peer.run`."""
         batch: list[Group] = []
         while self.version < self.length.warmup + self.length.versions:
             async with Nursery() as nursery:
@@ -278,7 +278,7 @@ class Stream(Peer):
     """A batch is trained in so many, each as soon as it is there."""
 
     async def run(self) -> None:
-        """See `Peer.run`."""
+        """Implements `Peer.run`."""
         async with Nursery() as nursery:
             nursery.start_task("dispatch", self.dispatch(nursery))
             while self.version < self.length.warmup + self.length.versions:
@@ -330,15 +330,15 @@ class VerlFullyAsync(Stream):
     window = 0
 
     def admits(self) -> bool:
-        """See `Stream.admits`."""
+        """Implements `Stream.admits`."""
         return self.window < 3 * self.batch // 2 and self.in_flight < 24 * ENGINES
 
     def dispatched(self) -> None:
-        """See `Stream.dispatched`."""
+        """Implements `Stream.dispatched`."""
         self.window += 1
 
     def taken(self) -> None:
-        """See `Stream.taken`."""
+        """Implements `Stream.taken`."""
         self.window = self.in_flight + len(self.ready)
 
 
@@ -355,13 +355,13 @@ class AReaL(Stream):
     accepted = 0
 
     def admits(self) -> bool:
-        """See `Stream.admits`."""
+        """Implements `Stream.admits`."""
         outstanding = len(self.ready) + self.in_flight + self.accepted
         fresh = (self.eta + self.version + 1) * self.batch
         return self.in_flight < self.concurrency * ENGINES * SLOTS // GROUP and outstanding < fresh
 
     def taken(self) -> None:
-        """See `Stream.taken`."""
+        """Implements `Stream.taken`."""
         self.accepted += self.batch
 
 
@@ -382,7 +382,7 @@ class RollingKept(AReaL):
         self.unseated = 0
 
     def admits(self) -> bool:
-        """See `Stream.admits`."""
+        """Implements `Stream.admits`."""
         outstanding = len(self.ready) + self.in_flight + self.accepted
         fresh = (self.eta + self.version + 1) * self.batch
         return not self.unseated and not self.slots.locked() and outstanding < fresh
@@ -401,7 +401,7 @@ class RollingKept(AReaL):
             self.wake()
 
     def dispatched(self) -> None:
-        """See `Stream.dispatched`."""
+        """Implements `Stream.dispatched`."""
         self.unseated += GROUP
 
 
@@ -423,7 +423,7 @@ class PrimeRL(RollingKept):
         return not self.unseated and not self.slots.locked()
 
     async def dispatch(self, groups: Nursery) -> None:
-        """See `Stream.dispatch`."""
+        """Implements `Stream.dispatch`."""
         while True:
             while not self.admits():
                 await self.changed.wait()
@@ -435,7 +435,7 @@ class PrimeRL(RollingKept):
             task.add_done_callback(lambda _, number=number: self.running.pop(number, None))
 
     def discard(self) -> None:
-        """See `Stream.discard`."""
+        """Implements `Stream.discard`."""
         late = [n for n, (version, _) in self.running.items() if self.version - version > self.bound]
         for number in late:
             _, task = self.running.pop(number)
@@ -616,7 +616,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument(
-        "--plot", type=Path, help="only draw throughput and staleness over the bound, to here"
+        "--plot",
+        type=Path,
+        help="only draw throughput and staleness over the bound, to here; needs matplotlib",
     )
     parser.add_argument("--only", default="", help="policies whose name has this in it")
     parser.add_argument("--groups", type=int, nargs="+", default=[128, 32], choices=[128, 32])

@@ -208,7 +208,11 @@ class _EvaluationRun:
         """Answer everything."""
         health = HealthWatch(self._pool, self._config.engine, self._metrics, self._evaluator._clock)
         try:
-            async with services(health=health.run, lost=self._watch), self._loops, Nursery() as nursery:
+            async with (
+                services(health=health.watch_engines, lost=self._watch),
+                self._loops,
+                Nursery() as nursery,
+            ):
                 for dataset in datasets:
                     for task in dataset.tasks:
                         group = _AnswerGroup(self._evaluator._new_id(), dataset.name, task, self._config)
@@ -223,8 +227,8 @@ class _EvaluationRun:
     async def _watch(self) -> None:
         """Nobody repairs engines here: when none is left, that is the end."""
         with waiting("idle"):
-            while self._pool.has(EngineState.SERVING):
-                await self._pool.changed()
+            while self._pool.engines(EngineState.SERVING):
+                await self._pool.wait_for_change()
         engines = {engine.engine_id: self._pool.error_of(engine.engine_id) for engine in self._pool.engines()}
         told = "; ".join(f"{name}: {error}" for name, error in engines.items())
         raise EngineError(f"no engine of the evaluation is left: {told}")

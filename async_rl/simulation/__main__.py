@@ -1,8 +1,8 @@
 """Runs seeds on all cores and says what happened: `make simulate SEEDS=2000 SEED_START=0`.
 
-A single seed is told in detail: its config, its last events, what every life ended with. With `--awaits`
-each seed's run is cancelled at each of its awaits, one after the other. `--decisions` prints the digest of
-each seed's decisions, to compare two versions of the program.
+A single seed is reported in detail: its config, its last events and the end of every incarnation. With
+`--awaits` each seed's run is cancelled at each of its awaits, one after the other. `--decisions` prints the
+digest of each seed's decisions, to compare two versions of the program.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _run(scenario: Scenario) -> SeedOutcome:
 
 def summary(outcomes: Sequence[SeedOutcome], real_s: float) -> list[str]:
     """A table of what was done to the runs and what became of them."""
-    lives = Counter(kind for outcome in outcomes for kind in map(_kind_of_end, outcome.lives))
+    incarnations = Counter(kind for outcome in outcomes for kind in map(_kind_of_end, outcome.incarnations))
     faults = Counter[str]()
     hit = Counter[str]()
     for outcome in outcomes:
@@ -159,23 +159,23 @@ def summary(outcomes: Sequence[SeedOutcome], real_s: float) -> list[str]:
         f"{'fault':<24}{'happened':>10}{'in seeds':>10}",
         *(f"{kind:<24}{number:>10}{hit[kind]:>10}" for kind, number in sorted(faults.items())),
         "",
-        f"{'a life of the driver ended':<48}{'times':>8}",
-        *(f"{kind:<48}{number:>8}" for kind, number in lives.most_common()),
+        f"{'an incarnation of the driver ended':<48}{'times':>8}",
+        *(f"{kind:<48}{number:>8}" for kind, number in incarnations.most_common()),
     ]
     return lines
 
 
-def _kind_of_end(life: str) -> str:
+def _kind_of_end(incarnation: str) -> str:
     """`failed: WeightSyncError: no engine ...` is a `failed: WeightSyncError`."""
-    return ":".join(re.split(": ", life)[:2]) if life.startswith("failed") else life
+    return ":".join(re.split(": ", incarnation)[:2]) if incarnation.startswith("failed") else incarnation
 
 
 def _tell(outcome: SeedOutcome) -> None:
     for key, value in _settings(outcome.seed):
         print(f"{key} = {value}")
     print(f"\nthe last events\n{os.linesep.join(outcome.events)}\n")
-    for number, life in enumerate(outcome.lives):
-        print(f"life {number}: {life}")
+    for number, incarnation in enumerate(outcome.incarnations):
+        print(f"incarnation {number}: {incarnation}")
     print(f"faults: {outcome.faults}")
     print(f"{outcome.steps} callbacks, {outcome.virtual_s:.1f} virtual seconds, trace {outcome.trace}")
     print(f"decisions {outcome.decisions}")
@@ -201,7 +201,7 @@ def _broken(seed: int, what: str) -> SeedOutcome:
     return SeedOutcome(
         seed=seed,
         violations=(f"the simulation broke: {what}",),
-        lives=(),
+        incarnations=(),
         faults={},
         steps=0,
         tokens=0,

@@ -1,11 +1,11 @@
-"""A run cancelled at every await: each place where a task ever waits, once.
+"""Cancel a run at every await: once at each place where a task ever waits.
 
 ```
- scenario ─► run in peace, noting after each callback where its task waits ─► {place: callback}
+ scenario ─► run without faults, noting after each callback where its task waits ─► {place: callback}
     └──────► for each place: the same run, cancelled right after that callback, and continued to its end
 ```
 
-A cancellation that a seed draws falls where time is spent; most awaits are over at once and are seldom hit.
+Cancellations drawn by seeds fall where time is spent; most awaits end at once and are rarely hit.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _SIMULATION: Final = Path(__file__).parent
 
 
 class Place(msgspec.Struct, frozen=True, order=True):
-    """An await of the program."""
+    """One await of the program."""
 
     file: str
-    """In the package."""
+    """Path inside the package."""
     line: int
     function: str
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a run and of its cancellations."""
+    """The outcomes of a run and of its cancellations."""
 
     places: tuple[Place, ...]
-    """Where tasks waited."""
+    """The awaits at which tasks waited."""
     runs: tuple[SeedOutcome, ...]
-    """The run in peace, then one for each callback after which a task waited at a new place."""
+    """The run without faults, then one per callback after which a task waited at a new place."""
 
     @property
     def violations(self) -> list[str]:
-        """Of all runs."""
+        """Return the violations of all runs."""
         return [violation for outcome in self.runs for violation in outcome.violations]
 
 
@@ -55,9 +55,9 @@ def sweep(scenario: Scenario, folder: Path, *, within: str | None = None) -> Swe
     """Cancel a run at each of its awaits.
 
     Args:
-        scenario: Its deaths are left out.
-        folder: Empty; run folders are made in it.
-        within: Only at the awaits of this function.
+        scenario: Its deaths are ignored.
+        folder: An empty folder, in which run folders are created.
+        within: Restrict the sweep to the awaits of this function.
     """
     first: dict[Place, int] = {}
 
@@ -73,14 +73,14 @@ def sweep(scenario: Scenario, folder: Path, *, within: str | None = None) -> Swe
         alive = replace(scenario, deaths=deaths)
         return simulate(scenario.seed, folder / name, scenario=alive, **watched)
 
-    in_peace = run("in_peace", after_turn=note)
+    undisturbed = run("undisturbed", after_turn=note)
     wanted = {step for place, step in first.items() if within is None or place.function == within}
     cancelled = [run(f"at_{step}", Death(kind="cancel", after=step)) for step in sorted(wanted)]
-    return Sweep(places=tuple(sorted(first)), runs=(in_peace, *cancelled))
+    return Sweep(places=tuple(sorted(first)), runs=(undisturbed, *cancelled))
 
 
 def _waiting(awaited: object) -> Iterator[FrameType]:
-    """The frames of a suspended task, the outermost first."""
+    """Yield the frames of a suspended task, the outermost first."""
     while awaited is not None:
         if isinstance(awaited, CoroutineType) and awaited.cr_frame is not None:
             if inspect.getcoroutinestate(awaited) == inspect.CORO_SUSPENDED:

@@ -11,8 +11,8 @@ interrupted: thousands of engines run in one process, and no event is spent on a
                 └───────────retract──────────────────┴──abort──► what it has ──────► Chunk, Finish
 ```
 
-Lengths are decided by whoever makes the prompt (`mark`): the tokens themselves carry where a call stops, so
-the scheduler that is being planned does not see it, as it would not in life.
+The maker of the prompt decides the lengths (`mark`): the tokens themselves carry where a call stops, so
+the scheduler that is being planned does not see it, as it would not in reality.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     decode_per_call_s: float = 0.00006
     prefill_tokens_per_s: float = 30000.0
     update_s: float = 5.0
-    """Standstill of a weight update."""
+    """Pause for a weight update."""
     shares_prompts: bool = True
     """Whether siblings find their prompt in the prefix cache."""
 
@@ -154,7 +154,7 @@ class CoarseEngine:
 
     @property
     def engine_id(self) -> str:
-        """See `Engine.engine_id`."""
+        """Implements `Engine.engine_id`."""
         return self._engine_id
 
     def usage(self) -> Usage:
@@ -305,7 +305,7 @@ class CoarseEngine:
     # -- interruption and weights -----------------------------------------------------------------------
 
     async def interrupt(self, mode: InterruptMode) -> None:
-        """See `Engine.interrupt`."""
+        """Implements `Engine.interrupt`."""
         self._advance()
         self._still = mode != "abort"
         if mode != "in_place":
@@ -326,7 +326,7 @@ class CoarseEngine:
             await self._idle.wait()
 
     async def resume_generation(self, mode: InterruptMode) -> None:
-        """See `Engine.resume_generation`."""
+        """Implements `Engine.resume_generation`."""
         self._advance()
         self._still = False
         self._go_on()
@@ -335,10 +335,10 @@ class CoarseEngine:
         """See `Engine.join_weight_group`. There is nothing to join."""
 
     async def leave_weight_group(self, group_name: str) -> None:
-        """See `Engine.leave_weight_group`."""
+        """Implements `Engine.leave_weight_group`."""
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
-        """See `Engine.update_weights`."""
+        """Implements `Engine.update_weights`."""
         self._advance()
         was_still, self._still = self._still, True
         await asyncio.sleep(self._speed.update_s)
@@ -350,23 +350,23 @@ class CoarseEngine:
             self._prefixes.clear()
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.release_memory`: plans are of devices that nobody shares."""
+        """See `Engine.release_memory`: plans do not cover shared devices."""
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.resume_memory`."""
+        """Implements `Engine.resume_memory`."""
 
     # -- health -----------------------------------------------------------------------------------------
 
     async def checksums(self) -> tuple[dict[str, str], ...]:
-        """See `Engine.checksums`."""
+        """Implements `Engine.checksums`."""
         return ({"weights": str(self._version)},)
 
     async def health(self) -> EngineHealth:
-        """See `Engine.health`."""
+        """Implements `Engine.health`."""
         return EngineHealth(weight_version=self._version)
 
     async def wait_ready(self) -> None:
-        """See `Engine.wait_ready`."""
+        """Implements `Engine.wait_ready`."""
 
     async def close(self) -> None:
-        """See `Engine.close`."""
+        """Implements `Engine.close`."""

@@ -1,7 +1,7 @@
 """Simulated engines with the faults of real ones, behind a network that delays and loses connections.
 
 The network is the client's side of a call: what the engine sends arrives later, or the connection ends though
-the engine lives. An engine that is frozen keeps its connections and says nothing until it thaws or is
+the engine exists. An engine that is frozen keeps its connections and says nothing until it thaws or is
 restarted, as a stopped process does.
 """
 
@@ -50,7 +50,7 @@ from async_rl.simulation.simulated_workers import SimulatedWorkers, exponential
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
-from async_rl.weights.local_folders import LocalFolder
+from async_rl.weights.delta_delivery import HostFolder
 
 _AT_ONCE: Final = frozenset(get_args(EngineFault))
 
@@ -62,7 +62,12 @@ class FaultyEngine(SimulatedEngine):
     """See the module."""
 
     def __init__(
-        self, index: int, scenario: Scenario, checker: InvariantChecker, broadcasts: Broadcasts, life: int
+        self,
+        index: int,
+        scenario: Scenario,
+        checker: InvariantChecker,
+        broadcasts: Broadcasts,
+        incarnation: int,
     ) -> None:
         """Start idle, at version 0.
 
@@ -71,7 +76,7 @@ class FaultyEngine(SimulatedEngine):
             scenario: Speeds and sizes.
             checker: Who hears everything that is said.
             broadcasts: Where the trainer sends weights.
-            life: Number of the driver's life, which draws other delays.
+            incarnation: Number of the driver's incarnation, which draws other delays.
         """
         config = scenario.config.engine
         assert isinstance(config, SimulatedEngines)
@@ -87,7 +92,7 @@ class FaultyEngine(SimulatedEngine):
         self._checker = checker
         self._broadcasts = broadcasts
         self._latency_s = scenario.speeds.latency_s
-        self._delays = random.Random(f"network {scenario.seed} {life} {index}")
+        self._delays = random.Random(f"network {scenario.seed} {incarnation} {index}")
         self._call_faults: list[CallFault] = []
         self._update_faults_to_come: list[UpdateFault] = []
         self._thawed = asyncio.Event()
@@ -95,7 +100,7 @@ class FaultyEngine(SimulatedEngine):
         self._streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
-        self._attested: int | None = None
+        self._verified: int | None = None
         self.failing_restarts = 0
 
     @property
@@ -105,7 +110,7 @@ class FaultyEngine(SimulatedEngine):
 
     @property
     def holds_memory(self) -> bool:
-        """Whether its process lives and holds anything."""
+        """Whether its process is alive and holds anything."""
         return not self._dead and len(self.missing) < len(get_args(MemoryPart))
 
     @property
@@ -144,14 +149,14 @@ class FaultyEngine(SimulatedEngine):
             raise ValueError(f"{kind} is nothing that an engine does")
 
     def die(self) -> None:
-        """See `SimulatedEngine.die`."""
+        """Implements `SimulatedEngine.die`."""
         super().die()
         self._thawed.set()
 
     def restart(self) -> None:
-        """See `SimulatedEngine.restart`."""
+        """Implements `SimulatedEngine.restart`."""
         super().restart()
-        self._attested = None
+        self._verified = None
 
     def _speed_up(self) -> None:
         self._config = self._speed
@@ -159,8 +164,8 @@ class FaultyEngine(SimulatedEngine):
     # -- calls --------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
-        """See `Engine.generate`."""
-        self._checker.call_begins(self._engine_id, request, self._version, self._attested)
+        """Implements `Engine.generate`."""
+        self._checker.call_begins(self._engine_id, request, self._version, self._verified)
         self._streams += 1
         self._no_streams.clear()
         breaks_after = self._delays.randrange(1, 9) if self._call_faults else 0
@@ -215,27 +220,27 @@ class FaultyEngine(SimulatedEngine):
     # -- control ------------------------------------------------------------------------------------------
 
     async def interrupt(self, mode: InterruptMode) -> None:
-        """See `Engine.interrupt`."""
+        """Implements `Engine.interrupt`."""
         await self._answering()
         await super().interrupt(mode)
         if mode == "abort":
             await self._no_streams.wait()
 
     async def resume_generation(self, mode: InterruptMode) -> None:
-        """See `Engine.resume_generation`."""
+        """Implements `Engine.resume_generation`."""
         await self._answering()
         await super().resume_generation(mode)
 
     async def join_weight_group(self, invite: GroupInvite) -> None:
-        """See `Engine.join_weight_group`."""
+        """Implements `Engine.join_weight_group`."""
         await self._answering()
         await super().join_weight_group(invite)
         await self._broadcasts.join(invite.group_name, "engine", "trainer")
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
-        """See `Engine.update_weights`."""
+        """Implements `Engine.update_weights`."""
         await self._answering()
-        self._attested = None
+        self._verified = None
         deaths = self._deaths
         fault = self._update_faults_to_come.pop(0) if self._update_faults_to_come else None
         if fault is not None:
@@ -279,12 +284,12 @@ class FaultyEngine(SimulatedEngine):
             self._checker.fail(f"{self._engine_id} reads {found} for version {update.weight_version}")
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.release_memory`."""
+        """Implements `Engine.release_memory`."""
         await self._answering()
         await super().release_memory(parts)
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.resume_memory`."""
+        """Implements `Engine.resume_memory`."""
         await self._answering()
         await super().resume_memory(parts)
 
@@ -293,10 +298,10 @@ class FaultyEngine(SimulatedEngine):
         super()._die_of(what)
 
     async def health(self) -> EngineHealth:
-        """See `Engine.health`."""
+        """Implements `Engine.health`."""
         await self._answering()
         health = await super().health()
-        self._attested = health.weight_version
+        self._verified = health.weight_version
         return health
 
     async def _answering(self) -> None:
@@ -309,7 +314,7 @@ class FaultyEngine(SimulatedEngine):
             raise EngineTimeout(f"{self._engine_id} did not answer within {_CONTROL_S} s") from error
 
 
-class SimulatedFolder(LocalFolder):
+class SimulatedFolder(HostFolder):
     """A host's copy of the weights: a file that says which version it is of."""
 
     def __init__(self, engine_id: str, checker: InvariantChecker, seconds: float) -> None:
@@ -318,8 +323,8 @@ class SimulatedFolder(LocalFolder):
         self._seconds = seconds
         self._version: int | None = None
 
-    async def hold(self, path: str, version: int) -> str:
-        """See `Follower.hold`."""
+    async def copy_version(self, path: str, version: int) -> str:
+        """Implements `WeightFolder.copy_version`."""
         await asyncio.sleep(self._seconds)
         source = Path(path) / "weights"
         found = source.read_text() if source.exists() else "nothing"
@@ -327,8 +332,8 @@ class SimulatedFolder(LocalFolder):
             self._checker.fail(f"the host of {self._engine_id} copies {found} as version {version}")
         return self._put(Path(path).parent, version)
 
-    async def apply(self, path: str) -> str:
-        """See `Follower.apply`."""
+    async def apply_delta(self, path: str) -> str:
+        """Implements `WeightFolder.apply_delta`."""
         await asyncio.sleep(self._seconds)
         base, version = map(int, Path(path).read_text().split())  # noqa: ASYNC240 - no time passes here
         if base != self._version:
@@ -344,23 +349,23 @@ class SimulatedFolder(LocalFolder):
 
 
 class SimulatedCluster:
-    """See `async_rl.run.cluster.Cluster`."""
+    """Implements `async_rl.run.cluster.Cluster`."""
 
     weight_backend = "gloo"
 
     def __init__(
-        self, scenario: Scenario, checker: InvariantChecker, life: int, look: Callable[[], None]
+        self, scenario: Scenario, checker: InvariantChecker, incarnation: int, look: Callable[[], None]
     ) -> None:
-        """Make engines and a trainer for one life of the driver."""
+        """Make engines and a trainer for one incarnation of the driver."""
         broadcasts = Broadcasts()
         self._scenario = scenario
         self._checker = checker
         self.engines = [
-            FaultyEngine(index, scenario, checker, broadcasts, life)
+            FaultyEngine(index, scenario, checker, broadcasts, incarnation)
             for index in range(scenario.config.engine.num_engines)
         ]
         self.trainer = SimulatedTrainer(scenario.config, scenario.speeds, checker, broadcasts, look)
-        delays = random.Random(f"workers {scenario.seed} {life}")
+        delays = random.Random(f"workers {scenario.seed} {incarnation}")
         self._workers = SimulatedWorkers(
             scenario.config,
             cast(ChatFormat, SimulatedChat()),
@@ -388,7 +393,7 @@ class SimulatedCluster:
             self.trainer.faults.append(kind)  # type: ignore[arg-type]
 
     def look_at_devices(self) -> None:
-        """Where devices are shared, nobody holds memory beside somebody else."""
+        """Check that only one side holds memory on shared devices."""
         if not self._scenario.config.placement.shared or self.trainer.offloaded:
             return
         holding = [e.engine_id for e in self.engines if e.holds_memory]
@@ -396,28 +401,28 @@ class SimulatedCluster:
             self._checker.fail(f"out of memory: the trainer holds it, and so do {holding}")
 
     async def start_engines(self) -> list[Engine]:
-        """See `Cluster.start_engines`."""
+        """Implements `Cluster.start_engines`."""
         await asyncio.sleep(self._scenario.speeds.restart_s)
         return list(self.engines)
 
     async def start_trainer(self) -> Trainer:
-        """See `Cluster.start_trainer`."""
+        """Implements `Cluster.start_trainer`."""
         await asyncio.sleep(self._scenario.speeds.restart_s)
         return self.trainer
 
     def connect_engine(self, engine_id: str, url: str) -> Engine:
-        """See `Cluster.connect_engine`. Nobody joins: the scenarios have no `engine.urls_file`."""
+        """See `Cluster.connect_engine`. No server joins: scenarios have no `engine.urls_file`."""
         raise AssertionError(f"{engine_id} at {url} joins")
 
     async def disconnect_engine(self, engine_id: str) -> None:
-        """See `Cluster.disconnect_engine`."""
+        """Implements `Cluster.disconnect_engine`."""
 
     async def stop_engine(self, engine_id: str) -> None:
-        """See `Cluster.stop_engine`."""
+        """Implements `Cluster.stop_engine`."""
         next(engine for engine in self.engines if engine.engine_id == engine_id).die()
 
     async def restart_engine(self, engine_id: str) -> None:
-        """See `Cluster.restart_engine`."""
+        """Implements `Cluster.restart_engine`."""
         engine = next(engine for engine in self.engines if engine.engine_id == engine_id)
         engine.die()
         self._folders.pop(engine_id, None)
@@ -428,7 +433,7 @@ class SimulatedCluster:
         engine.restart()
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
-        """See `Cluster.watch_engines`."""
+        """Implements `Cluster.watch_engines`."""
         self._died = died
         try:
             await asyncio.Future()
@@ -436,7 +441,7 @@ class SimulatedCluster:
             self._died = None
 
     def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
-        """See `Cluster.rollout_worker`."""
+        """Implements `Cluster.rollout_worker`."""
         return self._workers.open(name)
 
     def local_folder(self, engine_id: str) -> SimulatedFolder:
@@ -446,5 +451,5 @@ class SimulatedCluster:
         )
 
     async def open_port(self) -> tuple[str, int]:
-        """See `Cluster.open_port`."""
+        """Implements `Cluster.open_port`."""
         return "127.0.0.1", 0

@@ -156,20 +156,20 @@ class InvariantChecker:
         self._said[digest, token].append((version, float(np.float32(log_prob))))
 
     def call_begins(
-        self, engine_id: str, request: GenerateRequest, version: int, attested: int | None
+        self, engine_id: str, request: GenerateRequest, version: int, verified: int | None
     ) -> None:
-        """A session calls an engine that serves `version` and last said that it serves `attested`."""
+        """A session calls an engine that serves `version` and was last verified at `verified`."""
         name = _task_name()
         self.note(f"{name}: {engine_id} gets {len(request.input_ids)} tokens at version {version}")
         who = *self._numbered("trajectory", name), *self._numbered("engine", engine_id)
         self.decided("call", *who, version, request.max_new_tokens, request.input_ids.tobytes())
-        if attested != version:
-            self.fail(f"{engine_id} serves version {version}, attested is {attested}")
+        if verified != version:
+            self.fail(f"{engine_id} serves version {version}, verified is {verified}")
         self._unaccounted[name] += request.max_new_tokens > 0
         tokens, head = request.input_ids.tolist(), self._heads.get(name)
         if head is None:
             return
-        # A call for rows alone leaves out what nobody predicts.
+        # A call for rows alone leaves out the last token, which predicts nothing.
         kept = head[: len(tokens)] if request.max_new_tokens == 0 else head
         if tokens[: len(kept)] != kept:
             self.fail(f"{name}: a call of {len(tokens)} tokens does not continue the {len(head)} seen before")
@@ -201,7 +201,8 @@ class InvariantChecker:
         root = _task_name()
         self.note(f"{root} starts")
         self.decided("admit", *self._numbered("trajectory", root))
-        # What an earlier life journalled of a call that ran is as old as the call, however it ended later.
+        # What an earlier incarnation journalled of a call that ran is as old as the call, however it ended
+        # later.
         for name in [name for name in self._heads if root_of(name) == root]:
             del self._heads[name]
             self._unaccounted[name] += 1
@@ -272,7 +273,7 @@ class InvariantChecker:
         if (newest := int(versions.max())) > version and not self._rollbacks:
             self.fail(f"trajectory {name}: a token of version {newest} is trained at {version}")
         if (trained & (versions < 0)).any():
-            self.fail(f"trajectory {name}: trained on what nobody sampled")
+            self.fail(f"trajectory {name}: trained on tokens that were never sampled")
         digest = 0
         for token, seen, log_prob, counts in zip(
             tokens.tolist(),
@@ -333,7 +334,7 @@ class InvariantChecker:
                         alike = _num_alike(batch.token_ids[its], batch.token_ids[part])
                         owned[:alike] |= batch.loss_mask[its][:alike]
                 if trained[: read[-1]].any() or not owned[read].all():
-                    self.fail(f"what {name} inherits is trained by nobody, or by it too")
+                    self.fail(f"the tokens that {name} inherits are trained never or twice")
 
     def _check_rows(
         self, name: str, batch: TrainBatch, part: slice, experts: ExpertIdArray, valid: BoolArray
@@ -456,9 +457,9 @@ class InvariantChecker:
             database.close()
         for folder, expected in (("spool", queued), ("spool/batches", set())):
             if left := _frames(run_dir / folder) - expected:
-                self.fail(f"frames that nobody owns are left in {folder}: {sorted(left)}")
+                self.fail(f"frames without an owner are left in {folder}: {sorted(left)}")
         versions = list((run_dir / "weights").glob("version_*"))
-        # An engine that hangs may have one open until the next life clears it away.
+        # An engine that hangs may have one open until the next incarnation clears it away.
         hanging = self._config.engine.num_engines if self.met_faults.keys() & ENGINE_FAULTS else 0
         if len(versions) > self._config.weights.keep_versions + hanging:
             self.fail(f"published versions are left: {sorted(path.name for path in versions)}")
@@ -491,4 +492,4 @@ def _task_name() -> str:
     if name := reward_source.get(""):
         return name
     task = asyncio.current_task()
-    return task.get_name() if task is not None else "nobody"
+    return task.get_name() if task is not None else "no task"

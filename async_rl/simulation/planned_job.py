@@ -8,7 +8,7 @@
 ```
 
 `relative` is the measured rate over the fluid bound (see `workload`). What is missing from 1 is accounted
-for: engines stood still, prefilled, or had empty slots.
+for: engines paused, prefilled, or had empty slots.
 
 Simulated tokens stand for `scale` real ones each, and one simulated trajectory for `coarsen` real ones (an
 engine then has fewer slots, and each counts more in its step time): neither changes what a rate is relative
@@ -39,7 +39,7 @@ from async_rl.errors import EngineError
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import FIGURES, StepRecord, Summary
-from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.simulation.coarse_engine import MARKS, CoarseEngine, EngineSpeed, Usage
 from async_rl.simulation.virtual_time import run_virtual
 from async_rl.simulation.workload import (
@@ -60,10 +60,10 @@ _EVER_S: Final = 1e9
 """Coarse engines say nothing before a call ends: silence is no sign of anything here."""
 
 _FRAME_BYTES: Final = 8
-"""Of a token in a frame: its id and its log-prob."""
+"""Bytes of a token in a frame: its id and its log-prob."""
 
 _BATCH_BYTES: Final = 14
-"""Of a token in a batch: besides these its version, and two masks."""
+"""Bytes of a token in a batch: in addition its version and two masks."""
 
 
 class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     engines: int
     slots: int
-    """Of one engine."""
+    """The usage of one engine."""
     groups_per_batch: int
     max_staleness: int
     seconds: float
@@ -107,13 +107,13 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     trainer_waits: float
     """The part of it in which it waited for a batch."""
     trainer_syncs: float
-    """The part of it in which it stood still for its weights: copied, or published and brought to engines."""
+    """The part in which it was paused for its weights: copied, or published and brought to engines."""
     engines_empty: float
     """Share of the engines' capacity lost to slots without a call."""
     engines_prefill: float
     """Share of the engines' time in which decoding waited for prefills."""
     engines_still: float
-    """Share of the engines' time in which they stood still for an update."""
+    """Share of the engines' time in which an update paused them."""
     staleness: list[float]
     """Share of the trained trajectories by staleness, from 0 on."""
     staleness_mean: float
@@ -255,9 +255,6 @@ class _Job:
         ids = count()
         for name in ("checkpoints", "logs"):
             (self._folder / name).mkdir()
-        orchestrator = Orchestrator(
-            self.config, self._folder, asyncio.Event(), self.cluster, Metrics(), clock
-        )
         facts = EngineFacts(
             num_layers=1,
             moe_layers=(),
@@ -266,12 +263,20 @@ class _Job:
             vocab_size=1,
             context_length=self.config.rollout.max_context_tokens,
         )
-        return await orchestrator.run(
-            self.tasks, PlannedChat(), facts, lambda: f"{next(ids):032x}", self.observer
+        orchestrator = Orchestrator(
+            self.config,
+            self._folder,
+            asyncio.Event(),
+            self.cluster,
+            Metrics(),
+            clock,
+            RunInputs(self.tasks, PlannedChat(), facts, lambda: f"{next(ids):032x}"),
+            progress=self.observer,
         )
+        return await orchestrator.run()
 
     def _usage(self) -> Usage:
-        """Of all engines together."""
+        """The usage of all engines together."""
         total = Usage()
         for engine in self.cluster.engines if self.cluster else ():
             usage = engine.usage()

@@ -45,7 +45,7 @@ FaultKind = (
 )
 
 Ending = Literal["kill", "kill_on_disk", "cancel", "stop"]
-"""What ends a life of the driver: killed between two callbacks or between two operations on its disk,
+"""What ends an incarnation of the driver: killed between two callbacks or between two operations on its disk,
 cancelled (the second Ctrl-C), told to stop (the first)."""
 
 FAULTS: Final[tuple[FaultKind, ...]] = tuple(
@@ -62,17 +62,17 @@ ENGINE_FAULTS: Final = frozenset(
 FACTS: Final = EngineFacts(
     num_layers=3, moe_layers=(1, 2), num_experts=61, top_k=2, vocab_size=400, context_length=4096
 )
-"""Of the simulated model. A prime number of experts: a row of routing tells its weight version modulo 61."""
+"""Experts of the simulated model. The number is prime: a routing row encodes its weight version modulo 61."""
 
 _LAST_STEP: Final = 5_000
-"""Of the loop, where something may still go wrong."""
+"""Callbacks of the loop within which faults may occur."""
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that goes wrong."""
 
     step: int
-    """Of the loop, counted over all lives of the driver."""
+    """Callback of the loop, counted over all incarnations of the driver."""
     kind: FaultKind
     engine: int
     """Which, modulo their number."""
@@ -81,7 +81,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
-    """How a life of the driver ends."""
+    """How an incarnation of the driver ends."""
 
     kind: Ending
     after: int
@@ -109,7 +109,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     speeds: Speeds
     injections: tuple[Injection, ...]
     deaths: tuple[Death, ...]
-    """Of the first lives; the ones after those run to the end."""
+    """Deaths of the first incarnations; later ones run to the end."""
 
 
 def draw(seed: int) -> Scenario:

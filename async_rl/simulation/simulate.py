@@ -1,14 +1,15 @@
-"""One seed: lives of a driver, one after the other, until the run has come to its end.
+"""Run one seed: incarnations of a driver, one after the other, until the run ends.
 
 ```
- scenario ─► life 1 ──killed──► copy of the folder ─► life 2 ──failed, cancelled, stopped──► life 3 ─► the end
+ scenario ─► incarnation 1 ──killed──► copy of the folder ─► incarnation 2 ──failed, cancelled, stopped──►
+ incarnation 3 ─► the end
                │                                        │
                └── a loop in virtual time, a cluster; the same run folder, checker, disk and clock go through
 ```
 
 After each callback of the loop the checker looks on, and what the scenario has for this step is done. A kill
 takes effect between two callbacks, or inside an operation on the disk: the folder is copied as it is at that
-moment, and the next life goes on from the copy.
+moment, and the next incarnation goes on from the copy.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from async_rl.errors import (
 )
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary
-from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error
 from async_rl.runtime.waits import acting
 from async_rl.simulation.faulty_engines import FaultyEngine, SimulatedCluster
@@ -58,12 +59,12 @@ from async_rl.simulation.simulated_disk import Disk
 from async_rl.simulation.users import SimulatedChat, attempt_begins
 from async_rl.simulation.virtual_time import NumberedTask, VirtualTimeLoop
 
-_MAX_LIVES: Final = 24
-_MAX_LIFE_S: Final = 3000.0
-"""Virtual seconds in which a life must come to its end: many times what all timeouts together take."""
+_MAX_INCARNATIONS: Final = 24
+_MAX_INCARNATION_S: Final = 3000.0
+"""Virtual seconds within which an incarnation must end: many times the sum of all timeouts."""
 
-_MAX_LIFE_STEPS: Final = 400_000
-"""Callbacks of the loop, so that a life that goes round in circles without time passing is seen."""
+_MAX_INCARNATION_STEPS: Final = 400_000
+"""Callbacks of the loop, so that an incarnation that goes round in circles without time passing is seen."""
 
 _LOOK_EVERY: Final = 8
 """Steps between two looks at what is in memory."""
@@ -78,7 +79,7 @@ class SeedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     violations: tuple[str, ...]
-    lives: tuple[str, ...]
+    incarnations: tuple[str, ...]
     """How each ended; `failed: ` with the error."""
     faults: dict[str, int]
     steps: int
@@ -111,7 +112,8 @@ def simulate(
         seed: Decides everything.
         folder: Empty; run folders are made in it.
         scenario: In the place of the one that the seed draws.
-        after_turn: Called after each turn of a task of the first life, with the number of its callback.
+        after_turn: Called after each turn of a task of the first incarnation, with the number of its
+        callback.
     """
     return _Simulation(scenario or draw(seed), folder, after_turn).run()
 
@@ -132,10 +134,10 @@ class _Simulation:
         self._disk.die = self._kill_on_disk
         self._threads = random.Random(f"threads {scenario.seed}")
         self._injections = deque(scenario.injections)
-        self._steps = self._life_steps = self._num_ids = 0
+        self._steps = self._incarnation_steps = self._num_ids = 0
         self._now_s = 0.0
-        self._run_dir = folder / "life-0"
-        self._lives: list[str] = []
+        self._run_dir = folder / "incarnation-0"
+        self._incarnations: list[str] = []
         self._death: Death | None = None
         self._ended: Ended = "finished"
         self._clearing = self._killed = False
@@ -144,18 +146,20 @@ class _Simulation:
         begin_s = time.perf_counter()
         with self._disk.mounted(), _silence():
             self._run_dir.mkdir()
-            for life in range(_MAX_LIVES):
+            for incarnation in range(_MAX_INCARNATIONS):
                 deaths = self._scenario.deaths
-                self._live(life, deaths[life] if life < len(deaths) else None)
+                self._run_incarnation(incarnation, deaths[incarnation] if incarnation < len(deaths) else None)
                 if self._checker.violations or self._ended == "finished":
                     break
                 self._disk.full = False
             else:
-                self._checker.fail(f"after {_MAX_LIVES} lives there is no end: {self._lives}")
+                self._checker.fail(
+                    f"after {_MAX_INCARNATIONS} incarnations there is no end: {self._incarnations}"
+                )
         return SeedOutcome(
             seed=self._scenario.seed,
             violations=tuple(self._checker.violations),
-            lives=tuple(self._lives),
+            incarnations=tuple(self._incarnations),
             faults=dict(self._checker.met_faults),
             steps=self._steps,
             tokens=self._checker.tokens_said,
@@ -166,11 +170,11 @@ class _Simulation:
             events=tuple(self._checker.events),
         )
 
-    # -- one life -----------------------------------------------------------------------------------------
+    # -- one incarnation ---------------------------------------------------------------------------------
 
-    def _live(self, life: int, death: Death | None) -> None:
-        self._checker.note(f"life {life}")
-        self._death, self._life_steps, self._ended = death, 0, "failed"
+    def _run_incarnation(self, incarnation: int, death: Death | None) -> None:
+        self._checker.note(f"incarnation {incarnation}")
+        self._death, self._incarnation_steps, self._ended = death, 0, "failed"
         self._disk.die_at = None
         if death is not None and death.kind == "kill_on_disk":
             self._disk.die_at = self._disk.operations + death.after
@@ -185,35 +189,39 @@ class _Simulation:
         for name in ("checkpoints", "logs"):
             (self._run_dir / name).mkdir(parents=True, exist_ok=True)
         self._stop = asyncio.Event()
-        self._cluster = SimulatedCluster(self._scenario, self._checker, life, self._look_into_ledger)
+        self._cluster = SimulatedCluster(self._scenario, self._checker, incarnation, self._look_into_ledger)
         self._orchestrator = Orchestrator(
-            self._config, self._run_dir, self._stop, self._cluster, Metrics(), loop.time
+            self._config,
+            self._run_dir,
+            self._stop,
+            self._cluster,
+            Metrics(),
+            loop.time,
+            RunInputs(self._scenario.tasks, SimulatedChat(), FACTS, self._new_id),
         )
         try:
             loop.run_until_complete(self._main())
         except _Halt:
             self._clear_away()
         self._checker.decided("end", get_args(Ended).index(self._ended))
-        self._lives.append(self._ended if self._ended != "failed" else f"failed: {self._cause}")
+        self._incarnations.append(self._ended if self._ended != "failed" else f"failed: {self._cause}")
         self._now_s = loop.time() + _DOWNTIME_S
         loop.close()
 
     async def _main(self) -> None:
-        """The life of a driver, and how it ended."""
+        """Run one incarnation of the driver and record how it ended."""
         task = asyncio.current_task()
         assert task is not None
         self._task = task
         attempt_begins.set(self._checker.attempt_begins)
         self._cause = ""
         try:
-            with acting("run", waits=self._orchestrator.named_waits):
-                summary = await self._orchestrator.run(
-                    self._scenario.tasks, SimulatedChat(), FACTS, self._new_id, None
-                )
+            with acting("run", waits=self._orchestrator.waits):
+                summary = await self._orchestrator.run()
         except asyncio.CancelledError:
             self._ended = "cancelled"
             if not self._was("cancel"):
-                self._checker.fail("the run was cancelled by nobody")
+                self._checker.fail("the run was cancelled without a cause")
         except Exception as error:
             cause = first_error(error)
             told = f"{type(cause).__name__}: {cause}"
@@ -226,7 +234,7 @@ class _Simulation:
             await self._loop.shutdown_default_executor()
             if self._ended in ("finished", "stopped"):
                 self._checker.check_folder(self._run_dir)
-            self._checker.note(f"life ends: {self._ended} {self._cause}")
+            self._checker.note(f"incarnation ends: {self._ended} {self._cause}")
             left = [t.get_name() for t in asyncio.all_tasks() if t is not task]
             if left:
                 self._checker.fail(f"tasks are left: {sorted(left)}")
@@ -252,17 +260,21 @@ class _Simulation:
             allowed = "queue.max_bytes" in str(cause)
         else:
             allowed = "max_failed_share" in str(cause) and self._config.rollout.max_failed_share < 1
-            # The tasks are as hard the next time: whoever reads the message allows for it.
+            # The tasks are as hard the next time: the error message asks the user to allow for it.
             rollout = replace(self._config.rollout, max_failed_share=1.0)
             self._config = replace(self._config, rollout=rollout)
         if not allowed:
             self._checker.fail(f"the run ended with {type(cause).__name__}: {cause}")
 
     def _was(self, kind: str) -> bool:
-        return self._death is not None and self._death.kind == kind and self._life_steps >= self._death.after
+        return (
+            self._death is not None
+            and self._death.kind == kind
+            and self._incarnation_steps >= self._death.after
+        )
 
     def _check_end(self, summary: Summary) -> None:
-        """What must hold when a run has come to its end, or was told to stop."""
+        """Check what must hold when a run has ended or was asked to stop."""
         config, checker = self._scenario.config, self._checker
         if self._task.cancelling():
             checker.fail("the run was cancelled and ended as if it had not been")
@@ -280,21 +292,24 @@ class _Simulation:
 
     def _after_step(self, task: NumberedTask | None) -> None:
         self._steps += 1
-        self._life_steps += 1
-        if self._life_steps > _MAX_LIFE_STEPS or self._loop.time() - self._born_s > _MAX_LIFE_S:
+        self._incarnation_steps += 1
+        if (
+            self._incarnation_steps > _MAX_INCARNATION_STEPS
+            or self._loop.time() - self._born_s > _MAX_INCARNATION_S
+        ):
             self._halt_stuck()
         if self._clearing:
             return
         if self._killed:
             raise _Halt
         self._checker.turn(task.number if task is not None else 0)
-        if self._after_turn is not None and task is not None and not self._lives:
-            self._after_turn(self._life_steps, task)
+        if self._after_turn is not None and task is not None and not self._incarnations:
+            self._after_turn(self._incarnation_steps, task)
         while self._injections and self._injections[0].step <= self._steps:
             self._inject(self._injections.popleft())
-        if self._death is not None and self._life_steps == self._death.after:
+        if self._death is not None and self._incarnation_steps == self._death.after:
             self._die(self._death)
-        if self._life_steps % _LOOK_EVERY == 0:
+        if self._incarnation_steps % _LOOK_EVERY == 0:
             self._look()
             self._cluster.look_at_devices()
         if self._checker.violations:
@@ -326,7 +341,9 @@ class _Simulation:
     def _halt_stuck(self) -> None:
         """Neither the end nor an error in all this time."""
         where = (
-            "while it was cleared away" if self._clearing else f"waits: {self._orchestrator.pulse.health()}"
+            "while it was cleared away"
+            if self._clearing
+            else f"waits: {self._orchestrator.live_status.health()}"
         )
         deaf, self._checker.deaf = self._checker.deaf, False
         self._checker.fail(f"the run does not come to its end; {where}")
@@ -382,16 +399,16 @@ class _Simulation:
     def _kill(self, ended: Ended) -> None:
         """Keep the folder as it is; what the remains do to theirs until they are gone never happened."""
         self._checker.note(ended)
-        copy = self._folder / f"life-{len(self._lives) + 1}"
+        copy = self._folder / f"incarnation-{len(self._incarnations) + 1}"
         shutil.copytree(self._run_dir, copy)
         self._run_dir = copy
         self._ended, self._killed, self._checker.deaf = ended, True, True
 
     def _clear_away(self) -> None:
-        """End the tasks of a life that was cut off; they are cancelled, which must end them."""
+        """End the tasks of an incarnation that was cut off; they are cancelled, which must end them."""
         self._checker.deaf = self._clearing = True
         self._disk.full, self._disk.die_at = False, None
-        self._life_steps, self._born_s = 0, self._loop.time()
+        self._incarnation_steps, self._born_s = 0, self._loop.time()
         ended, cause = self._ended, self._cause
         self._task.cancel()
         with suppress(_Halt, asyncio.CancelledError):

@@ -1,6 +1,6 @@
 """The operating system's side of a run's folder: it fills up, and the driver can die in any operation on it.
 
-While it is mounted, calls that take room on the disk (of SQLite, the spool and the journal) go through here.
+While it is mounted, calls that use disk space (of SQLite, the spool and the journal) go through here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Disk:
-    """Room that can run out, and a count of operations.
+    """Disk space that can run out, and a count of operations.
 
     Example:
         >>> disk = Disk()
@@ -36,7 +36,7 @@ class Disk:
         fallocate, write, connect = os.posix_fallocate, os.write, sqlite3.connect
 
         def faulty_fallocate(file: int, offset: int, length: int) -> None:
-            self._take_room()
+            self._use_space()
             fallocate(file, offset, length)
 
         def faulty_write(file: int, data: Any) -> int:
@@ -50,7 +50,7 @@ class Disk:
         disk = self
 
         class Connection(sqlite3.Connection):
-            """Says what SQLite says when a write finds no room."""
+            """Says what SQLite says when a write finds no space."""
 
             def execute(self, statement: str, values: Any = (), /) -> sqlite3.Cursor:
                 if statement.startswith(_WRITES):
@@ -71,7 +71,7 @@ class Disk:
         finally:
             os.posix_fallocate, os.write, sqlite3.connect = fallocate, write, connect
 
-    def _take_room(self) -> None:
+    def _use_space(self) -> None:
         if self._dies():
             self.die()
         self._refuse_if_full()

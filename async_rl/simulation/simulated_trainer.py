@@ -85,7 +85,7 @@ class _Writing(msgspec.Struct):
 
 
 class SimulatedTrainer:
-    """See `async_rl.trainer_protocol.Trainer`."""
+    """Implements `async_rl.trainer_protocol.Trainer`."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class SimulatedTrainer:
         return self._step
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """See `TrainerRank.setup`."""
+        """Implements `TrainerRank.setup`."""
         path = Path(checkpoint_dir or "") / "latest.json"
         self._step = msgspec.json.decode(path.read_bytes())["step"] if path.exists() else 0
         self._snapshot, self._readers = None, 0
@@ -137,7 +137,7 @@ class SimulatedTrainer:
         return TrainerState(step=self._step)
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
-        """See `TrainerRank.train_step`."""
+        """Implements `TrainerRank.train_step`."""
         self._look()
         self._needs_memory("train")
         fault = self._fault("step_fails", "step_is_nan", "step_is_slow")
@@ -146,7 +146,7 @@ class SimulatedTrainer:
         try:
             await asyncio.sleep(slow * self._speeds.train_s)
         finally:
-            # Nobody stops a step that remote ranks have begun by no longer waiting for it.
+            # A step that remote ranks have begun goes on even if its caller stops waiting.
             if fault != "step_fails":
                 self._checker.trains(batch, self._step, step)
                 self._step = step
@@ -164,7 +164,7 @@ class SimulatedTrainer:
         return StepResult(step=step, metrics=figures)
 
     async def take_snapshot(self, weight_version: int) -> None:
-        """See `TrainerRank.take_snapshot`."""
+        """Implements `TrainerRank.take_snapshot`."""
         if self._readers:
             self._checker.fail(f"the copy of version {self._snapshot} is overwritten while it is read")
         if self._step % 2 and self._fault("publish_fails"):
@@ -184,7 +184,7 @@ class SimulatedTrainer:
             self._readers -= 1
 
     async def publish(self, directory: str, weight_version: int) -> None:
-        """See `TrainerRank.publish`."""
+        """Implements `TrainerRank.publish`."""
         fault = self._fault("publish_fails")
         self._needs_memory("publish")
         async with self._giving_away() as version:
@@ -196,7 +196,7 @@ class SimulatedTrainer:
             _write(Path(directory) / "weights", str(weight_version).encode())
 
     async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
-        """See `TrainerRank.publish_delta`."""
+        """Implements `TrainerRank.publish_delta`."""
         fault = self._fault("publish_fails")
         self._needs_memory("publish")
         writes, self._kept = base is not None and base == self._kept, None
@@ -212,16 +212,16 @@ class SimulatedTrainer:
             return writes
 
     async def offload(self) -> None:
-        """See `TrainerRank.offload`."""
+        """Implements `TrainerRank.offload`."""
         if self._fault("offload_fails"):
             raise TrainerError("the simulated trainer could not move its memory to the host")
         try:
             await asyncio.sleep(self._speeds.update_s / 4)
         finally:
-            self.offloaded = True  # remote ranks go on, whoever no longer waits for them
+            self.offloaded = True  # remote ranks go on even if their caller stops waiting
 
     async def reload(self) -> None:
-        """See `TrainerRank.reload`."""
+        """Implements `TrainerRank.reload`."""
         if self._fault("reload_fails"):
             raise TrainerError("the simulated trainer could not take its memory back")
         self.offloaded = False
@@ -232,7 +232,7 @@ class SimulatedTrainer:
             self._checker.fail(f"the trainer is to {doing}, and its memory is on the host")
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """See `TrainerRank.save_checkpoint`."""
+        """Implements `TrainerRank.save_checkpoint`."""
         self._look()
         self._needs_memory("copy its state")
         await asyncio.sleep(self._speeds.train_s / 8)
@@ -246,7 +246,7 @@ class SimulatedTrainer:
             self._finish_writing()  # it may stand for long before anybody knows
 
     async def saved_checkpoint(self, wait: bool) -> Saved:
-        """See `TrainerRank.saved_checkpoint`."""
+        """Implements `TrainerRank.saved_checkpoint`."""
         if self._writing is not None:
             left_s = self._writing.end_s - asyncio.get_running_loop().time()
             if left_s > 0 and not wait:
@@ -265,14 +265,14 @@ class SimulatedTrainer:
             self._checker.saved(writing.step)
 
     async def open_weight_group(self, invite: GroupInvite) -> None:
-        """See `TrainerRank.open_weight_group`."""
+        """Implements `TrainerRank.open_weight_group`."""
         await self._broadcasts.join(invite.group_name, "trainer", "engine")
 
     async def close_weight_group(self, group_name: str) -> None:
-        """See `TrainerRank.close_weight_group`."""
+        """Implements `TrainerRank.close_weight_group`."""
 
     async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """See `TrainerRank.plan_buckets`."""
+        """Implements `TrainerRank.plan_buckets`."""
         return tuple((TensorSpec(name=f"w{i}", dtype="float32", shape=(1,)),) for i in range(3))
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
@@ -287,7 +287,7 @@ class SimulatedTrainer:
             raise WeightSyncError(f"every weight-update group failed: {', '.join(group_names)}")
 
     async def checksums(self) -> dict[str, str]:
-        """See `TrainerRank.checksums`."""
+        """Implements `TrainerRank.checksums`."""
         await asyncio.sleep(self._speeds.update_s / 4)
         return {"weights": str(self._step)}
 
@@ -300,7 +300,7 @@ class SimulatedTrainer:
             return [str(version()).encode()] * copies
 
     async def close(self) -> None:
-        """See `TrainerRank.close`."""
+        """Implements `TrainerRank.close`."""
 
     def _fault(self, *kinds: TrainerFault | OffloadFault) -> TrainerFault | OffloadFault | None:
         for index, kind in enumerate(self.faults):

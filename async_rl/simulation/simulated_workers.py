@@ -46,7 +46,7 @@ class MemoryLink(Link):
         return one, other
 
     def post(self, message: Message) -> None:
-        """See `Link.post`."""
+        """Implements `Link.post`."""
         other = self._other
         assert other is not None, "ends are made in pairs"
         if self._lost or other._lost:
@@ -57,7 +57,7 @@ class MemoryLink(Link):
         loop.call_at(self._last_s, other._arrive)
 
     async def receive(self) -> Message:
-        """See `Link.receive`."""
+        """Implements `Link.receive`."""
         while not self._arrived:
             if self._lost:
                 raise WorkerLost(self._lost)
@@ -66,7 +66,7 @@ class MemoryLink(Link):
         return self._arrived.popleft()
 
     def close(self) -> None:
-        """See `Link.close`."""
+        """Implements `Link.close`."""
         self.lose("the link was closed")
 
     def lose(self, cause: str) -> None:
@@ -103,11 +103,11 @@ class SimulatedWorkers:
         self.ends: dict[str, MemoryLink] = {}
         """The workers' ends of their links, by name."""
         self.metrics: list[Metrics] = []
-        """Of all workers that there were."""
+        """All workers that ever existed."""
 
     @asynccontextmanager
     async def open(self, name: str) -> AsyncIterator[Link]:
-        """See `rollout.remote.driver.OpenWorker`."""
+        """Implements `OpenWorker` of the worker backend."""
         await asyncio.sleep(self._start_s)
         ours, theirs = MemoryLink.pair(self._delay_s)
         clock = asyncio.get_running_loop().time

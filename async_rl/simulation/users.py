@@ -32,16 +32,16 @@ class SimulatedChat:
     def prompt_ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Int32Array:
-        """See `ChatFormat.prompt_ids`."""
+        """Implements `ChatFormat.prompt_ids`."""
         return _ids(messages)
 
     def append_ids(self, messages: Sequence[Mapping[str, Any]], *, after_length: bool = False) -> Int32Array:
-        """See `ChatFormat.append_ids`."""
+        """Implements `ChatFormat.append_ids`."""
         ids = _ids(messages)
         return np.concatenate([np.full(1, self.end_of_turn_id, np.int32), ids]) if after_length else ids
 
     def decode(self, token_ids: Sequence[int] | Int32Array) -> str:
-        """See `ChatFormat.decode`."""
+        """Implements `ChatFormat.decode`."""
         return " ".join(map(str, token_ids))
 
 
@@ -53,7 +53,7 @@ class TurnsLoop:
     """As many turns as the script has, with a tool's result after each but the last."""
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
-        """See `agent_loops`."""
+        """Run the loop on a task."""
         attempt_begins.get()()
         if task.metadata["trouble"] == "silent":
             return "completed"
@@ -97,7 +97,7 @@ class TreeLoop(TurnsLoop):
     """
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
-        """See `agent_loops`."""
+        """Run the loop on a task."""
         attempt_begins.get()()
         if task.metadata["trouble"] == "silent":
             return "completed"

@@ -53,7 +53,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """A loop on a clock of its own.
 
     Work handed to threads runs on the loop itself, whole: at once, or at times that `thread_s` draws, so that
-    other tasks come in between as they do in life.
+    other tasks come in between as they do in reality.
 
     Example:
         >>> with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -122,7 +122,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """See `asyncio.loop.call_soon`."""
+        """Implements `asyncio.loop.call_soon`."""
         if self._after_step is None:
             return super().call_soon(callback, *args, context=context)
         return super().call_soon(self._step, callback, *args, context=context)
@@ -130,7 +130,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """See `asyncio.loop.call_at`."""
+        """Implements `asyncio.loop.call_at`."""
         if self._after_step is None:
             return super().call_at(when, callback, *args, context=context)
         return super().call_at(when, self._step, callback, *args, context=context)
@@ -163,7 +163,7 @@ def _work(future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any
         failure = error
 
     def deliver() -> None:
-        if future.done():  # nobody waits any more
+        if future.done():  # the caller no longer waits
             return
         if failure is not None:
             future.set_exception(failure)

@@ -34,7 +34,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int = 512
     mean_tokens: float = 8192.0
-    """Of the lognormal that answers are drawn from, before they are cut at `max_tokens`."""
+    """Parameters of the lognormal that answer lengths are drawn from, before the cut at `max_tokens`."""
     sigma: float = 0.8
     """Of its logarithm; 0 makes all answers equal."""
     max_tokens: int = 32768
@@ -46,20 +46,20 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     tool_s: float = 0.0
     """Passes between two turns."""
     decode_base_s: float = 0.012
-    """Of a decode step, with any number of calls."""
+    """Fixed cost of a decode step, whatever the number of calls."""
     decode_per_call_s: float = 0.00006
     """More of it for each running call."""
     prefill_tokens_per_s: float = 30000.0
     sync_s: float = 5.0
-    """An engine's standstill in a weight update."""
+    """How long a weight update pauses an engine, seconds."""
     publish_s: float = 0.0
     """The trainer writes weights while engines go on."""
     snapshot_s: float = 0.0
-    """With `weights.overlap`: the trainer stands still to copy its weights."""
+    """With `weights.overlap`: how long copying its weights pauses the trainer."""
     train_tokens_per_s: float | None = None
     """Prompts and answers; None takes 0.9 of a batch's fluid generation time for a step."""
     train_base_s: float = 0.0
-    """Of a step of any size."""
+    """Fixed cost of a trainer step of any size."""
     shares_prompts: bool = True
     """Siblings find their prompt in the engine's prefix cache."""
     routing_row_bytes: int = 0
@@ -128,7 +128,7 @@ def fluid_rate(engines: int, slots: int, workload: Workload) -> float:
 
 
 class EndlessTasks(Sequence[Task]):
-    """Tasks without an end; a task's answers are a function of seed and index, whoever asks in what order."""
+    """Tasks without an end; a task's answers depend on seed and index only, not on the order of requests."""
 
     def __init__(self, workload: Workload, scale: int, seed: int, group_size: int) -> None:
         self._workload = workload
@@ -187,7 +187,7 @@ class PlannedLoop:
         self._started: Counter[int] = Counter()
 
     async def run(self, task: Task, session: Session) -> None:
-        """See `agent_loops.base.AgentLoop.run`."""
+        """Implements `AgentLoop.run`."""
         plan = task.metadata
         number, answers, turns = plan["number"], plan["answers"], plan["turns"]
         sibling = self._started[number] % len(answers)
@@ -213,15 +213,15 @@ class PlannedChat:
     end_of_turn_id = 0
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: Any = ()) -> Int32Array:
-        """See `chat.ChatFormat`."""
+        """Implements `ChatFormat`."""
         return mark(**messages[0])
 
     def append_ids(self, messages: Sequence[dict[str, Any]], *, after_length: bool = False) -> Int32Array:
-        """See `chat.ChatFormat`."""
+        """Implements `ChatFormat`."""
         return mark(**messages[0])
 
     def decode(self, token_ids: Any) -> str:
-        """See `chat.ChatFormat`."""
+        """Implements `ChatFormat`."""
         return ""
 
 

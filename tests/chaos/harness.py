@@ -151,7 +151,7 @@ class Chaos:
         self._config_path.write_text(json.dumps(self._tree, indent=1))  # JSON is YAML
         with self._output.open("ab") as output:
             self._driver = subprocess.Popen(
-                [sys.executable, "-m", "async_rl.cli.train", str(self._config_path)],
+                [sys.executable, "-m", "async_rl.cli", "train", str(self._config_path)],
                 cwd=ROOT,
                 env=os.environ | {DIARY: str(self._diary), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -204,7 +204,7 @@ class Chaos:
     def _wait_until_gone(self, processes: list[psutil.Process]) -> None:
         begin = time.monotonic()
         self._until(
-            lambda: not any(_lives(p) for p in processes), GONE_S, "the end of the driver's processes"
+            lambda: not any(_is_alive(p) for p in processes), GONE_S, "the end of the driver's processes"
         )
         self._note(f"its {len(processes)} processes were gone within {time.monotonic() - begin:.1f} s")
 
@@ -258,7 +258,7 @@ class Chaos:
                 process.kill()
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

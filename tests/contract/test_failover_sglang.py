@@ -68,8 +68,8 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
     pool = EnginePool(metrics, time.monotonic)
     config = SimulatedEngines(stall_s=4.0, probe_s=0.5, probe_timeout_s=0.5, probe_misses=3)
     for engine in (real, spare):
-        pool.add(cast(Engine, engine))
-    pool.serve("engine-0", 0)
+        pool.add_engine(cast(Engine, engine))
+    pool.serve_engine("engine-0", 0)
 
     context = SessionContext(
         chat=cast(ChatFormat, Endless()),
@@ -92,14 +92,14 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
     sessions = [session(number) for number in range(CALLS)]
     group = sglang_world.server.pid
     try:
-        async with services(health=HealthWatch(pool, config, metrics, time.monotonic).run):
+        async with services(health=HealthWatch(pool, config, metrics, time.monotonic).watch_engines):
             async with Nursery() as nursery:
                 for number, made in enumerate(sessions):
                     nursery.start_task(f"session {number}", made.generate())
                 await real.reached.wait()
                 os.killpg(group, signal.SIGSTOP)
                 stopped_s = time.monotonic()
-                pool.serve("spare", 0)
+                pool.serve_engine("spare", 0)
                 assert await pool.wait_for_repair() == "engine-0"
                 noticed_s = time.monotonic() - stopped_s
     finally:

@@ -79,11 +79,11 @@ def test_trees_are_whole_when_the_driver_is_killed_while_they_grow(
     monkeypatch.setattr(Journal, "restore", note)
     outcome = simulate(0, tmp_path, scenario=trees("kill"))
     assert outcome.violations == ()
-    assert outcome.lives[:2] == ("killed", "killed")
+    assert outcome.incarnations[:2] == ("killed", "killed")
     again = journalled & {name for batch in trained.batches for name in batch}
     assert any("." in name for name in again), "a branch goes on from the journal"
     assert trained.sizes.keys() == {5}, "a trunk and four branches"
-    ledger = Ledger(max(tmp_path.glob("life-*")) / "ledger.sqlite")
+    ledger = Ledger(max(tmp_path.glob("incarnation-*")) / "ledger.sqlite")
     counts = ledger.audit()
     undone = sum(map(len, trained.batches)) - counts.trained
     assert 0 <= undone <= counts.dropped.get("restart", 0)

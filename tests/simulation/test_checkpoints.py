@@ -88,7 +88,7 @@ async def test_the_trainer_goes_back_to_what_stands_when_it_dies_while_a_checkpo
 
     cluster.trainer.setup = begin  # type: ignore[method-assign]
     summary = await run(config, cluster)
-    assert [step for life, step in cluster.steps if life == 2] == [3, 4, 5, 6]
+    assert [step for incarnation, step in cluster.steps if incarnation == 2] == [3, 4, 5, 6]
     assert summary.trajectories.trained == 6 * 16
     assert_conserved(summary)
 
@@ -103,7 +103,7 @@ async def test_the_next_checkpoint_is_tried_when_one_cannot_be_written(
     SlowDisk(cluster, fails={2})
     summary = await run(config, cluster)
     assert summary.weight_versions == 6
-    assert "the disk is full at 2; training goes on, the newest checkpoint is of step 0" in caplog.text
+    assert "the disk is full at 2; training continues; the newest checkpoint is of step 0" in caplog.text
     assert made[0].registry.get_sample_value("async_rl_checkpoint_failures_total") == 1
     assert made[0].registry.get_sample_value("async_rl_checkpoint_step") == 6
 
@@ -120,4 +120,4 @@ async def test_the_run_ends_when_too_many_checkpoints_fail_or_the_last_one(
     error = first_error(caught.value)
     assert isinstance(error, CheckpointError)
     assert f"the disk is full at {max(fails)}" in str(error)
-    assert cluster.lives == 1
+    assert cluster.incarnations == 1

@@ -28,7 +28,7 @@ Change = Callable[[pytest.MonkeyPatch], None]
 def run(folder: Path, scenario: Scenario) -> SeedOutcome:
     folder.mkdir()
     outcome = simulate.simulate(scenario.seed, folder, scenario=scenario)
-    assert outcome.lives == ("finished",)
+    assert outcome.incarnations == ("finished",)
     assert outcome.tokens
     return outcome
 

@@ -328,7 +328,7 @@ async def test_trackers_have_each_step_once_when_a_run_repeats_some(calculator, 
     records = read_records(tmp_path / "sim" / "metrics.jsonl")
     assert [line["step"] for line in logged] == [1, 2, 3, 4]
     assert [line["critic/rewards/mean"] for line in logged] == [record.reward_mean for record in records]
-    assert sum("disk full" in message for message in caplog.messages) == 2  # once a life
+    assert sum("disk full" in message for message in caplog.messages) == 2  # once an incarnation
 
 
 async def test_the_summary_file_can_be_read_by_programs(calculator, tmp_path):

@@ -26,7 +26,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal_file import Journalled, read
 from async_rl.queue.ledger import Conservation, Ledger
 from async_rl.rollout.session.api import Session
-from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error
 from async_rl.simulation.users import SimulatedChat
 from async_rl.simulation.virtual_time import VirtualTimeLoop
@@ -65,7 +65,7 @@ class Killed(KeyboardInterrupt):
     """Leaves the loop where it is, between two callbacks. Asyncio lets no other exception through."""
 
 
-class Life(NamedTuple):
+class Incarnation(NamedTuple):
     """What is left of one process."""
 
     folder: Path
@@ -90,13 +90,13 @@ class Life(NamedTuple):
 
 
 class World:
-    """A run folder through several lives."""
+    """A run folder through several incarnations."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         write_run(folder)
         self.root = folder
-        self.folder = folder / "life-0"
-        self.lives: list[Life] = []
+        self.folder = folder / "incarnation-0"
+        self.incarnations: list[Incarnation] = []
         self.num_ids = 0
         tree: dict[str, Any] = {
             "run": {"max_steps": 6},
@@ -124,7 +124,7 @@ class World:
         self.num_ids += 1
         return f"{self.num_ids:032x}"
 
-    def live(self, kill: Callable[[float, LocalCluster], bool] = lambda now, cluster: False) -> Life:
+    def live(self, kill: Callable[[float, LocalCluster], bool] = lambda now, cluster: False) -> Incarnation:
         """One process, until the run has ended or `kill` says so; the next one goes on from its folder."""
         (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         cluster, metrics = LocalCluster(self.config, step_s=0.4), Metrics()
@@ -137,16 +137,16 @@ class World:
             nonlocal killed
             if not killed and kill(loop.time(), cluster):
                 killed = True
-                self.folder = self.root / f"life-{len(self.lives) + 1}"
+                self.folder = self.root / f"incarnation-{len(self.incarnations) + 1}"
                 shutil.copytree(here, self.folder)
                 calls.extend(tuple(call.tokens) for engine in cluster.engines for call in engine._calls)
                 raise Killed
 
         loop = VirtualTimeLoop(after_step=after_step)
-        run = Orchestrator(self.config, here, asyncio.Event(), cluster, metrics, loop.time)
         chat = cast(ChatFormat, SimulatedChat())
-        facts = load_facts(self.config.model.path)
-        main = loop.create_task(run.run(TASKS, chat, facts, self.new_id, None))
+        inputs = RunInputs(TASKS, chat, load_facts(self.config.model.path), self.new_id)
+        run = Orchestrator(self.config, here, asyncio.Event(), cluster, metrics, loop.time, inputs)
+        main = loop.create_task(run.run())
         error: BaseException | None = None
         try:
             loop.run_until_complete(main)
@@ -158,7 +158,7 @@ class World:
             error = first_error(group)
         loop.close()
         ledger = Ledger(self.folder / "ledger.sqlite")
-        life = Life(
+        incarnation = Incarnation(
             folder=self.folder,
             cluster=cluster,
             metrics=metrics,
@@ -170,8 +170,8 @@ class World:
             trained=trained,
         )
         ledger.close()
-        self.lives.append(life)
-        return life
+        self.incarnations.append(incarnation)
+        return incarnation
 
 
 TASKS = tuple(
@@ -206,9 +206,9 @@ def tokens_of(left: Journalled) -> list[int]:
 
 def assert_kept(world: World) -> None:
     """Whatever a journal ever knew of a trajectory that was trained later is the beginning of it."""
-    for number, life in enumerate(world.lives):
-        known = life.left
-        for later in world.lives[number + 1 :]:
+    for number, incarnation in enumerate(world.incarnations):
+        known = incarnation.left
+        for later in world.incarnations[number + 1 :]:
             for name, (tokens, _) in later.trained.items():
                 if name in known:
                     begin = tokens_of(known[name])
@@ -216,15 +216,15 @@ def assert_kept(world: World) -> None:
 
 
 def assert_settled_once(world: World) -> None:
-    last = world.lives[-1]
+    last = world.incarnations[-1]
     assert last.error is None
     assert last.cluster.trainer.step == world.config.run.max_steps
     accounts = last.accounts
     assert accounts.trained == world.config.run.max_steps * 4
     assert set(accounts.dropped) <= {"restart"}  # what was trained after the checkpoint
     steps: dict[int, tuple[str, ...]] = {}
-    for life in world.lives:  # a later life trains a step after its checkpoint again
-        for batch in life.cluster.trainer.batches:
+    for incarnation in world.incarnations:  # a later incarnation trains a step after its checkpoint again
+        for batch in incarnation.cluster.trainer.batches:
             steps = {n: names for n, names in steps.items() if n < batch.trainer_version}
             steps[batch.trainer_version] = batch.trajectory_ids
     trained = [name for names in steps.values() for name in names]

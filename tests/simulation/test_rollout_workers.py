@@ -47,7 +47,7 @@ def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
     scenario = with_two_workers(branching(small_run(3, faults, death="kill")))
     outcome = simulate(0, tmp_path, scenario=scenario)
     assert outcome.violations == ()
-    assert outcome.lives[-1] == "finished"
+    assert outcome.incarnations[-1] == "finished"
     assert any("." in state.trajectory_id and state.num_sampled_tokens for state in taken_over)
 
 
@@ -59,4 +59,6 @@ def test_nothing_is_lost_when_a_run_with_workers_is_cancelled(tmp_path: Path, wi
     swept = sweep(with_two_workers(small_run(0, faults)), tmp_path, within=within)
     assert swept.violations == []
     assert len(swept.runs) > 1
-    assert all(run.lives[0] == "cancelled" and run.lives[-1] == "finished" for run in swept.runs[1:])
+    assert all(
+        run.incarnations[0] == "cancelled" and run.incarnations[-1] == "finished" for run in swept.runs[1:]
+    )

@@ -43,8 +43,8 @@ def test_nothing_is_lost_stale_or_stuck_when_devices_are_shared_and_a_seed_decid
 def test_interrupted_answers_go_on_after_the_trainers_turn(tmp_path: Path) -> None:
     found = outcome_of(shared_run(0), tmp_path / "0")
     assert found.violations == ()
-    assert found.lives == ("finished",)
-    records = read_records(tmp_path / "0" / "life-0" / "metrics.jsonl")
+    assert found.incarnations == ("finished",)
+    records = read_records(tmp_path / "0" / "incarnation-0" / "metrics.jsonl")
     assert sum(record.interrupted for record in records) > 0
     assert max(record.staleness_max for record in records) > 0
     assert any(record.sync_s == 0 for record in records)  # batches that were ready are trained in one turn
@@ -66,18 +66,20 @@ def test_a_run_ends_well_when_one_side_fails_in_a_hand_over(
 ) -> None:
     found = outcome_of(shared_run(1, faults), tmp_path / "0")
     assert found.violations == ()
-    assert found.lives == ("finished",)
+    assert found.incarnations == ("finished",)
     assert found.faults.keys() >= set(faults[:2])
 
 
-@pytest.mark.parametrize("function", ["to_engines", "_clear"])
+@pytest.mark.parametrize("function", ["hand_to_engines", "_clear_engine"])
 def test_nothing_is_lost_when_a_run_is_cancelled_in_the_middle_of_a_hand_over(
     function: str, tmp_path: Path
 ) -> None:
     swept = sweep(shared_run(0, ("refuse_memory", "die")), tmp_path, within=f"SharedDevices.{function}")
     assert swept.violations == []
     assert len(swept.runs) > 1
-    assert all(run.lives[0] == "cancelled" and run.lives[-1] == "finished" for run in swept.runs[1:])
+    assert all(
+        run.incarnations[0] == "cancelled" and run.incarnations[-1] == "finished" for run in swept.runs[1:]
+    )
 
 
 # -- the checker can see ---------------------------------------------------------------------------------
@@ -91,19 +93,18 @@ def leave_failed_engines_alone(patch: pytest.MonkeyPatch) -> None:
     async def nothing(engine_id: str) -> None:
         return None
 
-    def wired(self: SharedDevices, *arguments: Any, **options: Any) -> None:
-        original(self, *arguments, **options)
-        self._stop_engine = nothing
+    def wired(self: SharedDevices, pool: Any, end_engine: Any, *arguments: Any, **options: Any) -> None:
+        original(self, pool, nothing, *arguments, **options)
 
     original = SharedDevices.__init__
     patch.setattr(SharedDevices, "__init__", wired)
 
 
-def stop_nobody(patch: pytest.MonkeyPatch) -> None:
-    async def stop(engine: Any) -> device_memory.Stopped:
-        return device_memory.Stopped(engine)
+def stop_no_engine(patch: pytest.MonkeyPatch) -> None:
+    async def stop_engine(engine: Any) -> device_memory.StoppedEngine:
+        return device_memory.StoppedEngine(engine)
 
-    patch.setattr("async_rl.run.device_sharing.stop", stop)
+    patch.setattr("async_rl.run.device_sharing.stop_engine", stop_engine)
 
 
 def train_without_asking(patch: pytest.MonkeyPatch) -> None:
@@ -118,7 +119,7 @@ def train_without_asking(patch: pytest.MonkeyPatch) -> None:
     [
         (start_engines_at_any_time, ("die",), "out of memory"),
         (leave_failed_engines_alone, ("refuse_memory",), "out of memory"),
-        (stop_nobody, (), "dies of what it was asked"),
+        (stop_no_engine, (), "dies of what it was asked"),
         (train_without_asking, (), "its memory is on the host"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

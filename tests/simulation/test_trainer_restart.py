@@ -21,29 +21,29 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class RestartedCluster(LocalCluster):
-    """Counts the lives of its trainer, and lets each call of one fail as it is told."""
+    """Counts the incarnations of its trainer, and lets each call of one fail as it is told."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.lives = 0
-        self.steps: list[tuple[int, int]] = []  # (life, step) of every batch that was trained
+        self.incarnations = 0
+        self.steps: list[tuple[int, int]] = []  # (incarnation, step) of every batch that was trained
         self.faults: dict[tuple[int, str, int], TrainerError | None] = {}
-        """By life, method and step (that is done, or that train_step shall do); None hangs."""
+        """By incarnation, method and step (that is done, or that train_step shall do); None hangs."""
         self.starts: list[EnvironmentNotReady] = []
         """Failures of the next starts after the first."""
         for method in ("train_step", "publish", "save_checkpoint"):
             self._break(method, getattr(self.trainer, method))
 
     async def start_trainer(self) -> Trainer:
-        if self.lives and self.starts:
+        if self.incarnations and self.starts:
             raise self.starts.pop(0)
-        self.lives += 1
+        self.incarnations += 1
         return await super().start_trainer()
 
     def _break(self, method: str, call: Call) -> None:
         async def broken(*arguments: Any) -> Any:
             step = arguments[1] if method == "train_step" else self.trainer.step
-            key = (self.lives, method, step)
+            key = (self.incarnations, method, step)
             if key in self.faults:
                 fault = self.faults.pop(key)
                 if fault is None:
@@ -52,7 +52,7 @@ class RestartedCluster(LocalCluster):
                     raise fault
             result = await call(*arguments)
             if method == "train_step":
-                self.steps.append((self.lives, step))
+                self.steps.append((self.incarnations, step))
             return result
 
         setattr(self.trainer, method, broken)
@@ -111,7 +111,7 @@ async def test_the_run_goes_on_when_the_trainer_dies_between_steps(calculator, t
     cluster = RestartedCluster(config)
     cluster.faults[1, method, 4] = died(method)
     summary = await run(config, cluster)
-    assert [step for life, step in cluster.steps if life == 2] == [3, 4, 5, 6]
+    assert [step for incarnation, step in cluster.steps if incarnation == 2] == [3, 4, 5, 6]
     assert summary.trajectories.trained == 6 * 16
     assert_conserved(summary)
 
@@ -121,7 +121,7 @@ async def test_the_run_goes_on_when_the_trainer_dies_at_its_very_end(calculator,
     cluster = RestartedCluster(config)
     cluster.faults[1, "save_checkpoint", 6] = died("save_checkpoint")
     summary = await run(config, cluster)
-    assert [step for life, step in cluster.steps if life == 2] == [5, 6]
+    assert [step for incarnation, step in cluster.steps if incarnation == 2] == [5, 6]
     assert summary.weight_versions == 6
     assert_conserved(summary)
 
@@ -144,7 +144,7 @@ async def test_rollouts_fill_the_bound_while_the_trainer_starts(calculator, tmp_
     start = cluster.start_trainer
 
     async def start_slowly() -> Trainer:
-        if cluster.lives:
+        if cluster.incarnations:
             await asyncio.sleep(1.5)
             ledger = Ledger(tmp_path / "sim" / "ledger.sqlite")  # a second reader: what is written by now
             outstanding.append(sum(bool(group.queued) for group in ledger.outstanding()))
@@ -162,10 +162,10 @@ async def test_recovery_admits_no_more_than_the_bound_when_it_happens_again_and_
     """Elsewhere each recovery let a batch more in, until work was older than the bound (AReaL#1388)."""
     config = make_config(calculator, tmp_path, "rollout.max_staleness=1", "run.max_steps=8")
     cluster = RestartedCluster(config, step_s=0.02)
-    for life, step in ((1, 2), (2, 4), (3, 6)):
-        cluster.faults[life, "train_step", step] = died()
+    for incarnation, step in ((1, 2), (2, 4), (3, 6)):
+        cluster.faults[incarnation, "train_step", step] = died()
     summary = await run(config, cluster)
-    assert cluster.lives == 4
+    assert cluster.incarnations == 4
     assert summary.trajectories.trained == 8 * 16
     assert summary.trajectories.in_flight + summary.trajectories.queued <= 4 * 4 * (1 + 1)
     assert_conserved(summary)
@@ -175,8 +175,8 @@ async def test_recovery_admits_no_more_than_the_bound_when_it_happens_again_and_
 async def test_the_run_ends_with_the_cause_when_the_trainer_fails_too_often(calculator, tmp_path):
     config = make_config(calculator, tmp_path, "trainer.max_restarts=2")
     cluster = RestartedCluster(config)
-    for life in (1, 2, 3):
-        cluster.faults[life, "train_step", 3] = died()
+    for incarnation in (1, 2, 3):
+        cluster.faults[incarnation, "train_step", 3] = died()
     with pytest.raises(BaseExceptionGroup) as caught:
         await run(config, cluster)
     error = first_error(caught.value)
@@ -194,7 +194,7 @@ async def test_the_run_ends_at_once_when_a_restart_would_meet_the_same_again(cal
     with pytest.raises(BaseExceptionGroup) as caught:
         await run(config, cluster)
     assert first_error(caught.value) is error
-    assert cluster.lives == 1
+    assert cluster.incarnations == 1
 
 
 async def test_a_start_that_fails_counts_as_a_restart(calculator, tmp_path):
@@ -203,7 +203,7 @@ async def test_a_start_that_fails_counts_as_a_restart(calculator, tmp_path):
     cluster.faults[1, "train_step", 3] = died()
     cluster.starts = [EnvironmentNotReady("no rank came up")]
     summary = await run(config, cluster)
-    assert cluster.lives == 2
+    assert cluster.incarnations == 2
     assert summary.weight_versions == 6
     assert_conserved(summary)
 
@@ -216,7 +216,7 @@ async def test_the_run_is_stopped_in_order_while_the_trainer_starts(calculator, 
     start = cluster.start_trainer
 
     async def start_and_stop() -> Trainer:
-        if cluster.lives:
+        if cluster.incarnations:
             stop.set()
         return await start()
 
@@ -266,10 +266,10 @@ async def test_every_prompt_is_trained_once_and_from_its_tokens_when_the_trainer
         "engine.decode_step_s=0.002",
     )
     cluster = RestartedCluster(config)
-    for life, step in ((1, 2), (2, 4)):
-        cluster.faults[life, "train_step", step] = died()
+    for incarnation, step in ((1, 2), (2, 4)):
+        cluster.faults[incarnation, "train_step", step] = died()
     summary = await run(config, cluster)
-    assert cluster.lives == 3
+    assert cluster.incarnations == 3
     assert summary.trajectories.trained == 24 * 4  # all of the data, each prompt's group once
     assert summary.trajectories.in_flight == summary.trajectories.queued == 0
     assert set(summary.trajectories.dropped) <= {"restart"}

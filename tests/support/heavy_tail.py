@@ -84,7 +84,7 @@ _rewards = count()
 
 
 class World:
-    """One life of a run, see `train`. Weight updates abort calls, so that what they sampled is known.
+    """One incarnation of a run, see `train`. Weight updates abort calls, so that what they sampled is known.
 
     Time is counted in tokens: one call alone on an engine samples one a second.
     """
@@ -196,7 +196,7 @@ class World:
         self.ended: list[int] = []
         """Tokens of all answers that ended, whatever became of them."""
         self.position_of_groups: dict[str, int] = {}
-        """Of all groups that were dispatched in this life."""
+        """Of all groups that were dispatched in this incarnation."""
         self.queue.dispatched = self._see_dispatch(self.queue.dispatched)  # type: ignore[method-assign]
         self.queue._drift.ended = self._see_end(self.queue._drift.ended)  # type: ignore[method-assign]
 
@@ -221,7 +221,7 @@ class World:
                 async with services(rollouts=self.manager.run):
                     for engine in self.engines:
                         if engine.engine_id not in self.pool:
-                            self.pool.add(engine)
+                            self.pool.add_engine(engine)
                         await self._update(engine)
                     for _ in range(steps):
                         if not await self._step():
@@ -243,7 +243,7 @@ class World:
         self.version += 1
         self.queue.settle(batch, self.version)
         for engine in self.engines:
-            self.pool.hold(engine.engine_id)
+            self.pool.hold_engine(engine.engine_id)
         for engine in self.engines:
             await engine.interrupt("abort")
             await self._update(engine)
@@ -253,7 +253,7 @@ class World:
 
     async def _update(self, engine: CoarseEngine) -> None:
         await engine.update_weights(DiskUpdate(weight_version=self.version, path=""), flush=True)
-        self.pool.serve(engine.engine_id, self.version)
+        self.pool.serve_engine(engine.engine_id, self.version)
 
     def check(self, batch: TakenBatch) -> None:
         """What no policy may break, from the arrays that a trainer reads."""

@@ -72,8 +72,8 @@ class Bench:
         self.pool = EnginePool(self.metrics, lambda: 0.0, max_strikes=100)
         self.engines = engines
         for engine in engines:
-            self.pool.add(engine)
-            self.pool.serve(engine.engine_id, 0)
+            self.pool.add_engine(engine)
+            self.pool.serve_engine(engine.engine_id, 0)
         self.chat = chat or cast(ChatFormat, PlainChat())
         self.context = SessionContext(
             chat=self.chat,
@@ -100,21 +100,21 @@ class Bench:
         """Bring all engines to a version as a weight sync does."""
         flush = self.interrupt != "in_place" if flush is None else flush
         for engine in self.engines:
-            self.pool.hold(engine.engine_id)
+            self.pool.hold_engine(engine.engine_id)
             await engine.interrupt(self.interrupt)
             update = DiskUpdate(weight_version=version, path=self.weights[version % 2])
             await engine.update_weights(update, flush=flush)
             await engine.resume_generation(self.interrupt)
-            self.pool.serve(engine.engine_id, version)
+            self.pool.serve_engine(engine.engine_id, version)
 
     async def abort(self) -> None:
         """Abort what the engines run, and let them go on under the same weights."""
         for engine in self.engines:
             version = self.pool.version_of(engine.engine_id)
-            self.pool.hold(engine.engine_id)
+            self.pool.hold_engine(engine.engine_id)
             await engine.interrupt("abort")
             await engine.resume_generation("abort")
-            self.pool.serve(engine.engine_id, version)
+            self.pool.serve_engine(engine.engine_id, version)
 
     def counted(self, name: str, **labels: str) -> float:
         """The value of a metric, 0 where it was never touched."""

@@ -258,11 +258,11 @@ async def test_the_driver_reports_the_worker_and_what_its_loop_waits_for() -> No
     async with WorkerBench() as workers, asyncio.TaskGroup() as tasks:
         await asyncio.sleep(1.0)
         (worker,) = workers.backend.workers.values()
-        workers.bench.pool.hold("engine-0")
+        workers.bench.pool.hold_engine("engine-0")
         playing = tasks.create_task(workers.backend.run_attempt(TASK, workers.session()))
         await asyncio.sleep(20.0)
         assert "a turn of the policy for" in worker.waits["0" * 32]
-        workers.bench.pool.serve("engine-0", 0)
+        workers.bench.pool.serve_engine("engine-0", 0)
         await playing
 
 

@@ -188,8 +188,8 @@ async def test_tokens_count_as_old_as_their_call_when_it_dies_after_weights_chan
     class Dying(ScriptedEngine):
         async def generate(self, request):
             yield Chunk(token_ids=[100, 101], log_probs=[-1.0] * 2)
-            b.pool.hold("engine-0")
-            b.pool.serve("engine-0", 1)
+            b.pool.hold_engine("engine-0")
+            b.pool.serve_engine("engine-0", 1)
             # Nobody knows whether these were on their way before that.
             yield Chunk(token_ids=[102, 103], log_probs=[-1.0] * 2)
             raise EngineError("connection lost")

@@ -199,9 +199,9 @@ async def test_the_last_rows_count_when_some_answers_had_none(
     bench = scripted(*calls, gone)
     # The recovery finds an engine that dies, and then one that is always interrupted.
     spare = [lambda r: sampled(0, "abort", 9, prompt=1, rows=False)] * 4
-    bench.pool.add(ScriptedEngine("engine-1", spare))  # type: ignore[arg-type]
+    bench.pool.add_engine(ScriptedEngine("engine-1", spare))  # type: ignore[arg-type]
     await bench.session.generate()
-    bench.pool.serve("engine-1", 0)
+    bench.pool.serve_engine("engine-1", 0)
     trajectory = await bench.finish()
     trace = trajectory.trace
     wanted = trajectory.num_tokens - 1
@@ -407,7 +407,7 @@ async def test_everything_is_fetched_again_when_the_next_turn_runs_elsewhere() -
     bench = Bench(first, second, **LONG)
     bench.start()
     await bench.session.generate()
-    bench.pool.quarantine("engine-0", EngineError("gone"))
+    bench.pool.quarantine_engine("engine-0", EngineError("gone"))
     bench.session.add_messages([{"role": "tool", "content": "4"}])
     await bench.session.generate()
     assert (first.asked, second.asked) == ([0], [0])
@@ -626,7 +626,7 @@ async def test_nothing_is_measured_when_rows_are_replaced_under_the_same_weights
     bench = Bench(simulated(policy), simulated(policy, "engine-1"), flip_sample=1.0, **LONG)
     bench.start()
     await bench.session.generate()
-    bench.pool.quarantine("engine-0", EngineError("gone"))
+    bench.pool.quarantine_engine("engine-0", EngineError("gone"))
     bench.session.add_messages([{"role": "tool", "content": "4"}])
     await bench.session.generate()
     assert_whole(await bench.finish(), 0)

@@ -65,7 +65,7 @@ class WeightExport:
         self._deltas = DeltaWriter()
 
     def plan(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """See `TrainerRank.plan_buckets`."""
+        """Implements `TrainerRank.plan_buckets`."""
         return plan_buckets(self.specs(), bucket_bytes)
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -82,7 +82,7 @@ class WeightExport:
         return self._specs
 
     def checksums(self) -> dict[str, str]:
-        """See `TrainerRank.checksums`."""
+        """Implements `TrainerRank.checksums`."""
         tensors = self._export()
         try:
             # An engine on a GPU sums there, in another way.
@@ -93,18 +93,18 @@ class WeightExport:
     # -- broadcast
 
     def open_group(self, invite: GroupInvite) -> None:
-        """See `TrainerRank.open_weight_group`."""
+        """Implements `TrainerRank.open_weight_group`."""
         if self._rank == 0:
             self._groups[invite.group_name] = WeightGroup(invite, self._group_timeout_s)
 
     def close_group(self, group_name: str) -> None:
-        """See `TrainerRank.close_weight_group`; a group that is not open is left alone."""
+        """Implements `TrainerRank.close_weight_group`; a group that is not open is left alone."""
         group = self._groups.pop(group_name, None)
         if group is not None:
             group.close()
 
     def send(self, group_names: list[str], bucket_bytes: int) -> None:
-        """See `TrainerRank.send_weights`."""
+        """Implements `TrainerRank.send_weights`."""
         buckets = self.plan(bucket_bytes)
         tensors = self._export()
         try:
@@ -118,7 +118,7 @@ class WeightExport:
     # -- shared memory
 
     def share(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """See `TrainerRank.share_bucket`."""
+        """Implements `TrainerRank.share_bucket`."""
         buckets = self.plan(bucket_bytes)
         if number == 0:
             self._sharing = self._share_all(buckets)
@@ -154,7 +154,7 @@ class WeightExport:
     # -- a delta
 
     def write_delta(self, path: Path, base: int | None, version: int) -> bool:
-        """See `TrainerRank.publish_delta`."""
+        """Implements `TrainerRank.publish_delta`."""
         tensors = self._export()
         try:
             if self._rank != 0:

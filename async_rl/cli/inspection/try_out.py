@@ -200,9 +200,9 @@ async def try_out(
     try:
         async with open_engines(config, folder / "logs") as engines:
             for engine in engines:
-                pool.add(engine)
-                pool.serve(engine.engine_id, (await engine.health()).weight_version)
-            assert pool.has(EngineState.SERVING), "there is at least one engine"
+                pool.add_engine(engine)
+                pool.serve_engine(engine.engine_id, (await engine.health()).weight_version)
+            assert pool.engines(EngineState.SERVING), "there is at least one engine"
             async with services(rollouts=manager.run, watch=watch):
                 await manager.drained.wait()
     finally:

@@ -141,7 +141,7 @@ class Transcript(TokenWriter):
             interrupt=context.interrupt,
             facts=context.facts,
             metrics=context.metrics,
-            strike=context.pool.strike,
+            strike=context.pool.record_strike,
         )
 
     def open_branch(self, trajectory_id: str, *, inherits: bool) -> Transcript:
@@ -156,7 +156,7 @@ class Transcript(TokenWriter):
         if inherits:
             other.tokens.inherit_tokens(self.tokens)
             other._rows = self._rows.branch()
-            self._context.pool.share_home(self.trajectory_id, trajectory_id)
+            self._context.pool.dispatcher.share_cached_prefix(self.trajectory_id, trajectory_id)
         return other
 
     def append_context(self, token_ids: Int32Array) -> None:
@@ -168,7 +168,7 @@ class Transcript(TokenWriter):
 
     def release_engine(self) -> None:
         """Tell the pool that this trajectory makes no more turns."""
-        self._context.pool.forget(self.trajectory_id)
+        self._context.pool.dispatcher.forget_trajectory(self.trajectory_id)
 
     async def write_turn(
         self, budget: int, stop: Sequence[str], listener: TokenListener | None = None
@@ -288,7 +288,7 @@ class Transcript(TokenWriter):
         else:
             return True
         call.clear()
-        lease.suspicious(EngineError(problem))
+        lease.record_strike(EngineError(problem))
         return False
 
     def _request(
