@@ -94,8 +94,7 @@ class TrajectoryQueue:
             metrics: Where trajectories and waits are counted.
             observer: Who is told what becomes of trajectories.
             retry_task: Called with the position of a task whose group was lost, and the reason; returns
-            whether
-                the task will be dispatched again.
+                whether the task will be dispatched again.
             clock: Seconds, monotonic.
         """
         self._ledger = ledger
