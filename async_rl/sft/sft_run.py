@@ -32,7 +32,7 @@ from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Figure, mean
 from async_rl.run.folder import run_console, run_folder, run_in_folder
 from async_rl.run.preflight import check_trainer
-from async_rl.sft.examples import read_examples
+from async_rl.sft.examples import load_conversations
 from async_rl.sft.schedule import SftBatch, SftExample, TrainingOrder, batch_of, learning_rate, plan_batches
 from async_rl.sft.sft_progress import SftProgress
 from async_rl.sft.sft_ranks import SftRanks, start_ranks
@@ -166,10 +166,10 @@ def read_data(config: Config, settings: SftConfig) -> SftData:
         )
     check_trainer(config, settings.worker, "sft.worker")
     chat = load_chat_format(config.model.path)
-    rows, left_out = read_examples(Path(settings.path or ""), "sft.path", settings, chat)
+    rows, left_out = load_conversations(Path(settings.path or ""), "sft.path", settings, chat)
     validation: list[SftExample] = []
     if settings.validation is not None:
-        validation, more = read_examples(Path(settings.validation), "sft.validation", settings, chat)
+        validation, more = load_conversations(Path(settings.validation), "sft.validation", settings, chat)
         left_out += more
     plan = plan_batches(
         [len(row.token_ids) for row in rows],

@@ -11,7 +11,7 @@ import openai
 
 from agent_loops.openai_agent import CallReader
 from agent_loops.parsing import load_parser
-from async_rl.openai_api.endpoint import Access, Endpoint
+from async_rl.openai_api.endpoint import Endpoint, EndpointAccess
 from async_rl.types import Trajectory
 from tests.support.sessions import Bench
 from tests.support.talk import Script, Talker, talking
@@ -20,7 +20,9 @@ from tests.support.talk import Script, Talker, talking
 class Asked:
     """One trajectory that is open to requests."""
 
-    def __init__(self, bench: Bench, talker: Talker, access: Access, client: openai.AsyncOpenAI) -> None:
+    def __init__(
+        self, bench: Bench, talker: Talker, access: EndpointAccess, client: openai.AsyncOpenAI
+    ) -> None:
         self.bench = bench
         self.talker = talker
         self.access = access
@@ -55,14 +57,14 @@ async def asked(
 ) -> AsyncIterator[Asked]:
     """Open a trajectory whose policy follows a script."""
     bench, talker = talking(script, **engine)
-    opened = (endpoint or Endpoint()).open(bench.session, reader=CallReader(load_parser("hermes")))
+    opened = (endpoint or Endpoint()).open_trajectory(bench.session, reader=CallReader(load_parser("hermes")))
     async with opened as access, client_of(access, max_retries=max_retries) as client:
         yield Asked(bench, talker, access, client)
 
 
 @asynccontextmanager
 async def client_of(
-    access: Access, *, transport: httpx.AsyncBaseTransport | None = None, **options: Any
+    access: EndpointAccess, *, transport: httpx.AsyncBaseTransport | None = None, **options: Any
 ) -> AsyncIterator[openai.AsyncOpenAI]:
     """OpenAI's client with a key of ours, and nothing of the environment's."""
     settings = {"base_url": access.base_url, "api_key": access.api_key, **options}

@@ -20,7 +20,7 @@ from async_rl.codec import read_frame
 from async_rl.config import SftConfig, parse_config
 from async_rl.errors import ConfigError
 from async_rl.sft import sft_run as sft_run
-from async_rl.sft.examples import read_examples
+from async_rl.sft.examples import load_conversations
 from async_rl.sft.schedule import SftBatch, learning_rate, plan_batches
 from async_rl.sft.sft_run import sft, sft_record_log
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
@@ -43,7 +43,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def rows_of(path: Path, name: str = "ours", **changes: Any):
-    return read_examples(path, "sft.path", SftConfig(path=str(path), **changes), chat_of(name))
+    return load_conversations(path, "sft.path", SftConfig(path=str(path), **changes), chat_of(name))
 
 
 def by_mask(row, chat) -> list[tuple[bool, str]]:

@@ -302,7 +302,7 @@ class Forgetful(Stateless):
     ("path", "args", "error"),
     [
         ("Notebook", {"frist": 1}, r"cannot be made with args = \{'frist': 1\}"),
-        ("paint", {"a": 1}, "no class with `execute`, so it takes no args"),
+        ("paint", {"a": 1}, "not a class with `execute`, so it takes no args"),
         ("Forgetful", {}, "has `release` but no `create`"),
     ],
 )
