@@ -277,7 +277,7 @@ class FlowMetrics(Instruments):
     task_retries_total = counter(
         "Times a task was given out again because its group was lost.",
         "reason",
-        source="rollout.manager, when a task goes back",
+        source="data.feeder, when a task goes back",
         bad="Rises: as `trajectories_dropped_total`.",
     )
     reward_seconds = histogram(
