@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, RoutingPayload, TensorSpec
+from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, Finish, RoutingPayload, TensorSpec
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.errors import (
     AlignmentError,
