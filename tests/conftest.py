@@ -8,6 +8,8 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+pytest_plugins = ["tests.support.environment"]
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "calculator"
 
 

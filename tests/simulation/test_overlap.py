@@ -114,7 +114,9 @@ def test_nothing_is_lost_when_engines_or_their_weights_fail_beside_a_step(
     assert [record.step for record in records] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("place", ["TrainLoop.run", "WeightSync.hand_over", "TrainLoop._bring"])
+@pytest.mark.parametrize(
+    "place", ["OverlappedLoop._run_step", "WeightSync.hand_over", "OverlappedLoop._hand_over"]
+)
 def test_nothing_is_lost_when_a_run_is_cancelled_while_weights_are_on_their_way(
     tmp_path: Path, place: str
 ) -> None:
