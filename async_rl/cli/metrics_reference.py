@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from async_rl.observability.metrics import PREFIX, Declaration, Metrics, declared
 from async_rl.observability.trackers.names import DERIVED, FIELDS, OWN, OWN_BY_KEY
+from async_rl.runtime.waits import WAIT_KINDS
 
 _HEAD = f"""# Metrics
 
@@ -42,10 +43,25 @@ wandb is an extra, `pip install 'async-rl[wandb]'`, and its key comes from `wand
 |---|---|
 """
 
+_WAITS = """
+## Waits
+
+The label `awaited` of metrics, `/health` and the chains of `async-rl doctor` name waits by these kinds
+(`async_rl/runtime/waits.py`).
+
+| kind | the doctor says | open while |
+|---|---|---|
+"""
+
 
 def markdown() -> str:
-    """The whole page."""
-    return "".join([_HEAD, *_sections(), _TRACKERS, *_names()])
+    """Returns the whole page."""
+    return "".join([_HEAD, *_sections(), _WAITS, *_waits(), _TRACKERS, *_names()])
+
+
+def _waits() -> Iterator[str]:
+    for name, kind in WAIT_KINDS.items():
+        yield f"| `{name}` | {kind.fault.format('…')} | {kind.meaning} |\n"
 
 
 def _sections() -> Iterator[str]:
