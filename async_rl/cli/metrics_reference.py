@@ -31,10 +31,10 @@ All trackers use the same names: verl's, where verl has one for the same figure.
 step. A figure that does not exist in a step is omitted. `response_length/*` counts the tokens that the policy
 wrote, not what tools returned.
 
-Each tracker has its own thread and queue. One that fails or is too slow loses steps; the log reports this once
-and `async_rl_tracker_steps_lost_total` counts it. Training does not wait for trackers. A resumed run continues
-the same wandb run, TensorBoard folder and file. Steps that it repeats replace the old ones, except in wandb,
-which keeps the first ones.
+Each tracker has its own thread and queue. One that fails or is too slow loses steps; the log reports this
+once and `async_rl_tracker_steps_lost_total` counts it. Training does not wait for trackers. A resumed run
+continues the same wandb run, TensorBoard folder and file. Steps that it repeats replace the old ones, except
+in wandb, which keeps the first ones.
 
 wandb is an extra, `pip install 'async-rl[wandb]'`, and its key comes from `wandb login` or WANDB_API_KEY.
 `metrics.wandb.mode: offline` writes files below the run folder; `wandb sync` in that folder uploads them.
