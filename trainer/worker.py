@@ -56,7 +56,6 @@ from trainer.megatron.packing import (
 )
 from trainer.megatron.process_groups import choose_device, start_process_groups, stop_process_groups
 from trainer.megatron.replay import check_rows
-from trainer.schedule import linear_warmup
 from trainer.weights.snapshot import WeightSnapshot, beside_training
 from trainer.weights.weight_export import WeightExport
 from trainer.weights.weight_manifest import check_exported, served_specs
@@ -567,6 +566,14 @@ class TrainerWorker:
             self._model.close()
             self._model = self._offload = None
         stop_process_groups()
+
+
+def linear_warmup(step: int, peak: float, warmup_steps: int) -> float:
+    """Returns the learning rate of step `step` (from 0): it rises linearly to `peak`, then stays there.
+
+    It is a function of the step alone, so that a resumed run needs no scheduler state.
+    """
+    return peak * min(1.0, (step + 1) / warmup_steps) if warmup_steps else peak
 
 
 def _spread(placed: Sequence[_Placed], parts: Sequence[torch.Tensor], num_tokens: int) -> Float32Array:

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 import torch.multiprocessing as mp
-from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 
 from async_rl.errors import AlignmentError
 from async_rl.weights.buckets import size_of
+from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 from tests.support.live_bytes import LiveBytes
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch

@@ -19,6 +19,7 @@ from tests.support.trainers import (
     trial,
     weights,
 )
+from trainer.worker import linear_warmup
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -177,3 +178,9 @@ def test_an_update_is_skipped_when_its_gradient_is_a_spike(moe):
         metrics = worker.train_on(random_batch(layers=2), 1).metrics
         assert metrics["updates_skipped"] == 1
         assert all(torch.equal(weights(worker)[name], tensor) for name, tensor in before.items())
+
+
+def test_learning_rate_rises_linearly_when_warming_up():
+    rates = [linear_warmup(step, 8.0, 4) for step in range(6)]
+    assert rates == [2, 4, 6, 8, 8, 8]
+    assert linear_warmup(0, 8.0, 0) == 8

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.train_batches import random_batch
-from trainer.megatron.cost import SequenceCost
 from trainer.megatron.packing import (
     MicroBatch,
+    SequenceCost,
     level,
     pack,
     plan_micro_batches,

@@ -24,17 +24,16 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
-from trainer.megatron.cost import sequence_cost
 from trainer.megatron.cpu import fuses_layers
 from trainer.megatron.layout import transformer_config
-from trainer.megatron.packing import Packing
-from trainer.megatron.padding import count_real_tokens, mask_for
+from trainer.megatron.packing import Packing, sequence_cost
 from trainer.megatron.replay import ReplayRows, RouterReplayAdapter, local_rows, moe_layer_numbers
 from trainer.validate import Sizes, check_layout
 
@@ -406,3 +405,33 @@ class MegatronModel:
                 group["lr"] = learning_rate * group["lr_mult"]
         self.optimizer.step_with_ready_grads()
         return norm
+
+
+def count_real_tokens(chunk: torch.nn.Module) -> None:
+    """Let the routers of a chunk leave masked tokens out of their counters."""
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            module._apply_expert_bias = partial(_count, module._apply_expert_bias)
+
+
+def _count(megatrons: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    if padding_mask is not None:
+        routing_map = routing_map.masked_fill(padding_mask[:, None], 0)
+    megatrons(routing_map)
+
+
+def mask_for(
+    excluded: torch.Tensor, *, first_stage: bool, tensor_rank: int, tensor_size: int
+) -> torch.Tensor:
+    """What a chunk takes as `padding_mask`, `[1, t]` or its part, from the whole of it.
+
+    Args:
+        excluded: `[1, t]` bool, True where a token does not count.
+        first_stage: Whether the chunk holds the embedding.
+        tensor_rank: Among the ranks that share the sequence.
+        tensor_size: How many they are.
+    """
+    if first_stage:
+        return excluded
+    part = excluded.shape[1] // tensor_size
+    return excluded[:, tensor_rank * part : (tensor_rank + 1) * part]

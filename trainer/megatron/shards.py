@@ -10,7 +10,7 @@ random.<generator>                                           `[ranks, n]`, of us
 Megatron's model says of each parameter which part it is of which tensor (`sharded_state_dict`). With one
 tensor a layer and an expert neither pipeline stages nor expert ranks show in a name. The distributed
 optimizer holds flat ranges of parameters: each rank writes the boxes that make up its own
-(`trainer.megatron.boxes`), parameters included, so that the work is shared out and nothing is gathered.
+(`boxes`), parameters included, so that the work is shared out and nothing is gathered.
 Megatron's own formats for it gather whole buffers on each rank (`fully_reshardable`), or fit only the layout
 that wrote them (`dp_reshardable`).
 """
@@ -36,7 +36,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from async_rl.errors import CheckpointError
-from trainer.megatron.boxes import boxes
 from trainer.megatron.model import MegatronModel
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -234,3 +233,43 @@ def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = Non
                 )
             )
     return parts
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cut `[start, stop)` of a flattened tensor into boxes, at most `2 len(shape) - 1` of them.
+
+    Args:
+        shape: Of the tensor.
+        start: First element, row by row.
+        stop: One behind the last.
+
+    Yields:
+        Boxes in the order of their elements, of which each holds a range without a gap.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # rows that are whole
+    if first > last:  # all of it is inside of one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+    begin = index * math.prod(shape[1:])
+    for box in boxes(shape[1:], start - begin, stop - begin):
+        yield Box((index, *box.offsets), (1, *box.sizes))
