@@ -30,7 +30,7 @@ NUM_EXTREMES = 5
 _PERCENTILES = {"p1": 1.0, "p50": 50.0, "p99": 99.0, "p999": 99.9}
 
 
-def measure(wanted: Targets, start: Float32Array, importance_cap: float | None) -> dict[str, float]:
+def measure_mismatch(wanted: Targets, start: Float32Array, importance_cap: float | None) -> dict[str, float]:
     """Figures of a whole batch, under the names of `async_rl.observability.records.StepRecord`.
 
     Args:
@@ -90,7 +90,7 @@ def measure_routing(
     }
 
 
-def extremes(batch: TrainBatch, wanted: Targets, start: Float32Array) -> tuple[Extreme, ...]:
+def largest_differences(batch: TrainBatch, wanted: Targets, start: Float32Array) -> tuple[Extreme, ...]:
     """The tokens with the largest absolute differences, largest first.
 
     Args:

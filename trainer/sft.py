@@ -17,7 +17,7 @@ from async_rl.sft.schedule import SftBatch
 from async_rl.trainer_protocol import StepResult
 from trainer.collectives import raise_on_all_ranks
 from trainer.losses.log_probs import vocab_parallel_log_probs
-from trainer.megatron.packing import targets
+from trainer.megatron.packing import make_targets
 from trainer.worker import TrainerWorker
 
 
@@ -28,9 +28,9 @@ class SftWorker(TrainerWorker):
         """Consume the `SftBatch` frame at a path; see `fit`."""
         with raise_on_all_ranks(doing=f"cannot read the batch {batch_path}"):
             batch = read_frame(batch_path, SftBatch)
-        return self.fit(batch, step)
+        return self.train_on_conversations(batch, step)
 
-    def fit(self, batch: SftBatch, step: int) -> StepResult:
+    def train_on_conversations(self, batch: SftBatch, step: int) -> StepResult:
         """Take one optimizer step, or only measure the loss.
 
         Args:
@@ -44,23 +44,23 @@ class SftWorker(TrainerWorker):
             NonFiniteLoss: See `TrainerWorker.train_on`.
         """
         begin = time.perf_counter()
-        wanted = targets(batch.rows)
-        placed = self._place(batch.rows, wanted, range(batch.rows.num_trajectories))
+        wanted = make_targets(batch.rows)
+        placed = self.place_micro_batches(batch.rows, wanted, range(batch.rows.num_trajectories))
 
         def loss(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
             part = placed[index]
-            picked = logits.index_select(0, part.logits_of)
+            picked = logits.index_select(0, part.logit_rows)
             log_probs, _ = vocab_parallel_log_probs(picked, part.labels, 1.0, self.model.tensor_group)
             summed = -log_probs.sum()
-            return summed, len(part.tokens), summed.detach().double()
+            return summed, len(part.token_indices), summed.detach().double()
 
-        parts = self.model.run([part.inputs for part in placed], loss, forward_only=not batch.train)
+        parts = self.model.run_schedule([part.inputs for part in placed], loss, forward_only=not batch.train)
         own = sum(parts, torch.zeros((), dtype=torch.float64, device=self.model.device))
         trained = int(np.count_nonzero(wanted.mask))
         mean = float(self.model.sum_over_ranks(own)) / max(trained, 1)
         norm: float | None = math.nan
         if batch.train:
-            norm = self._update(mean, batch.learning_rate, step, batch.rows)
+            norm = self._take_optimizer_step(mean, batch.learning_rate, step, batch.rows)
             self._steps += 1
         return StepResult(
             step=step,

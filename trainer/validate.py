@@ -11,7 +11,7 @@ from async_rl.config import Config, LayoutConfig
 from async_rl.engines.model_facts import load_facts, read_config
 from async_rl.errors import ConfigError
 
-KNOWN = (
+KNOWN_MODEL_TYPES = (
     "deepseek_v3",
     "glm4_moe",
     "llama",
@@ -24,7 +24,7 @@ KNOWN = (
 """Values of `model_type`: see `trainer.megatron.architectures`."""
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """What of a model is shared out over ranks."""
 
     layers: int
@@ -44,29 +44,30 @@ def check(config: Config) -> None:
     """
     path = config.model.path
     model = read_config(path)
-    check_known(str(model.get("model_type")), path)
+    check_model_type(str(model.get("model_type")), path)
     facts = load_facts(path)
     heads = model.get("num_attention_heads")
     if not heads:
         raise ConfigError(f"{path}/config.json does not say 'num_attention_heads'")
     groups = model.get("num_key_value_heads") or heads
-    sizes = Sizes(facts.num_layers, heads, groups, facts.vocab_size, facts.num_experts)
+    sizes = ModelSizes(facts.num_layers, heads, groups, facts.vocab_size, facts.num_experts)
     check_layout(config.trainer.layout, sizes)
 
 
-def check_known(kind: str, path: str) -> None:
+def check_model_type(kind: str, path: str) -> None:
     """Refuse a model of another type.
 
     Raises:
         ConfigError: With the types that are known.
     """
-    if kind not in KNOWN:
+    if kind not in KNOWN_MODEL_TYPES:
         raise ConfigError(
-            f"model.path is {path}, a model of type {kind!r}; the trainer knows {', '.join(KNOWN)}"
+            f"model.path is {path}, a model of type {kind!r}; the trainer supports "
+            f"{', '.join(KNOWN_MODEL_TYPES)}"
         )
 
 
-def check_layout(layout: LayoutConfig, model: Sizes) -> None:
+def check_layout(layout: LayoutConfig, model: ModelSizes) -> None:
     """Check that a model can be cut as a layout says.
 
     Raises:

@@ -131,9 +131,9 @@ def test_the_proximal_policy_stays_when_a_batch_has_several_updates(moe):
 
     # The same by single updates, each with the first one's log-probs in the place of its own.
     with started(trainer_config(moe)) as worker:
-        worker._old_log_probs = lambda placed, num_tokens: (only(old, placed, num_tokens), placed)
+        worker.compute_old_log_probs = lambda placed, num_tokens: (only(old, placed, num_tokens), placed)
         for part in (range(4), range(4, 8), range(4), range(4, 8)):
-            worker._steps = 0  # one batch, one learning rate
+            worker.num_steps = 0  # one batch, one learning rate
             worker.train_on(of(batch, part), 1)
         expected = weights(worker)
     for name, tensor in expected.items():
@@ -168,7 +168,7 @@ def test_an_update_is_skipped_and_counted_when_its_loss_is_not_finite(moe):
         assert all(torch.equal(weights(worker)[name], tensor) for name, tensor in before.items())
         assert worker.train_on(batch, 2).metrics["updates_skipped"] == 0  # which begins the count anew
         assert worker.train_on(broken, 3).metrics["updates_skipped"] == 1
-        with pytest.raises(NonFiniteLoss, match=r"2\. time in a row"):
+        with pytest.raises(NonFiniteLoss, match="consecutive skipped updates: 2"):
             worker.train_on(broken, 4)
 
 

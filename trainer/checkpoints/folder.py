@@ -25,7 +25,7 @@ def step_of(path: Path) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def newest_first(directory: Path) -> list[Path]:
+def checkpoints_newest_first(directory: Path) -> list[Path]:
     """What has the name of a checkpoint."""
     if not directory.is_dir():
         return []
@@ -43,7 +43,7 @@ def scratch_path(directory: Path, step: int) -> Path:
     return directory / f".step_{step:08d}.tmp"
 
 
-def clean(directory: Path) -> list[Path]:
+def remove_leftovers(directory: Path) -> list[Path]:
     """Remove what killed processes have left, while nothing is being written.
 
     Returns:
@@ -55,7 +55,7 @@ def clean(directory: Path) -> list[Path]:
     return left
 
 
-def publish(directory: Path, step: int) -> Path:
+def publish_checkpoint(directory: Path, step: int) -> Path:
     """Let the checkpoint of a step appear, whole and on the disk.
 
     One of the same step, of a run that came this far before it was set back, is replaced; in between there is
@@ -72,7 +72,7 @@ def publish(directory: Path, step: int) -> Path:
     return final
 
 
-def retain(directory: Path, step: int, keep: int, every: int | None) -> list[Path]:
+def remove_old_checkpoints(directory: Path, step: int, keep: int, every: int | None) -> list[Path]:
     """Remove checkpoints that are no longer kept, once that of a step stands.
 
     Args:
@@ -84,7 +84,7 @@ def retain(directory: Path, step: int, keep: int, every: int | None) -> list[Pat
     Returns:
         What was removed.
     """
-    paths = {step_of(path) or 0: path for path in newest_first(directory)}
+    paths = {step_of(path) or 0: path for path in checkpoints_newest_first(directory)}
     kept = steps_kept(paths, step, keep, every)
     removed = [path for number, path in paths.items() if number not in kept]
     for path in removed:

@@ -9,7 +9,7 @@ import torch
 
 from async_rl.config import LayoutConfig
 from async_rl.errors import CheckpointError, ConfigError
-from trainer.checkpoints.loading import check_tensors, find
+from trainer.checkpoints.loading import check_tensors, find_checkpoint
 from trainer.megatron import shards, storage
 from trainer.megatron.bridge import SHARD_BYTES, HFBridge
 from trainer.megatron.cpu import fuses_layers
@@ -21,7 +21,7 @@ _TIMEOUT_S = 60.0
 """Nobody else is waited for."""
 
 
-class Exported(NamedTuple):
+class ExportedModel(NamedTuple):
     """What was written."""
 
     checkpoint: Path
@@ -29,9 +29,9 @@ class Exported(NamedTuple):
     passed_over: tuple[str, ...]
 
 
-def export(
+def export_checkpoint(
     checkpoint: Path, out: Path, *, model: Path | None = None, max_shard_bytes: int | None = None
-) -> Exported:
+) -> ExportedModel:
     """Write the weights of a checkpoint, with the config and tokenizer of its model.
 
     Args:
@@ -49,7 +49,7 @@ def export(
     directory = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint
     start_process_groups(0, 1, "", LayoutConfig(), timeout_s=_TIMEOUT_S)
     try:
-        found = find(directory)
+        found = find_checkpoint(directory)
         if found is None:
             raise CheckpointError(
                 f"there is no checkpoint in {directory}: name a run's folder or a checkpoint"
@@ -62,15 +62,15 @@ def export(
         dtype = getattr(torch, found.manifest.dtype)
         fields = transformer_config(LayoutConfig(), "none", replay=False, fused=fuses_layers(dtype))
         bridge = HFBridge(str(path), dtype, **fields)
-        chunks = [module.to(choose_device("auto")) for module in bridge.build()]
+        chunks = [module.to(choose_device("auto")) for module in bridge.build_chunks()]
         if dtype != torch.float32:
             chunks = [Float16Module(bridge.config, chunk) for chunk in chunks]
-        parts, metadata = shards.parameters(chunks), storage.read_metadata(found.path)
+        parts, metadata = shards.parameter_parts(chunks), storage.read_metadata(found.path)
         wanted = {part.key: tuple(part.global_shape) for part in parts}
-        check_tensors(found.path, wanted, storage.shapes(metadata))
-        storage.read(found.path, metadata, parts)
+        check_tensors(found.path, wanted, storage.stored_shapes(metadata))
+        storage.read_parts(found.path, metadata, parts)
         bridge.shard_bytes = SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
         bridge.save_hf(chunks, out)
     finally:
         stop_process_groups()
-    return Exported(found.path, found.manifest.step, found.passed_over)
+    return ExportedModel(found.path, found.manifest.step, found.passed_over)

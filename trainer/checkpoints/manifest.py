@@ -17,7 +17,7 @@ import msgspec
 from async_rl.errors import CheckpointError
 
 FORMAT: Final = 2
-NAME: Final = "manifest.json"
+MANIFEST_NAME: Final = "manifest.json"
 
 _CHUNK: Final = 1 << 24
 _NAME_OF_FORMAT_1: Final = "meta.json"
@@ -51,7 +51,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, FileRecord] = {}
 
 
-def record(path: Path) -> FileRecord:
+def record_file(path: Path) -> FileRecord:
     """Size and checksum of a file."""
     crc = size = 0
     with path.open("rb") as file:
@@ -63,7 +63,7 @@ def record(path: Path) -> FileRecord:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write it, down to the disk."""
-    with (folder / NAME).open("wb") as file:
+    with (folder / MANIFEST_NAME).open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest)))
         file.flush()
         os.fsync(file.fileno())
@@ -75,17 +75,17 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: When there is none, or one of another format.
     """
-    if not (folder / NAME).is_file() and (folder / _NAME_OF_FORMAT_1).is_file():
+    if not (folder / MANIFEST_NAME).is_file() and (folder / _NAME_OF_FORMAT_1).is_file():
         raise CheckpointError(
             f"{folder} has format 1, of an earlier version; this one reads format {FORMAT}: finish the run "
             "with the version that began it, or begin another run from its Hugging Face export"
         )
     try:
-        manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((folder / MANIFEST_NAME).read_bytes(), type=Manifest)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {NAME}: it was never finished") from error
+        raise CheckpointError(f"{folder} has no {MANIFEST_NAME}: it was never finished") from error
     except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{folder / NAME} cannot be read: {error}") from error
+        raise CheckpointError(f"{folder / MANIFEST_NAME} cannot be read: {error}") from error
     if manifest.format != FORMAT:
         raise CheckpointError(f"{folder} has format {manifest.format}; this version reads format {FORMAT}")
     return manifest
@@ -93,10 +93,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 def is_of_format_1(folder: Path) -> bool:
     """Whether an earlier version wrote it."""
-    return (folder / _NAME_OF_FORMAT_1).is_file() and not (folder / NAME).is_file()
+    return (folder / _NAME_OF_FORMAT_1).is_file() and not (folder / MANIFEST_NAME).is_file()
 
 
-def flaw(folder: Path, *, share: int = 0, of: int = 1) -> str | None:
+def find_flaw(folder: Path, *, share: int = 0, of: int = 1) -> str | None:
     """What is wrong with a checkpoint, or None; sizes of all files are compared, and contents of a share.
 
     Args:
@@ -127,7 +127,7 @@ def _flaw_of_sizes(folder: Path, manifest: Manifest, names: Sequence[str]) -> st
 def _flaw_of_contents(folder: Path, manifest: Manifest, names: Sequence[str]) -> str | None:
     for name in names:
         try:
-            actual = record(folder / name)
+            actual = record_file(folder / name)
         except OSError as error:
             return f"{folder / name} cannot be read: {error.strerror}"
         if actual.crc32c != manifest.files[name].crc32c:

@@ -31,7 +31,7 @@ class Correction(NamedTuple):
     """1 for tokens of rejected answers."""
 
 
-def correct(
+def importance_correction(
     importance: ImportanceConfig,
     reject: RejectConfig,
     old_log_probs: torch.Tensor,

@@ -6,10 +6,10 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
-def kl_estimate(kind: Kind, log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def kl_estimate(kind: KlEstimator, log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """An estimate of KL(policy, reference) at each token, `[n]` nats.
 
     With `d = log_probs - reference`: `k1` is `d`, unbiased, of either sign; `k2` is `d² / 2`, biased, never

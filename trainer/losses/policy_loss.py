@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from async_rl.config import LossConfig
-from trainer.losses.corrections import correct
+from trainer.losses.corrections import importance_correction
 from trainer.losses.kl import kl_estimate
 from trainer.losses.objectives import policy_objective
 from trainer.losses.sequences import Sequences
@@ -30,15 +30,15 @@ SUMS = (
 class TrainedTokens(NamedTuple):
     """The trained tokens of a micro-batch, `[n]` each."""
 
-    proximal: torch.Tensor
+    old_log_probs: torch.Tensor
     """Log-probs of the policy that the update starts from."""
-    rollout: torch.Tensor
+    rollout_log_probs: torch.Tensor
     """Log-probs of the policy that sampled."""
     advantages: torch.Tensor
-    counts: torch.Tensor
+    weights: torch.Tensor
     """What each token counts, times the trained tokens of the update: 1 in a mean over tokens."""
     sequences: Sequences
-    reference: torch.Tensor | None = None
+    reference_log_probs: torch.Tensor | None = None
     """Log-probs of the reference policy, where there is a penalty on the distance from it."""
 
 
@@ -59,27 +59,29 @@ def policy_sums(
 
     Source: k1: John Schulman, "Approximating KL Divergence" (2020).
     """
-    correction = correct(config.importance, config.reject, tokens.proximal, tokens.rollout, tokens.sequences)
+    correction = importance_correction(
+        config.importance, config.reject, tokens.old_log_probs, tokens.rollout_log_probs, tokens.sequences
+    )
     policy = policy_objective(
-        config, log_probs, tokens.proximal, tokens.advantages, correction.weights, tokens.sequences
+        config, log_probs, tokens.old_log_probs, tokens.advantages, correction.weights, tokens.sequences
     )
     loss, kept = policy.loss, 1 - correction.rejected
     if config.entropy_bonus:
         loss = loss - config.entropy_bonus * kept * entropy
-    if tokens.reference is not None and config.kl.where == "loss":
-        distance = kl_estimate(config.kl.estimator, log_probs, tokens.reference)
+    if tokens.reference_log_probs is not None and config.kl.where == "loss":
+        distance = kl_estimate(config.kl.estimator, log_probs, tokens.reference_log_probs)
         loss = loss + config.kl.coefficient * kept * distance
-    loss = loss * tokens.counts
+    loss = loss * tokens.weights
     with torch.no_grad():
         away = torch.zeros_like(log_probs)
-        if tokens.reference is not None:
-            away = kl_estimate(config.kl.estimator, log_probs, tokens.reference)
+        if tokens.reference_log_probs is not None:
+            away = kl_estimate(config.kl.estimator, log_probs, tokens.reference_log_probs)
         sums = torch.stack(
             [
                 values.sum(dtype=torch.float64)
                 for values in (
                     loss,
-                    tokens.proximal - log_probs,
+                    tokens.old_log_probs - log_probs,
                     policy.clipped,
                     entropy,
                     correction.ratios,
@@ -92,7 +94,7 @@ def policy_sums(
     return loss.sum(), sums
 
 
-def means(sums: Sequence[float], trained: int, *, bypass: bool, reference: bool) -> dict[str, float]:
+def mean_metrics(sums: Sequence[float], trained: int, *, bypass: bool, reference: bool) -> dict[str, float]:
     """The metrics that `SUMS` amount to.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
-def alone(sums: torch.Tensor) -> torch.Tensor:
+def no_reduction(sums: torch.Tensor) -> torch.Tensor:
     """No other rank has a part of the trajectories."""
     return sums
 
@@ -25,7 +25,7 @@ class Sequences(NamedTuple):
     """`[n]` int64, the trajectory of each token, below `len(lengths)`."""
     lengths: torch.Tensor
     """`[N]`, trained tokens of each trajectory, on all ranks."""
-    reduce: Reduce = alone
+    reduce: Reduce = no_reduction
     """Adds `[N]` up over the ranks that share the trajectories."""
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:

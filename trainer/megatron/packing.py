@@ -47,7 +47,7 @@ class Packing:
     lengths: tuple[int, ...]  # padded lengths, sum t
 
     @property
-    def real(self) -> BoolArray:
+    def is_token(self) -> BoolArray:
         """`[t]` True where there is a token."""
         return self.source >= 0
 
@@ -145,7 +145,7 @@ def _even_fit(
     return bins
 
 
-def pack(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packing:
+def pack_micro_batch(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packing:
     """Lay trajectories one after the other, each padded on its right to a multiple of `align`.
 
     On the right of a causal sequence padding changes nothing for the real tokens. An empty micro-batch
@@ -163,7 +163,7 @@ def pack(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packin
     return Packing(source=np.concatenate(parts), lengths=tuple(lengths))
 
 
-def level(packings: Sequence[Packing]) -> list[Packing]:
+def level_packings(packings: Sequence[Packing]) -> list[Packing]:
     """Pad packings to the longest of them, each by one more sequence of padding.
 
     The padding keeps the alignment, because all packings have it.
@@ -179,7 +179,7 @@ def level(packings: Sequence[Packing]) -> list[Packing]:
     return result
 
 
-def targets(batch: TrainBatch) -> Targets:
+def make_targets(batch: TrainBatch) -> Targets:
     """Bring a batch's per-token arrays to the predicting positions."""
     ends = batch.offsets[1:][np.diff(batch.offsets) > 0] - 1
     trajectory = np.repeat(np.arange(batch.num_trajectories), np.diff(batch.offsets))
@@ -200,10 +200,10 @@ def shift_left(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return moved
 
 
-def take(values: np.ndarray, packing: Packing) -> np.ndarray:
+def gather_packed(values: np.ndarray, packing: Packing) -> np.ndarray:
     """`values` `[S, ...]` at the packed positions, 0 where padded."""
     picked = values[np.maximum(packing.source, 0)]
-    picked[~packing.real] = 0
+    picked[~packing.is_token] = 0
     return picked
 
 

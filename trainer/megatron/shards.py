@@ -40,7 +40,7 @@ from trainer.megatron.model import MegatronModel
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-Part = ShardedTensor
+TensorPart = ShardedTensor
 """A part of a global tensor: `key`, `data`, `global_shape`, `global_offset`."""
 Sharded = ShardedTensor | ShardedTensorFactory
 
@@ -58,15 +58,15 @@ class _HeldShard(NamedTuple):
     """Whether the other data-parallel ranks hold the rest, or the same."""
 
 
-def parameters(chunks: Sequence[torch.nn.Module]) -> list[Part]:
+def parameter_parts(chunks: Sequence[torch.nn.Module]) -> list[TensorPart]:
     """This rank's parameters and buffers, as they are; views."""
     return [part for sharded in _sharded(chunks) for part in _parts(sharded, sharded.data)]
 
 
-def to_save(model: MegatronModel) -> list[Part]:
+def parts_to_save(model: MegatronModel) -> list[TensorPart]:
     """What this rank is to write, so that all ranks together write everything once; views."""
     held = {id(each.parameter): each for each in _held(model)}
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for sharded in _sharded(model.chunks):
         each = held.get(id(sharded.data))
         if each is None or not each.ranged:
@@ -79,9 +79,9 @@ def to_save(model: MegatronModel) -> list[Part]:
     return [part for part in parts if is_main_replica(part.replica_id)] + list(random_state().values())
 
 
-def to_load(model: MegatronModel, *, optimizer: bool) -> list[Part]:
+def parts_to_load(model: MegatronModel, *, optimizer: bool) -> list[TensorPart]:
     """What this rank needs, to be overwritten; with `optimizer` its state too, made where there is none."""
-    parts = parameters(model.chunks)
+    parts = parameter_parts(model.chunks)
     if optimizer:
         for each in _held(model):
             for name in _MOMENTS:
@@ -113,7 +113,7 @@ def set_optimizer_step(model: MegatronModel, step: int) -> None:
         )
 
 
-def random_state() -> dict[str, Part]:
+def random_state() -> dict[str, TensorPart]:
     """A copy of the generators' states, by name; overwritten, it is for `set_random_state`."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -122,7 +122,7 @@ def random_state() -> dict[str, Part]:
         states[f"megatron.{name}"] = state
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return {
-        name: Part(
+        name: TensorPart(
             f"random.{name}",
             state[None].clone(),
             torch.uint8,
@@ -135,7 +135,7 @@ def random_state() -> dict[str, Part]:
     }
 
 
-def set_random_state(model: MegatronModel, states: dict[str, Part]) -> None:
+def set_random_state(model: MegatronModel, states: dict[str, TensorPart]) -> None:
     """Take up the generators as they were."""
     bytes_of = {name: part.data[0].cpu() for name, part in states.items()}
     torch.set_rng_state(bytes_of.pop("cpu"))
@@ -177,9 +177,9 @@ def _held(model: MegatronModel) -> Iterator[_HeldShard]:
             yield _HeldShard(parameter, main, start, part.optimizer, ranged=True)
 
 
-def _optimizer_state(model: MegatronModel) -> list[Part]:
+def _optimizer_state(model: MegatronModel) -> list[TensorPart]:
     sharded_of = {id(sharded.data): sharded for sharded in _sharded(model.chunks)}
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for each in _held(model):
         state = each.optimizer.state[each.main]
         tensors = {name: state[name] for name in _MOMENTS}
@@ -193,7 +193,7 @@ def _optimizer_state(model: MegatronModel) -> list[Part]:
     return parts
 
 
-def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = None) -> list[Part]:
+def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = None) -> list[TensorPart]:
     """A tensor of a parameter's shape as parts of global tensors, or what is held of one.
 
     Args:
@@ -221,7 +221,7 @@ def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = Non
             data = flat[position : position + size].view(box.sizes)
             position += size
             parts.append(
-                Part(
+                TensorPart(
                     each.key,
                     data,
                     data.dtype,

@@ -31,7 +31,7 @@ _VOCABULARY_MULTIPLE: Final = 64
 """An engine fills these up with rows of zeros; `DEFAULT_VOCAB_PADDING_SIZE` of SGLang."""
 
 
-def sum_up(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+def checksum_parameters(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """The first 8 bytes of SHA-256 over each parameter of an engine, as hexadecimal digits.
 
     Args:

@@ -42,7 +42,7 @@ class WeightSnapshot:
         self._where = where
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def copy_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Go through all tensors, which is collective, and copy them; they may change when this returns."""
         for name, tensor in tensors:
             if not self._keeps:
@@ -64,7 +64,7 @@ class WeightSnapshot:
 
 
 @contextmanager
-def beside_training(device: torch.device) -> Iterator[None]:
+def side_stream(device: torch.device) -> Iterator[None]:
     """What the block does on a GPU goes into a stream of its own: it does not wait for a step's kernels."""
     if device.type != "cuda":
         yield

@@ -26,7 +26,7 @@ from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spe
 from async_rl.weights.delta import DeltaWriter, Raw
 from async_rl.weights.relay import BUFFERS
 from async_rl.weights.shared_memory import payload_for, shared_buffer
-from trainer.weights.checksums import sum_up
+from trainer.weights.checksums import checksum_parameters
 
 Export = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """Starts a pass over all tensors under their Hugging Face names, in the same order each time."""
@@ -59,34 +59,34 @@ class WeightExport:
         self._check = check
         self._group_timeout_s = group_timeout_s
         self._groups: dict[str, WeightGroup] = {}
-        self._specs: list[TensorSpec] = []
-        self._buffers: list[torch.Tensor] = []
+        self.planned_specs: list[TensorSpec] = []
+        self.shared_buffers: list[torch.Tensor] = []
         self._sharing: Iterator[torch.Tensor | None] = iter(())
         self._deltas = DeltaWriter()
 
-    def plan(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+    def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
         """Implements `TrainerRank.plan_buckets`."""
-        return plan_buckets(self.specs(), bucket_bytes)
+        return plan_buckets(self.tensor_specs(), bucket_bytes)
 
-    def specs(self) -> Sequence[TensorSpec]:
+    def tensor_specs(self) -> Sequence[TensorSpec]:
         """What is exported, in its order; found out, and checked, once.
 
         Raises:
             WeightSyncError: On rank 0, when the engines' model is made of something else.
         """
-        if not self._specs:
+        if not self.planned_specs:
             specs = [spec_of(name, tensor) for name, tensor in self._export()]
             if self._rank == 0:
                 self._check(specs)
-            self._specs = specs
-        return self._specs
+            self.planned_specs = specs
+        return self.planned_specs
 
     def checksums(self) -> dict[str, str]:
         """Implements `TrainerRank.checksums`."""
         tensors = self._export()
         try:
             # An engine on a GPU sums there, in another way.
-            return sum_up(tensors) if self._rank == 0 and self._device.type == "cpu" else {}
+            return checksum_parameters(tensors) if self._rank == 0 and self._device.type == "cpu" else {}
         finally:
             collections.deque(tensors, maxlen=0)
 
@@ -103,9 +103,9 @@ class WeightExport:
         if group is not None:
             group.close()
 
-    def send(self, group_names: list[str], bucket_bytes: int) -> None:
+    def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """Implements `TrainerRank.send_weights`."""
-        buckets = self.plan(bucket_bytes)
+        buckets = self.plan_buckets(bucket_bytes)
         tensors = self._export()
         try:
             if self._rank == 0:
@@ -117,9 +117,9 @@ class WeightExport:
 
     # -- shared memory
 
-    def share(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+    def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """Implements `TrainerRank.share_bucket`."""
-        buckets = self.plan(bucket_bytes)
+        buckets = self.plan_buckets(bucket_bytes)
         if number == 0:
             self._sharing = self._share_all(buckets)
         data = next(self._sharing)
@@ -131,14 +131,14 @@ class WeightExport:
         for number, bucket in enumerate(buckets):
             of_bucket, data = itertools.islice(tensors, len(bucket)), None
             try:
-                self.make_room(buckets)
+                self.allocate_buffers(buckets)
                 if self._rank == 0:
-                    (data,) = fill_buckets(of_bucket, [bucket], [self._buffers[number % BUFFERS]])
+                    (data,) = fill_buckets(of_bucket, [bucket], [self.shared_buffers[number % BUFFERS]])
             finally:
                 collections.deque(of_bucket, maxlen=0)
             yield data
 
-    def make_room(self, buckets: Sequence[Sequence[TensorSpec]]) -> None:
+    def allocate_buffers(self, buckets: Sequence[Sequence[TensorSpec]]) -> None:
         """Allocate what `share` fills, on rank 0.
 
         The buffers are kept from update to update: fresh pages cost more than to copy into old ones.
@@ -147,9 +147,9 @@ class WeightExport:
             WeightSyncError: When there is not enough shared memory.
         """
         num_bytes = largest_of(buckets)
-        if self._rank == 0 and (not self._buffers or len(self._buffers[0]) < num_bytes):
-            self._buffers.clear()
-            self._buffers += [shared_buffer(num_bytes) for _ in range(BUFFERS)]
+        if self._rank == 0 and (not self.shared_buffers or len(self.shared_buffers[0]) < num_bytes):
+            self.shared_buffers.clear()
+            self.shared_buffers += [shared_buffer(num_bytes) for _ in range(BUFFERS)]
 
     # -- a delta
 
@@ -170,7 +170,7 @@ class WeightExport:
         """Leave all groups and give the memory back."""
         for name in list(self._groups):
             self.close_group(name)
-        self._buffers = []
+        self.shared_buffers = []
         self._sharing = iter(())
         self._deltas = DeltaWriter()
 
