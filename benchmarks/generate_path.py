@@ -33,7 +33,10 @@ from async_rl.engines.model_facts import facts_of
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.journal import Entry
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import Transcript
 from async_rl.types import Task
 
 PROMPT = np.arange(1024, dtype=np.int32) % 500
@@ -156,23 +159,21 @@ _NO_ROUTING = RoutingConfig(replay="off")
 
 async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
     """One turn of an agent loop."""
-    session = RolloutSession(
-        task=_TASK,
-        trajectory_id=f"{number:032x}",
-        group_id="g",
-        pool=pool,
+    context = SessionContext(
         chat=cast(ChatFormat, _Chat()),
-        facts=FACTS,
         rollout=_ROLLOUT,
-        routing_config=_NO_ROUTING,
-        interrupt="abort",
         metrics=metrics,
-        new_id=lambda: f"{number:032x}",
         clock=time.monotonic,
+        pool=pool,
+        facts=FACTS,
+        routing=_NO_ROUTING,
+        interrupt="abort",
+        new_id=lambda: f"{number:032x}",
     )
+    session = RolloutSession(context, _TASK, Transcript(context, Entry(f"{number:032x}")), group_id="g")
     session.start([])
     turn = await session.generate()
-    pool.forget(f"{number:032x}")
+    pool.dispatcher.forget_trajectory(f"{number:032x}")
     return len(turn.token_ids)
 
 
@@ -259,8 +260,8 @@ async def _run(url: str, quick: bool) -> list[dict[str, object]]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         metrics = Metrics()
         pool = EnginePool(metrics, time.monotonic)
-        pool.add(engine)
-        pool.serve("engine-0", 0)
+        pool.add_engine(engine)
+        pool.serve_engine("engine-0", 0)
         subjects = {
             "client": lambda number: _ours(engine, number),
             "session": lambda number: _turn(pool, metrics, number),

@@ -34,7 +34,7 @@ from async_rl.errors import EngineError
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import FIGURES
 from async_rl.queue.journal import Journal
-from async_rl.run.orchestrator import Cluster, Orchestrator
+from async_rl.run.orchestrator import Cluster, Orchestrator, RunInputs
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import Context, Sampled, Task, TrainBatch
@@ -163,11 +163,9 @@ def live(folder: Path, *, journal: bool, steps: int, decode_step_s: float) -> Co
     metrics = Metrics()
 
     async def run() -> None:
-        orchestrator = Orchestrator(
-            config, run_dir, asyncio.Event(), InProcess(config), metrics, time.monotonic
-        )
-        chat = cast(ChatFormat, SimulatedChat())
-        await orchestrator.run(TASKS, chat, FACTS, lambda: f"{next(ids):032x}", None)
+        inputs = RunInputs(TASKS, cast(ChatFormat, SimulatedChat()), FACTS, lambda: f"{next(ids):032x}")
+        cluster = InProcess(config)
+        await Orchestrator(config, run_dir, asyncio.Event(), cluster, metrics, time.monotonic, inputs).run()
 
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     asyncio.run(run())

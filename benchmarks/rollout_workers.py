@@ -38,7 +38,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.rollout.attempt import close
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
-from async_rl.rollout.workers.link import connect, door
+from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.rollout.workers.worker_backend import WorkerBackend
@@ -105,7 +105,7 @@ def work(workers: int, port: int, key: bytes) -> None:
 
     async def run() -> None:
         worker = RolloutWorker(config_of(workers), chat=CHAT, metrics=Metrics(), clock=time.monotonic)
-        await worker.run(await connect("127.0.0.1", port, key))
+        await worker.run(await connect_link("127.0.0.1", port, key))
 
     die_with_parent()
     asyncio.run(run())
@@ -114,9 +114,9 @@ def work(workers: int, port: int, key: bytes) -> None:
 @asynccontextmanager
 async def open_worker(workers: int) -> AsyncIterator[Link]:
     """Start a worker, which ends with the block."""
-    async with door("127.0.0.1") as listening:
+    async with listen("127.0.0.1") as listener:
         spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(target=work, args=(workers, listening.port, listening.key))
+        process = spawn.Process(target=work, args=(workers, listener.port, listener.key))
         process.start()
 
         async def watch() -> None:
@@ -125,7 +125,7 @@ async def open_worker(workers: int) -> AsyncIterator[Link]:
 
         async with Nursery() as nursery:
             nursery.start_task("start of a worker", watch())
-            link = await listening.link()
+            link = await listener.accept_link()
             nursery.cancel_tasks()
     try:
         yield link
@@ -156,8 +156,8 @@ async def playing(workers: int) -> AsyncIterator[Play]:
     assert isinstance(config.engine, SimulatedEngines)
     pool = EnginePool(metrics, time.monotonic)
     for index in range(4):
-        pool.add(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
-        pool.serve(f"engine-{index}", 0)
+        pool.add_engine(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
+        pool.serve_engine(f"engine-{index}", 0)
     stage: RolloutBackend = (
         WorkerBackend(config.rollout, lambda name: open_worker(workers), metrics)
         if workers

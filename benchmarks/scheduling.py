@@ -616,7 +616,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument(
-        "--plot", type=Path, help="only draw throughput and staleness over the bound, to here"
+        "--plot",
+        type=Path,
+        help="only draw throughput and staleness over the bound, to here; needs matplotlib",
     )
     parser.add_argument("--only", default="", help="policies whose name has this in it")
     parser.add_argument("--groups", type=int, nargs="+", default=[128, 32], choices=[128, 32])

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from async_rl.weights.delta import DeltaWriter
-from async_rl.weights.follower import Follower
+from async_rl.weights.weight_folder import WeightFolder
 from trainer.weights.weight_export import raw_of
 
 SHARES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
@@ -63,13 +63,13 @@ def measure(label: str, before: Tensors, after: Tensors, root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
     (root / "whole").mkdir(parents=True)
     save_file(before, root / "whole" / "model.safetensors")
-    writer, follower = DeltaWriter(), Follower(root / "host")
+    writer, folder = DeltaWriter(), WeightFolder(root / "host")
     writer.write(((n, t.element_size(), raw_of(t)) for n, t in before.items()), root / "delta", None, 1)
-    follower.hold(str(root / "whole"), 1)
+    folder.copy_version(str(root / "whole"), 1)
     begin = time.perf_counter()
     writer.write(((n, t.element_size(), raw_of(t)) for n, t in after.items()), root / "delta", 1, 2)
     written = time.perf_counter()
-    follower.apply(str(root / "delta"))
+    folder.apply_delta(str(root / "delta"))
     applied = time.perf_counter()
     whole = sum(tensor.nbytes for tensor in before.values())
     changed = sum(int((before[n].view(torch.int16) != after[n].view(torch.int16)).sum()) for n in before)

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run find
 from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import free_port
-from async_rl.weights.relay import Relay
+from async_rl.weights.relay import BucketRelay
 from benchmarks.real_parts import serving, write_json
 from tests.support.live_bytes import LiveBytes
 from tests.support.sglang_world import in_trainer_order
@@ -142,10 +142,10 @@ class Sender:
         async def fill(number: int) -> list[bytes]:
             return await asyncio.to_thread(self._export.share_bucket, number, self._size.bucket_bytes, 1)
 
-        relay = Relay(["engine"], len(self._plan), fill)
+        relay = BucketRelay(["engine"], len(self._plan), fill)
         begin = time.perf_counter()
         await asyncio.gather(
-            relay.run(),
+            relay.fetch_buckets(),
             self._update(
                 lambda version: TensorUpdate(
                     weight_version=version,

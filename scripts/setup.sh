@@ -61,7 +61,9 @@ if [[ ! -x $venv/bin/python ]] || ! is_current "$venv/requirements.stamp" "$(fin
   rm -rf "$venv"
   "$python" -m venv "$venv"
   "$venv/bin/python" -m pip --version >"$log"
-  install "torch (1 of 4)" -c requirements/cpu.txt -r requirements/torch.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
+  # A CPU build needs nothing that requirements/cpu.txt lacks, and an index of torch may not have those versions. The CUDA
+  # build, where pip's own index serves it, needs its libraries.
+  install "torch (1 of 4)" -c requirements/cpu.txt -r requirements/torch.txt ${TORCH_INDEX:+--no-deps --index-url "$TORCH_INDEX"}
   install "SGLang and Megatron-Core (2 of 4)" --no-deps -r requirements/cpu-nodeps.txt
   install "what they need at run time (3 of 4)" --no-deps -r requirements/cpu.txt
   install "tests and checks (4 of 4)" --no-deps -r requirements/dev.txt

@@ -9,6 +9,8 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+pytest_plugins = ["tests.support.environment"]
+
 GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "calculator"
 

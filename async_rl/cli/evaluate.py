@@ -1,4 +1,4 @@
-"""`async-rl evaluate CONFIG`: the validation sets of a config, answered by any model, without a trainer.
+"""`async-rl evaluate CONFIG`: any model answers the validation sets of a config, without a trainer.
 
 ```
  data.validation ──► Evaluator ──► engines of the config: started here, engine.urls, or simulated
@@ -21,19 +21,17 @@ from uuid6 import uuid7
 
 from async_rl.cli.inspection.try_out import OpenEngines, engines_of
 from async_rl.config import Config, SGLangEngines, load_config
-from async_rl.config.reference import resolved_yaml
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_validation, prompt_rule
 from async_rl.engines.model_facts import load_facts
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, append_evaluation
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive
 from async_rl.run.folder import console as default_console
+from async_rl.run.folder import result_folder, run_in_folder
 from async_rl.run.preflight import check
-from async_rl.runtime.processes import private_files
-from async_rl.runtime.supervision import first_error
 
 
 def evaluate(
@@ -52,48 +50,47 @@ def evaluate(
         path: The config's YAML file; `evaluation` says how often and how answers are sampled.
         overrides: `dotted.key=value` changes to it.
         model: A Hugging Face folder; None takes `model.path`.
-        out: Folder for the record and the answers; None keeps none.
+        out: Folder for the record, the answers and the log; None keeps none of them.
         as_json: Print the record instead of a table.
-        console: Where; None takes stdout.
-        open_engines: Gives engines that answer.
+        console: Where the table is printed; None takes stdout.
+        open_engines: Provides the engines that answer.
 
     Returns:
-        The exit code: 1 when no answer could be scored.
+        The exit code: 1 when no answer could be scored. An error of the evaluation is printed; the log in
+        `out` has its traceback.
 
     Raises:
         ConfigError: The config cannot work, or names no validation set.
-        EnvironmentNotReady: An engine did not come up.
-        EngineError: All engines were lost, or `evaluation.timeout_s` is over.
     """
     given = [] if model is None else [f"model.path={model}"]
-    # All engines that there are answer, and no old one is asked for.
+    # All engines that there are answer; none is lent by a run, and none is reserved.
     config = load_config(path, [*overrides, *given, "evaluation.engines=shared"])
     if not config.data.validation:
         raise ConfigError("data.validation names no dataset: add `data.validation: [{path: ...}]`")
     check(config)
-    with private_files():
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "config.yaml").write_text(resolved_yaml(config))
-        try:
-            record = asyncio.run(_examine(config, out, open_engines))
-        except ExceptionGroup as group:
-            cause = first_error(group)
-            if not isinstance(cause, AsyncRLError):
-                raise
-            raise cause from group
-        if out is not None:
-            append_evaluation(out / FILE, record)
-    if as_json:
-        print(msgspec.json.encode(record).decode())
-    else:
-        show(console or default_console(), config.model.path, record)
-        if out is not None:
-            (console or default_console()).print(f"the answers: async-rl inspect {out}", highlight=False)
-    return int(not record.scores)
+    shown = console or default_console()
+
+    async def run(folder: Path, stop: asyncio.Event) -> EvaluationRecord:
+        return await _evaluate_sets(config, folder, open_engines, keep_answers=out is not None)
+
+    def finish(folder: Path, record: EvaluationRecord) -> int:
+        append_evaluation(folder / FILE, record)
+        if as_json:
+            print(msgspec.json.encode(record).decode())
+        else:
+            show(shown, config.model.path, record)
+            if out is not None:
+                shown.print(f"the answers: async-rl inspect {out}", highlight=False)
+        return int(not record.scores)
+
+    with tempfile.TemporaryDirectory(prefix="async-rl-evaluate-") as scratch:
+        folder = result_folder(out or Path(scratch), config)
+        return run_in_folder(folder, config, run, finish=finish, keep_log=out is not None)
 
 
-async def _examine(config: Config, out: Path | None, open_engines: OpenEngines) -> EvaluationRecord:
+async def _evaluate_sets(
+    config: Config, folder: Path, open_engines: OpenEngines, *, keep_answers: bool
+) -> EvaluationRecord:
     evaluator = Evaluator(
         config,
         load_validation(config.data, prompt_rule(config)),
@@ -103,16 +100,15 @@ async def _examine(config: Config, out: Path | None, open_engines: OpenEngines) 
         clock=time.monotonic,
     )
     pool, versions = evaluator.pool(), set[int]()
-    kept = None if out is None else Archive(out / archive.FILE, keep=evaluator.num_answers)
-    scratch = tempfile.TemporaryDirectory(prefix="async-rl-evaluate-")
+    kept = Archive(folder / archive.FILE, keep=evaluator.num_answers) if keep_answers else None
     try:
-        async with open_engines(config, (out or Path(scratch.name)) / "logs") as engines:
+        async with open_engines(config, folder / "logs") as engines:
             for engine in engines:
                 health = await engine.health()
                 _check_model(config, engine.engine_id, health.model_path)
                 versions.add(health.weight_version)
-                pool.add(engine)
-                pool.serve(engine.engine_id, health.weight_version)
+                pool.add_engine(engine)
+                pool.serve_engine(engine.engine_id, health.weight_version)
             if len(versions) > 1:
                 raise ConfigError(
                     f"engine.urls: the servers have weight versions {sorted(versions)}, expected one: they "
@@ -120,13 +116,12 @@ async def _examine(config: Config, out: Path | None, open_engines: OpenEngines) 
                 )
             return await evaluator.evaluate_sets(pool, versions.pop(), kept)
     finally:
-        scratch.cleanup()
         if kept is not None:
             kept.close()
 
 
 def _check_model(config: Config, engine_id: str, serves: str) -> None:
-    """An external server may have been started with another model."""
+    """Check that an external server serves the model that is to be evaluated."""
     external = isinstance(config.engine, SGLangEngines) and (config.engine.urls or config.engine.urls_file)
     if external and serves and Path(serves).resolve() != Path(config.model.path).resolve():
         raise ConfigError(
@@ -136,7 +131,7 @@ def _check_model(config: Config, engine_id: str, serves: str) -> None:
 
 
 def show(console: Console, model: str, record: EvaluationRecord) -> None:
-    """Print a record as a table: a line a set."""
+    """Print a record as a table with one line per set."""
     ks = sorted({k for score in record.scores.values() for k in score.pass_at}, key=int)
     table = Table(title=f"{model}, {record.asked} answers in {record.duration_s:.0f} s", title_justify="left")
     table.add_column("set")
@@ -146,8 +141,8 @@ def show(console: Console, model: str, record: EvaluationRecord) -> None:
         table.add_row(
             name,
             str(score.tasks),
-            _told(score.reward),
-            *(_told(score.pass_at[k]) for k in ks),
+            _with_margin(score.reward),
+            *(_with_margin(score.pass_at[k]) for k in ks),
             _number(score.tokens_mean, ".0f"),
             _number(score.truncated_share, ".0%"),
         )
@@ -157,7 +152,7 @@ def show(console: Console, model: str, record: EvaluationRecord) -> None:
         console.print(f"answers that were dropped: {dropped}", style="yellow", highlight=False)
 
 
-def _told(estimate: Estimate) -> str:
+def _with_margin(estimate: Estimate) -> str:
     value, low, high = estimate.value, estimate.low, estimate.high
     if value is None or low is None or high is None:
         return _number(value, ".3f")

@@ -2,34 +2,28 @@
 
 ```
 <run.dir>/<run.name>/
-  config.yaml      the resolved config        metrics.jsonl   one StepRecord a line
-  logs/            driver, engines, ranks     summary.json    the run in one screen, for programs
-  checkpoints/     to resume from             reward.png      its curves
-  hf/              the model, Hugging Face format       url             of the page and /metrics
-  versions.json    of what it runs on
+  config.yaml      the resolved config        metrics.jsonl   one StepRecord per line
+  logs/            driver, engines, ranks     summary.json    totals of the run, for programs
+  checkpoints/     to resume from             report.html     the run as one page, with its curves
+  hf/              the exported model         url             address of the page and /metrics
+  versions.json    installed versions
 ```
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import signal
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from async_rl.config import Config, load_config
-from async_rl.errors import AsyncRLError
-from async_rl.observability.console_report import RunProgress, print_summary, write_run_files
+from async_rl.observability.console_report import RunProgress, print_summary, write_summary
+from async_rl.observability.page.html_report import write_report
 from async_rl.observability.records import Summary, read_records
-from async_rl.run.folder import console, describe, logging_to, on_signals, run_folder
-from async_rl.runtime.processes import private_files
-from async_rl.runtime.supervision import first_error
-
-log = logging.getLogger(__name__)
+from async_rl.run.folder import console, run_folder, run_in_folder
+from async_rl.run.preflight import check, check_trainer
 
 Launch = Callable[[Config, Path, asyncio.Event, RunProgress], Awaitable[Summary]]
 """Runs a config in its folder until it is done or the event is set."""
@@ -44,60 +38,51 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
         launch: Starts the processes of the run; None takes `async_rl.placement.run`.
 
     Returns:
-        The exit code. An error of the run is printed, its traceback goes to the log.
+        The exit code. An error of the run is printed; the log has its traceback.
 
     Raises:
-        ConfigError: Before the run has a folder, and so a log.
+        ConfigError: The config cannot work; there is no run folder and no log yet.
     """
-    from async_rl.run.preflight import check, check_trainer
-
     config = load_config(path, overrides)
     check_trainer(config, config.trainer.worker, "trainer.worker")
     check(config)
     shown = console()
-    with private_files(), run_folder(config) as run_dir:
+    progress = RunProgress(shown)
+    results: list[tuple[Path, Summary]] = []
+
+    def is_complete(run_dir: Path) -> bool:
         finished = read_records(run_dir / "metrics.jsonl")
-        if finished and finished[-1].step >= config.run.max_steps and (run_dir / "summary.json").exists():
-            summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
-            print_summary(shown, run_dir, finished, summary)
-            shown.print(
-                f"{run_dir} is complete: raise run.max_steps to go on, or set run.name for another run"
-            )
-            return 0
-        log_file = run_dir / "logs" / "driver.log"
-        with logging_to(log_file, config.run.log_level):
-            signals: list[signal.Signals] = []
-            try:
-                summary = asyncio.run(_run(config, run_dir, launch or _on_ray, RunProgress(shown), signals))
-            except asyncio.CancelledError:
-                print(f"async-rl: aborted by {signals[0].name}; log: {log_file}", file=sys.stderr)
-                return 128 + signals[0]
-            except Exception as error:
-                cause = first_error(error)
-                log.error("the run failed: %s", describe(cause), exc_info=error)
-                print(f"async-rl: {describe(cause)}; log: {log_file}", file=sys.stderr)
-                return cause.exit_code if isinstance(cause, AsyncRLError) else 1
-        records = read_records(run_dir / "metrics.jsonl")
-        write_run_files(run_dir, records, summary)
-        print_summary(shown, run_dir, records, summary)
-    return 128 + signals[0] if signals else 0
+        summary_file = run_dir / "summary.json"
+        if not finished or finished[-1].step < config.run.max_steps or not summary_file.exists():
+            return False
+        print_summary(shown, run_dir, finished, msgspec.json.decode(summary_file.read_bytes(), type=Summary))
+        shown.print(
+            f"{run_dir} is complete: raise run.max_steps to continue, or set run.name for another run"
+        )
+        return True
 
+    async def run(run_dir: Path, stop: asyncio.Event) -> Summary:
+        progress.phase(f"starting processes; their logs are in {run_dir / 'logs'}")
+        return await (launch or _on_ray)(config, run_dir, stop, progress)
 
-async def _run(
-    config: Config, run_dir: Path, launch: Launch, progress: RunProgress, signals: list[signal.Signals]
-) -> Summary:
-    stop = asyncio.Event()
-
-    def stopping(name: str) -> None:
+    def on_stop(name: str) -> None:
         progress.phase(f"{name}: running work ends, then a checkpoint is written; once more to abort")
-        stop.set()
 
-    progress.phase(f"starting processes; their logs are in {run_dir / 'logs'}")
-    with on_signals(stopping, signals):
-        return await launch(config, run_dir, stop, progress)
+    def finish(run_dir: Path, summary: Summary) -> int:
+        write_summary(run_dir, summary)
+        results.append((run_dir, summary))
+        return 0
+
+    exit_code = run_in_folder(
+        run_folder(config), config, run, finish=finish, is_complete=is_complete, on_stop=on_stop
+    )
+    for run_dir, summary in results:
+        write_report(run_dir)  # after the folder is unlocked, so that the report says that the run has ended
+        print_summary(shown, run_dir, read_records(run_dir / "metrics.jsonl"), summary)
+    return exit_code
 
 
 async def _on_ray(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
-    from async_rl import placement  # imports Ray: a second that a test of this module need not pay
+    from async_rl import placement  # imports Ray, which takes a second: not for tests of this module
 
     return await placement.run(config, run_dir, stop, progress)

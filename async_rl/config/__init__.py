@@ -1,9 +1,9 @@
-"""Every setting of a run, typed, strict, with its bounds and a sentence each.
+"""Every setting of a run, with its type, its bounds and a description.
 
-A config is read in one way (`load_config`): YAML, then dotted overrides whose values are YAML too, then a
-strict conversion. A misspelt key, a value out of range or two settings that exclude each other end in one
-`ConfigError` that says where and what to do. Nothing outside the config is configurable; keys for servers are
-generated per run and handed over in a file that only we can read.
+`load_config` is the only way to read a config: YAML, then dotted overrides whose values are YAML too, then a
+strict conversion. A misspelt or renamed key, a value out of range, or two settings that exclude each other
+end in one `ConfigError` that names the place and the remedy. Nothing outside the config is configurable; keys
+for servers are generated per run and passed in a file that only the run's user can read.
 """
 
 from async_rl.config.data_settings import DataConfig, DatasetConfig, RowsConfig, SourceConfig

@@ -1,4 +1,4 @@
-"""What every section of the config is made of."""
+"""Base class and types of the config sections."""
 
 from __future__ import annotations
 

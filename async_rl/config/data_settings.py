@@ -1,4 +1,4 @@
-"""Settings of datasets: where rows are, under which keys, how they are mixed."""
+"""Settings of datasets: files, keys of their examples, and how datasets are mixed."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from async_rl.config.base import Meta, PositiveFloat, PositiveInt, Strict
 
 
 class RowsConfig(Strict, frozen=True, kw_only=True):
-    """How the rows of a dataset are read. A key may be dotted: `reward_model.ground_truth`."""
+    """How the examples of a dataset are read. A key may be dotted: `reward_model.ground_truth`."""
 
     schema: Annotated[
         Literal["auto", "plain", "verl", "slime"] | None,
         Meta(
             description=(
-                "Which keys a row has, where they are not named here; `auto` looks at the first row, and "
-                "`async-rl check` says what it found; see docs/guide/own-task.md. "
-                "Null takes `data.schema`, which "
+                "Default keys of an example; `auto` decides by the first example, and `async-rl "
+                "check` prints the result; see docs/guide/own-task.md. Null takes `data.schema`, which "
                 "is `auto`."
             )
         ),
     ] = None
     messages_key: Annotated[
-        str | None, Meta(description="Key of the chat messages, or of a prompt string; null: the schema's.")
+        str | None,
+        Meta(description="Key of the chat messages, or of a prompt string; null takes that of the schema."),
     ] = None
     answer_key: Annotated[
         str | None,
-        Meta(description="Key of the reference answer, null where a row has none; null: the schema's."),
+        Meta(description="Key of the reference answer, which may be null; null takes that of the schema."),
     ] = None
     id_key: Annotated[
-        str | None, Meta(description="Key of the row's id; rows without are named by position.")
+        str | None, Meta(description="Key of the example's id; examples without one are named by position.")
     ] = None
     agent_loop_key: Annotated[
         str | None,
         Meta(
             description=(
-                "Key of a row's own agent loop, a dotted path or a name of `rollout.agent_loops`; rows "
-                "without take `rollout.agent_loop`."
+                "Key of an example's own agent loop, a dotted path or a name of "
+                "`rollout.agent_loops`; examples without one use `rollout.agent_loop`."
             )
         ),
     ] = None
@@ -44,19 +44,19 @@ class RowsConfig(Strict, frozen=True, kw_only=True):
         str | None,
         Meta(
             description=(
-                "Key of a row's own reward, a dotted path or a name of `rollout.rewards`; rows without take "
-                "that of their data source, or `rollout.reward`."
+                "Key of an example's own reward, a dotted path or a name of `rollout.rewards`; "
+                "examples without one use that of their data source, or `rollout.reward`."
             )
         ),
     ] = None
     data_source_key: Annotated[
-        str | None, Meta(description="Key of the name of the collection a row is from.")
+        str | None, Meta(description="Key of the name of the collection that an example comes from.")
     ] = None
     tools_key: Annotated[
-        str | None, Meta(description="Key of JSON schemas of tools, which go into the prompt.")
+        str | None, Meta(description="Key of JSON schemas of tools, which are added to the prompt.")
     ] = None
     metadata_key: Annotated[
-        str | None, Meta(description="Key of an object whose own keys become metadata of the task.")
+        str | None, Meta(description="Key of an object whose keys become metadata of the task.")
     ] = None
 
 
@@ -64,7 +64,9 @@ class SourceConfig(RowsConfig, frozen=True, kw_only=True):
     """A dataset."""
 
     path: Annotated[str, Meta(description="A .jsonl or .parquet file of tasks.")]
-    name: Annotated[str | None, Meta(description="What it is called; null takes the file's stem.")] = None
+    name: Annotated[str | None, Meta(description="Name of the dataset; null takes the stem of the file.")] = (
+        None
+    )
 
 
 class DatasetConfig(SourceConfig, frozen=True, kw_only=True):
@@ -74,32 +76,39 @@ class DatasetConfig(SourceConfig, frozen=True, kw_only=True):
         PositiveFloat | None,
         Meta(
             description=(
-                "How often a task of it comes, beside the weights of the others; null for all: every row "
-                "once an epoch."
+                "Sampling weight relative to the other datasets; null for all takes every example "
+                "once per epoch."
             )
         ),
     ] = None
 
 
 class DataConfig(RowsConfig, frozen=True, kw_only=True):
-    """Where tasks come from: one file or several. What is no key below becomes the task's metadata."""
+    """Where tasks come from: one file or several. Keys of an example that no setting names become the task's
+    metadata.
+    """
 
     path: Annotated[
-        str | None, Meta(description="A .jsonl or .parquet file of tasks; null where `datasets` names them.")
+        str | None, Meta(description="A .jsonl or .parquet file of tasks; null if `datasets` is set.")
     ] = None
     datasets: Annotated[
         list[DatasetConfig],
-        Meta(description="Several datasets, mixed by weight; keys they do not name are taken from `data`."),
+        Meta(
+            description=(
+                "Several datasets, mixed by weight; keys that they do not set are taken from `data`."
+            )
+        ),
     ] = []
     validation: Annotated[
-        list[SourceConfig], Meta(description="Datasets that are checked as well and never trained on.")
+        list[SourceConfig], Meta(description="Datasets that are evaluated and never trained on.")
     ] = []
     long_prompts: Annotated[
         Literal["refuse", "filter", "keep"],
         Meta(
             description=(
-                "Prompts of more than `max_prompt_tokens`: `refuse` ends with their lines, `filter` leaves "
-                "them out and says how many, `keep` does not look: they are dropped when their turn comes."
+                "What happens to prompts longer than `max_prompt_tokens`: `refuse` ends with an "
+                "error that lists their lines, `filter` leaves them out and reports how many, "
+                "`keep` does not check: they are dropped when they are dispatched."
             )
         ),
     ] = "refuse"
@@ -107,8 +116,9 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True):
         PositiveInt | None,
         Meta(
             description=(
-                "Longest prompt, tokens, tools of the row included and those of the loop not; null takes "
-                "what leaves room for one token in `rollout.max_context_tokens`."
+                "Maximum prompt length, tokens, including the example's tools but not those of "
+                "the agent loop; null leaves space for one new token in "
+                "`rollout.max_context_tokens`."
             )
         ),
     ] = None
@@ -117,8 +127,8 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True):
         PositiveInt | None,
         Meta(
             description=(
-                "Passes over the data, each of as many tasks as there are rows; null goes on until "
-                "`run.max_steps`."
+                "Passes over the data, each of as many tasks as there are examples; null "
+                "continues until `run.max_steps`."
             )
         ),
     ] = None

@@ -20,7 +20,7 @@ def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
 
 
 def changed_fields(config: Config) -> dict[str, Any]:
-    """Dotted keys whose value differs from the default, with the value."""
+    """Return the dotted keys whose value differs from the default, with the value."""
     required = Config(model=ModelConfig(path=""), data=DataConfig(path=""), engine=type(config.engine)())
     defaults = dict(_flatten(required)) | {"data.path": None, "engine.kind": "sglang"}
     return {key: value for key, value in _flatten(config) if value != defaults[key]}
@@ -66,7 +66,7 @@ def _describe(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, 
 
 
 def _entries(hint: Any) -> list[type[Strict]]:
-    """The sections that a list or a mapping is of."""
+    """Return the config classes of the entries of a list or a mapping."""
     if get_origin(hint) not in (list, dict):
         return []
     held = get_args(hint)[-1]

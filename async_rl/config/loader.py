@@ -1,4 +1,4 @@
-"""From YAML and overrides to a `Config`, or to one sentence about what is wrong with them."""
+"""Reads YAML and overrides into a `Config`; a mistake becomes one sentence that names the remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,6 +14,9 @@ from async_rl.config.description import describe_fields
 from async_rl.config.root import Config
 from async_rl.errors import ConfigError
 from async_rl.runtime import yaml12
+
+RENAMED: Final = {"rollout.overage": "rollout.staleness_policy"}
+"""Settings of earlier versions, and their present names."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -62,7 +65,12 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def parse_config(tree: dict[str, Any], source: str = "config") -> Config:
-    """Convert plain values to a `Config`, strictly."""
+    """Convert plain values to a `Config`, strictly.
+
+    Raises:
+        ConfigError: With the place, the actual value, what was expected, and what to do.
+    """
+    _refuse_renamed(tree, source)
     engine = tree.setdefault("engine", {})
     if isinstance(engine, dict):
         engine.setdefault("kind", "sglang")
@@ -78,13 +86,23 @@ def parse_config(tree: dict[str, Any], source: str = "config") -> Config:
 
 
 def to_builtins(config: Config) -> dict[str, Any]:
-    """The config as plain values, every default filled in."""
+    """Return the config as plain values, with every default filled in."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return plain
 
 
+def _refuse_renamed(tree: dict[str, Any], source: str) -> None:
+    for old, new in RENAMED.items():
+        *parents, leaf = old.split(".")
+        node: Any = tree
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        if isinstance(node, dict) and leaf in node:
+            raise ConfigError(f"{source}: {old} was renamed: use {new}")
+
+
 def _readable(message: str, tree: dict[str, Any]) -> str:
-    """Add the value found and the nearest known key to msgspec's sentence."""
+    """Add the actual value and the nearest known key to msgspec's message."""
     unknown = re.search(r"unknown field `(\w+)`(?: - at `\$\.?([\w.\[\]]*)`)?", message)
     if unknown:
         name, section = unknown.group(1), re.sub(r"\[\d+\]", "[...]", unknown.group(2) or "")

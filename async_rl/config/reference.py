@@ -1,4 +1,4 @@
-"""The config as text: the reference page, the JSON schema, one run's resolved YAML and its versions."""
+"""The config as text: the reference page, the JSON schema, the resolved YAML of a run, package versions."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ _PACKAGES = ("async-rl", "sglang", "torch", "megatron-core", "transformers", "ra
 
 _HEAD = """# Settings
 
-Every setting of a run, with its type, its default and what it does. This page is written by `make docs` from
-`async_rl/config/`; change it there.
+Every setting of a run, with its type, its default and its meaning. `make docs` generates this page from
+`async_rl/config/`.
 
-A config is a YAML file of these sections; needed are `model.path`, and `data.path` or `data.datasets`. Keys
-of the entries of a list are written `data.datasets[].path`, those of named entries
-`rollout.rewards.NAME.url`; an entry also takes the keys that stand once for all, as those of `data` do. On
-the command line `dotted.key=value` changes a setting for one run, for example `async-rl train run.yaml
+A config is a YAML file of these sections; `model.path` is required, and so is `data.path` or `data.datasets`.
+Keys of the entries of a list are written `data.datasets[].path`, those of named entries
+`rollout.rewards.NAME.url`; an entry also accepts the keys of its section, such as those of `data`. On the
+command line `dotted.key=value` changes a setting for one run, for example `async-rl train run.yaml
 rollout.max_staleness=2`. Unknown keys and values out of range are refused with the nearest known key or the
-bound. `async-rl check run.yaml` prints what a config resolves to.
+bound. `async-rl check run.yaml` prints the resolved config.
 """
 
 
 def json_schema() -> str:
-    """JSON schema (2020-12) of a config file, for editors."""
+    """Return the JSON schema (2020-12) of a config file, for editors."""
     schema = msgspec.json.encode(msgspec.json.schema(Config))
     return msgspec.json.format(schema, indent=2).decode() + "\n"
 
 
 def markdown() -> str:
-    """The page `docs/reference/config.md`: one table a section, in the order of the config."""
+    """Return the page `docs/reference/config.md`: one table per section, in the order of the config."""
     lines, section = [_HEAD], ""
-    told: set[tuple[str, ...]] = set()
+    seen: set[tuple[str, ...]] = set()
     abouts = _abouts()
     for key, kind, default, text in describe_fields():
         name = key.split(".")[0]
         kind_of_section = key == f"{name}.kind"
         if name != section or kind_of_section:
-            section, told = name, set()
+            section, seen = name, set()
             title = f"{name}, {default}" if kind_of_section else name
             lines += [
                 f"\n## {title}\n",
@@ -53,19 +53,19 @@ def markdown() -> str:
         shown = "required" if default is msgspec.NODEFAULT else f"`{json.dumps(default)}`"
         escaped = kind.replace("|", "\\|")
         row = f" | {escaped} | {shown} | {text} |\n"
-        if (key.rpartition(".")[2], row) not in told:  # entries of a list repeat what stands above them
+        if (key.rpartition(".")[2], row) not in seen:  # entries of a list repeat settings of their section
             lines.append(f"| `{key}`{row}")
-        told.add((key.rpartition(".")[2], row))
+        seen.add((key.rpartition(".")[2], row))
     return "".join(lines)
 
 
 def resolved_yaml(config: Config) -> str:
-    """A config with every default filled in, as YAML that loads to the same config."""
+    """Return a config with every default filled in, as YAML that loads to the same config."""
     return yaml12.dump(to_builtins(config))
 
 
 def versions() -> dict[str, str]:
-    """Of Python, this package and what it stands on, as installed here; without what is not."""
+    """Return the installed versions of Python, this package and the packages it depends on."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -76,7 +76,7 @@ def versions() -> dict[str, str]:
 
 
 def _abouts() -> dict[str, str]:
-    """First paragraph of each section's docstring, by the section's title."""
+    """Return the first paragraph of each section's docstring, by the section's title."""
     hints = get_type_hints(Config)
     titles: dict[str, type] = {name: hint for name, hint in hints.items() if isinstance(hint, type)}
     titles |= {f"engine, {kind.__struct_config__.tag}": kind for kind in get_args(hints["engine"])}

@@ -8,7 +8,7 @@ from async_rl.config.base import Meta, PositiveFloat, PositiveInt, Strict
 
 
 class NamedLoop(Strict, frozen=True, kw_only=True):
-    """An agent loop with a short name, which rows can give."""
+    """An agent loop with a short name, which examples can refer to."""
 
     loop: Annotated[str, Meta(description="Dotted path of the class: `module:Class`.")]
     args: Annotated[dict[str, Any], Meta(description="Keyword arguments of its constructor.")] = {}
@@ -19,76 +19,85 @@ class RewardConfig(Strict, frozen=True, kw_only=True):
 
     timeout_s: Annotated[
         PositiveFloat | None,
-        Meta(description="Longest call, seconds; null takes `rollout.reward_timeout_s`."),
+        Meta(description="Maximum duration of a call, seconds; null takes `rollout.reward_timeout_s`."),
     ] = None
     max_retries: Annotated[
-        int, Meta(ge=0, description="Further calls after one that raised, or took too long.")
+        int, Meta(ge=0, description="Further calls after one that raised an exception or timed out.")
     ] = 0
     retry_delay_s: Annotated[
         float,
-        Meta(ge=0, description="Wait before the first of them, seconds; it doubles, up to 30 s."),
+        Meta(ge=0, description="Delay before the first retry, seconds; it doubles each time, up to 30 s."),
     ] = 1.0
     max_concurrent: Annotated[
-        PositiveInt | None, Meta(description="Most calls at a time; null sets no limit.")
+        PositiveInt | None, Meta(description="Maximum number of concurrent calls; null sets no limit.")
     ] = None
     part: Annotated[
         str | None,
-        Meta(description="Which part of a mapping is trained on; null takes `reward`, or else `score`."),
+        Meta(
+            description=(
+                "Part of a returned mapping that is trained on; null takes `reward`, or else `score`."
+            )
+        ),
     ] = None
 
 
 class FunctionReward(RewardConfig, frozen=True, kw_only=True, tag_field="kind", tag="function"):
-    """A function of the user's, sync or async."""
+    """A user's function, sync or async."""
 
     function: Annotated[str, Meta(description="Dotted path: `module:function`.")]
     style: Annotated[
         Literal["auto", "plain", "group", "verl", "slime", "slime_group"],
         Meta(
             description=(
-                "How it is called: `auto` looks at the names of its parameters; `plain` (task, completion), "
-                "`group` (task, completions), `verl` (data_source, solution_str, ground_truth, extra_info), "
-                "`slime` (args, sample), `slime_group` (args, samples)."
+                "How the function is called: `auto` decides by the names of its parameters; "
+                "`plain` (task, completion), `group` (task, completions), `verl` (data_source, "
+                "solution_str, ground_truth, extra_info), `slime` (args, sample), `slime_group` "
+                "(args, samples)."
             )
         ),
     ] = "auto"
     args: Annotated[
         dict[str, Any],
-        Meta(description="Keyword arguments of each call; for slime's, attributes of `args`."),
+        Meta(description="Keyword arguments of each call; for slime's styles, attributes of `args`."),
     ] = {}
     processes: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
             description=(
-                "Worker processes for a blocking function that computes: 0 calls it in a thread, null does "
-                "as the function asks (`workers.in_processes`)."
+                "Worker processes for a blocking function that uses the CPU: 0 calls it in a "
+                "thread, null does what the function declares (`workers.in_processes`)."
             )
         ),
     ] = None
 
 
 class HttpReward(RewardConfig, frozen=True, kw_only=True, tag_field="kind", tag="http"):
-    """A server that is asked by POST with JSON."""
+    """A server that scores by POST requests with JSON."""
 
-    url: Annotated[str, Meta(pattern=r"^https?://", description="Where to post.")]
-    group: Annotated[bool, Meta(description="Ask once for all trajectories of a group.")] = False
+    url: Annotated[str, Meta(pattern=r"^https?://", description="URL of the POST requests.")]
+    group: Annotated[bool, Meta(description="Send one request for all trajectories of a group.")] = False
     token_env: Annotated[
         str | None,
-        Meta(description="Environment variable that holds a bearer token; it is never written down."),
+        Meta(
+            description=(
+                "Environment variable that holds a bearer token; the token is never written to a file."
+            )
+        ),
     ] = None
     max_retries: Annotated[
         int,
         Meta(
             ge=0,
-            description="Further requests after a lost connection, one that took too long, 429 or 5xx.",
+            description="Further requests after a lost connection, a timeout, 429 or 5xx.",
         ),
     ] = 3
     max_concurrent: Annotated[
-        PositiveInt | None, Meta(description="Most requests at a time; null sets no limit.")
+        PositiveInt | None, Meta(description="Maximum number of concurrent requests; null sets no limit.")
     ] = 64
 
 
 class RolloutConfig(Strict, frozen=True, kw_only=True):
-    """How trajectories are made."""
+    """How trajectories are generated."""
 
     agent_loop: Annotated[
         str,
@@ -100,10 +109,11 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         ),
     ] = "agent_loops.single_turn:SingleTurnLoop"
     agent_loop_args: Annotated[
-        dict[str, Any], Meta(description="Keyword arguments of its constructor, where it is a dotted path.")
+        dict[str, Any],
+        Meta(description="Keyword arguments of its constructor, if `agent_loop` is a dotted path."),
     ] = {}
     agent_loops: Annotated[
-        dict[str, NamedLoop], Meta(description="Agent loops with short names, which rows can give.")
+        dict[str, NamedLoop], Meta(description="Agent loops with short names, which examples can refer to.")
     ] = {}
     reward: Annotated[
         str,
@@ -116,15 +126,23 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
     ] = "agent_loops.rewards:exact_match"
     rewards: Annotated[
         dict[str, FunctionReward | HttpReward],
-        Meta(description="Rewards with names, and how each is called; without a kind, `function`."),
+        Meta(description="Named rewards, and how each is called; without a kind, `function`."),
     ] = {}
     rewards_by_source: Annotated[
         dict[str, str],
-        Meta(description="Reward of the rows of a data source, by its name: a dotted path or a name."),
+        Meta(
+            description=(
+                "Reward of each data source's examples, by the name of the source: a dotted path "
+                "or a name of `rewards`."
+            )
+        ),
     ] = {}
-    group_size: Annotated[int, Meta(ge=1, description="Trajectories of one task (G).")] = 8
+    group_size: Annotated[int, Meta(ge=1, description="Trajectories per task (G).")] = 8
     max_concurrent_trajectories: Annotated[
-        int, Meta(ge=1, description="Trajectories in flight, counted singly, not in groups.")
+        int,
+        Meta(
+            ge=1, description="Maximum number of trajectories in flight; each trajectory of a group counts."
+        ),
     ] = 256
     num_workers: Annotated[
         int,
@@ -141,20 +159,27 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         Meta(
             gt=0,
             description=(
-                "A worker process that says nothing for so long, seconds, is ended and started again, and "
-                "others play on what it played."
+                "A worker process that sends nothing for this many seconds is killed and "
+                "restarted; other workers continue its trajectories."
             ),
         ),
     ] = 30.0
     worker_start_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest start of a worker process, user code included, seconds.")
+        float,
+        Meta(
+            gt=0,
+            description=(
+                "Maximum start time of a worker process, including the import of user code, seconds."
+            ),
+        ),
     ] = 120.0
     max_staleness: Annotated[
         int,
         Meta(
             ge=0,
             description=(
-                "Hard bound of trainer version minus oldest sampled version, when a trajectory is trained."
+                "Hard upper bound on staleness: trainer version minus oldest sampled version when "
+                "a trajectory is trained."
             ),
         ),
     ] = 4
@@ -162,52 +187,68 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         Literal["wait", "drop", "mask_tokens"],
         Meta(
             description=(
-                "`wait`: a batch waits for groups that would otherwise grow too old, nothing is dropped; "
-                "`drop`: it does not wait for those that are due now, they are dropped; `mask_tokens`: "
-                "tokens that grew too old are left out of the loss, and a batch waits only where a whole "
-                "answer would be."
+                "What happens when a group would exceed `max_staleness`. `wait`: the batch waits "
+                "for it, and nothing is dropped; `drop`: the batch does not wait, and the group "
+                "is dropped; `mask_tokens`: tokens that are too old are left out of the loss, and "
+                "the batch waits only if a whole trajectory would be masked."
             )
         ),
     ] = "wait"
     max_context_tokens: Annotated[
-        int, Meta(ge=2, description="Longest trajectory, prompt and all turns together, tokens.")
+        int, Meta(ge=2, description="Maximum length of a trajectory, prompt and all turns together, tokens.")
     ] = 4096
     max_new_tokens: Annotated[
-        int, Meta(ge=1, description="Most tokens the policy may write in one turn, over all its resumes.")
+        int,
+        Meta(
+            ge=1,
+            description=(
+                "Maximum number of tokens that the policy may write in one turn, including all resumes."
+            ),
+        ),
     ] = 1024
     max_turns: Annotated[
-        int, Meta(ge=1, description="Most turns of one trajectory; the session ends it there.")
+        int, Meta(ge=1, description="Maximum number of turns of a trajectory; the session ends it there.")
     ] = 256
     max_branches: Annotated[
         int,
         Meta(
             ge=0,
             description=(
-                "Most branches of one trajectory, those of branches included; each is one more trajectory "
-                "of its group, made in the slot of the first."
+                "Maximum number of branches of a trajectory, including branches of branches; each "
+                "branch is one more trajectory of the group and uses the slot of the trajectory "
+                "it belongs to."
             ),
         ),
     ] = 0
     temperature: Annotated[float, Meta(gt=0, le=2, description="Sampling temperature.")] = 1.0
     top_p: Annotated[
-        float, Meta(gt=0, le=1, description="Nucleus sampling; below 1 the log-probs are of the truncation.")
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Nucleus sampling; below 1, log-probs are those of the truncated distribution.",
+        ),
     ] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, description="Top-k sampling; -1 is off.")] = -1
+    top_k: Annotated[int, Meta(ge=-1, description="Top-k sampling; -1 disables it.")] = -1
     trajectory_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest life of one agent loop call, seconds.")
+        float, Meta(gt=0, description="Maximum duration of one agent loop call, seconds.")
     ] = 1800.0
-    tool_timeout_s: Annotated[float, Meta(gt=0, description="Longest tool call, seconds.")] = 30.0
-    reward_timeout_s: Annotated[float, Meta(gt=0, description="Longest reward call, seconds.")] = 60.0
+    tool_timeout_s: Annotated[float, Meta(gt=0, description="Maximum duration of a tool call, seconds.")] = (
+        30.0
+    )
+    reward_timeout_s: Annotated[
+        float, Meta(gt=0, description="Maximum duration of a reward call, seconds.")
+    ] = 60.0
     max_attempts: Annotated[
-        int, Meta(ge=1, description="Tries of a trajectory whose loop, tool or reward failed.")
+        int, Meta(ge=1, description="Attempts at a trajectory whose loop, tool or reward fails.")
     ] = 2
     failed_siblings: Annotated[
         Literal["train_rest", "drop", "retry"],
         Meta(
             description=(
-                "What becomes of a group of which trajectories failed for good: `train_rest` trains the "
-                "others, `drop` drops the group, `retry` drops it and dispatches its task again, later; "
-                "without retries left, the others are trained."
+                "What happens to a group in which some trajectories failed for good: `train_rest` "
+                "trains the others, `drop` drops the group, `retry` drops it and dispatches its "
+                "task again later; without retries left, the others are trained."
             )
         ),
     ] = "train_rest"
@@ -215,7 +256,10 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="A group of which fewer trajectories are left is dropped: nothing to compare with.",
+            description=(
+                "A group with fewer remaining trajectories is dropped, because there is nothing "
+                "to compare them with."
+            ),
         ),
     ] = 2
     max_task_retries: Annotated[
@@ -224,8 +268,8 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ge=0,
             description=(
                 "How often a task is dispatched again after its group was lost: siblings failed "
-                "(`failed_siblings: retry`), it became too old (`staleness_policy: drop`), or its frame was "
-                "damaged."
+                "(`failed_siblings: retry`), it became too old (`staleness_policy: drop`), or its "
+                "frame was damaged."
             ),
         ),
     ] = 1
@@ -233,9 +277,9 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         PositiveFloat | None,
         Meta(
             description=(
-                "Once half of a group has finished, how long it waits for the others before it goes "
-                "without them, seconds; null waits for all. Every limit takes long answers away first: "
-                "look at `length_ks`."
+                "How long a group waits for its remaining trajectories once half of them have "
+                "finished, seconds; then it is used without them. Null waits for all. Any limit "
+                "removes long answers first: watch `length_ks`."
             )
         ),
     ] = None
@@ -243,21 +287,24 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         bool,
         Meta(
             description=(
-                "Drop groups whose rewards are all equal: they carry no gradient; others are dispatched "
-                "in their place (DAPO)."
+                "Drop groups whose rewards are all equal, because they carry no gradient, and "
+                "dispatch other tasks instead (DAPO)."
             )
         ),
     ] = False
     max_filtered_groups: Annotated[
         int,
-        Meta(ge=1, description="So many groups in a row may be filtered out before the run ends."),
+        Meta(
+            ge=1, description="Consecutive groups that may be filtered out before the run ends with an error."
+        ),
     ] = 256
     max_failed_share: Annotated[
         float,
         Meta(
             ge=0,
             le=1,
-            description="A run ends with an error when more than this share of the last 100 "
-            "trajectories failed.",
+            description=(
+                "The run ends with an error when more than this share of the last 100 trajectories failed."
+            ),
         ),
     ] = 0.5

@@ -1,6 +1,6 @@
 """The whole config, and the checks of settings that must fit together.
 
-Each check names the settings, what it found and the remedy.
+The message of each check names the settings, their values and the remedy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from async_rl.config.trainer_settings import TrainerConfig
 
 
 class Config(Strict, frozen=True, kw_only=True):
-    """A whole run."""
+    """All settings of a run."""
 
     model: ModelConfig
     data: DataConfig = DataConfig()
@@ -44,26 +44,28 @@ class Config(Strict, frozen=True, kw_only=True):
     doctor: DoctorConfig = DoctorConfig()
 
     def __post_init__(self) -> None:
-        """Check what no single field can."""
+        """Check settings against each other."""
         for check in CHECKS:
             check(self)
 
     @property
     def batch_trajectories(self) -> int:
-        """Trajectories one trainer step consumes."""
+        """Trajectories that one trainer step consumes."""
         return self.trainer.groups_per_batch * self.rollout.group_size
 
     @property
     def max_outstanding_groups(self) -> int:
-        """Groups that may be dispatched and not yet trained: more could not be trained within the bound."""
+        """Maximum number of groups dispatched and not yet trained: more could not be trained within the
+        staleness bound.
+        """
         return self.trainer.groups_per_batch * (self.rollout.max_staleness + 1)
 
 
 def check_sharing(config: Config) -> None:
-    """Refuse a config that has one side work in the other's turn.
+    """Check that no setting needs engines and trainer at the same time on shared devices.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: The settings do not fit together.
     """
     if not config.placement.shared:
         return
@@ -71,8 +73,8 @@ def check_sharing(config: Config) -> None:
     urls = engine.urls if isinstance(engine, SGLangEngines) else ()
     if urls or engine.urls_file is not None:
         raise ValueError(
-            "placement.shared: engine.urls and engine.urls_file name servers that somebody else started, on "
-            "devices that are not ours to share: leave them out"
+            "placement.shared: engine.urls and engine.urls_file name servers started elsewhere, whose "
+            "devices this run cannot share: leave them out"
         )
     if isinstance(engine, SGLangEngines) and engine.device != trainer.device:
         raise ValueError(
@@ -82,7 +84,7 @@ def check_sharing(config: Config) -> None:
     if weights.interrupt != "abort":
         raise ValueError(
             f"placement.shared: weights.interrupt is {weights.interrupt}, which leaves calls on engines that "
-            "are to be empty: set weights.interrupt=abort"
+            "must be empty: set weights.interrupt=abort"
         )
     if weights.transport != "disk":
         raise ValueError(
@@ -92,46 +94,47 @@ def check_sharing(config: Config) -> None:
     for field in ("overlap", "rolling"):
         if getattr(weights, field):
             raise ValueError(
-                f"placement.shared: weights.{field} has engines and trainer at work at the same time: set "
+                f"placement.shared: weights.{field} makes engines and trainer work at the same time: set "
                 f"weights.{field}=false"
             )
     if config.evaluation.enabled and config.evaluation.engines != "shared":
         raise ValueError(
-            f"placement.shared: evaluation.engines is {config.evaluation.engines}, but engines that are kept "
-            "for evaluation would hold their devices in the trainer's turn: set evaluation.engines=shared"
+            f"placement.shared: evaluation.engines is {config.evaluation.engines}, but engines reserved for "
+            "evaluation would hold their devices while the trainer works: set evaluation.engines=shared"
         )
 
 
 def check_data(config: Config) -> None:
-    """Where the tasks are.
+    """Check that the config names training data, and that dataset weights are complete.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: The settings do not fit together.
     """
     data = config.data
     supervised = config.sft.path is not None and data == DataConfig()
     if (data.path is None) == (not data.datasets) and not supervised:
-        both = "are both set: name one file in the one, or all in the other"
+        both = "are both set: set only one of them"
         none = "are both missing: set data.path to a .jsonl or .parquet file of tasks"
         raise ValueError(f"data.path and data.datasets {none if data.path is None else both}")
     weights = [dataset.weight for dataset in data.datasets]
     if None in weights and any(weights):
         raise ValueError(
-            f"data.datasets: the weights are {weights}; set all of them, or none for every row once an epoch"
+            f"data.datasets: the weights are {weights}; set all of them, or none to take every example once "
+            "per epoch"
         )
 
 
 def check_groups(config: Config) -> None:
-    """Whether there are groups for every update, and siblings to compare where something compares them.
+    """Check that there are enough groups for every update, and siblings where something compares them.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: The settings do not fit together.
     """
     rollout, trainer = config.rollout, config.trainer
     if trainer.updates_per_batch > trainer.groups_per_batch:
         raise ValueError(
             f"trainer.updates_per_batch is {trainer.updates_per_batch}, but trainer.groups_per_batch only "
-            f"{trainer.groups_per_batch}, and groups stay whole: lower the one or raise the other"
+            f"{trainer.groups_per_batch}, and groups are not split: lower the one or raise the other"
         )
     if rollout.group_size > 1 or rollout.max_branches:
         return
@@ -148,20 +151,20 @@ def check_groups(config: Config) -> None:
 
 
 def check_engines(config: Config) -> None:
-    """How servers are named.
+    """Check that servers are named in one place only.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: The settings do not fit together.
     """
     if isinstance(config.engine, SGLangEngines) and config.engine.urls and config.engine.urls_file:
         raise ValueError("engine.urls and engine.urls_file are both set: write the URLs into the file")
 
 
 def check_layout(config: Config) -> None:
-    """Whether the trainer's ranks can be laid out as `trainer.layout` says.
+    """Check that the trainer's ranks fit `trainer.layout`.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: The settings do not fit together.
     """
     layout, ranks = config.trainer.layout, config.trainer.num_ranks
     model_parallel = layout.tp * layout.pp * layout.cp
@@ -188,19 +191,19 @@ def check_layout(config: Config) -> None:
 
 
 def check_sampling(config: Config) -> None:
-    """Whether answers have room, and tokens that may be drawn.
+    """Check that prompts and answers fit the context, and that tokens can be sampled.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: The settings do not fit together.
     """
     rollout, engine = config.rollout, config.engine
     if rollout.max_new_tokens >= rollout.max_context_tokens:
         raise ValueError(
-            f"rollout.max_new_tokens is {rollout.max_new_tokens} and leaves no room for a prompt in "
+            f"rollout.max_new_tokens is {rollout.max_new_tokens} which leaves no tokens for a prompt in "
             f"rollout.max_context_tokens = {rollout.max_context_tokens}: lower the one or raise the other"
         )
     if rollout.top_k == 0:
-        raise ValueError("rollout.top_k is 0, so that no token could be drawn: use -1 for no limit")
+        raise ValueError("rollout.top_k is 0, so that no token could be sampled: use -1 for no limit")
     context = engine.context_length if isinstance(engine, SGLangEngines) else None
     if context is not None and context < rollout.max_context_tokens:
         raise ValueError(
@@ -210,10 +213,10 @@ def check_sampling(config: Config) -> None:
 
 
 def check_loss(config: Config) -> None:
-    """Whether each term of the loss can do what it is for.
+    """Check that each term of the loss can have its effect.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: The settings do not fit together.
     """
     loss, rollout = config.trainer.loss, config.rollout
     if loss.importance.low > loss.importance.high:
@@ -229,7 +232,7 @@ def check_loss(config: Config) -> None:
         )
     if loss.dual_clip is not None and loss.objective != "ppo":
         raise ValueError(
-            f"trainer.loss.dual_clip is {loss.dual_clip}, but only objective=ppo has it, and "
+            f"trainer.loss.dual_clip is {loss.dual_clip}, but only objective=ppo supports it, and "
             f"trainer.loss.objective is {loss.objective}: set dual_clip=null"
         )
     buffer = loss.overlong_buffer_tokens
@@ -240,32 +243,32 @@ def check_loss(config: Config) -> None:
         )
     if loss.kl.coefficient and loss.kl.where == "loss" and loss.kl.estimator == "k1":
         raise ValueError(
-            "trainer.loss.kl: k1 as a term of the loss has a gradient of mean zero and holds nothing back: "
+            "trainer.loss.kl: k1 as a term of the loss has a gradient of mean zero and restrains nothing: "
             "use k2 or k3, or where=reward"
         )
 
 
 def check_corrections(config: Config) -> None:
-    """Whether data of older weights is corrected for, or wanted as it is.
+    """Check that data of older weights is corrected for, or that its use is allowed.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: The settings do not fit together.
     """
     loss, bound = config.trainer.loss, config.rollout.max_staleness
     corrected = loss.importance.level != "off" or loss.old_log_probs == "rollout"
     if bound and not corrected and not loss.uncorrected:
         raise ValueError(
             f"rollout.max_staleness is {bound}, and nothing corrects for data of older weights: set "
-            "trainer.loss.importance.level=token or trainer.loss.old_log_probs=rollout, or say that you "
-            "want it so by trainer.loss.uncorrected=true"
+            "trainer.loss.importance.level=token or trainer.loss.old_log_probs=rollout, or "
+            "allow uncorrected training by trainer.loss.uncorrected=true"
         )
 
 
 def check_routing(config: Config) -> None:
-    """Whether the routing that is to be replayed is recorded, whole.
+    """Check that routing that is to be replayed is recorded completely.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: The settings do not fit together.
     """
     routing, old = config.routing, config.trainer.loss.old_log_probs
     if routing.replay == "r2" and old != "recompute":
@@ -276,16 +279,16 @@ def check_routing(config: Config) -> None:
     in_place = config.weights.interrupt == "in_place"
     if routing.replay == "r3" and in_place and routing.merge == "replace":
         raise ValueError(
-            "weights.interrupt=in_place keeps the old KV cache, so the engine splices routing by itself: set "
+            "weights.interrupt=in_place keeps the old KV cache, so the engine itself splices routing: set "
             "routing.merge=splice, or interrupt by abort or retract"
         )
 
 
 def check_evaluation(config: Config) -> None:
-    """Whether there is something to evaluate, and somebody.
+    """Check that there are validation sets, and engines to answer them.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: The settings do not fit together.
     """
     evaluation, engine = config.evaluation, config.engine
     if evaluation.enabled and not config.data.validation:
@@ -303,14 +306,14 @@ def check_evaluation(config: Config) -> None:
         return
     if engine.urls_file is not None:
         raise ValueError(
-            f"evaluation.engines is {evaluation.engines}, but the engines of engine.urls_file come and go: "
-            "set evaluation.engines=shared"
+            f"evaluation.engines is {evaluation.engines}, but the engines of engine.urls_file join and "
+            "leave: set evaluation.engines=shared"
         )
     urls = engine.urls if isinstance(engine, SGLangEngines) else ()
     total = len(urls) or engine.num_engines
     if evaluation.engines >= total:
         raise ValueError(
-            f"evaluation.engines is {evaluation.engines}, and the run has {total} engines, of which none "
+            f"evaluation.engines is {evaluation.engines}, and the run has {total} engines, so none "
             "would be left for rollouts: lower it, add engines, or set evaluation.engines=shared"
         )
 
@@ -327,4 +330,4 @@ CHECKS: Final[tuple[Callable[[Config], None], ...]] = (
     check_evaluation,
     check_sharing,
 )
-"""In the order in which a user hears of them."""
+"""In the order in which their errors are reported."""

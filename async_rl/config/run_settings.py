@@ -8,7 +8,7 @@ from async_rl.config.base import Meta, PositiveFloat, Strict
 
 
 class RunConfig(Strict, frozen=True, kw_only=True):
-    """The run itself."""
+    """The run itself: its folder, length and log."""
 
     name: Annotated[
         str, Meta(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run and of its folder.")
@@ -22,13 +22,17 @@ class RunConfig(Strict, frozen=True, kw_only=True):
         Literal["auto", "never", "must"],
         Meta(
             description=(
-                "`auto` continues from the newest whole checkpoint of the run folder, or begins; `never` "
-                "refuses one, `must` wants one."
+                "`auto` continues from the newest complete checkpoint in the run folder, or "
+                "starts a new run; `never` refuses a folder with checkpoints; `must` requires "
+                "one."
             )
         ),
     ] = "auto"
     drain_s: Annotated[
-        float, Meta(ge=0, description="Longest wait for running work when the run stops, seconds.")
+        float,
+        Meta(
+            ge=0, description="Maximum time for running trajectories to finish when the run stops, seconds."
+        ),
     ] = 30.0
     log_level: Annotated[
         Literal["debug", "info", "warning"], Meta(description="Level of the run's log file.")
@@ -38,8 +42,8 @@ class RunConfig(Strict, frozen=True, kw_only=True):
         Meta(
             ge=0,
             description=(
-                "So many newest finished trajectories are kept for `async-rl inspect`, without routing "
-                "rows: some 8 bytes a token. 0 keeps none."
+                "Number of newest finished trajectories that are kept for `async-rl inspect`, "
+                "without routing: about 8 bytes per token. 0 keeps none."
             ),
         ),
     ] = 1000
@@ -50,7 +54,7 @@ class ModelConfig(Strict, frozen=True, kw_only=True):
 
     path: Annotated[str, Meta(description="Folder of a Hugging Face model and its tokenizer.")]
     dtype: Annotated[
-        Literal["float32", "bfloat16"], Meta(description="Type of weights in engines and trainer.")
+        Literal["float32", "bfloat16"], Meta(description="Data type of the weights in engines and trainer.")
     ] = "bfloat16"
 
 
@@ -58,28 +62,29 @@ class QueueConfig(Strict, frozen=True, kw_only=True):
     """The queue between rollouts and trainer."""
 
     max_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="Most bytes of finished trajectories held in the spool.")
+        int, Meta(ge=1 << 20, description="Maximum size of finished trajectories in the spool, bytes.")
     ] = 8 << 30
     journal_s: Annotated[
         PositiveFloat | None,
         Meta(
             description=(
-                "Seconds between writes of the journal of trajectories in flight: what a kill can cost; null "
-                "keeps none, and a restart then samples them from their beginning."
+                "Seconds between writes of the journal of trajectories in flight, which is the "
+                "work that a kill can lose; null keeps no journal, and a restart then samples "
+                "them from the beginning."
             ),
         ),
     ] = 1.0
 
 
 class PlacementConfig(Strict, frozen=True, kw_only=True):
-    """Where processes run. The same config runs on one machine or a cluster."""
+    """Where processes run. The same config works on one machine and on a cluster."""
 
     ray_address: Annotated[
         str | None,
         Meta(
             description=(
-                "Ray cluster to join: `auto` finds the one this machine is a node of, `host:port` names it; "
-                "null or `local` starts Ray here."
+                "Ray cluster to join: `auto` finds the one that this machine belongs to, "
+                "`host:port` names it; null or `local` starts Ray here."
             )
         ),
     ] = None
@@ -87,68 +92,75 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
         PositiveFloat,
         Meta(
             description=(
-                "Longest wait for nodes with room for all engines, or all ranks, seconds; longer where nodes "
-                "are started on demand."
+                "Maximum wait for nodes with capacity for all engines, or all ranks, seconds; set "
+                "it higher where nodes are started on demand."
             )
         ),
     ] = 60.0
-    cpus_per_engine: Annotated[float, Meta(ge=0, description="CPUs reserved for an engine.")] = 0.0
-    cpus_per_rank: Annotated[float, Meta(ge=0, description="CPUs reserved for a trainer rank.")] = 0.0
+    cpus_per_engine: Annotated[float, Meta(ge=0, description="CPUs reserved per engine.")] = 0.0
+    cpus_per_rank: Annotated[float, Meta(ge=0, description="CPUs reserved per trainer rank.")] = 0.0
     cpus_per_rollout_worker: Annotated[
-        float, Meta(ge=0, description="CPUs reserved for each of `rollout.num_workers`.")
+        float, Meta(ge=0, description="CPUs reserved per process of `rollout.num_workers`.")
     ] = 0.0
     gpus_per_engine: Annotated[
-        float | None, Meta(description="GPUs of an engine; null takes its tp_size on cuda, 0 on cpu.")
+        float | None, Meta(description="GPUs per engine; null takes its tp_size on cuda, 0 on cpu.")
     ] = None
     gpus_per_rank: Annotated[
-        float | None, Meta(description="GPUs of a trainer rank; null takes 1 on cuda, 0 on cpu.")
+        float | None, Meta(description="GPUs per trainer rank; null takes 1 on cuda, 0 on cpu.")
     ] = None
     shared: Annotated[
         bool,
         Meta(
             description=(
-                "Engines and trainer take turns on the same devices: engines give their memory back while "
-                "the trainer works, and the other way round. On a CPU there is nothing to gain but the cores."
+                "Engines and trainer share the same devices and alternate: engines release their "
+                "memory while the trainer works, and the trainer releases its own while they "
+                "generate. On CPUs this only shares the cores."
             )
         ),
     ] = False
     resources_per_engine: Annotated[
         dict[str, PositiveFloat],
-        Meta(description="Custom Ray resources of an engine, such as a label of the nodes it may run on."),
+        Meta(
+            description=("Custom Ray resources per engine, such as a label of the nodes that it may run on.")
+        ),
     ] = {}
     resources_per_rank: Annotated[
-        dict[str, PositiveFloat], Meta(description="The same for a trainer rank.")
+        dict[str, PositiveFloat], Meta(description="Custom Ray resources per trainer rank.")
     ] = {}
     engine_strategy: Annotated[
         Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
-        Meta(description="How engines are put on nodes; all GPUs of one engine are always on one node."),
+        Meta(
+            description=(
+                "How engines are distributed over nodes; all GPUs of one engine are always on one node."
+            )
+        ),
     ] = "SPREAD"
     trainer_strategy: Annotated[
         Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
         Meta(
             description=(
-                "How trainer ranks are put on nodes; those of a node have consecutive numbers, so that "
-                "neighbours in tp and ep share it."
+                "How trainer ranks are distributed over nodes; the ranks of a node have "
+                "consecutive numbers, so that neighbours in tp and ep share it."
             )
         ),
     ] = "PACK"
 
     @property
     def joins(self) -> bool:
-        """Whether the run joins a cluster that is there already."""
+        """Whether the run joins an existing cluster."""
         return self.ray_address not in (None, "local")
 
 
 class DoctorConfig(Strict, frozen=True, kw_only=True):
-    """What happens when a run does not move."""
+    """The stall doctor, which detects a run without progress."""
 
     action: Annotated[
         Literal["report", "repair", "end"],
         Meta(
             description=(
-                "`report`: the chain of waits goes to the log, `/health` and the metrics; `repair`: what "
-                "everything waits for is also tried again, taken out of service or dropped, and the run ends "
-                "with exit code 4 if that does not help; `end`: it ends at once."
+                "`report`: write the chain of waits to the log, `/health` and the metrics; "
+                "`repair`: also retry, quarantine or drop what the run waits for, and end the run "
+                "with exit code 4 if that does not help; `end`: end the run at once."
             )
         ),
     ] = "report"
@@ -157,29 +169,34 @@ class DoctorConfig(Strict, frozen=True, kw_only=True):
         Meta(
             gt=0,
             description=(
-                "The run stands still when no token, no end of a trajectory, no step and no engine that "
-                "begins to serve came for so long, seconds, and what it waits for is over its own limit or "
-                "has none."
+                "The run is stalled after this many seconds without a token, a finished "
+                "trajectory, a trainer step or an engine that starts to serve, if what it waits "
+                "for exceeds its own limit or has none."
             ),
         ),
     ] = 45.0
-    look_s: Annotated[float, Meta(gt=0, description="Time between two looks, seconds.")] = 5.0
+    look_s: Annotated[float, Meta(gt=0, description="Seconds between two checks.")] = 5.0
     blocked_s: Annotated[
         float,
         Meta(
             gt=0,
             description=(
-                "An event loop that stands still for so long is reported with what it executes, seconds."
+                "An event loop that is blocked for this many seconds is reported with the code "
+                "that it executes."
             ),
         ),
     ] = 10.0
 
 
 class WandbConfig(Strict, frozen=True, kw_only=True):
-    """Weights & Biases; its key comes from `wandb login` or WANDB_API_KEY, never from here."""
+    """Weights & Biases; its key comes from `wandb login` or WANDB_API_KEY, never from the config."""
 
-    project: Annotated[str, Meta(description="Project; the run in it is named `run.name`.")] = "async_rl"
-    entity: Annotated[str | None, Meta(description="User or team; null takes the account's own.")] = None
+    project: Annotated[str, Meta(description="Project; `run.name` is the name of the run in it.")] = (
+        "async_rl"
+    )
+    entity: Annotated[
+        str | None, Meta(description="User or team; null takes the default of the account.")
+    ] = None
     mode: Annotated[
         Literal["online", "offline"],
         Meta(description="`offline` writes files that `wandb sync` uploads later."),
@@ -195,14 +212,19 @@ class MetricsConfig(Strict, frozen=True, kw_only=True):
         list[str],
         Meta(
             description=(
-                "Where each step's figures go beside `metrics.jsonl`, under verl's names "
-                "(docs/reference/metrics.md): "
-                "`wandb`, `tensorboard`, `jsonl`, `console`, or the dotted path of one of your own."
+                "Where the figures of each step are sent, in addition to `metrics.jsonl`, under "
+                "verl's names (docs/reference/metrics.md): `wandb`, `tensorboard`, `jsonl`, `console`, or "
+                "the dotted path of a user's class."
             )
         ),
     ] = []
     wandb: WandbConfig = WandbConfig()
     targets_dir: Annotated[
         str | None,
-        Meta(description="Where the run tells Prometheus its address; null takes `.prometheus` in run.dir."),
+        Meta(
+            description=(
+                "Folder of the file that tells Prometheus the address of the run; null takes "
+                "`.prometheus` in run.dir."
+            )
+        ),
     ] = None

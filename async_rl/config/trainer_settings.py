@@ -15,7 +15,7 @@ class LayoutConfig(Strict, frozen=True, kw_only=True):
     ] = 1
     pp: Annotated[int, Meta(ge=1, description="Pipeline parallel.")] = 1
     vpp: Annotated[
-        int, Meta(ge=1, description="Chunks of layers a pipeline stage holds (interleaved schedule).")
+        int, Meta(ge=1, description="Chunks of layers per pipeline stage (interleaved schedule).")
     ] = 1
     cp: Annotated[int, Meta(ge=1, description="Context parallel.")] = 1
     ep: Annotated[int, Meta(ge=1, description="Expert parallel.")] = 1
@@ -24,26 +24,30 @@ class LayoutConfig(Strict, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description=(
-                "Layers of the first pipeline stage, which also holds the embedding; null: stages have "
-                "equally many."
+                "Layers of the first pipeline stage, which also holds the embedding; null gives "
+                "all stages the same number."
             )
         ),
     ] = None
     last_stage_layers: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Layers of the last pipeline stage, which also holds the output layer; likewise."),
+        Meta(
+            description=(
+                "Layers of the last pipeline stage, which also holds the output layer; null as above."
+            )
+        ),
     ] = None
 
 
 class ImportanceConfig(Strict, frozen=True, kw_only=True):
-    """Importance weights exp(old - rollout) of the proximal over the policy that sampled."""
+    """Importance weights exp(old - rollout) of the proximal policy over the policy that sampled."""
 
     level: Annotated[
         Literal["off", "token", "sequence", "geometric"],
         Meta(
             description=(
-                "Whose ratio: each `token`'s, a whole answer's (`sequence`: the product of its tokens', "
-                "`geometric`: their geometric mean), or `off`."
+                "Level of the ratio: of each `token`, of a whole answer (`sequence`: the product "
+                "of its tokens' ratios, `geometric`: their geometric mean), or `off`."
             )
         ),
     ] = "token"
@@ -51,8 +55,8 @@ class ImportanceConfig(Strict, frozen=True, kw_only=True):
         Literal["truncate", "mask"],
         Meta(
             description=(
-                "What is done with a ratio outside the bounds: `truncate` sets it to the bound (TIS), `mask` "
-                "leaves its tokens out (IcePop by token, MIS by sequence)."
+                "What happens to a ratio outside the bounds: `truncate` sets it to the bound "
+                "(TIS), `mask` leaves its tokens out (IcePop by token, MIS by sequence)."
             )
         ),
     ] = "truncate"
@@ -78,12 +82,15 @@ class RejectConfig(Strict, frozen=True, kw_only=True):
 
 
 class KLConfig(Strict, frozen=True, kw_only=True):
-    """A penalty on the distance from a reference: the weights of `model.path`."""
+    """A penalty on the distance from a reference policy: the weights of `model.path`."""
 
     coefficient: Annotated[
         float,
         Meta(
-            ge=0, description="Weight of the penalty; 0 has no reference, which costs a forward pass a batch."
+            ge=0,
+            description=(
+                "Weight of the penalty; 0 loads no reference, which otherwise costs a forward pass per batch."
+            ),
         ),
     ] = 0.0
     estimator: Annotated[
@@ -92,20 +99,23 @@ class KLConfig(Strict, frozen=True, kw_only=True):
     ] = "k3"
     where: Annotated[
         Literal["loss", "reward"],
-        Meta(description="Added to the loss of each token, or taken from the reward of the trajectory."),
+        Meta(
+            description=("Added to the loss of each token, or subtracted from the reward of the trajectory.")
+        ),
     ] = "loss"
 
 
 class LossConfig(Strict, frozen=True, kw_only=True):
-    """Advantages, the policy objective, and what corrects for older weights."""
+    """Advantages, the policy objective, and corrections for data of older weights."""
 
     advantages: Annotated[
         Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"],
         Meta(
             description=(
-                "Baseline and scale of rewards: `grpo` the group's mean and deviation, `dr_grpo` its mean "
-                "alone, `rloo` the siblings' mean, `reinforce++` the batch's mean and deviation, "
-                "`reinforce++_baseline` the group's mean and the batch's deviation."
+                "Baseline and scale of rewards: `grpo` takes the group's mean and deviation, "
+                "`dr_grpo` its mean only, `rloo` the siblings' mean, `reinforce++` the batch's "
+                "mean and deviation, `reinforce++_baseline` the group's mean and the batch's "
+                "deviation."
             )
         ),
     ] = "grpo"
@@ -113,8 +123,8 @@ class LossConfig(Strict, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description=(
-                "The reward falls from 0 to -1 over the last so many tokens before "
-                "`rollout.max_new_tokens` (DAPO), by the longest turn; null leaves it as it is."
+                "The reward falls from 0 to -1 over this many tokens before "
+                "`rollout.max_new_tokens` (DAPO), by the longest turn; null disables it."
             ),
         ),
     ] = None
@@ -122,25 +132,26 @@ class LossConfig(Strict, frozen=True, kw_only=True):
         Literal["ppo", "gspo", "cispo"],
         Meta(
             description=(
-                "`ppo` clips each token's ratio, `gspo` the whole answer's, `cispo` clips it as a weight and "
-                "leaves every token its gradient."
+                "`ppo` clips each token's ratio, `gspo` the whole answer's; `cispo` clips the "
+                "ratio as a weight, so that every token keeps its gradient."
             )
         ),
     ] = "ppo"
     clip_low: Annotated[
-        float, Meta(gt=0, le=1, description="Lower clip: the ratio is kept above 1 - this.")
+        float, Meta(gt=0, le=1, description="Lower clip: the minimum ratio is 1 minus this.")
     ] = 0.2
-    clip_high: Annotated[float, Meta(gt=0, description="Upper clip: the ratio is kept below 1 + this.")] = 0.2
+    clip_high: Annotated[float, Meta(gt=0, description="Upper clip: the maximum ratio is 1 plus this.")] = 0.2
     dual_clip: Annotated[
         Annotated[float, Meta(gt=1)] | None,
-        Meta(description="`ppo`: largest ratio that a token with a negative advantage counts with."),
+        Meta(description="For `ppo`: maximum ratio with which a token with a negative advantage counts."),
     ] = None
     aggregate: Annotated[
         Literal["token_mean", "sequence_mean", "constant"],
         Meta(
             description=(
-                "All tokens of a batch count alike, all answers do, or each token counts one over the "
-                "number of answers times `rollout.max_new_tokens` (Dr. GRPO)."
+                "`token_mean` weights all tokens of a batch equally, `sequence_mean` all answers; "
+                "`constant` weights each token by one over the number of answers times "
+                "`rollout.max_new_tokens` (Dr. GRPO)."
             )
         ),
     ] = "token_mean"
@@ -163,65 +174,68 @@ class LossConfig(Strict, frozen=True, kw_only=True):
         bool,
         Meta(
             description=(
-                "Train on data of older weights without any correction for it (`old_log_probs: recompute`, "
-                "`importance.level: off`); refused unless this is set."
+                "Train on data of older weights without any correction (`old_log_probs: "
+                "recompute`, `importance.level: off`); refused unless this is set."
             )
         ),
     ] = False
 
 
 class OptimizerConfig(Strict, frozen=True, kw_only=True):
-    """AdamW as Megatron runs it."""
+    """AdamW as implemented by Megatron."""
 
     lr: Annotated[float, Meta(gt=0, description="Learning rate.")] = 1e-6
     warmup_steps: Annotated[int, Meta(ge=0, description="Steps of linear warm-up.")] = 0
     weight_decay: Annotated[float, Meta(ge=0, description="Weight decay.")] = 0.0
-    beta1: Annotated[float, Meta(ge=0, lt=1, description="First moment's decay.")] = 0.9
-    beta2: Annotated[float, Meta(ge=0, lt=1, description="Second moment's decay.")] = 0.99
-    eps: Annotated[float, Meta(gt=0, description="Denominator's floor.")] = 1e-8
-    clip_grad: Annotated[float, Meta(gt=0, description="Gradient norm is clipped to this.")] = 1.0
+    beta1: Annotated[float, Meta(ge=0, lt=1, description="Decay of the first moment.")] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1, description="Decay of the second moment.")] = 0.99
+    eps: Annotated[float, Meta(gt=0, description="Term added to the denominator.")] = 1e-8
+    clip_grad: Annotated[float, Meta(gt=0, description="Maximum gradient norm.")] = 1.0
     skip_grad_norm_above: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="An update whose gradient norm is above this is skipped; null: none is."),
+        Meta(description="An update whose gradient norm is above this is skipped; null skips none."),
     ] = None
 
 
 class TrainerConfig(Strict, frozen=True, kw_only=True):
-    """The trainer."""
+    """The trainer: processes, batches, loss, optimizer and checkpoints."""
 
-    worker: Annotated[str, Meta(description="Dotted path of the worker class, one instance a rank.")] = (
-        "trainer.worker:TrainerWorker"
-    )
+    worker: Annotated[
+        str, Meta(description="Dotted path of the worker class; each rank has one instance.")
+    ] = "trainer.worker:TrainerWorker"
     num_ranks: Annotated[int, Meta(ge=1, description="Processes of the trainer.")] = 1
     device: Annotated[
-        Literal["auto", "cuda", "cpu"], Meta(description="`auto` takes the GPU where torch sees one.")
+        Literal["auto", "cuda", "cpu"], Meta(description="`auto` takes the GPU if torch sees one.")
     ] = "auto"
     layout: LayoutConfig = LayoutConfig()
     groups_per_batch: Annotated[int, Meta(ge=1, description="Groups consumed by one step.")] = 8
     micro_batch_tokens: Annotated[
         int,
-        Meta(ge=1, description="Token budget of one packed micro-batch (a longer trajectory stands alone)."),
+        Meta(
+            ge=1,
+            description="Token budget of one packed micro-batch; a longer trajectory gets one of its own.",
+        ),
     ] = 16384
     updates_per_batch: Annotated[
         int,
         Meta(
             ge=1,
             description=(
-                "Optimizer steps of one batch: it is cut into so many parts by whole groups, and the "
-                "proximal policy stays that of its start."
+                "Optimizer steps per batch: the batch is split into this many parts of whole "
+                "groups, and the proximal policy remains that of its start."
             ),
         ),
     ] = 1
     epochs_per_batch: Annotated[
-        int, Meta(ge=1, description="How often a batch is gone through; `updates_per_batch` steps each time.")
+        int, Meta(ge=1, description="Passes over a batch, with `updates_per_batch` steps each.")
     ] = 1
     max_skipped_updates: Annotated[
         int,
         Meta(
             ge=0,
             description=(
-                "Updates in a row that may be skipped because the loss or the gradient norm is not finite or "
-                "a spike; one more is an error."
+                "Consecutive updates that may be skipped because the loss or the gradient norm is "
+                "not finite or too large; one more is an error."
             ),
         ),
     ] = 3
@@ -231,39 +245,48 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
     overlap_grad_reduce: Annotated[
         bool,
         Meta(
-            description=(
-                "Sum gradients over data-parallel ranks while the backward pass goes on; for several GPUs."
-            )
+            description=("Sum gradients over data-parallel ranks during the backward pass; for several GPUs.")
         ),
     ] = False
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_every: Annotated[
-        int, Meta(ge=0, description="Steps between checkpoints; 0 writes one at the end only.")
+        int, Meta(ge=0, description="Steps between checkpoints; 0 writes one only at the end.")
     ] = 20
-    keep_checkpoints: Annotated[int, Meta(ge=1, description="Newest checkpoints kept.")] = 2
+    keep_checkpoints: Annotated[
+        int, Meta(ge=1, description="Number of newest checkpoints that are kept.")
+    ] = 2
     keep_every: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Checkpoints of steps that are multiples of this are kept for ever; null: none is."),
+        Meta(
+            description=(
+                "Checkpoints of steps that are multiples of this are never removed; null removes "
+                "old ones regardless."
+            )
+        ),
     ] = None
     max_failed_checkpoints: Annotated[
         int,
         Meta(
             ge=0,
             description=(
-                "Checkpoints in a row that may fail to be written while training goes on; one more ends the "
-                "run."
+                "Consecutive checkpoints that may fail while training continues; one more ends the run."
             ),
         ),
     ] = 3
-    start_timeout_s: Annotated[float, Meta(gt=0, description="Longest start of the trainer, seconds.")] = (
-        600.0
-    )
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="Maximum start time of the trainer, seconds.")
+    ] = 600.0
     step_timeout_s: Annotated[
         float,
-        Meta(gt=0, description="Longest trainer step, seconds; ranks that take longer count as hung."),
+        Meta(
+            gt=0,
+            description=(
+                "Maximum duration of a trainer step, seconds; ranks that take longer count as hung."
+            ),
+        ),
     ] = 3600.0
     max_restarts: Annotated[
         int,
-        Meta(ge=0, description="Restarts of a trainer that died or hung before the run ends."),
+        Meta(ge=0, description="Restarts of a trainer that died or hung; after them the run ends."),
     ] = 3

@@ -1,16 +1,17 @@
-"""What an engine holds of a device, as states that have only the calls which its server survives.
+"""What an engine holds of a device, as states that offer only the requests which its server survives.
 
 ```
-  serving ──stop()──► Stopped ──release()──► Empty ──resume_weights()──► Loadable ──resume_rest()──► whole
-                                               ▲                            │
-                                               └──────────release()─────────┘
+ serving ─stop_engine()─► StoppedEngine ─release_all()─► EmptyEngine ─resume_weights()─► LoadableEngine
+    ▲                                                         ▲                              │  │
+    │                                                         └───────release_weights()──────┘  │
+    └────────────────────────────────────────────resume_rest()──────────────────────────────────┘
 ```
 
-A server dies when it is told to give memory back while anything runs, to give back what it does not hold, or
-to take what it holds: SGLang asserts. So nobody else calls `Engine.release_memory` and `resume_memory`, the
-way to a state is through the one before it, and each object is good for one call: it is used up by the
-attempt, not by the success. When the attempt fails or is cancelled nobody knows what the server holds, and
-nobody has an object to try again with: it has to be started anew.
+An SGLang server dies of an assertion when it is asked to release memory while calls run, to release memory it
+does not hold, or to take memory it holds. So only this module calls `Engine.release_memory` and
+`resume_memory`, each state is reached through the one before it, and each object allows one request: the
+attempt uses it up, even if it fails. After a failed or cancelled attempt it is unknown what the server holds,
+and no object is left to try again with: the engine has to be restarted.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from async_rl.engine_protocol import Engine, MemoryPart
 from async_rl.errors import InvariantError
 
 _REST: Final[tuple[MemoryPart, ...]] = ("kv_cache", "cuda_graph")
-"""All but the weights: what is of no use while new weights are loaded."""
+"""All memory but the weights; it is not needed while new weights are loaded."""
 
 
-class _Holding:
-    """An engine in a known state, good for one call."""
+class _EngineMemory:
+    """An engine in a known memory state; allows one request."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._used = False
 
     def _use(self) -> Engine:
-        """The engine, this once.
+        """Returns the engine, once.
 
         Raises:
             InvariantError: The second time. No request has been sent.
@@ -46,44 +47,44 @@ class _Holding:
         return self.engine
 
 
-class Stopped(_Holding):
-    """It holds all of its memory, nothing runs on it and nothing is sent to it. See `stop`."""
+class StoppedEngine(_EngineMemory):
+    """An engine that holds all of its memory, runs nothing and gets no calls. `stop_engine` creates it."""
 
-    async def release(self) -> Empty:
-        """Give all of it back."""
+    async def release_all(self) -> EmptyEngine:
+        """Release all of its memory."""
         engine = self._use()
         await engine.release_memory((*_REST, "weights"))
-        return Empty(engine)
+        return EmptyEngine(engine)
 
 
-class Empty(_Holding):
-    """It holds nothing."""
+class EmptyEngine(_EngineMemory):
+    """An engine that holds no memory."""
 
-    async def resume_weights(self) -> Loadable:
-        """Take the memory of its weights, with nothing of use in it."""
+    async def resume_weights(self) -> LoadableEngine:
+        """Take the memory of its weights; their content is undefined."""
         engine = self._use()
         await engine.resume_memory(("weights",))
-        return Loadable(engine)
+        return LoadableEngine(engine)
 
 
-class Loadable(_Holding):
-    """It has room for weights, and no cache: it can be given weights, and no calls."""
+class LoadableEngine(_EngineMemory):
+    """An engine that has memory for weights and none for a cache: weights can be loaded, calls cannot run."""
 
     async def resume_rest(self) -> None:
-        """Take the rest of its memory. With weights in it, it can serve."""
+        """Take the rest of its memory, so that it can serve with the weights it has loaded."""
         await self._use().resume_memory(_REST)
 
-    async def release(self) -> Empty:
-        """Give the memory of the weights back."""
+    async def release_weights(self) -> EmptyEngine:
+        """Release the memory of the weights."""
         engine = self._use()
         await engine.release_memory(("weights",))
-        return Empty(engine)
+        return EmptyEngine(engine)
 
 
-async def stop(engine: Engine) -> Stopped:
-    """End all that runs on an engine that nothing is sent to any more (`EnginePool.hold`).
+async def stop_engine(engine: Engine) -> StoppedEngine:
+    """End all calls of an engine that gets no more (`EnginePool.hold_engine`).
 
-    Calls end as aborts, with what they have: their sessions go on from there when it serves again.
+    Calls end as aborts with the tokens they have: their sessions continue once it serves again.
     """
     await engine.interrupt("abort")
-    return Stopped(engine)
+    return StoppedEngine(engine)

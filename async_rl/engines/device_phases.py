@@ -1,15 +1,15 @@
-"""Whose turn it is on devices that engines and trainer share. Where nobody shares, it is always the engines'.
+"""The time-sharing phases of devices that engines and trainer share.
 
 ```
             ┌──────────────── cut short ───────────────┐
             ▼                                          │
  engines ──► to trainer ──► trainer ──► to engines ────┴──► engines
-   ▲  guests must have left   engines hold nothing     the trainer holds nothing
-   └── guests: who starts engines, which then hold memory that nobody has counted; an evaluation
+   ▲  leases must have ended  engines hold nothing    the trainer holds nothing
+   └── lease holders: engine starts, whose memory is not accounted for yet; evaluations
 ```
 
-A hand-over can be cut short at any await. Whatever it had come to, `to trainer` is the way on: there each
-engine is brought to hold nothing, from whatever it holds.
+A hand-over can be cut short at any await. From any phase, `to trainer` comes next: there each engine is made
+to give up its memory, whatever it holds. Where devices are not shared, the phase is always `engines`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Final, Literal
 from async_rl.errors import InvariantError
 from async_rl.runtime.waits import waiting
 
-Turn = Literal["engines", "to trainer", "trainer", "to engines"]
+Phase = Literal["engines", "to trainer", "trainer", "to engines"]
 
-_FROM: Final[dict[Turn, frozenset[Turn]]] = {
+_PREDECESSORS: Final[dict[Phase, frozenset[Phase]]] = {
     "engines": frozenset({"to engines"}),
     "to trainer": frozenset({"engines", "to trainer", "to engines"}),
     "trainer": frozenset({"to trainer"}),
@@ -33,42 +33,42 @@ _FROM: Final[dict[Turn, frozenset[Turn]]] = {
 
 
 class DevicePhases:
-    """See the module. It moves nothing: whoever hands over does, and says so here.
+    """The current phase, and the lease holders that delay its end. The caller moves the memory itself.
 
     Example:
-        >>> turns = Turns()
-        >>> turns.move("to trainer")
-        >>> await turns.without_guests()
-        >>> turns.move("trainer")
+        >>> phases = DevicePhases()
+        >>> phases.enter_phase("to trainer")
+        >>> await phases.wait_for_lease_holders()
+        >>> phases.enter_phase("trainer")
     """
 
     def __init__(self) -> None:
-        """It is the engines'."""
-        self.turn: Turn = "engines"
+        """Start in the engines' phase."""
+        self.phase: Phase = "engines"
         self._engines = asyncio.Event()
         self._engines.set()
         self._over = asyncio.Event()
-        self._guests = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._num_holders = 0
+        self._no_holders = asyncio.Event()
+        self._no_holders.set()
 
     @property
     def engines_may_start(self) -> bool:
-        """Whether a guest is let in."""
-        return self.turn == "engines"
+        """Whether `lease_engines` enters its block at once."""
+        return self.phase == "engines"
 
-    def move(self, turn: Turn) -> None:
-        """Go on to a turn.
+    def enter_phase(self, phase: Phase) -> None:
+        """Enter the next phase.
 
         Raises:
-            InvariantError: When it does not follow the one that it is.
+            InvariantError: When it does not follow the current one.
         """
-        if self.turn not in _FROM[turn] or (turn == "trainer" and self._guests):
+        if self.phase not in _PREDECESSORS[phase] or (phase == "trainer" and self._num_holders):
             raise InvariantError(
-                f"the turn {turn!r} does not follow {self.turn!r} with {self._guests} guests"
+                f"the phase {phase!r} does not follow {self.phase!r} with {self._num_holders} lease holders"
             )
-        self.turn = turn
-        if turn == "engines":
+        self.phase = phase
+        if phase == "engines":
             self._engines.set()
             self._over.clear()
         else:
@@ -76,29 +76,32 @@ class DevicePhases:
             self._over.set()
 
     @asynccontextmanager
-    async def guest(self) -> AsyncIterator[None]:
-        """The block needs engines to hold what they hold: it waits for their turn, the trainer's for it."""
+    async def lease_engines(self) -> AsyncIterator[None]:
+        """Run the block in the engines' phase, which lasts until the block ends.
+
+        Engines keep the memory they hold, and may take more, inside the block.
+        """
         while not self.engines_may_start:
-            with waiting("devices", why=lambda: f"it is the turn {self.turn!r}"):
-                await self.of_engines()
-        self._guests += 1
-        self._empty.clear()
+            with waiting("devices", why=lambda: f"the phase is {self.phase!r}"):
+                await self.wait_for_engines_phase()
+        self._num_holders += 1
+        self._no_holders.clear()
         try:
             yield
         finally:
-            self._guests -= 1
-            if not self._guests:
-                self._empty.set()
+            self._num_holders -= 1
+            if not self._num_holders:
+                self._no_holders.set()
 
-    async def of_engines(self) -> None:
-        """Wait for the engines' turn."""
+    async def wait_for_engines_phase(self) -> None:
+        """Wait until the engines' phase begins."""
         await self._engines.wait()
 
-    async def end_of_engines(self) -> None:
-        """Wait until the engines' turn is over but for its guests."""
+    async def wait_for_engines_phase_end(self) -> None:
+        """Wait until the engines' phase ends; lease holders may still be left."""
         await self._over.wait()
 
-    async def without_guests(self) -> None:
-        """Wait until no guest is left. None comes in, unless it is the engines' turn."""
-        with waiting("devices", why=lambda: f"{self._guests} that start an engine, or evaluate"):
-            await self._empty.wait()
+    async def wait_for_lease_holders(self) -> None:
+        """Wait until no lease holder is left. New ones are admitted in the engines' phase only."""
+        with waiting("devices", why=lambda: f"{self._num_holders} engine starts or evaluations"):
+            await self._no_holders.wait()

@@ -1,15 +1,15 @@
-"""Whether engines are alive: by what their calls say, and by asking those that say nothing.
+"""Checks that engines are alive: by the progress of their calls, and by probing idle ones.
 
 ```
- loop    consumes             waits for          unblocked by   produces
- run     vitals of the pool   the next look      time           a quarantine, a dropped call, probes
- probe   a silent engine      its answer         it, a limit    a miss; after several a quarantine
+ loop    consumes              waits for          unblocked by   produces
+ run     loads of the engines  the next check     time           a quarantine, a dropped call, probes
+ probe   a silent engine       its answer         it, a limit    a miss; after several a quarantine
 ```
 
-A chunk is the best sign of life, so an engine that streams is not asked. What looks like a stall and is none
-must not cost an engine (sglang#22511): a call may wait in the engine's queue for as long as others go on,
-prefills stop the streams of an engine for as long as they take, and when our own event loop stood still, what
-came meanwhile has not been read yet.
+An engine that streams is alive, so it is not probed. Three things look like a stall and must not cost an
+engine (sglang#22511): a call may wait in the engine's queue for as long as others continue, prefills pause
+the streams of an engine for as long as they take, and after a pause of our own event loop, what arrived
+meanwhile has not been read yet.
 """
 
 from __future__ import annotations
@@ -31,115 +31,124 @@ from async_rl.runtime.waits import waiting
 log = logging.getLogger(__name__)
 
 Finding = Literal["silent", "call", "overtaken"]
-"""silent: no call of the engine goes on.  call: one does not, though others do.
+"""silent: no call of the engine makes progress.  call: one makes none, though others do.
 overtaken: one never began, though others that were sent later did.
 """
 
-_LOOKS_PER_STALL: Final = 8
+_CHECKS_PER_STALL: Final = 8
 """So that a stall is found at most an eighth of `engine.stall_s` late."""
 
-_LOOKS_PER_PROBE: Final = 4
+_CHECKS_PER_PROBE: Final = 4
 """So that a probe is at most a quarter of `engine.probe_s` late."""
 
 
-def judge(vitals: EngineLoad, now: float, config: EnginesConfig) -> Finding | None:
-    """What the calls of a serving engine say of it.
+def find_stall(load: EngineLoad, now: float, config: EnginesConfig) -> Finding | None:
+    """Returns what stalls on a serving engine, by the progress of its calls.
 
     Args:
-        vitals: What they did last.
-        now: On the same clock.
-        config: `stall_s`, extended by the time that what the engine has to prefill may take.
+        load: Its load, and when its calls last made progress.
+        now: The time on the same clock.
+        config: `stall_s`, extended by the longest time that the engine's prefills can take.
 
     Returns:
-        None while nothing is wrong, or while nothing can be said.
+        None while nothing is wrong, or while it is too early to tell.
     """
-    if not vitals.calls:
+    if not load.calls:
         return None
-    patience_s = config.stall_s + vitals.prefill_tokens / config.min_prefill_tokens_per_s
-    if now - vitals.progress_s > patience_s:
+    limit_s = config.stall_s + load.prefill_tokens / config.min_prefill_tokens_per_s
+    if now - load.progress_s > limit_s:
         return "silent"
-    # Decoding goes on for all streams together; time in which none did (prefills go first) does not count.
-    if vitals.silent_since_s is not None and vitals.decode_s - vitals.silent_since_s > patience_s:
+    # All streams decode together; time in which none did (prefills go first) does not count.
+    if load.silent_since_s is not None and load.decode_s - load.silent_since_s > limit_s:
         return "call"
-    if vitals.overtaken_s is not None and now - vitals.overtaken_s > patience_s:
+    if load.overtaken_s is not None and now - load.overtaken_s > limit_s:
         return "overtaken"
     return None
 
 
 class HealthWatch:
-    """Looks at all engines of a pool, again and again.
+    """Checks all engines of a pool periodically.
 
     Example:
-        >>> async with services(health=HealthWatch(pool, config.engine, metrics, clock).run): ...
+        >>> async with services(health=HealthWatch(pool, config.engine, metrics, clock).watch_engines): ...
     """
 
     def __init__(
         self, pool: EnginePool, config: EnginesConfig, metrics: Metrics, clock: Callable[[], float]
     ) -> None:
-        """Wire the parts."""
+        """Wire the parts.
+
+        Args:
+            pool: The engines.
+            config: Time limits.
+            metrics: Stalls by engine, and the load imbalance.
+            clock: Monotonic seconds.
+        """
         self._pool = pool
         self._config = config
         self._metrics = metrics
         self._clock = clock
-        self._look_s = min(config.probe_s / _LOOKS_PER_PROBE, config.stall_s / _LOOKS_PER_STALL)
-        self._asked_s: dict[str, float] = {}
+        self._interval_s = min(config.probe_s / _CHECKS_PER_PROBE, config.stall_s / _CHECKS_PER_STALL)
+        self._probed_s: dict[str, float] = {}
+        """By engine: when its last probe was sent."""
         self._misses: dict[str, int] = {}
         self._probing: set[str] = set()
 
-    async def run(self) -> None:
-        """Never returns."""
+    async def watch_engines(self) -> None:
+        """Check the engines until cancelled."""
         async with Nursery() as probes:
             while True:
-                expected = self._clock() + self._look_s
+                expected = self._clock() + self._interval_s
                 with waiting("idle"):
-                    await asyncio.sleep(self._look_s)
+                    await asyncio.sleep(self._interval_s)
                 late_s = self._clock() - expected
-                if late_s > self._look_s:
-                    log.warning("the event loop stood still for %.1f s: no engine is judged by that", late_s)
+                if late_s > self._interval_s:
+                    log.warning("the event loop stalled for %.1f s: this health check is skipped", late_s)
                     continue
-                self._look()
+                self._check_engines()
                 self._start_probes(probes)
 
-    def _look(self) -> None:
-        self._metrics.engine_load_imbalance.set(self._pool.imbalance)
+    def _check_engines(self) -> None:
+        self._metrics.engine_load_imbalance.set(self._pool.statistics.imbalance)
         for engine in self._pool.engines(EngineState.SERVING):
             engine_id = engine.engine_id
-            vitals = self._pool.vitals(engine_id)
-            finding = judge(vitals, self._clock(), self._config)
+            load = self._pool.statistics.load_of(engine_id)
+            finding = find_stall(load, self._clock(), self._config)
             if finding is None:
                 continue
             self._metrics.engine_stalls_total.labels(engine_id, finding).inc()
             if finding == "silent":
-                silent_s = self._clock() - vitals.progress_s
-                self._pool.quarantine(
+                silent_s = self._clock() - load.progress_s
+                self._pool.quarantine_engine(
                     engine_id,
                     EngineTimeout(
-                        f"engine {engine_id} says nothing for {silent_s:.1f} s to {vitals.calls} calls, with "
-                        f"{vitals.prefill_tokens} tokens to prefill; engine.stall_s is {self._config.stall_s}"
+                        f"engine {engine_id} sent nothing for {silent_s:.1f} s to {load.calls} calls, with "
+                        f"{load.prefill_tokens} tokens to prefill; engine.stall_s is {self._config.stall_s}"
                     ),
                 )
             elif finding == "call":
                 log.warning("engine %s has forgotten a stream: the call moves with its tokens", engine_id)
-                self._pool.drop_silent_call(engine_id, f"engine {engine_id} went on with other calls only")
+                why = f"engine {engine_id} went on with other calls only"
+                self._pool.dispatcher.drop_silent_call(engine_id, why)
             else:
                 log.warning("engine %s has forgotten a call in its queue: it moves", engine_id)
-                self._pool.drop_overtaken_call(engine_id, f"engine {engine_id} took later calls instead")
+                why = f"engine {engine_id} took later calls instead"
+                self._pool.dispatcher.drop_overtaken_call(engine_id, why)
 
     def _start_probes(self, probes: Nursery) -> None:
         now = self._clock()
         for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING):
             engine_id = engine.engine_id
-            quiet_s = now - max(
-                self._pool.vitals(engine_id).progress_s, self._asked_s.get(engine_id, float("-inf"))
-            )
+            progress_s = self._pool.statistics.load_of(engine_id).progress_s
+            quiet_s = now - max(progress_s, self._probed_s.get(engine_id, float("-inf")))
             if quiet_s >= self._config.probe_s and engine_id not in self._probing:
                 self._probing.add(engine_id)
-                probes.start_task(f"probe {engine_id}", self._probe(engine))
+                probes.start_task(f"probe {engine_id}", self._probe_engine(engine))
 
-    async def _probe(self, engine: Engine) -> None:
-        """Ask one engine; several misses in a row quarantine it."""
-        engine_id, asked_s = engine.engine_id, self._clock()
-        before = self._pool.standing_of(engine_id)
+    async def _probe_engine(self, engine: Engine) -> None:
+        """Ask one engine for its health; several misses in a row quarantine it."""
+        engine_id, probed_s = engine.engine_id, self._clock()
+        before = self._pool.snapshot_of(engine_id)
         try:
             async with (
                 asyncio.timeout(self._config.probe_timeout_s) as scope,
@@ -147,27 +156,26 @@ class HealthWatch:
             ):
                 health = await engine.health()
         except (EngineError, TimeoutError) as error:
-            self._missed(engine_id, asked_s, error)
+            self._record_miss(engine_id, probed_s, error)
         else:
             self._misses.pop(engine_id, None)
-            # Somebody else has restarted or updated it.
-            standing = self._pool.standing_of(engine_id)
-            if standing is None or standing != before or standing.state is not EngineState.SERVING:
-                return  # what it said is of another time
-            if health.weight_version != standing.weight_version:
-                self._pool.quarantine(
+            snapshot = self._pool.snapshot_of(engine_id)
+            if snapshot is None or snapshot != before or snapshot.state is not EngineState.SERVING:
+                return  # it was restarted or updated meanwhile, so the answer is out of date
+            if health.weight_version != snapshot.weight_version:
+                self._pool.quarantine_engine(
                     engine_id,
                     VersionMismatch(
                         f"engine {engine_id} serves weight version {health.weight_version}, it was brought "
-                        f"to {standing.weight_version}"
+                        f"to {snapshot.weight_version}"
                     ),
                 )
         finally:
             self._probing.discard(engine_id)
-            self._asked_s[engine_id] = asked_s
+            self._probed_s[engine_id] = probed_s
 
-    def _missed(self, engine_id: str, asked_s: float, error: Exception) -> None:
-        if engine_id not in self._pool or self._pool.vitals(engine_id).progress_s > asked_s:
+    def _record_miss(self, engine_id: str, probed_s: float, error: Exception) -> None:
+        if engine_id not in self._pool or self._pool.statistics.load_of(engine_id).progress_s > probed_s:
             self._misses.pop(engine_id, None)  # it was busy with its calls
             return
         misses = self._misses[engine_id] = self._misses.get(engine_id, 0) + 1
@@ -176,6 +184,6 @@ class HealthWatch:
         if misses >= self._config.probe_misses:
             del self._misses[engine_id]
             self._metrics.engine_stalls_total.labels(engine_id, "unreachable").inc()
-            self._pool.quarantine(
+            self._pool.quarantine_engine(
                 engine_id, EngineTimeout(f"engine {engine_id} did not answer {misses} times: {why}")
             )

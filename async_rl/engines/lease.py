@@ -1,13 +1,13 @@
-"""One call on one engine, and what all calls of an engine say about it.
+"""One call on one engine, and what the pool knows of each engine from its calls.
 
 ```
- placed ──► prefilling ──first chunk──► streaming ──finish──► over
+ placed ──► prefilling ──first chunk──► streaming ──finish──► ended
               └──────────── the engine failed, or the call was dropped ───┘
 ```
 
-A lease is the only way to an engine's `generate`. Its stream is passed on as it comes; on the way the engine
-is timed (`EngineLoad`), what it prefilled again is counted, and what fails is held against it. A call can be
-dropped from outside at any moment, whatever it waits for: so calls leave an engine that no longer answers.
+All calls of `Engine.generate` go through a lease. It passes the stream on as it arrives, and meanwhile times
+the engine (`EngineLoad`), counts the tokens that were prefilled again, and reports failures. The pool can
+drop a call at any moment, whatever the call waits for: so calls leave an engine that no longer answers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from async_rl.runtime.waits import waiting
 Recomputed = Literal["update", "failover", "moved", "evicted"]
 """Why tokens are prefilled again; the label of `prefilled_again_tokens_total`.
 
-update: the engine has forgotten them for new weights.  failover: their engine failed.
+update: the engine flushed them for new weights.  failover: their engine failed.
 moved: their engine was too busy.  evicted: it had no memory for them, or keeps no cache.
 """
 
 
 class EngineState(StrEnum):
-    """Where an engine stands; see the diagram of `pool`."""
+    """The state of an engine; `pool` has the diagram."""
 
     JOINING = "joining"
     SERVING = "serving"
@@ -45,34 +45,34 @@ class EngineState(StrEnum):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What the calls of an engine tell of its health. Times are of the pool's clock."""
+    """The load of an engine and the progress of its calls. Times are of the pool's clock."""
 
     calls: int
     progress_s: float
-    """When anything last came from it, or when it began to have calls, or to serve."""
+    """When the engine last sent anything, got its first call after idle time, or began to serve."""
     decode_s: float
-    """When a call that was streaming already went on."""
+    """When a call that was already streaming last received tokens."""
     prefill_tokens: int
-    """Tokens it has to prefill before its calls can go on."""
+    """Tokens that the engine has to prefill before its calls can continue."""
     silent_since_s: float | None
-    """Of the streaming call that has been silent for longest."""
+    """When the streaming call that has been silent longest last received tokens."""
     overtaken_s: float | None
-    """When the oldest call without a token was overtaken by one that was sent later."""
+    """When a later call received its first token before the oldest call without one."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's state and what it serves; equal at two moments when nothing happened to it in between."""
+    """An engine's state and what it serves; equal at two moments if nothing happened to it in between."""
 
     state: EngineState
     weight_version: int
     restart_count: int
-    """Counts restarts: what an earlier life had in its prefix cache is gone."""
+    """Number of restarts; each empties the prefix cache."""
     epoch: int
-    """Counts flushes of the prefix cache."""
+    """Number of flushes of the prefix cache."""
 
 
 class EngineSlot:
-    """What the pool knows of one engine."""
+    """The pool's record of one engine: its state, its calls, and their progress."""
 
     def __init__(self, engine: Engine, now: float) -> None:
         self.engine = engine
@@ -81,19 +81,19 @@ class EngineSlot:
         self.error: Exception | None = None
         self.strikes: deque[float] = deque()
         self.newcomer = False
-        """It joins a running job, and has never been brought to its weights."""
+        """Whether it joins a running job and has not yet loaded its weights."""
         self.reserved = False
-        """It serves evaluations and nobody else."""
+        """Whether it serves evaluations only."""
         self.restart_count = 0
         self.epoch = 0
         self.prefilling: dict[Lease, None] = {}
-        """Calls without a token, in the order in which they were sent."""
+        """Calls that have not received a token, in the order in which they were sent."""
         self.streaming: dict[Lease, None] = {}
-        """Calls with tokens, the one that has been silent for longest first."""
+        """Calls that have received tokens, the one that has been silent longest first."""
         self.recompute_tokens = 0
-        """Of calls that the engine itself starts anew (`retract`), until one of them goes on."""
-        self.attended: set[asyncio.Timeout] = set()
-        """Waits for the engine that are no calls: they end when it is quarantined."""
+        """Tokens of the calls that the engine recomputes after a flush (`retract`), until one continues."""
+        self.bounded_requests: set[asyncio.Timeout] = set()
+        """Time limits of requests that are not calls: they expire when the engine is quarantined."""
         self.empty = asyncio.Event()
         self.empty.set()
         self.progress_s = now
@@ -103,16 +103,16 @@ class EngineSlot:
 
     @property
     def num_calls(self) -> int:
-        """Calls that are open."""
+        """Number of open calls."""
         return len(self.prefilling) + len(self.streaming)
 
     def calls(self) -> list[Lease]:
-        """Those calls."""
+        """Returns the open calls."""
         return [*self.streaming, *self.prefilling]
 
     @property
-    def standing(self) -> EngineSnapshot:
-        """Where it stands."""
+    def snapshot(self) -> EngineSnapshot:
+        """Its state and what it serves."""
         return EngineSnapshot(
             state=self.state,
             weight_version=self.weight_version,
@@ -122,11 +122,30 @@ class EngineSlot:
 
     @property
     def needs_repair(self) -> bool:
-        """Whether it serves nobody until somebody brings it (back)."""
+        """Whether only `repair` can make it serve (again)."""
         return self.state is EngineState.QUARANTINED or (self.newcomer and self.state is EngineState.JOINING)
 
-    def vitals(self, prefill_tokens: int) -> EngineLoad:
-        """What the calls say now."""
+    @property
+    def lent(self) -> bool:
+        """Whether it is lent to an evaluation and serves rollouts again afterwards."""
+        return self.state is EngineState.EVALUATING and not self.reserved
+
+    def drop_requests(self, why: str) -> None:
+        """End its calls, and the other requests that wait for it."""
+        for call in self.calls():
+            call.drop(why)
+        for limit in self.bounded_requests:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+
+    def end_idle_time(self, now: float) -> None:
+        """Count the time without calls, if there was any, as idle."""
+        if self.idle_since is not None:
+            self.idle_s += now - self.idle_since
+            self.idle_since = None
+
+    def load(self, prefill_tokens: int) -> EngineLoad:
+        """Returns its load, with `prefill_tokens` that wait there for their call's first token."""
         silent = next(iter(self.streaming), None)
         waiting = next(iter(self.prefilling), None)
         return EngineLoad(
@@ -140,7 +159,7 @@ class EngineSlot:
 
 
 class CachedPrefix(msgspec.Struct, frozen=True):
-    """Where a trajectory's last call was, and what the engine holds of it."""
+    """The sticky engine of a trajectory, that of its last call, and the tokens it has cached."""
 
     engine_id: str
     restart_count: int
@@ -148,64 +167,71 @@ class CachedPrefix(msgspec.Struct, frozen=True):
     tokens: int
 
 
+class EngineFailureListener(Protocol):
+    """Is notified of engines and calls that fail: the pool."""
+
+    def record_strike(self, engine_id: str, error: EngineError) -> None:
+        """Record an implausible answer or a lost call."""
+        ...
+
+    def quarantine_engine(self, engine_id: str, error: Exception) -> None:
+        """Quarantine an engine that failed."""
+        ...
+
+
 class LeaseListener(Protocol):
-    """What a lease reports to: the pool."""
+    """Is notified of the progress of a call: the dispatcher."""
 
-    def strike(self, engine_id: str, error: EngineError) -> None:
-        """An answer that cannot be right, or a call that came to nothing."""
+    def record_first_token(self, lease: Lease, waited_s: float) -> None:
+        """Record that the engine has prefilled the call."""
         ...
 
-    def quarantine(self, engine_id: str, error: Exception) -> None:
-        """The engine failed."""
-        ...
-
-    def first_token(self, lease: Lease, waited_s: float) -> None:
-        """The call has been prefilled."""
-        ...
-
-    def recomputed(self, tokens: int, cause: Recomputed) -> None:
-        """The call prefilled tokens that had been computed before."""
+    def record_recomputed_tokens(self, tokens: int, cause: Recomputed) -> None:
+        """Record that the call prefilled tokens which had been computed before."""
         ...
 
 
 class Lease:
-    """The right to make one call on one engine; given back when the block of `EnginePool.lease` ends."""
+    """The right to make one call on one engine; returned when the block of `EnginePool.lease` ends."""
 
     def __init__(
         self,
-        desk: LeaseListener,
+        listener: LeaseListener,
+        failures: EngineFailureListener,
         clock: Callable[[], float],
         key: str,
         tokens: int,
         prompt: int,
-        home: CachedPrefix | None,
+        cached_prefix: CachedPrefix | None,
     ) -> None:
-        """Ask for a place; the pool calls `place` when there is one.
+        """Describe the call; the dispatcher calls `place` when an engine has capacity.
 
         Args:
-            desk: Where to report.
+            listener: Notified of the call's progress.
+            failures: Notified when the call or its engine fails.
             clock: Monotonic seconds.
             key: Trajectory id.
             tokens: Tokens the call will hold at most, prompt and answer.
             prompt: Of these, tokens of the prompt.
-            home: Of the trajectory's last call.
+            cached_prefix: What the engine of the trajectory's last call has cached.
         """
         self.key = key
         self.tokens = tokens
         self.prompt = prompt
-        self.home = home
+        self.cached_prefix = cached_prefix
         self.prefill_tokens = 0
         self.cause: Recomputed | None = None
-        """Why what the home held must be prefilled again, None while it is there."""
+        """Why the cached prefix must be prefilled again, None while it is usable."""
         self.restart_count = self.epoch = -1
-        """Of the engine when the call began."""
+        """Counters of the engine when the call began."""
         self.number = -1
         self.received = 0
-        """Tokens that came."""
+        """Number of tokens received."""
         self.asked_s = clock()
         self.heard_s = self.asked_s
         self.overtaken_s: float | None = None
-        self._desk = desk
+        self._listener = listener
+        self._failures = failures
         self._clock = clock
         self._slot: EngineSlot | None = None
         self._waiter: asyncio.Task[Any] | None = None
@@ -214,24 +240,24 @@ class Lease:
         self._dropped: EngineError | None = None
 
     def place(self, slot: EngineSlot, number: int, prefill_tokens: int, cause: Recomputed | None) -> None:
-        """It is the engine's from now on."""
+        """Assign the call to an engine."""
         self._slot, self.number, self.prefill_tokens, self.cause = slot, number, prefill_tokens, cause
         self.restart_count, self.epoch = slot.restart_count, slot.epoch
         now = self.heard_s = self._clock()
         if not slot.num_calls:
-            slot.progress_s = now  # what an idle engine did not say is no silence
+            slot.progress_s = now  # an idle engine has nothing to send
         slot.prefilling[self] = None
         slot.empty.clear()
 
     @property
     def slot(self) -> EngineSlot:
-        """Of the engine that it was placed on."""
+        """The pool's record of the engine that the call was assigned to."""
         assert self._slot is not None, "the lease has no engine yet"
         return self._slot
 
     @property
     def placed(self) -> bool:
-        """Whether it has an engine."""
+        """Whether the call has an engine."""
         return self._slot is not None
 
     @property
@@ -241,12 +267,12 @@ class Lease:
 
     @property
     def weight_version(self) -> int:
-        """The version the engine serves now; it can move during the call unless updates abort."""
+        """The version the engine serves now; it can change during the call unless updates abort."""
         return self.slot.weight_version
 
     @property
     def interrupted(self) -> bool:
-        """Whether the engine has stopped serving since the lease was given, so that an abort is ours."""
+        """Whether the engine stopped serving after the lease was given, which explains an abort."""
         slot = self.slot
         return slot.state is not EngineState.SERVING or (slot.restart_count, slot.epoch) != (
             self.restart_count,
@@ -254,11 +280,11 @@ class Lease:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
-        """Stream the call, as `Engine.generate` does.
+        """Streams the call, as `Engine.generate` does.
 
         Raises:
-            EngineError: When the call or its engine failed, or it was dropped. It has been reported: the
-                caller keeps the chunks it has seen and asks for another lease.
+            EngineError: When the call or its engine failed, or the call was dropped. The failure has been
+                reported: the caller keeps the chunks it received and asks for another lease.
         """
         engine_id = self.engine.engine_id
         stream: Any = self.engine.generate(request)
@@ -270,10 +296,10 @@ class Lease:
                     async for event in stream:
                         self._waiter = None
                         if isinstance(event, Chunk):
-                            self._hear(len(event.token_ids))
+                            self._record_chunk(len(event.token_ids))
                             wait.renew("chunk")
                         else:
-                            self._finish(len(request.input_ids), event)
+                            self._record_finish(len(request.input_ids), event)
                         yield event
                         self._await_event()
             finally:
@@ -285,18 +311,18 @@ class Lease:
             raise
         except CallLost as error:
             if error is not self._dropped:
-                self._desk.strike(engine_id, error)
+                self._failures.record_strike(engine_id, error)
             raise
         except EngineError as error:
-            self._desk.quarantine(engine_id, error)
+            self._failures.quarantine_engine(engine_id, error)
             raise
 
-    def suspicious(self, error: EngineError) -> None:
-        """Report an answer that cannot be right; an engine that gives several is quarantined."""
-        self._desk.strike(self.engine.engine_id, error)
+    def record_strike(self, error: EngineError) -> None:
+        """Report an implausible answer; an engine that gives several is quarantined."""
+        self._failures.record_strike(self.engine.engine_id, error)
 
     def drop(self, why: str) -> None:
-        """End the call now, with what has come of it; whoever decides that has dealt with the engine."""
+        """End the call now, with the tokens received; the caller has dealt with the engine."""
         if self._dropped is not None:
             return
         self._dropped = CallLost(why)
@@ -304,11 +330,11 @@ class Lease:
             self._cancelled = True
             self._waiter.cancel()
 
-    # A call is dropped as `asyncio.timeout` ends a block: by a cancellation that is taken back. That class
-    # itself, made anew for each chunk, would be most of what a chunk costs here.
+    # A call is dropped as `asyncio.timeout` ends a block: by a cancellation that is then uncancelled. That
+    # class itself, created for each chunk, would be most of what a chunk costs here.
 
     def _await_event(self) -> None:
-        """From here to the next event, a drop cancels the task that waits for it."""
+        """Let a drop cancel the current task until the next event arrives."""
         if self._dropped is not None:
             raise self._dropped
         self._waiter = task = asyncio.current_task()
@@ -316,17 +342,17 @@ class Lease:
         self._cancellations = task.cancelling()
 
     def _is_cancelled_by_drop(self) -> bool:
-        """Whether a cancellation is ours alone; it is taken back."""
+        """Whether a drop alone caused the cancellation, which is then uncancelled."""
         task = asyncio.current_task()
         return self._cancelled and task is not None and task.uncancel() <= self._cancellations
 
-    def _hear(self, tokens: int) -> None:
+    def _record_chunk(self, tokens: int) -> None:
         slot, now = self.slot, self._clock()
         self.received += tokens
         self.heard_s = slot.progress_s = now
         slot.recompute_tokens = 0
         if self in slot.streaming:
-            del slot.streaming[self]  # to the end
+            del slot.streaming[self]  # moves it to the end
             slot.streaming[self] = None
             slot.decode_s = now
             return
@@ -335,12 +361,12 @@ class Lease:
         oldest = next(iter(slot.prefilling), None)
         if oldest is not None and oldest.number < self.number and oldest.overtaken_s is None:
             oldest.overtaken_s = now
-        self._desk.first_token(self, now - self.asked_s)
+        self._listener.record_first_token(self, now - self.asked_s)
 
-    def _finish(self, prompt: int, finish: Finish) -> None:
+    def _record_finish(self, prompt: int, finish: Finish) -> None:
         self.slot.progress_s = self._clock()
-        if self.home is None or (finish.reason == "abort" and not self.received):
-            return  # an engine that ends a call in its queue does not say what it had of it
-        again = min(prompt, self.home.tokens) - finish.cached_tokens
+        if self.cached_prefix is None or (finish.reason == "abort" and not self.received):
+            return  # an engine that ends a queued call does not report what it had cached of it
+        again = min(prompt, self.cached_prefix.tokens) - finish.cached_tokens
         if again > 0:
-            self._desk.recomputed(again, self.cause or "evicted")
+            self._listener.record_recomputed_tokens(again, self.cause or "evicted")

@@ -1,15 +1,14 @@
-"""Servers that join and leave a running job, as the lines of a file come and go.
+"""Adds servers to a running job and removes them, as lines are added to and removed from a file.
 
 ```
- loop     consumes                waits for             unblocked by      produces
- run      engine.urls_file        the next look         time              newcomers (for `repair`), departures
- leaving  an engine that leaves   its calls             they end; a limit a pool without it
+ loop         consumes                waits for        unblocked by        produces
+ follow_file  engine.urls_file        the next read    time                newcomers for `repair`, departures
+ leaving      an engine that leaves   its calls        their end; a limit  a pool without it
 ```
 
-A user edits the file; nothing is asked of the job. A line that is new becomes an engine, which `repair`
-brings to the current weights before it is sent anything. One that is gone drains: no new calls, and those
-that run may end within `engine.drain_s`; then they are aborted, and their sessions go on elsewhere with the
-tokens they have.
+A user edits the file. A new line becomes an engine, into which `repair` loads the current weights before it
+gets calls. An engine whose line was removed drains: it gets no new calls, and running calls may end within
+`engine.drain_s`; then they are aborted, and their sessions go on with their tokens on other engines.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from async_rl.runtime.waits import waiting
 log = logging.getLogger(__name__)
 
 REREAD_S: Final = 2.0
-"""Between two looks. What two of them in a row see counts: a file may be half written when it is read."""
+"""Between two reads. Two equal reads in a row count: a file may be half written when it is read."""
 
 _ABORT_LIMIT_S: Final = 10.0
-"""For the last calls of a server that leaves: it may be gone already."""
+"""For aborting the last calls of a server that leaves: it may be gone already."""
 
 
 def read_urls(path: Path) -> tuple[str, ...]:
-    """The URLs in a file.
+    """Reads the URLs in a file.
 
     Raises:
-        ConfigError: When it cannot be read, or not understood.
+        ConfigError: When the file cannot be read or parsed.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -51,10 +50,10 @@ def read_urls(path: Path) -> tuple[str, ...]:
 
 
 def parse_urls(text: str, name: str) -> tuple[str, ...]:
-    """The URLs of a file: one a line, without repeats; empty lines and what follows a # are left out.
+    """Parses the URLs of a file, one per line; repeats, empty lines and comments after # are skipped.
 
     Raises:
-        ConfigError: Which line is none, and what one looks like.
+        ConfigError: With the line that is not a URL.
     """
     urls: dict[str, None] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -63,23 +62,25 @@ def parse_urls(text: str, name: str) -> tuple[str, ...]:
             continue
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{name}:{number}: {url!r} is no URL of a server, as http://10.0.0.7:30000 is")
+            raise ConfigError(
+                f"{name}:{number}: {url!r} is not the URL of a server such as http://10.0.0.7:30000"
+            )
         urls[url] = None
     return tuple(urls)
 
 
-def changes(known: Iterable[str], wanted: Iterable[str]) -> tuple[list[str], list[str]]:
-    """What joins, in the order of the file, and what leaves."""
+def diff_urls(known: Iterable[str], wanted: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Returns the URLs that join, in the order of the file, and those that leave."""
     known, wanted = list(known), list(wanted)
     return [url for url in wanted if url not in known], [url for url in known if url not in wanted]
 
 
-class Membership:
-    """See the module.
+class EngineMembership:
+    """Keeps the engines of a pool equal to the servers listed in a file.
 
     Example:
-        >>> members = Membership(Path("servers.txt"), pool, cluster.connect_engine, depart, drain_s=30)
-        >>> async with services(members=members.run): ...
+        >>> members = EngineMembership(Path("servers.txt"), pool, cluster.connect_engine, depart, drain_s=30)
+        >>> async with services(members=members.follow_file): ...
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class Membership:
 
         Args:
             path: The file.
-            pool: Where engines are added and taken out.
-            connect: Makes a client of an engine id and a URL; connects to nothing yet.
-            depart: Lets go of an engine that has left the pool.
-            drain_s: How long its calls may go on.
+            pool: The pool to which engines are added, and from which they are removed.
+            connect: Creates a client from an engine id and a URL, without connecting yet.
+            depart: Releases what belongs to an engine that has left the pool.
+            drain_s: How long the calls of a leaving engine may go on.
         """
         self._path = path
         self._pool = pool
@@ -106,15 +107,14 @@ class Membership:
         self._depart = depart
         self._drain_s = drain_s
         self._members: dict[str, str] = {}  # engine id by URL
-        self._refused = set[str]()  # told once, for as long as they are in the file
+        self._refused = set[str]()  # logged once, for as long as they are in the file
         self._num_joined = 0
 
-    async def run(self) -> None:
-        """Never returns.
+    async def follow_file(self) -> None:
+        """Follow the file until cancelled.
 
         Raises:
-            ConfigError: When the file cannot be read, or not understood, at the first look; later ones keep
-                who is there.
+            ConfigError: When the first read fails. When a later one fails, the engines stay as they are.
         """
         seen = await asyncio.to_thread(read_urls, self._path)
         async with Nursery() as leaving:
@@ -128,11 +128,11 @@ class Membership:
                     log.warning("engines stay as they are: %s", error)
                     continue
                 if seen == before:
-                    self._follow(seen, leaving)
+                    self._apply_changes(seen, leaving)
 
-    def _follow(self, wanted: tuple[str, ...], leaving: Nursery) -> None:
+    def _apply_changes(self, wanted: tuple[str, ...], leaving: Nursery) -> None:
         self._refused &= set(wanted)
-        joins, leaves = changes(self._members, wanted)
+        joins, leaves = diff_urls(self._members, wanted)
         for url in joins:
             if url in self._refused:
                 continue
@@ -146,21 +146,21 @@ class Membership:
             self._num_joined += 1
             log.info("engine %s at %s joins", engine_id, url)
             self._members[url] = engine_id
-            self._pool.add(engine, newcomer=True)
+            self._pool.add_engine(engine, newcomer=True)
         for url in leaves:
             engine_id = self._members.pop(url)
             log.info("engine %s at %s leaves", engine_id, url)
-            leaving.start_task(f"{engine_id} leaves", self._see_off(engine_id))
+            leaving.start_task(f"{engine_id} leaves", self._drain_and_remove(engine_id))
 
-    async def _see_off(self, engine_id: str) -> None:
+    async def _drain_and_remove(self, engine_id: str) -> None:
         try:
             async with asyncio.timeout(self._drain_s):
-                await self._pool.drain(engine_id)
+                await self._pool.drain_engine(engine_id)
         except TimeoutError:
             log.info("engine %s leaves with calls under way: they move", engine_id)
             engine = next(e for e in self._pool.engines() if e.engine_id == engine_id)
-            with suppress(EngineError, TimeoutError):  # those that it does not end are dropped next
+            with suppress(EngineError, TimeoutError):  # `remove_engine` drops calls that are left
                 async with asyncio.timeout(_ABORT_LIMIT_S):
                     await engine.interrupt("abort")
-        self._pool.remove(engine_id)
+        self._pool.remove_engine(engine_id)
         await self._depart(engine_id)

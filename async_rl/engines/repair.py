@@ -1,16 +1,16 @@
-"""Brings engines back that failed, and in that join: each by itself, none in the way of another.
+"""Restarts engines that failed, and starts engines that join: each in a task of its own.
 
 ```
- quarantined ─► wait (back-off) ─► restart ─► rejoin ─► weights, attested ─► serving
+ quarantined ─► wait (back-off) ─► restart ─► rejoin ─► weights, verified ─► serving
       ▲                               └───────── failed ────────┘
       └───────────────────────────────────────────┘          no restarts left: left out, or the run ends
 ```
 
 | loop | consumes | waits for | unblocked by | produces |
 |---|---|---|---|---|
-| `run` | engines that need repair | a quarantine, a newcomer | the pool | a task for each |
-| an engine's | its failure | its back-off, then itself | time; it answers | a serving engine |
-| outage | states | that some engine serves | the pool, or the limit | the end of the run |
+| `repair_engines` | engines that need repair | a quarantine, a newcomer | the pool | a task for each |
+| an engine's | its failure | its back-off, then its restart | time; its answer | a serving engine |
+| outage | states | a serving engine | the pool, or the limit | the end of the run |
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import msgspec
 
 from async_rl.config import EnginesConfig
 from async_rl.engines.device_phases import DevicePhases
-from async_rl.engines.lease import EngineState
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
@@ -35,25 +34,25 @@ from async_rl.runtime.waits import waiting
 log = logging.getLogger(__name__)
 
 
-class RepairVerdict(msgspec.Struct, frozen=True):
-    """When a failed engine may be started again."""
+class RestartDelay(msgspec.Struct, frozen=True):
+    """When a failed engine may be restarted."""
 
     delay_s: float
     exhausted: bool = False
-    """Its restarts are used up; the delay is what is left until one leaves the window."""
+    """Whether its restarts are used up; the delay then lasts until one leaves the window."""
 
 
-class Restarts:
-    """The restarts of one engine within the window, and what they say of the next. Owns no clock."""
+class RestartBackoff:
+    """The restarts of one engine within the window, from which the next delay follows. Owns no clock."""
 
     def __init__(self, config: EnginesConfig, rng: random.Random) -> None:
-        """None so far."""
+        """Start without restarts; `rng` draws the jitter."""
         self._config = config
         self._rng = rng
         self._times: deque[float] = deque()
 
-    def next(self, now: float) -> RepairVerdict:
-        """When the next may be: at once the first time, then later and later.
+    def next_delay(self, now: float) -> RestartDelay:
+        """Returns the delay before the next restart: none for the first, then longer and longer.
 
         Jitter keeps engines that failed together from starting together: half of the delay is drawn.
         Source: "equal jitter" of Brooker, "Exponential Backoff and Jitter", AWS Architecture Blog, 2015.
@@ -63,29 +62,29 @@ class Restarts:
             self._times.popleft()
         if len(self._times) >= config.max_restarts:
             oldest = self._times[0] if self._times else now
-            # What rounding leaves of a window is no time to sleep: the clock would not move.
-            return RepairVerdict(max(1.0, oldest + config.restart_window_s - now), exhausted=True)
+            # At least a second: after rounding, the rest of a window may be too short to advance the clock.
+            return RestartDelay(max(1.0, oldest + config.restart_window_s - now), exhausted=True)
         if not self._times:
-            return RepairVerdict(0.0)
+            return RestartDelay(0.0)
         doubled = config.restart_delay_s * 2.0 ** (len(self._times) - 1)
-        return RepairVerdict(min(doubled, config.restart_delay_max_s) * self._rng.uniform(0.5, 1.0))
+        return RestartDelay(min(doubled, config.restart_delay_max_s) * self._rng.uniform(0.5, 1.0))
 
-    def note(self, now: float) -> None:
-        """One begins."""
+    def record_restart(self, now: float) -> None:
+        """Record that a restart begins."""
         self._times.append(now)
 
     @property
     def count(self) -> int:
-        """Within the window, at the last look."""
+        """Number of restarts within the window, at the last `next_delay`."""
         return len(self._times)
 
 
-class Repair:
-    """See the module.
+class EngineRepair:
+    """Repairs the engines of a pool: restarts quarantined ones, and loads the weights of newcomers.
 
     Example:
-        >>> repair = Repair(pool, restart, catch_up, config.engine, metrics, clock, seed=0)
-        >>> async with services(repair=repair.run): ...
+        >>> repair = EngineRepair(pool, restart, catch_up, config.engine, metrics, clock, seed=0)
+        >>> async with services(repair=repair.repair_engines): ...
     """
 
     def __init__(
@@ -98,19 +97,19 @@ class Repair:
         clock: Callable[[], float],
         *,
         seed: int,
-        turns: DevicePhases | None = None,
+        phases: DevicePhases | None = None,
     ) -> None:
         """Wire the parts.
 
         Args:
             pool: The engines.
-            restart: Brings an engine to where it answers; bounded in time.
-            catch_up: Loads the current weights into it, reads them back, and lets it serve; bounded in time.
+            restart: Restarts an engine and waits until it answers; bounded in time.
+            catch_up: Loads the current weights into it, verifies them, and lets it serve; bounded in time.
             config: Limits and delays.
             metrics: Restarts by result.
             clock: Monotonic seconds.
-            seed: Of the jitter.
-            turns: When an engine may be started; None lets it at any time.
+            seed: Seed of the jitter.
+            phases: Phases in which engines may be started; None allows it at any time.
         """
         self._pool = pool
         self._restart = restart
@@ -119,16 +118,16 @@ class Repair:
         self._metrics = metrics
         self._clock = clock
         self._seed = seed
-        self._turns = turns or DevicePhases()
-        self._restarts: dict[str, Restarts] = {}
+        self._phases = phases or DevicePhases()
+        self._backoffs: dict[str, RestartBackoff] = {}
         self._under_way: set[str] = set()
 
-    async def run(self) -> None:
-        """Never returns.
+    async def repair_engines(self) -> None:
+        """Repair engines until cancelled.
 
         Raises:
-            EngineError: When no engine served for `engine.max_outage_s`, or one has no restarts left and the
-                config says that this ends the run.
+            EngineError: When no engine has served for `engine.max_outage_s`, or one has no restarts left and
+                the config says that this ends the run.
         """
         async with Nursery() as nursery:
             nursery.start_task("outage", self._watch_outage())
@@ -136,46 +135,47 @@ class Repair:
                 with waiting("idle"):
                     engine_id = await self._pool.wait_for_repair(self._under_way)
                 self._under_way.add(engine_id)
-                nursery.start_task(f"repair {engine_id}", self._bring_back(engine_id))
+                nursery.start_task(f"repair {engine_id}", self._repair_engine(engine_id))
 
-    async def _bring_back(self, engine_id: str) -> None:
-        """Try until it serves, or has left."""
-        if engine_id not in self._restarts:
-            self._restarts[engine_id] = Restarts(self._config, random.Random(f"{self._seed} {engine_id}"))
-        restarts = self._restarts[engine_id]
+    async def _repair_engine(self, engine_id: str) -> None:
+        """Restart an engine until it serves or has left the pool."""
+        if engine_id not in self._backoffs:
+            rng = random.Random(f"{self._seed} {engine_id}")
+            self._backoffs[engine_id] = RestartBackoff(self._config, rng)
+        backoff = self._backoffs[engine_id]
         try:
             while self._pool.needs_repair(engine_id):
-                verdict = restarts.next(self._clock())
-                if verdict.exhausted:
-                    self._give_up(engine_id, restarts.count, verdict.delay_s)
+                delay = backoff.next_delay(self._clock())
+                if delay.exhausted:
+                    self._give_up_engine(engine_id, backoff.count, delay.delay_s)
                 with waiting("engine start", engine_id):
-                    await asyncio.sleep(verdict.delay_s)
-                if verdict.exhausted or not self._pool.needs_repair(engine_id):
+                    await asyncio.sleep(delay.delay_s)
+                if delay.exhausted or not self._pool.needs_repair(engine_id):
                     continue
-                async with self._turns.guest():
-                    restarts.note(self._clock())
-                    await self._try(engine_id)
+                async with self._phases.lease_engines():
+                    backoff.record_restart(self._clock())
+                    await self._restart_engine(engine_id)
         finally:
             self._under_way.discard(engine_id)
 
-    async def _try(self, engine_id: str) -> None:
+    async def _restart_engine(self, engine_id: str) -> None:
         try:
             with waiting("engine start", engine_id):
                 await self._restart(engine_id)
             if engine_id not in self._pool:
                 return
-            self._pool.rejoin(engine_id)
+            self._pool.rejoin_engine(engine_id)
             await self._catch_up(engine_id)
         except (EngineError, EnvironmentNotReady, ConfigError, TimeoutError) as error:
             self._metrics.engine_restarts_total.labels(engine_id, "failed").inc()
-            log.warning("engine %s is not back: %s", engine_id, error)
-            self._pool.not_repaired(engine_id, error)
+            log.warning("engine %s failed to restart: %s", engine_id, error)
+            self._pool.record_failed_repair(engine_id, error)
         else:
             self._metrics.engine_restarts_total.labels(engine_id, "ok").inc()
-            log.info("engine %s is back", engine_id)
+            log.info("engine %s serves again", engine_id)
 
-    def _give_up(self, engine_id: str, count: int, delay_s: float) -> None:
-        """Say that an engine has no restarts left, or end the run for it."""
+    def _give_up_engine(self, engine_id: str, count: int, delay_s: float) -> None:
+        """Log that an engine has no restarts left, or end the run for it."""
         cause = self._pool.error_of(engine_id)
         message = (
             f"engine {engine_id} failed again after {count} restarts within engine.restart_window_s = "
@@ -187,27 +187,24 @@ class Repair:
         log.error("%s. It is left out for %.0f s", message, delay_s)
 
     async def _watch_outage(self) -> None:
-        """End the run when nobody has served for long; one that is updated or lent out counts as serving."""
+        """End the run when no engine has served for long; updates and loans count as serving."""
         limit_s = self._config.max_outage_s
         while True:
             with waiting("idle"):
-                while self._some_serve():
-                    await self._pool.changed()
-                await self._turns.of_engines()  # before, nobody can be brought back
+                while self._pool.has_active_engine:
+                    await self._pool.wait_for_change()
+                await self._phases.wait_for_engines_phase()  # no engine can be restarted before
             engines = self._pool.engines()
-            if not engines or any(self._pool.error_of(e.engine_id) for e in engines):  # none just joins
+            if not engines or any(self._pool.error_of(e.engine_id) for e in engines):  # not just joining
                 log.warning("no engine serves; the run ends after engine.max_outage_s = %s of it", limit_s)
             try:
                 async with asyncio.timeout(limit_s) as scope, waiting("engine", scope=scope):
-                    while not self._some_serve():
-                        await self._pool.changed()
+                    while not self._pool.has_active_engine:
+                        await self._pool.wait_for_change()
             except TimeoutError:
-                if not self._turns.engines_may_start:
+                if not self._phases.engines_may_start:
                     continue
                 causes = "; ".join(str(self._pool.error_of(e.engine_id)) for e in self._pool.engines())
                 raise EngineError(
                     f"no engine has served for engine.max_outage_s = {limit_s}: {causes or 'there is none'}"
                 ) from None
-
-    def _some_serve(self) -> bool:
-        return self._pool.has(EngineState.SERVING, EngineState.UPDATING) or self._pool.lends

@@ -40,10 +40,13 @@ from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue.archive import Observer
-from async_rl.rollout.attempt import finish, play
+from async_rl.queue.journal import Entry
+from async_rl.rollout.attempt import finish_trajectories, run_agent_loop, score_tree
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import Transcript
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import acting, progressed, waiting
 from async_rl.types import Completion, Task, Trajectory
@@ -157,20 +160,18 @@ class Evaluator:
         self, task: Task, answer_id: str, group_id: str, pool: EnginePool, metrics: Metrics
     ) -> RolloutSession:
         """One attempt at an answer. It asks for no routing: nobody trains on it."""
-        return RolloutSession(
-            task=task,
-            trajectory_id=answer_id,
-            group_id=group_id,
-            pool=pool,
+        context = SessionContext(
             chat=self._chat,
-            facts=self._facts,
             rollout=self._rollout,
-            routing_config=RoutingConfig(replay="off"),
-            interrupt=self._config.weights.interrupt,
             metrics=metrics,
-            new_id=self._new_id,
             clock=self._clock,
+            pool=pool,
+            facts=self._facts,
+            routing=RoutingConfig(replay="off"),
+            interrupt=self._config.weights.interrupt,
+            new_id=self._new_id,
         )
+        return RolloutSession(context, task, Transcript(context, Entry(answer_id)), group_id=group_id)
 
 
 class _EvaluationRun:
@@ -207,7 +208,11 @@ class _EvaluationRun:
         """Answer everything."""
         health = HealthWatch(self._pool, self._config.engine, self._metrics, self._evaluator._clock)
         try:
-            async with services(health=health.run, lost=self._watch), self._loops, Nursery() as nursery:
+            async with (
+                services(health=health.watch_engines, lost=self._watch),
+                self._loops,
+                Nursery() as nursery,
+            ):
                 for dataset in datasets:
                     for task in dataset.tasks:
                         group = _AnswerGroup(self._evaluator._new_id(), dataset.name, task, self._config)
@@ -222,8 +227,8 @@ class _EvaluationRun:
     async def _watch(self) -> None:
         """Nobody repairs engines here: when none is left, that is the end."""
         with waiting("idle"):
-            while self._pool.has(EngineState.SERVING):
-                await self._pool.changed()
+            while self._pool.engines(EngineState.SERVING):
+                await self._pool.wait_for_change()
         engines = {engine.engine_id: self._pool.error_of(engine.engine_id) for engine in self._pool.engines()}
         told = "; ".join(f"{name}: {error}" for name, error in engines.items())
         raise EngineError(f"no engine of the evaluation is left: {told}")
@@ -245,14 +250,16 @@ class _EvaluationRun:
         for attempt in range(1, limit + 1):
             session = self._evaluator.session(group.task, name, group.group_id, self._pool, self._metrics)
             try:
-                await play(group.task, session, self._loops, self._evaluator._rollout)
+                await run_agent_loop(group.task, session, self._loops, self._evaluator._rollout)
                 if self._rewards.scores_groups(group.task):
                     # Only the root: what a branch is worth is for training.
-                    group.unscored[name] = await session.finish(session.stop_reason, {}), session.completion
+                    trajectory = await session.finish_trajectory(session.stop_reason, {})
+                    group.unscored[name] = trajectory, session.completion
                     return
-                tree = await finish(group.task, session.tree, self._rewards)
+                results = await score_tree(group.task, session.tree, self._rewards)
+                tree = await finish_trajectories(results)
             except (RolloutError, EngineError, AlignmentError) as error:
-                self._observer.failed(session.unfinished(error), attempt, error)
+                self._observer.failed(session.failed_trajectory(error), attempt, error)
                 log.info("an answer to task %s, attempt %d: %s", group.task.task_id, attempt, error)
                 if attempt == limit or isinstance(error, PromptTooLong):
                     self.dropped[type(error).__name__] += 1

@@ -77,7 +77,7 @@ class EvaluationService:
     """The evaluations of one life of a run.
 
     Example:
-        >>> service = EvaluationService(config.evaluation, run_dir, pool, sync.take_back, evaluator, ...)
+        >>> service = EvaluationService(settings, run_dir, pool, sync.take_back_engine, evaluator, ...)
         >>> async with services(evaluation=service.run):
         ...     await train()
         ...     await service.finish(version)
@@ -95,7 +95,7 @@ class EvaluationService:
         interrupt_timeout_s: float,
         ended: Callable[[EvaluationRecord], EvaluationRecord],
         clock: Callable[[], float],
-        turns: DevicePhases | None = None,
+        phases: DevicePhases | None = None,
     ) -> None:
         """Wire the parts.
 
@@ -109,11 +109,11 @@ class EvaluationService:
             interrupt_timeout_s: Longest wait for an engine to end the calls that it has.
             ended: Shows a record, and gives it back with the run's time.
             clock: Monotonic seconds.
-            turns: When engines can answer; None lets them at any time.
+            phases: When engines can answer; None lets them at any time.
         """
         self._config = config
         self._run_dir = run_dir
-        self._turns = turns or DevicePhases()
+        self._phases = phases or DevicePhases()
         self._pool = pool
         self._take_back = take_back
         self._evaluator = evaluator
@@ -149,10 +149,10 @@ class EvaluationService:
             if self._due() is None:
                 self._idle.set()
                 with waiting("idle"):
-                    await self._pool.changed()
+                    await self._pool.wait_for_change()
                 continue
             self._idle.clear()
-            async with self._turns.guest():
+            async with self._phases.lease_engines():
                 await self._evaluate_due()
                 # Not when it is cancelled: the run ends, or whoever goes on brings all engines up anew.
                 while self._lent:
@@ -206,8 +206,8 @@ class EvaluationService:
     async def _examine(self, engines: Sequence[Engine], version: int) -> EvaluationRecord:
         pool = self._evaluator.pool()
         for engine in engines:
-            pool.add(engine)
-            pool.serve(engine.engine_id, version)
+            pool.add_engine(engine)
+            pool.serve_engine(engine.engine_id, version)
         answers = self._archive(version)
         try:
             async with services(mirror=lambda: self._mirror(pool)):
@@ -236,11 +236,11 @@ class EvaluationService:
                 name = engine.engine_id
                 if pool.needs_repair(name):
                     error = pool.error_of(name) or EngineError(f"engine {name} failed in an evaluation")
-                    self._pool.quarantine(name, error)
-                standing = self._pool.standing_of(name)
+                    self._pool.quarantine_engine(name, error)
+                standing = self._pool.snapshot_of(name)
                 if standing is None or standing.state is not EngineState.EVALUATING:
-                    pool.quarantine(name, EngineError(f"engine {name} left the evaluation"))
-            await _either(pool.changed, self._pool.changed)
+                    pool.quarantine_engine(name, EngineError(f"engine {name} left the evaluation"))
+            await _either(pool.wait_for_change, self._pool.wait_for_change)
 
     # -- engines -----------------------------------------------------------------------------------------
 
@@ -263,41 +263,41 @@ class EvaluationService:
             able = [engine for engine in serving if self._pool.version_of(engine.engine_id) >= version]
             if not able:
                 if (
-                    not self._turns.engines_may_start
+                    not self._phases.engines_may_start
                 ):  # nor is any repaired before the trainer has had its turn
                     raise EngineError(f"no engine serves version {version} any more in the engines' turn")
                 with waiting("engine", why=lambda: f"none serves version {version}"):
-                    await _either(self._pool.changed, self._turns.end_of_engines)
+                    await _either(self._pool.wait_for_change, self._phases.wait_for_engines_phase_end)
                 continue
-            engine = min(able, key=lambda engine: self._pool.vitals(engine.engine_id).calls)
+            engine = min(able, key=lambda engine: self._pool.statistics.load_of(engine.engine_id).calls)
             name = engine.engine_id
-            if not self._pool.lend(name):
+            if not self._pool.lend_engine(name):
                 continue
             self._lent.append(name)
             try:
-                async with self._pool.attended(name, self._interrupt_timeout_s) as scope:
+                async with self._pool.bounded_request(name, self._interrupt_timeout_s) as scope:
                     with waiting("engine update", name, scope=scope):
                         await engine.interrupt("abort")
                         await engine.resume_generation("abort")
                 return engine
             except EngineError as error:
-                self._pool.quarantine(name, error)
+                self._pool.quarantine_engine(name, error)
             except TimeoutError:
                 message = f"engine {name} did not end its calls within {self._interrupt_timeout_s} s"
-                self._pool.quarantine(name, WeightSyncError(message))
+                self._pool.quarantine_engine(name, WeightSyncError(message))
 
     async def _refresh(self, version: int) -> None:
         """Bring the reserved engines to the current weights, if they do not serve this version yet."""
         while not self._reserved():
             with waiting("engine", why=lambda: "those of the evaluation are not there"):
-                await self._pool.changed()
+                await self._pool.wait_for_change()
         async with Nursery() as nursery:
             for engine in self._reserved():
                 if self._pool.version_of(engine.engine_id) < version:
                     nursery.start_task(f"refresh {engine.engine_id}", self._return(engine.engine_id))
         while not any(self._pool.version_of(e.engine_id) >= version for e in self._reserved()):
             with waiting("engine", why=lambda: f"none of the evaluation's has version {version}"):
-                await self._pool.changed()
+                await self._pool.wait_for_change()
 
     def _reserved(self) -> list[Engine]:
         return list(self._pool.engines(EngineState.EVALUATING))
@@ -307,7 +307,7 @@ class EvaluationService:
         try:
             await self._take_back(engine_id)
         except EngineError as error:
-            self._pool.quarantine(engine_id, error)
+            self._pool.quarantine_engine(engine_id, error)
 
 
 async def _either(*changes: Callable[[], Awaitable[None]]) -> None:

@@ -1,7 +1,7 @@
 """What a person sees of a run: the first screen, progress while it goes, and the summary with its files.
 
-Everything here reads `StepRecord`s and the `Summary` and decides nothing. `matplotlib` and `plotext` are
-imported when something is drawn: they cost more than the rest of the driver's start.
+Everything here reads `StepRecord`s and the `Summary` and decides nothing. Only the terminal is drawn on here
+(rich, plotext): `page` draws the same records for browsers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from async_rl import __version__
 from async_rl.config import Config, changed_fields
 from async_rl.observability.records import WINDOW, Figure, StepRecord, Summary, is_finite
 
-PLOT_FILE = "reward.png"
 SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
 
 
 def derived_bounds(config: Config) -> dict[str, int]:
@@ -217,12 +217,10 @@ def sparkline(values: Sequence[Figure], width: int = 40) -> str:
     )
 
 
-def write_run_files(run_dir: Path, records: Sequence[StepRecord], summary: Summary) -> None:
-    """Write `summary.json` and, when there are steps, the curves as `reward.png` into the run folder."""
+def write_summary(run_dir: Path, summary: Summary) -> None:
+    """Write `summary.json` into the run folder."""
     text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     _replace(run_dir / SUMMARY_FILE, text + b"\n")
-    if records:
-        _plot(run_dir / PLOT_FILE, records, summary)
 
 
 def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord], summary: Summary) -> None:
@@ -260,9 +258,8 @@ def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord]
         ("pause beyond transfer", f"{_milliseconds(sync.pause_max_s)} longest"),
         ("files", _path(run_dir)),
     ]
-    if records:
-        rows.append(("curves", _path(run_dir / PLOT_FILE)))
-        rows.append(("as one page", f"async-rl report {_path(run_dir)}"))
+    if (run_dir / REPORT_FILE).exists():
+        rows.append(("as one page", _path(run_dir / REPORT_FILE)))
     console.print(Panel(_figures(rows), title="summary", title_align="left", expand=False))
 
 
@@ -283,77 +280,6 @@ def reward_chart(records: Sequence[StepRecord], *, width: int, colour: bool) -> 
     text = Text(figure.build().string(colorless=True).rstrip(), style="cyan" if colour else "")
     figure.clear()
     return text
-
-
-def _plot(path: Path, records: Sequence[StepRecord], summary: Summary) -> None:
-    """Draw reward, staleness and divergence over the steps, one above the other."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Canvas
-
-    steps = [record.step for record in records]
-
-    def series(name: str) -> list[float]:
-        values = (getattr(record, name) for record in records)
-        return [float("nan") if value is None else value for value in values]
-
-    ink, blue, orange, green = "#333333", "#2f6fb2", "#d9822b", "#3a9a5b"
-    # No pyplot: it keeps figures in a global list and picks a backend by the display.
-    canvas = Canvas(figsize=(9, 9), dpi=130, layout="constrained")
-    FigureCanvasAgg(canvas)
-    top, middle, bottom = canvas.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
-
-    rewards = series("reward_mean")
-    top.plot(steps, rewards, color=blue, alpha=0.35, linewidth=1, marker="o", markersize=2.5, label="batch")
-    top.plot(steps, _smoothed(rewards), color=blue, linewidth=2.2, label=f"mean of {WINDOW} steps")
-    top.set_ylabel("mean reward")
-    change = f"{_number(summary.reward_first)} → {_number(summary.reward_last)}"
-    top.set_title(
-        f"reward {change}   ·   {summary.weight_versions} weight versions in {summary.rl_seconds:.0f} s"
-        f"   ·   {_percent(summary.interrupted_share)} interrupted and resumed",
-        loc="left",
-        fontsize=10,
-        color=ink,
-    )
-
-    p50, p95 = series("staleness_p50"), series("staleness_p95")
-    middle.fill_between(
-        steps, p50, p95, color=orange, alpha=0.25, linewidth=0, step="mid", label="p50 to p95"
-    )
-    middle.plot(steps, series("staleness_mean"), color=orange, linewidth=1.8, label="mean")
-    middle.plot(steps, series("staleness_max"), color=orange, linewidth=0.9, linestyle=":", label="max")
-    middle.axhline(summary.max_staleness, color=ink, linewidth=0.9, linestyle="--", label="bound")
-    middle.set_ylabel("staleness, versions")
-    middle.set_ylim(-0.15, summary.max_staleness * 1.4 + 0.6)  # space for the legend
-
-    name = _kl_name(summary.ppo_kl_bypass_mean)
-    bottom.plot(steps, series(name), color=green, linewidth=1.6, label=name)
-    bottom.plot(
-        steps,
-        series("log_prob_abs_diff"),
-        color=ink,
-        linewidth=1.1,
-        alpha=0.7,
-        label="|trainer - rollout|, all tokens",
-    )
-    bottom.set_ylabel("nats")
-    bottom.set_xlabel("trainer step")
-
-    for axes in (top, middle, bottom):
-        axes.grid(color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color("#999999")
-        axes.tick_params(colors=ink, labelsize=9)
-        axes.legend(frameon=False, fontsize=8, loc="best", ncols=2)
-    partial = path.with_name(f".{path.name}.part")
-    canvas.savefig(partial, format="png")
-    partial.replace(path)
-
-
-def _smoothed(values: Sequence[float]) -> list[float]:
-    """Mean of each value and the ones before it, over the window of the summary."""
-    windows = (values[max(0, i - WINDOW + 1) : i + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
 
 
 def _figures(rows: Sequence[tuple[str, str]]) -> Table:

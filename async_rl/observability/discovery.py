@@ -1,7 +1,7 @@
-"""Tells Prometheus where a run serves its metrics, by a file that it watches (file_sd).
+"""Where a run serves `/metrics` and `/health`: told to Prometheus by file, and found by `async-rl doctor`.
 
-Every run has a port of its own, often a free one. Prometheus reads `<folder>/*.json` again by itself whenever
-a file comes, changes or goes: runs need no fixed port, and Prometheus no restart.
+Every run has a port of its own, often a free one. Prometheus reads `<folder>/*.json` (file_sd) again whenever
+a file appears, changes or disappears: runs need no fixed port, and Prometheus no restart.
 
 **Source**: https://prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config
 """
@@ -10,12 +10,23 @@ from __future__ import annotations
 
 import json
 import socket
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
-from async_rl.errors import EnvironmentNotReady
+import msgspec
+
+from async_rl.errors import ConfigError, EnvironmentNotReady, StallError
+from async_rl.observability.diagnosis import Diagnosis
+
+URL_FILE: Final = "url"
+"""In the run folder: the address at which the driver serves `/metrics` and `/health`."""
+
+_HEALTH_TIMEOUT_S: Final = 10.0
 
 
 @contextmanager
@@ -65,3 +76,51 @@ def _address(url: str) -> str:
     elif ":" in host:
         host = f"[{host}]"
     return f"{host}:{place.port}"
+
+
+class _Health(msgspec.Struct):
+    """What `ask_health` reads of the answer to `/health`."""
+
+    phase: str
+    step: int
+    diagnosis: Diagnosis
+
+
+def ask_health(target: str) -> tuple[str, int]:
+    """Ask a running job what it waits for.
+
+    Args:
+        target: Its metrics URL, or its run folder.
+
+    Returns:
+        The diagnosis as text, and an exit code: that of a stall if the run is stalled, else 0.
+
+    Raises:
+        ConfigError: The folder does not belong to a run that serves metrics.
+        EnvironmentNotReady: Nothing answers at the address.
+    """
+    url = target if "://" in target else _url_of_run(Path(target))
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=_HEALTH_TIMEOUT_S) as answer:
+            body = answer.read()
+    except urllib.error.HTTPError as error:  # 503 reports that the run is stalled, and why
+        body = error.read()
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"no answer from {url} within {_HEALTH_TIMEOUT_S:.0f} s: the run has ended, or its event loop is "
+            f"blocked, which its logs/driver.log reports ({error})"
+        ) from error
+    try:
+        health = msgspec.json.decode(body, type=_Health)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{url}/health does not belong to an async-rl run: {error}") from error
+    diagnosis = health.diagnosis
+    text = f"{health.phase}, step {health.step}: {diagnosis.state}\n{diagnosis.text}"
+    return text, StallError.exit_code if diagnosis.state == "stalled" else 0
+
+
+def _url_of_run(folder: Path) -> str:
+    try:
+        return (folder / URL_FILE).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{folder} is not the folder of a run that serves metrics: {error}") from error

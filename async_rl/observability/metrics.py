@@ -266,7 +266,7 @@ class FlowMetrics(Instruments):
         "stage",
         buckets=SECONDS,
         unit="seconds",
-        source="engines.pool and queue.trajectory_queue, when a wait ends",
+        source="engines.lease_dispatcher and queue.trajectory_queue, when a wait ends",
         bad="The stage with the long waits is the one before the bottleneck.",
     )
     trajectory_retries_total = counter(
@@ -277,7 +277,7 @@ class FlowMetrics(Instruments):
     task_retries_total = counter(
         "Times a task was given out again because its group was lost.",
         "reason",
-        source="rollout.manager, when a task goes back",
+        source="data.feeder, when a task goes back",
         bad="Rises: as `trajectories_dropped_total`.",
     )
     reward_seconds = histogram(
@@ -448,7 +448,7 @@ class EngineMetrics(Instruments):
     engine_running_requests = gauge(
         "Open calls of an engine.",
         "engine",
-        source="engines.pool, when a call begins or ends",
+        source="engines.lease_dispatcher, when a call begins or ends",
         bad="Very unequal between engines: see `engine_load_imbalance`.",
     )
     engine_quarantined_total = counter(
@@ -483,7 +483,7 @@ class EngineMetrics(Instruments):
         "kind",
         buckets=SECONDS,
         unit="seconds",
-        source="engines.pool, with the first token of each call",
+        source="engines.lease_dispatcher, with the first token of each call",
         bad="Grows: engines are overloaded, or prefixes are lost (`prefilled_again_tokens_total`).",
     )
     prefilled_again_tokens_total = counter(
@@ -491,7 +491,7 @@ class EngineMetrics(Instruments):
         "moved, evicted).",
         "cause",
         unit="tokens",
-        source="engines.pool, with the first token of each call",
+        source="engines.lease_dispatcher, with the first token of each call",
         bad="`evicted` or `moved` rise: too little cache, or too little stickiness.",
     )
     engine_idle_ratio = gauge(
@@ -574,7 +574,7 @@ class TrainerMetrics(Instruments):
     weight_delta_fallbacks_total = counter(
         "Updates of one engine by whole files in place of a delta.",
         "reason",
-        source="weights.local_folders, in each update with `weights.transport: delta`",
+        source="weights.delta_delivery, in each update with `weights.transport: delta`",
         bad="Rises with every version: deltas gain nothing, see the log; `no_actor`: external servers "
         "take no deltas.",
     )

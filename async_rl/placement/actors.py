@@ -22,7 +22,7 @@ from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.shared_devices import Device
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.processes import Process, die_with_parent, this_process
-from async_rl.weights.follower import Follower
+from async_rl.weights.weight_folder import WeightFolder
 
 
 class ActorHome(msgspec.Struct, frozen=True):
@@ -116,7 +116,7 @@ class EngineActor(NodeActor):
         run = hashlib.sha256(str(Path(log_dir).absolute()).encode()).hexdigest()[:16]
         # The same in the next life, which removes what this one left.
         name = f"async_rl-weights-{run}-{index}"
-        self._folder = Follower(Path(parsed.weights.local_dir) / name)
+        self._folder = WeightFolder(Path(parsed.weights.local_dir) / name)
 
     def arrive(self, home: ActorHome, log_path: str | None) -> Process:
         """See `Actor.arrive`.
@@ -155,15 +155,15 @@ class EngineActor(NodeActor):
     async def stop(self) -> None:
         """End the server process."""
         await self._server.stop()
-        await asyncio.to_thread(self._folder.clear)
+        await asyncio.to_thread(self._folder.clear_folder)
 
-    async def hold_weights(self, path: str, version: int) -> str:
-        """See `Follower.hold`."""
-        return await asyncio.to_thread(self._folder.hold, path, version)
+    async def copy_version(self, path: str, version: int) -> str:
+        """See `WeightFolder.copy_version`."""
+        return await asyncio.to_thread(self._folder.copy_version, path, version)
 
     async def apply_delta(self, path: str) -> str:
-        """See `Follower.apply`."""
-        return await asyncio.to_thread(self._folder.apply, path)
+        """See `WeightFolder.apply_delta`."""
+        return await asyncio.to_thread(self._folder.apply_delta, path)
 
 
 class SharedFrame:

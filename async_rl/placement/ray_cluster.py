@@ -36,7 +36,7 @@ from async_rl.runtime.processes import Process
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
-from async_rl.weights.local_folders import LocalFolder
+from async_rl.weights.delta_delivery import HostFolder
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ class RayCluster(Cluster):
             raise TrainerError(f"trainer rank 0 gave no address within {limit_s} s: {error!r}") from error
         return host, port
 
-    def local_folder(self, engine_id: str) -> LocalFolder | None:
+    def local_folder(self, engine_id: str) -> HostFolder | None:
         """See `Cluster`."""
         actor = self._engine_actors.get(engine_id)
         return None if actor is None else RayFolder(actor)

@@ -8,21 +8,21 @@ from ray.exceptions import RayError
 
 from async_rl.errors import WeightSyncError
 from async_rl.placement.ray_trainer import cause_of, last_line
-from async_rl.weights.local_folders import LocalFolder
+from async_rl.weights.delta_delivery import HostFolder
 
 
-class RayFolder(LocalFolder):
+class RayFolder(HostFolder):
     """Kept by the actor that owns the engine's server."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    async def hold(self, path: str, version: int) -> str:
-        """See `Follower.hold`."""
-        return await self._answer(self._actor.hold_weights.remote(path, version))
+    async def copy_version(self, path: str, version: int) -> str:
+        """See `WeightFolder.copy_version`."""
+        return await self._answer(self._actor.copy_version.remote(path, version))
 
-    async def apply(self, path: str) -> str:
-        """See `Follower.apply`."""
+    async def apply_delta(self, path: str) -> str:
+        """See `WeightFolder.apply_delta`."""
         return await self._answer(self._actor.apply_delta.remote(path))
 
     async def _answer(self, reference: Any) -> str:

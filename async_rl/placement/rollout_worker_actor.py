@@ -24,7 +24,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.placement.actors import ActorHome, NodeActor, node_address
 from async_rl.placement.ending import EXIT_LIMIT_S, end
 from async_rl.placement.ray_trainer import cause_of, last_line
-from async_rl.rollout.workers.link import Door, connect, door
+from async_rl.rollout.workers.link import LinkListener, connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
 from async_rl.runtime.processes import Process, die_with_parent
@@ -65,11 +65,11 @@ async def rollout_worker(config: Config, name: str, home: ActorHome, log_path: P
     well = False
     try:
         try:
-            async with asyncio.timeout(limit_s), door(node_address()) as listening:
+            async with asyncio.timeout(limit_s), listen(node_address()) as listener:
                 process = await actor.arrive.remote(home, str(log_path))
-                address = node_address(), listening.port, listening.key
+                address = node_address(), listener.port, listener.key
                 playing = actor.run.remote(to_builtins(shared_out(config)), *address)
-                link = await _first(listening, playing)
+                link = await _first(listener, playing)
         except (RayError, TimeoutError) as error:
             why = last_line(error) if isinstance(error, RayError) else "it was not there in time"
             failure = f"{name} did not start within rollout.worker_start_timeout_s = {limit_s}: {why}"
@@ -99,7 +99,7 @@ def shared_out(config: Config) -> Config:
     return replace(config, rollout=replace(config.rollout, rewards=rewards))
 
 
-async def _first(listening: Door, playing: Awaitable[None]) -> Link:
+async def _first(listener: LinkListener, playing: Awaitable[None]) -> Link:
     """The worker's link, or what ended it before it had one."""
 
     async def watch() -> None:
@@ -109,7 +109,7 @@ async def _first(listening: Door, playing: Awaitable[None]) -> Link:
     try:
         async with Nursery() as nursery:
             nursery.start_task("start of a rollout worker", watch())
-            link = await listening.link()
+            link = await listener.accept_link()
             nursery.cancel_tasks()
     except ExceptionGroup as errors:
         raise first_error(errors) from errors
@@ -121,4 +121,4 @@ async def _play(config: Config, host: str, port: int, key: bytes) -> None:
     chat = load_chat_format(config.model.path)
     worker = RolloutWorker(config, chat=chat, metrics=metrics, clock=time.monotonic)
     with LoopWatchdog(metrics, config.doctor.blocked_s):
-        await worker.run(await connect(host, port, key))
+        await worker.run(await connect_link(host, port, key))

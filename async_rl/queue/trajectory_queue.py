@@ -77,6 +77,7 @@ class TrajectoryQueue:
         version: int = 0,
         metrics: Metrics | None = None,
         observer: Observer | None = None,
+        retry_task: Callable[[int, str], bool] = lambda position, reason: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take over a ledger and a spool.
@@ -92,9 +93,13 @@ class TrajectoryQueue:
             version: What the trainer holds and the engines serve.
             metrics: Where trajectories and waits are counted.
             observer: Who is told what becomes of trajectories.
+            retry_task: Called with the position of a task whose group was lost, and the reason; returns
+            whether
+                the task will be dispatched again.
             clock: Seconds, monotonic.
         """
         self._ledger = ledger
+        self._retry_task = retry_task
         self._observer = observer or Observer()
         self._spool = spool
         self._batches = Spool(spool.directory / "batches", max_bytes=None)
@@ -114,8 +119,6 @@ class TrajectoryQueue:
             facts=facts,
             metrics=metrics,
         )
-        self.redispatch: Callable[[int, str], bool] = lambda position, reason: False
-        """Told the position of a task whose group was lost, and why: whether it will be dispatched again."""
         self.left: list[LeftGroup] = []
         """Groups that an earlier process left in flight, after `restore`; to be made with `resume`."""
         self._clock = clock
@@ -651,7 +654,7 @@ class TrajectoryQueue:
     def _lose(self, group_id: str, reason: str) -> None:
         """Drop a group by no fault of its task."""
         position = self._ledger.group(group_id).position
-        self.drop_group(group_id, reason, retry=self.redispatch(position, reason))
+        self.drop_group(group_id, reason, retry=self._retry_task(position, reason))
 
     # -- small things -------------------------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
-"""What becomes of a group: of failed siblings, of stragglers, of groups that teach nothing. Pure decisions.
+"""Decides on groups: on failed siblings, on stragglers, and on groups without a learning signal. Pure.
 
 ```
- siblings end ──► finished ─┐                    ┌─► train: finished ones, the rest dropped with their reasons
-                  failed ───┼─► judge(policy) ───┤
-                  left ─────┘                    └─► drop: all of it; with `retry` its task comes again, later
+ siblings end ──► finished ──┐                        ┌─► train the finished ones, drop the rest with reasons
+                  failed ────┼─► decide_group(policy) ┤
+                  straggler ─┘                        └─► drop the group; with `retry` its task comes again
 ```
 
-Siblings are compared with each other, so a group is trained together or not at all; it is never filled up
-with trajectories of another time.
+Advantages compare siblings with each other, so a group is trained together or not at all. It is never filled
+up with trajectories of another time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from async_rl.types import Completion, Task, Trajectory, root_of
 FailurePolicy = Literal["train_rest", "drop", "retry"]
 
 STRAGGLER: Final = "straggler"
-"""Why a sibling is dropped that the group did not wait for."""
+"""The reason under which a sibling is dropped that the group did not wait for."""
 
 _HOPELESS: Final = frozenset({"prompt_too_long"})
-"""Reasons that are the task's own: it would fail again."""
+"""Reasons that lie in the task itself, which would fail again."""
 
 
 class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules by which groups are judged."""
+    """The rules by which `decide_group` decides."""
 
     failed_siblings: FailurePolicy = "train_rest"
     min_size: int = 2
@@ -42,7 +42,7 @@ class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> GroupPolicy:
-        """As configured; a group of one has nobody to be compared with anyway."""
+        """Return the rules of a config; a group of one has no siblings to wait for."""
         return cls(
             failed_siblings=rollout.failed_siblings,
             min_size=min(rollout.min_group_size, rollout.group_size),
@@ -50,99 +50,99 @@ class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class GroupVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of a group whose siblings have all ended."""
+class GroupDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do with a group whose siblings have all ended."""
 
     train: bool
     reason: str = ""
-    """Why siblings that finished are dropped."""
+    """Why finished siblings are dropped, if they are."""
     retry: bool = False
-    """Its task should be dispatched once more."""
+    """Whether the task should be dispatched once more."""
 
 
-def judge(
+def decide_group(
     rewards: Sequence[float], dropped: Mapping[str, str], policy: GroupPolicy, *, may_retry: bool = False
-) -> GroupVerdict:
-    """Decide on a group.
+) -> GroupDecision:
+    """Decide whether a group is trained, dropped, or dropped and retried.
 
     Args:
-        rewards: Of the siblings that finished.
-        dropped: The reasons of the others.
+        rewards: The rewards of the finished siblings.
+        dropped: The reasons of the other siblings.
         policy: The rules.
-        may_retry: Whether its task has retries left.
+        may_retry: Whether the task has retries left.
     """
     failures = [reason for reason in dropped.values() if reason != STRAGGLER]
     if failures and policy.failed_siblings == "drop":
-        return GroupVerdict(train=False, reason="sibling_failed")
+        return GroupDecision(train=False, reason="sibling_failed")
     if failures and policy.failed_siblings == "retry" and may_retry and not _HOPELESS.issuperset(failures):
-        return GroupVerdict(train=False, reason="sibling_failed", retry=True)
+        return GroupDecision(train=False, reason="sibling_failed", retry=True)
     if len(rewards) < policy.min_size:
-        return GroupVerdict(train=False, reason="too_few_siblings")
+        return GroupDecision(train=False, reason="too_few_siblings")
     if policy.dynamic_filtering and not has_signal(rewards):
-        return GroupVerdict(train=False, reason="no_signal")
-    return GroupVerdict(train=True)
+        return GroupDecision(train=False, reason="no_signal")
+    return GroupDecision(train=True)
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the siblings' rewards differ: where they do not, all advantages and so all gradients are zero.
+    """Return whether the siblings' rewards differ; if not, all advantages and thus all gradients are zero.
 
-    Source: dynamic sampling of DAPO, arXiv 2503.14476, section 3.2: prompts of which all or no answers are
-    right are left out, and sampling goes on until the batch is full of others.
+    Source: dynamic sampling of DAPO, arXiv 2503.14476, section 3.2: prompts with all or no answers correct
+    are skipped, and sampling goes on until the batch is full.
     """
     return any(reward != rewards[0] for reward in rewards)
 
 
-def may_leave_stragglers(finished: int, size: int, policy: GroupPolicy) -> bool:
-    """Whether so many siblings of a group of this size have finished that the clock of the others starts."""
+def can_drop_stragglers(finished: int, size: int, policy: GroupPolicy) -> bool:
+    """Return whether enough siblings of a group of `size` have finished to start the others' time limit."""
     return finished >= max(policy.min_size, (size + 1) // 2)
 
 
 class SignalWatch:
-    """Ends a run that would filter for ever: counts groups in a row that carried no signal.
+    """Ends a run that would filter forever: counts consecutive groups without a signal.
 
     Example:
         >>> watch = SignalWatch(limit=2)
-        >>> watch.see(signal=False), watch.see(signal=True), watch.see(signal=False)
-        (None, None, None)
+        >>> for signal in (False, True, False):
+        ...     watch.record_group(signal=signal)  # never three in a row without a signal
     """
 
     def __init__(self, limit: int) -> None:
-        """Allow so many."""
+        """Allow `limit` consecutive groups without a signal."""
         self._limit = limit
         self._in_a_row = 0
 
-    def see(self, *, signal: bool) -> None:
-        """Take note of one group.
+    def record_group(self, *, signal: bool) -> None:
+        """Count one group.
 
         Raises:
-            AsyncRLError: When it was one too many.
+            AsyncRLError: The limit is exceeded.
         """
         self._in_a_row = 0 if signal else self._in_a_row + 1
         if self._in_a_row > self._limit:
             raise AsyncRLError(
                 f"{self._in_a_row} groups in a row had siblings of equal rewards and were filtered out, "
                 f"rollout.max_filtered_groups is {self._limit}: the tasks are all too easy or all too hard "
-                "for the policy; take others, raise rollout.group_size, or set "
+                "for the policy; use other tasks, raise rollout.group_size, or set "
                 "rollout.dynamic_filtering=false"
             )
 
 
-class Unscored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A trajectory that has finished, and whose reward comes with those of its siblings."""
+class UnscoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What is needed to score a finished trajectory once its siblings have finished too."""
 
     completion: Completion
     attempt: int
     reward_source: str
-    """The trajectory whose completion it is."""
+    """The trajectory that the completion is of."""
 
 
 class GroupInFlight:
-    """The siblings of a group while they are made, and what the queue asks of it (`queue.InFlight`).
+    """The state of a group's siblings until the group is settled; implements the queue's `InFlight`.
 
     Example:
         >>> group = GroupInFlight("g", task, 7, ["a", "b"], "wait")
-        >>> group.begin(Entry("a"))
-        >>> group.branch(Entry("a.1", inherited=segments))
+        >>> group.begin_attempt(Entry("a"))
+        >>> group.add_branch(Entry("a.1", inherited=segments))
         >>> group.oldest()  # the version of the oldest token so far
     """
 
@@ -154,7 +154,7 @@ class GroupInFlight:
         trajectory_ids: Sequence[str],
         staleness_policy: StalenessPolicy,
     ) -> None:
-        """Nothing is sampled yet."""
+        """Start a group of which nothing is sampled yet."""
         self.group_id = group_id
         self.task = task
         self.position = position
@@ -162,95 +162,102 @@ class GroupInFlight:
         self._staleness_policy = staleness_policy
         self._entries: dict[str, dict[str, Entry]] = {}  # of siblings, each with its branches
         self.finished: dict[str, Trajectory] = {}
-        """Siblings and their branches."""
-        self.unscored: dict[str, Unscored] = {}
-        """Those of the finished that have no reward yet."""
+        """Finished trajectories: siblings and their branches."""
+        self.unscored: dict[str, UnscoredTrajectory] = {}
+        """Finished trajectories without a reward."""
         self.dropped: dict[str, str] = {}
-        """Reasons of the siblings that came to nothing."""
-        self.seated, self.enough, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        """Each sibling has had a slot; stragglers may be left; all have finished or failed."""
+        """Reasons of the siblings that failed."""
+        self.all_have_slots = asyncio.Event()
+        """Set when each sibling has had a slot."""
+        self.enough_finished = asyncio.Event()
+        """Set when the other siblings count as stragglers."""
+        self.all_ended = asyncio.Event()
+        """Set when all siblings have finished or failed."""
         self.cancelled = False
         self.stop: Callable[[], None] | None = None
-        """Ends what its siblings do."""
+        """Cancels the tasks of the siblings."""
 
     @property
     def running(self) -> list[str]:
-        """Siblings that have not ended."""
+        """Siblings that have neither finished nor failed."""
         return [
             name for name in self.trajectory_ids if name not in self.finished and name not in self.dropped
         ]
 
     @property
-    def num_ended_well(self) -> int:
-        """Siblings that have finished."""
+    def num_finished_siblings(self) -> int:
+        """The number of siblings that have finished."""
         return sum(name in self.finished for name in self.trajectory_ids)
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """Those that have finished: siblings in their order, each before its branches."""
+        """Finished trajectories: siblings in their order, each before its branches."""
         place = {name: index for index, name in enumerate(self.trajectory_ids)}
         ordered = sorted(self.finished, key=lambda name: (place[root_of(name)], name))
         return tuple(self.finished[name] for name in ordered)
 
-    def begin(self, entry: Entry, branches: Iterable[Entry] = ()) -> None:
-        """An attempt at a sibling begins; what an earlier one sampled is gone.
+    def begin_attempt(self, entry: Entry, branches: Iterable[Entry] = ()) -> None:
+        """Record a new attempt of a sibling, which replaces an earlier one.
 
-        `branches` are those that an earlier process left: until the attempt comes to them they are as old.
+        `branches` are what an earlier process left: they count for the group's age until the attempt opens
+        them.
         """
         self._entries[entry.trajectory_id] = {each.trajectory_id: each for each in (entry, *branches)}
 
-    def branch(self, entry: Entry) -> None:
-        """The attempt at a sibling branches."""
+    def add_branch(self, entry: Entry) -> None:
+        """Record a branch of a sibling's attempt."""
         self._entries[root_of(entry.trajectory_id)][entry.trajectory_id] = entry
 
-    def end(self, trajectory_id: str, result: Sequence[Trajectory] | str) -> None:
-        """A sibling finished, with its branches, or came to nothing for a reason."""
+    def end_sibling(self, trajectory_id: str, result: Sequence[Trajectory] | str) -> None:
+        """Record that a sibling finished, with its trajectories, or failed, with a reason."""
         if isinstance(result, str):
             self.dropped[trajectory_id] = result
         else:
             self.finished |= {trajectory.trajectory_id: trajectory for trajectory in result}
         if not self.running:
-            self.enough.set()
-            self.ended.set()
+            self.enough_finished.set()
+            self.all_ended.set()
 
-    def reward(self, trajectory_id: str, parts: dict[str, float]) -> Trajectory:
-        """A finished trajectory has its reward; what it is now."""
+    def set_reward(self, trajectory_id: str, parts: dict[str, float]) -> Trajectory:
+        """Set the reward of a finished trajectory, and return the new trajectory."""
         replace, trajectory = msgspec.structs.replace, self.finished[trajectory_id]
         outcome = replace(trajectory.outcome, reward=parts["reward"], reward_parts=parts)
         self.finished[trajectory_id] = trajectory = replace(trajectory, outcome=outcome)
         del self.unscored[trajectory_id]
         return trajectory
 
-    def fail(self, root_id: str, reason: str) -> None:
-        """A sibling that had finished comes to nothing after all, with its branches."""
+    def drop_finished(self, root_id: str, reason: str) -> None:
+        """Drop a sibling that had finished, with its branches."""
         self.dropped[root_id] = reason
         for name in [name for name in self.finished if root_of(name) == root_id]:
             del self.finished[name]
             self.unscored.pop(name, None)
 
     def oldest(self) -> int | None:
-        """See `queue.InFlight`."""
+        """Implements the queue's `InFlight`."""
         mask = self._staleness_policy == "mask_tokens"
         counted = [
             t.newest_weight_version if mask else t.oldest_weight_version for t in self.finished.values()
         ]
         making = [e for name in self.running for e in self._entries.get(name, {}).values()]
-        # Who samples now will have a token of the weights that are served.
-        counted += [_newest_at_rest(entry) if mask else min(entry.versions, default=None) for entry in making]
+        # A trajectory that is sampling will have a token of the weights that are served now.
+        counted += [
+            _newest_between_turns(entry) if mask else min(entry.versions, default=None) for entry in making
+        ]
         return min((version for version in counted if version is not None), default=None)
 
     def lengths(self) -> dict[str, int]:
-        """See `queue.InFlight`."""
+        """Implements the queue's `InFlight`."""
         entries = (entry for tree in self._entries.values() for entry in tree.values())
         lengths = {entry.trajectory_id: entry.num_sampled_tokens for entry in entries}
         return lengths | {name: t.num_sampled_tokens for name, t in self.finished.items()}
 
     def cancel(self) -> None:
-        """See `queue.InFlight`."""
+        """Implements the queue's `InFlight`."""
         self.cancelled = True
         if self.stop is not None:
             self.stop()
 
 
-def _newest_at_rest(entry: Entry) -> int | None:
+def _newest_between_turns(entry: Entry) -> int | None:
     return None if entry.in_turn else max(entry.versions, default=None)

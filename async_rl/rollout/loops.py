@@ -15,50 +15,51 @@ from async_rl.runtime.waits import waiting
 
 
 class AgentLoops:
-    """Makes each agent loop once; `run` keeps its state in its own variables.
+    """Makes each agent loop once, and enters those that are async context managers.
 
-    What all its trajectories share (connections, a pool of processes) a loop holds by being an async context
-    manager: it is entered before its first trajectory and left when the block of `AgentLoops` ends, by one
-    task of its own. An error when it is entered ends the run.
+    A loop's `run` keeps the state of a trajectory in local variables. A loop whose trajectories share
+    something (connections, a pool of processes) is an async context manager: a task of its own enters it
+    before its first trajectory, and exits it when the block of `AgentLoops` ends. An error on entry ends the
+    run.
 
     Example:
         >>> async with AgentLoops(config.rollout) as loops:
-        ...     loop = await loops.entered(task.agent_loop)
+        ...     loop = await loops.entered_loop(task.agent_loop)
         ...     await loop.run(task, session)
     """
 
     def __init__(self, config: RolloutConfig) -> None:
-        """Make the default one.
+        """Make the default agent loop.
 
         Raises:
-            ConfigError: It cannot be loaded or made.
+            ConfigError: The loop cannot be loaded or made.
         """
         self._config = config
         self._made: dict[str, Any] = {}
         self._ready: dict[str, asyncio.Event] = {}
         self._keepers = Nursery()
-        self.of(config.agent_loop)
+        self.get_loop(config.agent_loop)
 
-    def of(self, name: str | None) -> Any:
-        """The agent loop of a dotted path or a name of `rollout.agent_loops`; None is the default.
+    def get_loop(self, name: str | None) -> Any:
+        """Return the agent loop of a dotted path or a name of `rollout.agent_loops`; None is the default.
 
         Raises:
-            ConfigError: There is none of that name, or it cannot be loaded or made.
+            ConfigError: The name is unknown, or the loop cannot be loaded or made.
         """
         name = name or self._config.agent_loop
         if name not in self._made:
-            self._made[name] = self._make(name)
+            self._made[name] = self._make_loop(name)
         return self._made[name]
 
-    async def entered(self, name: str | None) -> Any:
-        """The same, once it is ready to run."""
-        loop = self.of(name)
+    async def entered_loop(self, name: str | None) -> Any:
+        """Return the same loop as `get_loop`, once it is entered."""
+        loop = self.get_loop(name)
         if not isinstance(loop, AbstractAsyncContextManager):
             return loop
         name = name or self._config.agent_loop
         if name not in self._ready:
             self._ready[name] = asyncio.Event()
-            self._keepers.start_task(f"agent loop {name}", self._keep(loop, self._ready[name]))
+            self._keepers.start_task(f"agent loop {name}", self._keep_loop_open(loop, self._ready[name]))
         if not self._ready[name].is_set():
             with waiting("agent loop", name):
                 await self._ready[name].wait()
@@ -77,14 +78,14 @@ class AgentLoops:
         self._keepers.cancel_tasks()
         await self._keepers.__aexit__(kind, error, traceback)
 
-    async def _keep(self, loop: Any, ready: asyncio.Event) -> None:
-        """Hold a loop open until the block ends."""
+    async def _keep_loop_open(self, loop: Any, ready: asyncio.Event) -> None:
+        """Enter a loop, and exit it when the block ends."""
         async with loop:
             ready.set()
             with waiting("idle"):
                 await asyncio.Event().wait()
 
-    def _make(self, name: str) -> Any:
+    def _make_loop(self, name: str) -> Any:
         config = self._config
         key, named = f"rollout.agent_loops.{name}.args", config.agent_loops.get(name)
         if named is None and ":" not in name:

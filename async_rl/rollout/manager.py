@@ -1,16 +1,15 @@
-"""Runs agent loops: one asyncio task a trajectory, groups in, finished groups out.
+"""Runs agent loops: dispatches groups of trajectories, and hands finished groups to the queue.
 
 ```
  loop          consumes             waits for                      unblocked by                 produces
- run           tasks (Feeder)       a free slot, then admission    a trajectory ends; the       group tasks
-                                                                   trainer's version moves
+ run           tasks (Feeder)       admission, then a free slot    the trainer's version moves; group tasks
+                                                                   a trajectory ends
  group         —                    its trajectories               their ends                   Group → queue
  trajectory    a slot               engines, tools, the reward     chunks, pool events          Trajectory
 ```
 
-A trajectory that fails is data: it is tried again, then dropped with its reason; what becomes of its group is
-decided in `rollout.groups`. Only when most trajectories fail does the run end, with the last error as the
-cause.
+A failed trajectory is data: it is retried, then dropped with its reason, and `rollout.groups` decides on its
+group. The run ends only if most trajectories fail, with the last error as the cause.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from async_rl.config import Config
-from async_rl.data.chat_format import ChatFormat
 from async_rl.data.feeder import Feeder
-from async_rl.engine_protocol import EngineFacts
-from async_rl.engines.pool import EnginePool
 from async_rl.errors import (
     AlignmentError,
     AsyncRLError,
@@ -36,25 +32,26 @@ from async_rl.errors import (
     RolloutError,
     WorkerLost,
 )
-from async_rl.observability.metrics import Metrics
 from async_rl.queue.archive import Observer
 from async_rl.queue.holdings import LeftGroup
 from async_rl.queue.journal import Entry, Journal
 from async_rl.queue.journal_file import Journalled
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.attempt import close
+from async_rl.rollout.attempt import finish_trajectories
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.groups import (
     STRAGGLER,
     GroupInFlight,
     GroupPolicy,
     SignalWatch,
-    Unscored,
+    UnscoredTrajectory,
+    can_drop_stragglers,
+    decide_group,
     has_signal,
-    judge,
-    may_leave_stragglers,
 )
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import Transcript
 from async_rl.rollout.slots import Slots
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import acting, progressed, waiting
@@ -62,15 +59,15 @@ from async_rl.types import Group, Segment, Trajectory, root_of
 
 log = logging.getLogger(__name__)
 
-_ATTEMPT_ENDS: Final = (RolloutError, EngineError, AlignmentError, WorkerLost)
-"""What an attempt may raise; anything else ends the run."""
+_ATTEMPT_ERRORS: Final = (RolloutError, EngineError, AlignmentError, WorkerLost)
+"""Errors that fail an attempt; any other error ends the run."""
 
-_MAX_LOSSES: Final = 3
-"""An attempt during which so many rollout workers ended has failed: it may be what ends them."""
+_MAX_LOST_WORKERS: Final = 3
+"""An attempt fails after it has lost this many rollout workers: it may be what ends them."""
 
 _FAILURE_WINDOW: Final = 100
 _MIN_FAILURES: Final = 16
-"""So many failures before their share can end a run: one bad first task must not."""
+"""The number of failures before their share can end a run, so that one bad first task cannot."""
 
 
 class RolloutManager:
@@ -79,35 +76,32 @@ class RolloutManager:
     def __init__(
         self,
         config: Config,
+        context: SessionContext,
         *,
         feeder: Feeder,
         queue: TrajectoryQueue,
-        pool: EnginePool,
         backend: RolloutBackend,
-        chat: ChatFormat,
-        facts: EngineFacts,
-        metrics: Metrics,
-        new_id: Callable[[], str],
-        clock: Callable[[], float],
         journal: Journal | None = None,
         journalled: dict[str, Journalled] | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """Take over what an earlier process left in flight.
+        """Prepare to dispatch, first of all the groups that an earlier process left in flight.
 
-        `backend` runs the attempts. `journal` is told of what is in flight, `journalled` is what it has of
-        the groups in `queue.left`. Of both what is taken up is removed: it holds memory and files. `observer`
-        is told how attempts end.
+        Args:
+            config: The settings of the run.
+            context: What all sessions of the run share.
+            feeder: Supplies tasks.
+            queue: Admits groups and receives finished ones; its `left` are those of an earlier process.
+            backend: Runs the attempts.
+            journal: Records trajectories in flight.
+            journalled: What the journal has of the groups in `queue.left`. Entries are removed as they are
+                used, because they hold memory and files.
+            observer: Receives each trajectory when its attempt ends.
         """
         self._config = config
+        self._context = context
         self._feeder = feeder
         self._queue = queue
-        self._pool = pool
-        self._chat = chat
-        self._facts = facts
-        self._metrics = metrics
-        self._new_id = new_id
-        self._clock = clock
         self._journal = journal
         self._journalled: dict[str, dict[str, Journalled]] = {}  # by root: it and its branches
         while journalled:
@@ -115,66 +109,68 @@ class RolloutManager:
             self._journalled.setdefault(root_of(name), {})[name] = state
         self._observer = observer or Observer()
         self.running: dict[str, RolloutSession] = {}
-        """Sessions of the attempts under way, by trajectory."""
+        """Sessions of the running attempts, by trajectory."""
         self._attempts = {name: n for left in queue.left for name, n in left.attempts.items()}
-        self._stage = backend
+        self._backend = backend
         self.slots = Slots(config.rollout.max_concurrent_trajectories)
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._last_error: AsyncRLError | None = None
         self._policy = GroupPolicy.of(config.rollout)
         self._signals = SignalWatch(config.rollout.max_filtered_groups)
         self._num_groups = 0
-        self._group_ended = asyncio.Event()
-        queue.redispatch = self._redispatch
         self.drained = asyncio.Event()
-        """Set once nothing more is dispatched and every group has settled."""
+        """Set when the data is exhausted or admission has ended, and every group has settled."""
 
     async def run(self) -> None:
-        """Dispatch groups until the data is exhausted or the queue admits no more, and see them through."""
-        async with self._stage, Nursery() as groups:
+        """Dispatch groups until the data is exhausted or admission ends, then wait for them to end."""
+        tasks_changed, new_id = self._feeder.retries.changed, self._context.new_id
+        async with self._backend, Nursery() as groups:
             while self._queue.left:
-                await self._start_left(groups, self._queue.left[0])
+                await self._resume_group(groups, self._queue.left[0])
             while True:
                 if not await self._queue.admit():
                     break
-                # A slot first: a dispatched group starts to sample at once, so it is not born old.
-                await self.slots.acquire()
-                self._group_ended.clear()
-                following = self._feeder.next() if self._queue.admits else None
+                # The slot comes first: a dispatched group starts to sample at once, so it is not old from the
+                # start.
+                await self.slots.acquire_slot()
+                tasks_changed.clear()
+                following = self._feeder.next_task() if self._queue.admits else None
                 if following is None:
-                    self.slots.release()
+                    self.slots.release_slot()
                     if self._queue.admits:
                         if not self._num_groups:
                             break  # the data is exhausted
-                        with waiting("trajectories"):  # the task of one that is lost may come again
-                            await self._group_ended.wait()
+                        with waiting("trajectories"):  # the task of a lost group may be retried
+                            await tasks_changed.wait()
                     continue
                 position, task = following
-                trajectory_ids = [self._new_id() for _ in range(self._config.rollout.group_size)]
+                trajectory_ids = [new_id() for _ in range(self._config.rollout.group_size)]
                 work = GroupInFlight(
-                    self._new_id(), task, position, trajectory_ids, self._config.rollout.staleness_policy
+                    new_id(), task, position, trajectory_ids, self._config.rollout.staleness_policy
                 )
+                oldest_version = self._context.pool.oldest_version
                 self._queue.dispatched(
-                    work.group_id, task.task_id, position, trajectory_ids, self._pool.oldest_version, work
+                    work.group_id, task.task_id, position, trajectory_ids, oldest_version, work
                 )
-                self.slots.hand_to(trajectory_ids[0])
-                groups.start_task(f"group {work.group_id}", self._group(work))
+                self.slots.hand_over(trajectory_ids[0])
+                groups.start_task(f"group {work.group_id}", self._run_group(work))
                 self._num_groups += 1
                 with waiting("slot"):
-                    await work.seated.wait()  # siblings first: members that wait for a slot make a group old
+                    # Its siblings come before other groups: members that wait for a slot make a group old.
+                    await work.all_have_slots.wait()
         self.drained.set()
         self._queue.end_of_data()
         await asyncio.Future()  # the trainer ends the run
 
-    async def _start_left(self, groups: Nursery, left: LeftGroup) -> None:
-        """Go on with a group that an earlier process left in flight; it has been admitted long ago."""
+    async def _resume_group(self, groups: Nursery, left: LeftGroup) -> None:
+        """Resume a group that an earlier process left in flight; it has been admitted before."""
         unfinished = [name for name in left.trajectory_ids if name not in left.ended]
         if unfinished:
-            await self.slots.acquire()
-            if left not in self._queue.left:  # dropped meanwhile
-                self.slots.release()
+            await self.slots.acquire_slot()
+            if left not in self._queue.left:  # it was dropped meanwhile
+                self.slots.release_slot()
                 return
-            self.slots.hand_to(unfinished[0])
+            self.slots.hand_over(unfinished[0])
         work = GroupInFlight(
             left.group_id,
             self._feeder.task_at(left.position),
@@ -184,93 +180,93 @@ class RolloutManager:
         )
         work.finished.update(left.ended)
         for trajectory_id in unfinished:
-            if known := self._journalled.get(trajectory_id):  # it is as old as that from now on
+            if known := self._journalled.get(trajectory_id):  # the group is as old as that from now on
                 begun = [Entry(name, state.attempt, state) for name, state in known.items()]
-                work.begin(Entry(trajectory_id), begun)
+                work.begin_attempt(Entry(trajectory_id), begun)
         self._queue.resume(left.group_id, work)
-        groups.start_task(f"group {left.group_id}", self._group(work))
+        groups.start_task(f"group {left.group_id}", self._run_group(work))
         self._num_groups += 1
         if unfinished:
             with waiting("slot"):
-                await work.seated.wait()
+                await work.all_have_slots.wait()
 
     # -- groups ----------------------------------------------------------------------------------------
 
-    async def _group(self, work: GroupInFlight) -> None:
-        """See a group from its dispatch to its settlement."""
+    async def _run_group(self, work: GroupInFlight) -> None:
+        """Run the siblings of a group, and hand it in or drop it."""
         try:
             with acting("group", work.group_id):
                 if not work.cancelled:
                     await self._run_siblings(work)
-                if not work.cancelled:  # else it is settled
-                    await self._settle(work)
+                if not work.cancelled:  # a cancelled group is settled already
+                    await self._settle_group(work)
         finally:
-            for (
-                trajectory_id
-            ) in work.trajectory_ids:  # one that was cancelled before it began still has its slot
-                self.slots.release(trajectory_id)
-            work.seated.set()
+            for trajectory_id in work.trajectory_ids:
+                self.slots.release_slot(trajectory_id)  # one that was cancelled before its start still has it
+            work.all_have_slots.set()
             self._num_groups -= 1
-            self._group_ended.set()
-        self._forget(work.trajectory_ids)
+            self._feeder.retries.changed.set()
+        if self._journal is not None:
+            self._journal.forget(work.trajectory_ids)
 
     async def _run_siblings(self, work: GroupInFlight) -> None:
-        """Run all siblings that have not ended until they have, or were left behind.
+        """Run all unfinished siblings until they have ended, or are dropped as stragglers.
 
-        The first one has its slot already.
+        The first of them has its slot already.
         """
         unfinished = [name for name in work.trajectory_ids if name not in work.finished]
         if not unfinished:
-            return  # all had ended before a restart: nobody would wake who waits for stragglers
-        unseated = set(unfinished)
+            return  # all had ended before a restart: nothing would wake the wait for stragglers
+        without_slot = set(unfinished)
 
-        async def one(trajectory_id: str, has_slot: bool) -> None:
+        async def run_sibling(trajectory_id: str, has_slot: bool) -> None:
             with acting("trajectory", trajectory_id):
                 if not has_slot:
-                    await self.slots.acquire(trajectory_id)
-                unseated.discard(trajectory_id)
-                if not unseated:
-                    work.seated.set()
+                    await self.slots.acquire_slot(trajectory_id)
+                without_slot.discard(trajectory_id)
+                if not without_slot:
+                    work.all_have_slots.set()
                 try:
                     tree = await self._run_trajectory(trajectory_id, work)
                 finally:
-                    self.slots.release(trajectory_id)
+                    self.slots.release_slot(trajectory_id)
             progressed()
-            work.end(trajectory_id, tree)
-            if may_leave_stragglers(work.num_ended_well, len(work.trajectory_ids), self._policy):
-                work.enough.set()
+            work.end_sibling(trajectory_id, tree)
+            if can_drop_stragglers(work.num_finished_siblings, len(work.trajectory_ids), self._policy):
+                work.enough_finished.set()
             if not isinstance(tree, str):
                 branches = (trajectory.trajectory_id for trajectory in tree)
                 self._queue.branched(trajectory_id, [name for name in branches if name != trajectory_id])
-                if not (work.ended.is_set() or work.unscored):
+                if not (work.all_ended.is_set() or work.unscored):
                     self._queue.ended(*tree)
 
         async with waiting("trajectories"), Nursery() as siblings:
             work.stop = siblings.cancel_tasks
             tasks = {
                 trajectory_id: siblings.start_task(
-                    f"trajectory {trajectory_id}", one(trajectory_id, index == 0)
+                    f"trajectory {trajectory_id}", run_sibling(trajectory_id, index == 0)
                 )
                 for index, trajectory_id in enumerate(unfinished)
             }
             if (limit_s := self._config.rollout.straggler_wait_s) is not None:
-                siblings.start_task(f"stragglers of {work.group_id}", _leave_stragglers(work, tasks, limit_s))
+                siblings.start_task(f"stragglers of {work.group_id}", _drop_stragglers(work, tasks, limit_s))
 
         if work.unscored and not work.cancelled:
             async with waiting("trajectories"), Nursery() as scoring:
                 work.stop = scoring.cancel_tasks
                 scoring.start_task(f"reward of group {work.group_id}", self._score_group(work))
 
-    async def _settle(self, work: GroupInFlight) -> None:
-        """Hand the group in, or drop it, as its siblings' ends and the policy say."""
+    async def _settle_group(self, work: GroupInFlight) -> None:
+        """Hand the group to the queue or drop it, according to its siblings and the policy."""
+        retries = self._feeder.retries
         rewards = [t.outcome.reward for t in work.finished.values() if t.outcome.reward is not None]
-        may_retry = self._feeder.may_retry(work.position)
-        verdict = judge(rewards, work.dropped, self._policy, may_retry=may_retry)
+        may_retry = retries.may_retry(work.position)
+        decision = decide_group(rewards, work.dropped, self._policy, may_retry=may_retry)
         if len(rewards) >= self._policy.min_size and self._policy.dynamic_filtering:
-            self._signals.see(signal=has_signal(rewards))
-        if not verdict.train:
-            retry = verdict.retry and self._redispatch(work.position, verdict.reason)
-            self._queue.drop_group(work.group_id, verdict.reason, others=work.dropped, retry=retry)
+            self._signals.record_group(signal=has_signal(rewards))
+        if not decision.train:
+            retry = decision.retry and retries.retry_task(work.position, decision.reason)
+            self._queue.drop_group(work.group_id, decision.reason, others=work.dropped, retry=retry)
             return
         for trajectory_id, reason in work.dropped.items():
             self._queue.drop_trajectories([trajectory_id], reason)
@@ -278,64 +274,60 @@ class RolloutManager:
             Group(group_id=work.group_id, task_id=work.task.task_id, trajectories=work.trajectories)
         )
 
-    def _redispatch(self, position: int, reason: str) -> bool:
-        """Give the task of a lost group out once more, if it may be; whether it will be."""
-        if not self._feeder.may_retry(position):
-            return False
-        self._feeder.retry(position)
-        self._metrics.task_retries_total.labels(reason).inc()
-        self._group_ended.set()
-        return True
-
     # -- trajectories ----------------------------------------------------------------------------------
 
     async def _run_trajectory(self, trajectory_id: str, work: GroupInFlight) -> Sequence[Trajectory] | str:
-        """Try until it comes to something or `rollout.max_attempts` is reached; else the last reason.
+        """Run up to `rollout.max_attempts` attempts.
 
-        What it comes to is the trajectory and its branches.
+        Returns:
+            The trajectory and its branches, or the reason of the last failure.
         """
         reason = ""
         first, last = self._attempts.pop(trajectory_id, 1), self._config.rollout.max_attempts
         for attempt in range(first, max(first, last) + 1):
             if attempt > first:
                 self._queue.tried_again(trajectory_id, attempt)
-                self._metrics.trajectory_retries_total.inc()
+                self._context.metrics.trajectory_retries_total.inc()
             try:
-                tree = await self._attempt(trajectory_id, attempt, work)
-            except _ATTEMPT_ENDS as error:
+                tree = await self._run_attempt(trajectory_id, attempt, work)
+            except _ATTEMPT_ERRORS as error:
                 task_id = work.task.task_id
                 log.warning(
                     "trajectory %s of task %s, attempt %d: %s", trajectory_id, task_id, attempt, error
                 )
-                self._count(failed=error)
-                reason = _reason(error)
+                self._record_attempt(failed=error)
+                reason = _drop_reason(error)
                 if isinstance(error, PromptTooLong):
                     break  # it would be too long again
             else:
-                self._count(failed=None)
+                self._record_attempt(failed=None)
                 for trajectory in tree:
                     if trajectory.trajectory_id not in work.unscored:
                         self._observer.ended(trajectory, attempt)
                 return tree
         return reason
 
-    async def _attempt(self, trajectory_id: str, attempt: int, work: GroupInFlight) -> Sequence[Trajectory]:
-        """Play a trajectory, again from its tokens whenever the worker ends that plays it."""
+    async def _run_attempt(
+        self, trajectory_id: str, attempt: int, work: GroupInFlight
+    ) -> Sequence[Trajectory]:
+        """Run an attempt; if its worker ends, restore its tokens and go on in another one."""
         left = self._journalled.pop(trajectory_id, {})
         left = {name: state for name, state in left.items() if state.attempt == attempt}
-        for losses_left in reversed(range(_MAX_LOSSES)):
+        for losses_left in reversed(range(_MAX_LOST_WORKERS)):
             entries: dict[str, Entry] = {}
             try:
-                return await self._play(trajectory_id, attempt, work, left, entries, goes_on=losses_left > 0)
+                return await self._run_in_session(
+                    trajectory_id, attempt, work, left, entries, can_resume=losses_left > 0
+                )
             except WorkerLost as error:
                 if not losses_left:
                     raise
-                log.warning("trajectory %s goes on elsewhere: %s", trajectory_id, error)
+                log.warning("trajectory %s goes on in another worker: %s", trajectory_id, error)
                 known = {name: entry.left for name, entry in entries.items()}
                 left |= {name: state for name, state in known.items() if state.segments}
         raise AssertionError("the last loss is raised")
 
-    async def _play(
+    async def _run_in_session(
         self,
         trajectory_id: str,
         attempt: int,
@@ -343,104 +335,89 @@ class RolloutManager:
         left: dict[str, Journalled],
         entries: dict[str, Entry],
         *,
-        goes_on: bool,
+        can_resume: bool,
     ) -> Sequence[Trajectory]:
-        """Play a trajectory once.
+        """Run an attempt once, in a new session.
 
         Args:
-            trajectory_id: Of the sibling.
-            attempt: Which try of it this is.
+            trajectory_id: The sibling.
+            attempt: The number of the attempt, from 1.
             work: Its group.
-            left: What there is of it and its branches; what is taken up is removed.
-            entries: Filled with what is written of it and its branches.
-            goes_on: It is played again should its worker end.
+            left: What there is of the trajectory and its branches; entries are removed as they are used.
+            entries: Filled with the journal's entries of the trajectory and its branches.
+            can_resume: Whether the attempt goes on in another worker if its worker ends.
         """
 
         def open_entry(name: str, inherited: Sequence[Segment] = ()) -> Entry:
             replay = left.pop(name, None)
             if replay is not None and inherited and (replay := replay.after(inherited)) is None:
-                log.warning("branch %s begins otherwise than before the restart: it is made anew", name)
+                log.warning("branch %s begins differently from before the restart: it is sampled anew", name)
             if self._journal is None:
                 entries[name] = Entry(name, attempt, replay, inherited)
             else:
                 entries[name] = self._journal.open(name, attempt, replay, inherited)
             return entries[name]
 
-        def open_branch(name: str, inherited: Sequence[Segment]) -> Entry:
+        def open_branch_entry(name: str, inherited: Sequence[Segment]) -> Entry:
             entry = open_entry(name, inherited)
-            work.branch(entry)
+            work.add_branch(entry)
             return entry
 
         entry = open_entry(trajectory_id)
-        work.begin(entry, [Entry(name, attempt, state) for name, state in left.items()])
-        session = self._stage.session(
-            task=work.task,
-            trajectory_id=trajectory_id,
+        work.begin_attempt(entry, [Entry(name, attempt, state) for name, state in left.items()])
+        session = self._backend.session_class(
+            self._context,
+            work.task,
+            Transcript(self._context, entry, open_branch_entry),
             group_id=work.group_id,
-            pool=self._pool,
-            chat=self._chat,
-            facts=self._facts,
-            rollout=self._config.rollout,
-            routing_config=self._config.routing,
-            interrupt=self._config.weights.interrupt,
-            metrics=self._metrics,
-            new_id=self._new_id,
-            clock=self._clock,
-            entry=entry,
-            open_branch=open_branch,
         )
         self.running[trajectory_id] = session
         try:
-            played = await self._stage.play(work.task, session)
-            tree = await close(played)
-            # Rewards of a group come when all siblings are there; until then the journal has them.
+            results = await self._backend.run_attempt(work.task, session)
+            tree = await finish_trajectories(results)
+            # A group is scored when all siblings have finished; until then the journal has them.
             work.unscored |= {
-                each.session.trajectory_id: Unscored(
+                each.session.trajectory_id: UnscoredTrajectory(
                     completion=each.completion or each.session.completion,
                     attempt=attempt,
                     reward_source=each.reward_source,
                 )
-                for each in played
+                for each in results
                 if each.parts is None
             }
             return tree
-        except _ATTEMPT_ENDS as error:
-            if not (goes_on and isinstance(error, WorkerLost)):
-                self._observer.failed(session.unfinished(error), attempt, error)
+        except _ATTEMPT_ERRORS as error:
+            if not (can_resume and isinstance(error, WorkerLost)):
+                self._observer.failed(session.failed_trajectory(error), attempt, error)
             raise
         finally:
             del self.running[trajectory_id]
 
     async def _score_group(self, work: GroupInFlight) -> None:
-        """Score all trajectories of a group by one call; what it fails is dropped, it is not made again."""
+        """Score all trajectories of a group by one call; drop those that it fails, without a retry."""
         trees: dict[str, list[str]] = {}
         for trajectory in work.trajectories:
             if (name := trajectory.trajectory_id) in work.unscored:
                 trees.setdefault(root_of(name), []).append(name)
-        waiting_ones = [work.unscored[name] for tree in trees.values() for name in tree]
-        spoken = {each.reward_source: each.completion for each in waiting_ones}
-        results = await self._stage.score_group(work.task, list(spoken.values()))
-        scores = dict(zip(spoken, results, strict=True))
+        in_order = [work.unscored[name] for tree in trees.values() for name in tree]
+        completions = {each.reward_source: each.completion for each in in_order}
+        results = await self._backend.score_group(work.task, list(completions.values()))
+        scores = dict(zip(completions, results, strict=True))
         for root_id, tree in trees.items():
             unscored = {name: work.unscored[name] for name in tree}
             of_tree = {name: scores[each.reward_source] for name, each in unscored.items()}
             failed = [score for score in of_tree.values() if isinstance(score, RewardError)]
             if failed:
                 log.warning("trajectory %s of task %s: %s", root_id, work.task.task_id, failed[0])
-                self._count(failed=failed[0])
-                work.fail(root_id, _reason(failed[0]))
+                self._record_attempt(failed=failed[0])
+                work.drop_finished(root_id, _drop_reason(failed[0]))
                 continue
             for name, score in of_tree.items():
                 assert not isinstance(score, RewardError), "the tree has none"
-                self._observer.ended(work.reward(name, score), unscored[name].attempt)
+                self._observer.ended(work.set_reward(name, score), unscored[name].attempt)
 
-    def _forget(self, trajectory_ids: Sequence[str]) -> None:
-        """These are kept elsewhere now, or settled: the journal can do without them."""
-        if self._journal is not None:
-            self._journal.forget(trajectory_ids)
-
-    def _count(self, failed: AsyncRLError | None) -> None:
-        """Remember how attempts end, and end the run when most of them fail."""
+    def _record_attempt(self, failed: AsyncRLError | None) -> None:
+        """Record how an attempt ended, and end the run if most of them fail."""
         self._recent.append(failed is not None)
         self._last_error = failed or self._last_error
         failures = sum(self._recent)
@@ -448,27 +425,26 @@ class RolloutManager:
         if failed is not None and failures >= _MIN_FAILURES and failures > share * len(self._recent):
             raise AsyncRLError(
                 f"{failures} of the last {len(self._recent)} trajectories failed, more than "
-                f"rollout.max_failed_share = "
-                f"{share} allows; the last one: {failed}"
+                f"rollout.max_failed_share = {share} allows; the last one: {failed}"
             ) from failed
 
 
-def _reason(error: Exception) -> str:
-    """What a trajectory is dropped for."""
+def _drop_reason(error: Exception) -> str:
+    """Return the reason under which a trajectory is dropped: the error's name, `prompt_too_long`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
 
 
-async def _leave_stragglers(
+async def _drop_stragglers(
     work: GroupInFlight, tasks: Mapping[str, asyncio.Task[None]], limit_s: float
 ) -> None:
-    """Once enough siblings have finished, give the others so long, and then go without them."""
+    """Wait until enough siblings have finished, then drop those that take longer than `limit_s`."""
     try:
         with waiting("trajectories"):
-            await work.enough.wait()
+            await work.enough_finished.wait()
         async with asyncio.timeout(limit_s):
             with waiting("trajectories"):
-                await work.ended.wait()
+                await work.all_ended.wait()
     except TimeoutError:
         for trajectory_id in work.running:
-            work.end(trajectory_id, STRAGGLER)
+            work.end_sibling(trajectory_id, STRAGGLER)
             tasks[trajectory_id].cancel()

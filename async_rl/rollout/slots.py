@@ -1,4 +1,4 @@
-"""`rollout.max_concurrent_trajectories`, and who holds a place of it."""
+"""The slots of `rollout.max_concurrent_trajectories`, and the trajectories that hold them."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from async_rl.observability.diagnosis import SlotsView
 from async_rl.runtime.waits import waiting
 
 _DISPATCH: Final = ""
-"""Holds the slot of a group that is about to be dispatched: it has no trajectories yet."""
+"""The holder of the slot for a group that is about to be dispatched and has no trajectories yet."""
 
 
 class Slots:
-    """A semaphore that knows its holders, so that a slot nobody will give back can be told from a busy one.
+    """A semaphore that knows its holders, so that a leaked slot can be told from a busy one.
 
     Example:
         >>> slots = Slots(limit=2)
-        >>> await slots.acquire()
-        >>> slots.hand_to("trajectory-7")
-        >>> slots.release("trajectory-7")
+        >>> await slots.acquire_slot()
+        >>> slots.hand_over("trajectory-7")
+        >>> slots.release_slot("trajectory-7")
     """
 
     def __init__(self, limit: int) -> None:
-        """All free."""
+        """Start with all slots free."""
         self.limit = limit
         self._free = asyncio.Semaphore(limit)
         self._holders: dict[str, None] = {}
 
     def view(self) -> SlotsView:
-        """For a diagnosis: which trajectories hold a slot; one of the dispatcher's is taken off the limit."""
+        """Return which trajectories hold a slot, for diagnosis; the dispatcher's slot reduces the limit."""
         holders = tuple(holder for holder in self._holders if holder != _DISPATCH)
         return SlotsView(limit=self.limit - (_DISPATCH in self._holders), holders=holders)
 
-    async def acquire(self, holder: str = _DISPATCH) -> None:
-        """Wait for a slot; without a holder it is the dispatcher's, one at a time."""
+    async def acquire_slot(self, holder: str = _DISPATCH) -> None:
+        """Wait for a slot; without a holder it belongs to the dispatcher, which holds at most one."""
         with waiting("slot", why=self._why):
             await self._free.acquire()
         self._holders[holder] = None
 
-    def hand_to(self, holder: str) -> None:
-        """The dispatcher's slot is a trajectory's from now on."""
+    def hand_over(self, holder: str) -> None:
+        """Pass the dispatcher's slot to a trajectory."""
         del self._holders[_DISPATCH]
         self._holders[holder] = None
 
-    def release(self, holder: str = _DISPATCH) -> None:
-        """Give a slot back; nothing happens when it was reclaimed."""
+    def release_slot(self, holder: str = _DISPATCH) -> None:
+        """Release a slot, unless it has been reclaimed."""
         if holder in self._holders:
-            self._give_back(holder)
+            self._free_slot(holder)
 
-    def reclaim(self, alive: Collection[str]) -> list[str]:
-        """Free what is held by nobody who is alive; who held it."""
+    def reclaim_slots(self, alive: Collection[str]) -> list[str]:
+        """Free the slots of trajectories that are not alive, and return those trajectories."""
         gone = [holder for holder in self._holders if holder != _DISPATCH and holder not in alive]
         for holder in gone:
-            self._give_back(holder)
+            self._free_slot(holder)
         return gone
 
-    def _give_back(self, holder: str) -> None:
+    def _free_slot(self, holder: str) -> None:
         del self._holders[holder]
         self._free.release()
 

@@ -1,4 +1,4 @@
-"""Checkpoints, written beside the training one at a time; the ledger is told of each when it is whole."""
+"""Writes checkpoints in the background, one at a time; the ledger learns of each one when it is complete."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from async_rl.trainer_protocol import Trainer
 log = logging.getLogger(__name__)
 
 FOLDER: Final = "checkpoints"
-"""In the run's folder."""
+"""Subfolder of the run's folder."""
 
 _TRAINER_WAITS: Final = frozenset(
     {"trainer start", "trainer step", "checkpoint", "snapshot", "publish", "send weights", "export"}
 )
-"""Waits for the trainer: when one stalls the run, no checkpoint can be had."""
+"""Waits for the trainer: when one of them stalls the run, the trainer cannot write a checkpoint."""
 
 
 class Checkpoints:
-    """Those of one trainer, up to its end.
+    """The checkpoints of one incarnation of the trainer.
 
-    Invariant: `step` is the newest one that the ledger knows of.
+    Invariant: `step` is the newest checkpoint that the ledger knows of.
 
     Example:
         >>> checkpoints = Checkpoints(config.trainer, run_dir, trainer, queue, metrics, step=4)
-        >>> if checkpoints.due(8): await checkpoints.begin(8)
-        >>> await checkpoints.look()  # now and then
-        >>> await checkpoints.last(9)
+        >>> if checkpoints.is_due(8): await checkpoints.start_checkpoint(8)
+        >>> await checkpoints.poll_saved()  # before each step
+        >>> await checkpoints.write_last_checkpoint(9)
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class Checkpoints:
         metrics: Metrics,
         *,
         step: int,
-        failed: int = 0,
+        num_failed: int = 0,
     ) -> None:
-        """Nothing is written yet.
+        """Write nothing yet.
 
         Args:
-            config: When they are due, how many are kept, how many may fail.
-            run_dir: Of the run.
-            trainer: Who writes them.
-            queue: Whose ledger is told.
-            metrics: Of the run.
-            step: Of the one that the trainer has come up at.
-            failed: How many had failed in a row when the trainer before it ended.
+            config: When checkpoints are due, how many are kept, how many may fail.
+            run_dir: The run's folder.
+            trainer: Writes the checkpoints.
+            queue: Its ledger records each complete checkpoint.
+            metrics: The metrics of the run.
+            step: The step of the checkpoint that the trainer started from; 0 without one.
+            num_failed: Consecutive failures when the previous incarnation of the trainer ended.
         """
         self._config = config
         self._directory = str(run_dir / FOLDER)
@@ -64,49 +64,49 @@ class Checkpoints:
         self._queue = queue
         self._metrics = metrics
         self.step = step
-        """Of the newest one that stands on the disk."""
-        self.failed = failed
-        """In a row."""
+        """The step of the newest complete checkpoint on disk."""
+        self.num_failed = num_failed
+        """Consecutive failures."""
         self._writing: int | None = None
         """The step whose checkpoint is being written."""
 
-    def due(self, step: int) -> bool:
-        """Whether one is to be written after this step."""
+    def is_due(self, step: int) -> bool:
+        """Whether the config asks for a checkpoint after this step."""
         every = self._config.checkpoint_every
         return bool(every) and step % every == 0
 
-    async def begin(self, step: int) -> None:
-        """Begin one of the step that the ledger has settled last; the one before is waited for.
+    async def start_checkpoint(self, step: int) -> None:
+        """Start to write the step that the ledger settled last, after the previous checkpoint is complete.
 
         Raises:
-            CheckpointError: When the one before failed, and was one too many in a row.
+            CheckpointError: The previous one failed, and too many have failed in a row.
         """
-        await self._note(wait=True)
+        await self._settle_saved(wait=True)
         with waiting("checkpoint"):
             await self._trainer.save_checkpoint(self._directory, {"weight_version": step})
         self._writing = step
 
-    async def look(self) -> None:
-        """Take note of one that is whole by now, or has failed.
+    async def poll_saved(self) -> None:
+        """Record a checkpoint that has been completed or has failed since the last call.
 
         Raises:
-            CheckpointError: When it was one too many in a row.
+            CheckpointError: Too many checkpoints have failed in a row.
         """
-        await self._note(wait=False)
+        await self._settle_saved(wait=False)
 
-    async def last(self, step: int) -> None:
-        """Leave one of the last step, whole.
+    async def write_last_checkpoint(self, step: int) -> None:
+        """Make sure that there is a complete checkpoint of the last step.
 
         Raises:
-            CheckpointError: When it cannot be written.
+            CheckpointError: It cannot be written.
         """
-        await self._note(wait=True)
+        await self._settle_saved(wait=True)
         if self.step < step:
-            await self.begin(step)
-            await self._note(wait=True, last=True)
+            await self.start_checkpoint(step)
+            await self._settle_saved(wait=True, last=True)
 
-    async def _note(self, *, wait: bool, last: bool = False) -> None:
-        """Tell the ledger of one that stands by now; one that failed is tried again in its turn."""
+    async def _settle_saved(self, *, wait: bool, last: bool = False) -> None:
+        """Notify the ledger of a completed checkpoint. After a failure training goes on to the next one."""
         if self._writing is None:
             return
         with waiting("checkpoint"):
@@ -115,23 +115,23 @@ class Checkpoints:
             return
         step, self._writing = self._writing, None
         if saved.failure is None:
-            self.step, self.failed = step, 0
+            self.step, self.num_failed = step, 0
             self._metrics.observe_checkpoint(step, saved.pause_s, saved.write_s)
             self._queue.committed(step, keep=self._config.keep_checkpoints)
             return
-        self.failed += 1
+        self.num_failed += 1
         self._metrics.checkpoint_failures_total.inc()
         limit = self._config.max_failed_checkpoints
-        if last or self.failed > limit:
+        if last or self.num_failed > limit:
             raise CheckpointError(
-                f"{saved.failure}; it is the {self.failed}. in a row "
+                f"{saved.failure}; {self.num_failed} checkpoints have failed in a row "
                 f"(trainer.max_failed_checkpoints is {limit})"
             )
-        log.warning("%s; training goes on, the newest checkpoint is of step %d", saved.failure, self.step)
+        log.warning("%s; training continues; the newest checkpoint is of step %d", saved.failure, self.step)
 
 
-def can_follow(error: BaseException) -> bool:
-    """Whether an error that ends the run leaves a trainer that can write one."""
+def can_write_after(error: BaseException) -> bool:
+    """Whether the trainer can still write a checkpoint after an error that ends the run."""
     if isinstance(error, StallError):
         return error.on not in _TRAINER_WAITS
     return not isinstance(error, TrainerError)

@@ -10,7 +10,7 @@ from async_rl.engine_protocol import Engine
 from async_rl.errors import EngineError
 from async_rl.rollout.workers.messages import Link
 from async_rl.trainer_protocol import Trainer
-from async_rl.weights.local_folders import LocalFolder
+from async_rl.weights.delta_delivery import HostFolder
 
 
 class Cluster(Protocol):
@@ -55,7 +55,7 @@ class Cluster(Protocol):
         """Host and free port on the trainer's rank 0."""
         ...
 
-    def local_folder(self, engine_id: str) -> LocalFolder | None:
+    def local_folder(self, engine_id: str) -> HostFolder | None:
         """Where the host of an engine keeps weights; None for one that we did not start."""
         ...
 

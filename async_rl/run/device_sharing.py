@@ -1,17 +1,17 @@
-"""Devices that engines and trainer share: who holds them when, and how they are handed over.
+"""Devices that engines and trainer share: when each holds them, and how they are handed over.
 
 ```
- engines' turn     groups are sampled until a batch is ready
-   to the trainer  each engine: sent nothing ─► calls end, kept ─► gives all its memory back
-                   the trainer takes its own, as it was
- trainer's turn    every batch that is ready is trained, settled, and written to a checkpoint where one is due
+ engines' phase    groups are sampled until a batch is ready
+   to the trainer  each engine: no more calls ─► calls end, their tokens are kept ─► all its memory released
+                   the trainer takes its memory, with what it held
+ trainer's phase   every batch that is ready is trained, settled, and written to a checkpoint where one is due
    to the engines  the weights are published; the trainer moves its memory to the host
-                   each engine: room for weights ─► loads them ─► the rest ─► read back ─► serves
+                   each engine: memory for weights ─► loads them ─► the rest ─► verified ─► serves
 ```
 
-An engine that fails anywhere in this is quarantined, and its process ended: it may hold memory that the
-trainer is about to take. `repair` starts it again in the engines' turn. A trainer that fails is started again
-with the engines holding nothing, whatever it failed in.
+An engine that fails anywhere in this is quarantined and its process ended, because it may hold memory that
+the trainer is about to take. `repair` restarts it in the engines' phase. A trainer that fails is restarted
+while the engines hold nothing, in whichever phase it failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from async_rl.engine_protocol import Engine
-from async_rl.engines.device_memory import Empty, Loadable, stop
+from async_rl.engines.device_memory import EmptyEngine, LoadableEngine, stop_engine
 from async_rl.engines.device_phases import DevicePhases
 from async_rl.engines.lease import EngineState
 from async_rl.engines.pool import EnginePool
@@ -38,26 +38,28 @@ log = logging.getLogger(__name__)
 
 
 class Devices(Protocol):
-    """Where engines and trainer run, as the orchestrator needs to know it."""
+    """Where engines and trainer run, for the orchestrator and the train loop."""
 
-    turns: DevicePhases
-    """Whose turn it is: engines are started in their own alone."""
+    phases: DevicePhases
+    """The time-sharing phase: engines are started in their own phase only."""
     shared: bool
-    """Whether one stands still while the other works."""
+    """Whether engines are stopped while the trainer works, and the other way round."""
 
-    async def clear(self) -> None:
-        """Make room for a trainer that is yet to be started."""
+    async def clear_devices(self) -> None:
+        """Free the devices for a trainer that has not been started yet."""
         ...
 
-    async def to_trainer(self, trainer: Trainer) -> None:
-        """Let the trainer work; returns at once when it may already."""
+    async def hand_to_trainer(self, trainer: Trainer) -> None:
+        """Let the trainer work; returns at once when it already may."""
         ...
 
-    async def start(self, sync: WeightSync, trainer: Trainer, version: int, path: Path | None) -> None:
-        """Bring all engines to the version that training starts from: see `WeightSync.start`."""
+    async def start_engines(
+        self, sync: WeightSync, trainer: Trainer, version: int, path: Path | None
+    ) -> None:
+        """Bring all engines to the version that training starts from: see `WeightSync.start_from_version`."""
         ...
 
-    async def to_engines(self, sync: WeightSync, trainer: Trainer, version: int) -> SyncReport:
+    async def hand_to_engines(self, sync: WeightSync, trainer: Trainer, version: int) -> SyncReport:
         """Bring the trainer's new version to the engines, and let them work."""
         ...
 
@@ -68,28 +70,30 @@ class OwnDevices:
     shared = False
 
     def __init__(self) -> None:
-        self.turns = DevicePhases()
+        self.phases = DevicePhases()
 
-    async def clear(self) -> None:
-        """See `Devices.clear`."""
+    async def clear_devices(self) -> None:
+        """Implements `Devices.clear_devices`."""
 
-    async def to_trainer(self, trainer: Trainer) -> None:
-        """See `Devices.to_trainer`."""
+    async def hand_to_trainer(self, trainer: Trainer) -> None:
+        """Implements `Devices.hand_to_trainer`."""
 
-    async def start(self, sync: WeightSync, trainer: Trainer, version: int, path: Path | None) -> None:
-        """See `Devices.start`."""
-        await sync.start(version, path)
+    async def start_engines(
+        self, sync: WeightSync, trainer: Trainer, version: int, path: Path | None
+    ) -> None:
+        """Implements `Devices.start_engines`."""
+        await sync.start_from_version(version, path)
 
-    async def to_engines(self, sync: WeightSync, trainer: Trainer, version: int) -> SyncReport:
-        """See `Devices.to_engines`."""
-        return await sync.sync(version)
+    async def hand_to_engines(self, sync: WeightSync, trainer: Trainer, version: int) -> SyncReport:
+        """Implements `Devices.hand_to_engines`."""
+        return await sync.update_engines(version)
 
 
 class SharedDevices:
-    """Engines and trainer take turns: see the module.
+    """Engines and trainer use the same devices one after the other.
 
-    Invariant: between two awaits each engine of the pool serves, or is quarantined, or joins and has served
-    nobody, or its place in `_holdings` says what it holds.
+    Invariant: between two awaits each engine of the pool serves, is quarantined, is joining and has served no
+    calls, or has an entry in `_memory` that says what it holds.
     """
 
     shared = True
@@ -97,98 +101,100 @@ class SharedDevices:
     def __init__(
         self,
         pool: EnginePool,
-        stop_engine: Callable[[str], Awaitable[None]],
+        end_engine: Callable[[str], Awaitable[None]],
         metrics: Metrics,
         clock: Callable[[], float],
         *,
         timeout_s: float,
     ) -> None:
-        """Start in the engines' turn.
+        """Start in the engines' phase.
 
         Args:
             pool: The engines.
-            stop_engine: Ends a failed engine's process, in whatever state it is; bounded in time.
-            metrics: How long hand-overs take.
+            end_engine: Ends a failed engine's process, in whatever state it is; bounded in time.
+            metrics: Durations of hand-overs.
             clock: Monotonic seconds.
             timeout_s: Longest part of a hand-over of one engine, seconds.
         """
-        self.turns = DevicePhases()
+        self.phases = DevicePhases()
         self._pool = pool
-        self._stop_engine = stop_engine
+        self._end_engine = end_engine
         self._metrics = metrics
         self._clock = clock
         self._timeout_s = timeout_s
-        self._holdings: dict[str, Empty | Loadable] = {}
+        self._memory: dict[str, EmptyEngine | LoadableEngine] = {}
         self._stopped_s: float | None = None
-        """When the engines' turn ended, and the last of its guests had left."""
+        """When the engines' phase ended, and its last lease holder with it."""
 
     # -- to the trainer -----------------------------------------------------------------------------------
 
-    async def clear(self) -> None:
-        """See `Devices.clear`: each engine holds nothing, or has no process."""
-        if self.turns.turn == "trainer":
+    async def clear_devices(self) -> None:
+        """Make each engine release its memory, or end its process."""
+        if self.phases.phase == "trainer":
             return
-        if self.turns.turn == "engines":
+        if self.phases.phase == "engines":
             self._stopped_s = None
-        self.turns.move("to trainer")
-        await self.turns.without_guests()
+        self.phases.enter_phase("to trainer")
+        await self.phases.wait_for_lease_holders()
         if self._stopped_s is None:
             self._stopped_s = self._clock()
         async with Nursery() as nursery:
             for engine in self._pool.engines():
-                nursery.start_task(f"clear {engine.engine_id}", self._clear(engine))
-        self.turns.move("trainer")
+                nursery.start_task(f"clear {engine.engine_id}", self._clear_engine(engine))
+        self.phases.enter_phase("trainer")
 
-    async def to_trainer(self, trainer: Trainer) -> None:
-        """See `Devices.to_trainer`."""
-        held = self.turns.turn == "trainer"
-        await self.clear()
+    async def hand_to_trainer(self, trainer: Trainer) -> None:
+        """Implements `Devices.hand_to_trainer`."""
+        had_devices = self.phases.phase == "trainer"
+        await self.clear_devices()
         with waiting("hand-over", "its memory back"):
             await trainer.reload()
-        if not held and self._stopped_s is not None:
+        if not had_devices and self._stopped_s is not None:
             self._metrics.hand_over_to_trainer_seconds.observe(self._clock() - self._stopped_s)
 
-    async def _clear(self, engine: Engine) -> None:
+    async def _clear_engine(self, engine: Engine) -> None:
         engine_id = engine.engine_id
         if not self._pool.needs_repair(engine_id):
-            holding = self._holdings.pop(engine_id, None)
-            async with self._attending(engine):
-                if isinstance(holding, Empty):
-                    self._holdings[engine_id] = holding
+            memory = self._memory.pop(engine_id, None)
+            async with self._quarantined_on_failure(engine):
+                if isinstance(memory, EmptyEngine):
+                    self._memory[engine_id] = memory
                     return
-                if isinstance(holding, Loadable):
-                    self._holdings[engine_id] = await holding.release()
+                if isinstance(memory, LoadableEngine):
+                    self._memory[engine_id] = await memory.release_weights()
                     return
-                self._pool.hold(engine_id)  # one that joins is sent nothing anyway
-                stopped = await stop(engine)
-                self._holdings[engine_id] = await stopped.release()
+                self._pool.hold_engine(engine_id)  # a joining engine gets no calls anyway
+                stopped = await stop_engine(engine)
+                self._memory[engine_id] = await stopped.release_all()
                 return
-        self._holdings.pop(engine_id, None)
+        self._memory.pop(engine_id, None)
         with waiting("engine update", engine_id):
-            await self._stop_engine(engine_id)
+            await self._end_engine(engine_id)
 
     # -- to the engines -----------------------------------------------------------------------------------
 
-    async def start(self, sync: WeightSync, trainer: Trainer, version: int, path: Path | None) -> None:
-        """See `Devices.start`: the trainer has just been set up, in its turn."""
-        await sync.start(version, path, bring=False)
-        await self.to_engines(sync, trainer, version)
+    async def start_engines(
+        self, sync: WeightSync, trainer: Trainer, version: int, path: Path | None
+    ) -> None:
+        """Implements `Devices.start_engines`: the trainer has just been set up, in its phase."""
+        await sync.start_from_version(version, path, update_engines=False)
+        await self.hand_to_engines(sync, trainer, version)
 
-    async def to_engines(self, sync: WeightSync, trainer: Trainer, version: int) -> SyncReport:
-        """See `Devices.to_engines`."""
-        self.turns.move("to engines")
+    async def hand_to_engines(self, sync: WeightSync, trainer: Trainer, version: int) -> SyncReport:
+        """Implements `Devices.hand_to_engines`."""
+        self.phases.enter_phase("to engines")
         begin = self._clock()
-        await sync.publish(version)
+        await sync.publish_version(version)
         published = self._clock()
         with waiting("hand-over", "its memory to the host"):
             await trainer.offload()
         offloaded = self._clock()
         async with Nursery() as nursery:
             for engine in self._pool.engines(EngineState.UPDATING, EngineState.JOINING):
-                if engine.engine_id in self._holdings and not self._pool.needs_repair(engine.engine_id):
-                    nursery.start_task(f"fill {engine.engine_id}", self._fill(engine, sync))
-        self._holdings.clear()  # of those that failed: `repair` starts them again
-        self.turns.move("engines")
+                if engine.engine_id in self._memory and not self._pool.needs_repair(engine.engine_id):
+                    nursery.start_task(f"fill {engine.engine_id}", self._fill_engine(engine, sync))
+        self._memory.clear()  # of engines that failed: `repair` restarts them
+        self.phases.enter_phase("engines")
         now = self._clock()
         self._metrics.hand_over_to_engines_seconds.observe(now - begin)
         stopped_s = self._stopped_s if self._stopped_s is not None else begin
@@ -201,36 +207,37 @@ class SharedDevices:
             handover_s=now - begin,
         )
 
-    async def _fill(self, engine: Engine, sync: WeightSync) -> None:
-        """Bring an engine that holds nothing to the current weights, and let it serve."""
-        holding = self._holdings.pop(engine.engine_id)
-        assert isinstance(holding, Empty), "in the trainer's turn nobody holds room for weights"
-        async with self._attending(engine):
-            loadable = self._holdings[engine.engine_id] = await holding.resume_weights()
-            await sync.load(engine)
-            del self._holdings[engine.engine_id]
+    async def _fill_engine(self, engine: Engine, sync: WeightSync) -> None:
+        """Load the current weights into an engine that holds no memory, and let it serve."""
+        memory = self._memory.pop(engine.engine_id)
+        assert isinstance(memory, EmptyEngine), "in the trainer's phase no engine has memory for weights"
+        async with self._quarantined_on_failure(engine):
+            loadable = self._memory[engine.engine_id] = await memory.resume_weights()
+            await sync.load_current_version(engine)
+            del self._memory[engine.engine_id]
             await loadable.resume_rest()
-            sync.serve(engine)
+            sync.serve_current_version(engine)
 
     @asynccontextmanager
-    async def _attending(self, engine: Engine) -> AsyncIterator[None]:
-        """Bound what is asked of an engine. One that fails in it is quarantined, and so is one that is left
-        in the middle, where nobody knows what it holds.
+    async def _quarantined_on_failure(self, engine: Engine) -> AsyncIterator[None]:
+        """Bound the requests to an engine; quarantine it when one fails.
+
+        A cancellation also quarantines it, unless it is known what the engine holds.
         """
         engine_id, limit_s = engine.engine_id, self._timeout_s
         try:
             async with (
-                self._pool.attended(engine_id, limit_s) as scope,
+                self._pool.bounded_request(engine_id, limit_s) as scope,
                 waiting("engine update", engine_id, scope=scope),
             ):
                 yield
         except EngineError as error:
-            self._pool.quarantine(engine_id, error)
+            self._pool.quarantine_engine(engine_id, error)
         except TimeoutError:
             message = f"engine {engine_id} did not hand its device over within weights.timeout_s = {limit_s}"
-            self._pool.quarantine(engine_id, EngineTimeout(message))
+            self._pool.quarantine_engine(engine_id, EngineTimeout(message))
         except BaseException:
-            if engine_id not in self._holdings:
+            if engine_id not in self._memory:
                 message = f"the hand-over of engine {engine_id} was cut short"
-                self._pool.quarantine(engine_id, WeightSyncError(message))
+                self._pool.quarantine_engine(engine_id, WeightSyncError(message))
             raise

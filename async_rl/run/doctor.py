@@ -85,31 +85,44 @@ class Doctor:
     """See the module.
 
     Example:
-        >>> doctor = Doctor(config, waits, pool, metrics)
-        >>> doctor.attend(queue, manager.slots)
+        >>> doctor = Doctor(config, waits, pool, metrics, queue=lambda: queue, slots=lambda: manager.slots)
         >>> async with services(doctor=doctor.run): ...
         >>> print(doctor.diagnosis().text)
     """
 
-    def __init__(self, config: Config, waits: Waits, pool: EnginePool, metrics: Metrics) -> None:
-        """Know the run's waits and engines; queue and slots come later."""
+    def __init__(
+        self,
+        config: Config,
+        waits: Waits,
+        pool: EnginePool,
+        metrics: Metrics,
+        *,
+        queue: Callable[[], TrajectoryQueue | None] = lambda: None,
+        slots: Callable[[], Slots | None] = lambda: None,
+    ) -> None:
+        """Connect the components.
+
+        Args:
+            config: The run's config.
+            waits: The waits of the run.
+            pool: The engines of the run.
+            metrics: The metrics of the run.
+            queue: Returns the current queue; None before the trainer has started.
+            slots: Returns the current trajectory slots; None before the trainer has started.
+        """
         self._config = config.doctor
         self._engine = config.engine
         self._limits = limits(config)
         self._waits = waits
         self._pool = pool
         self._metrics = metrics
-        self._queue: TrajectoryQueue | None = None
-        self._slots: Slots | None = None
+        self._queue = queue
+        self._slots = slots
         self._looks = 0
         self._said: tuple[str, str, str] | None = None
         self._say_at_s = self._say_after_s = 0.0
         self._counted: set[tuple[str, str]] = set()
         self._treated_s: dict[tuple[str, str], float] = {}
-
-    def attend(self, queue: TrajectoryQueue, slots: Slots) -> None:
-        """Ask these from now on."""
-        self._queue, self._slots = queue, slots
 
     async def run(self) -> None:
         """Look, for ever.
@@ -161,6 +174,7 @@ class Doctor:
     def diagnosis(self) -> Diagnosis:
         """What the run waits for, now."""
         waits, now = self._waits, self._waits.clock()
+        queue, slots = self._queue(), self._slots()
         return diagnose(
             RunSnapshot(
                 quiet_s=waits.quiet_s,
@@ -171,8 +185,8 @@ class Doctor:
                 longest_s=waits.longest_s,
                 unheard_s={engine_id: now - heard_s for engine_id, heard_s in waits.heard_s.items()},
                 engines=self._engines(),
-                queue=self._queue.view() if self._queue is not None else None,
-                slots=self._slots.view() if self._slots is not None else None,
+                queue=queue.view() if queue is not None else None,
+                slots=slots.view() if slots is not None else None,
             )
         )
 
@@ -186,7 +200,7 @@ class Doctor:
     def _engines(self) -> list[EngineView]:
         pool, config = self._pool, self._engine
         states = {engine.engine_id: state for state in EngineState for engine in pool.engines(state)}
-        vitals = {engine_id: pool.vitals(engine_id) for engine_id in states}
+        vitals = {engine_id: pool.statistics.load_of(engine_id) for engine_id in states}
         return [
             EngineView(
                 engine_id=engine_id,
@@ -260,14 +274,14 @@ class Doctor:
         """Undo a cause in the way that its own timeout would; what was done, or None."""
         match cause.on:
             case "chunk" | "first chunk":
-                self._pool.quarantine(cause.target, EngineTimeout(cause.sentence))
+                self._pool.quarantine_engine(cause.target, EngineTimeout(cause.sentence))
                 return f"{cause.target} is quarantined, its calls move with their tokens"
-            case "group" if self._queue is not None:
-                self._queue.give_up(cause.target, "lost")
+            case "group" if (queue := self._queue()) is not None:
+                queue.give_up(cause.target, "lost")
                 return f"group {cause.target} is dropped"
-            case "slot" if self._slots is not None:
+            case "slot" if (slots := self._slots()) is not None:
                 alive = {actor.who.id for actor in self._waits.acting if actor.who.kind == "trajectory"}
-                return f"slots of {', '.join(self._slots.reclaim(alive))} are free again"
+                return f"slots of {', '.join(slots.reclaim_slots(alive))} are free again"
             case _:
                 ended = sum(map(self._ended(cause), list(self._waits.open)))
                 return f"{ended} waits for {cause.on} {cause.target} were ended" if ended else None

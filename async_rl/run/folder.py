@@ -1,4 +1,12 @@
-"""A run's folder and the process that works in it: the lock, the log file, signals and the exit message."""
+"""Runs a job in its folder: the lock, the log file, signals, the exit message and the exit code.
+
+`async-rl train`, `sft` and `evaluate` all run through `run_in_folder`:
+
+```
+ open the folder (lock, config.yaml, versions.json) ─► complete already? ─► log to logs/driver.log
+      ─► run the job; the first signal stops it, the second cancels it ─► show its result ─► exit code
+```
+"""
 
 from __future__ import annotations
 
@@ -7,9 +15,10 @@ import fcntl
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -17,37 +26,109 @@ from rich.console import Console
 from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml, versions
 from async_rl.errors import AsyncRLError, ConfigError, StallError
-from async_rl.runtime.supervision import service_of
+from async_rl.runtime.processes import private_files
+from async_rl.runtime.supervision import first_error, service_of
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LINE = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
-def console() -> Console:
-    """Where a run is shown.
+def run_in_folder(
+    folder: AbstractContextManager[Path],
+    config: Config,
+    job: Callable[[Path, asyncio.Event], Coroutine[Any, Any, T]],
+    *,
+    finish: Callable[[Path, T], int],
+    is_complete: Callable[[Path], bool] = lambda folder: False,
+    on_stop: Callable[[str], None] | None = None,
+    keep_log: bool = True,
+) -> int:
+    """Run a job in its folder until it ends or a signal stops it.
 
-    FORCE_COLOR, which CI sets, asks for colours, and not for a panel that moves the cursor about in a log.
+    An error of the job is printed as one sentence; the log has its traceback.
+
+    Args:
+        folder: Opens the folder of the job and locks it: `run_folder` or `result_folder`.
+        config: The resolved config.
+        job: Gets the folder and an event; once the event is set it saves its work and returns.
+        finish: Writes and shows the job's result; returns the exit code.
+        is_complete: Whether an earlier incarnation finished the job; if so it is not started.
+        on_stop: Reports the first signal, by its name. None cancels the job at the first signal.
+        keep_log: Whether the folder stays, so that messages name its log.
+
+    Returns:
+        The exit code: that of `finish` or of the error, or 128 plus the number of the first signal.
+    """
+    with private_files(), folder as path:
+        if is_complete(path):
+            return 0
+        log_file = path / "logs" / "driver.log"
+        where = f"; log: {log_file}" if keep_log else ""
+        signals: list[signal.Signals] = []
+        with logging_to(log_file, config.run.log_level):
+            try:
+                result = asyncio.run(_until_signal(job, path, on_stop, signals))
+            except asyncio.CancelledError:
+                print(f"async-rl: aborted by {signals[0].name}{where}", file=sys.stderr)
+                return 128 + signals[0]
+            except Exception as error:
+                cause = first_error(error)
+                log.error("the run failed: %s", describe(cause), exc_info=error)
+                print(f"async-rl: {describe(cause)}{where}", file=sys.stderr)
+                return cause.exit_code if isinstance(cause, AsyncRLError) else 1
+        code = finish(path, result)
+    return 128 + signals[0] if signals else code
+
+
+async def _until_signal(
+    job: Callable[[Path, asyncio.Event], Coroutine[Any, Any, T]],
+    path: Path,
+    on_stop: Callable[[str], None] | None,
+    received: list[signal.Signals],
+) -> T:
+    stop = asyncio.Event()
+
+    def stopping(name: str) -> None:
+        if on_stop is not None:
+            on_stop(name)
+            stop.set()
+
+    with on_signals(stopping, received, cancel_at=1 if on_stop is None else 2):
+        return await job(path, stop)
+
+
+def console() -> Console:
+    """Return the console that shows a run.
+
+    FORCE_COLOR, which CI sets, asks for colours, not for a panel that moves the cursor about in a log.
     """
     return Console(force_interactive=None if sys.stdout.isatty() else False)
 
 
 def describe(cause: BaseException) -> str:
-    """One sentence: the service that failed, if one is known, and why."""
+    """Return one sentence: the service that failed, if it is known, and why."""
     service = service_of(cause)
     text = str(cause) if isinstance(cause, AsyncRLError) else f"{type(cause).__name__}: {cause}"
-    if isinstance(cause, StallError):  # the doctor did not fail, it found what did
+    if isinstance(cause, StallError):  # the doctor itself did not fail
         return text
     return f"{service} failed: {text}" if service else text
 
 
 @contextmanager
-def on_signals(first: Callable[[str], None], received: list[signal.Signals]) -> Iterator[None]:
-    """Call `first` at the first SIGINT or SIGTERM, cancel the current task at the second.
+def on_signals(
+    first: Callable[[str], None], received: list[signal.Signals], *, cancel_at: int = 2
+) -> Iterator[None]:
+    """Call `first` at the first SIGINT or SIGTERM, and cancel the current task at a later one.
 
-    From the third on the process ends as any other does.
+    After that the process handles signals as any other does.
 
     Args:
         first: Gets the signal's name.
         received: Is filled with the signals, in order.
+        cancel_at: Number of the signal that cancels the task; 1 cancels it at the first.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -57,7 +138,7 @@ def on_signals(first: Callable[[str], None], received: list[signal.Signals]) -> 
         received.append(number)
         if len(received) == 1:
             first(number.name)
-        else:
+        if len(received) == cancel_at:
             restore()
             task.cancel()
 
@@ -75,20 +156,20 @@ def on_signals(first: Callable[[str], None], received: list[signal.Signals]) -> 
 
 @contextmanager
 def run_folder(config: Config) -> Iterator[Path]:
-    """Make the run's folder, write the resolved config into it and keep other runs out of it.
+    """Create the run's folder, write the resolved config into it and lock it against other processes.
 
     Raises:
-        ConfigError: Another process runs in it, or `run.resume` is `never` and it has checkpoints, or `must`
-            and it has none.
+        ConfigError: Another process runs in the folder, or `run.resume` is `never` and it has checkpoints, or
+            `must` and it has none.
     """
     folder = Path(config.run.dir) / config.run.name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)  # what earlier versions made was open to all users
+        folder.chmod(0o700)  # earlier versions created folders that all users could read
         for name in ("logs", "checkpoints", "hf"):
             (folder / name).mkdir(exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.dir: cannot make the run folder {folder}: {error.strerror}") from error
+        raise ConfigError(f"run.dir: cannot create the run folder {folder}: {error.strerror}") from error
     if config.run.resume == "never" and any((folder / "checkpoints").iterdir()):
         raise ConfigError(
             f"run.resume is never, but {folder} has checkpoints: choose another run.name, remove the folder, "
@@ -97,23 +178,45 @@ def run_folder(config: Config) -> Iterator[Path]:
     if config.run.resume == "must" and not any((folder / "checkpoints").glob("step_*")):
         raise ConfigError(
             f"run.resume is must, but there is no checkpoint in {folder / 'checkpoints'}: look at run.dir "
-            "and run.name, or set run.resume=auto to begin there"
+            "and run.name, or set run.resume=auto to start a new run"
         )
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"run.name: another process runs in {folder}: choose another name") from error
-        partial = folder / ".config.yaml.part"
-        partial.write_text(resolved_yaml(config))
-        partial.replace(folder / "config.yaml")
-        (folder / "versions.json").write_bytes(msgspec.json.encode(versions()))
+    with _locked(folder, f"run.name: another process runs in {folder}: choose another name", config):
         yield folder
 
 
 @contextmanager
+def result_folder(path: Path, config: Config) -> Iterator[Path]:
+    """Create a folder for results that are not those of a run, and lock it like a run's.
+
+    Raises:
+        ConfigError: Another process writes into it, or it cannot be created.
+    """
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot create the folder {path}: {error.strerror}") from error
+    with _locked(path, f"--out: another process writes into {path}: choose another folder", config):
+        yield path
+
+
+@contextmanager
+def _locked(folder: Path, taken: str, config: Config) -> Iterator[None]:
+    """Lock a folder and write `config.yaml` and `versions.json`; raise ConfigError(taken) if it is locked."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(taken) from error
+        partial = folder / ".config.yaml.part"
+        partial.write_text(resolved_yaml(config))
+        partial.replace(folder / "config.yaml")
+        (folder / "versions.json").write_bytes(msgspec.json.encode(versions()))
+        yield
+
+
+@contextmanager
 def logging_to(path: Path, level: str) -> Iterator[None]:
-    """Send our log records from `level` on, and others' warnings, to a file while the block runs."""
+    """Log our records from `level` on, and warnings of other packages, to a file during the block."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(_LINE))
     root, ours = logging.getLogger(), logging.getLogger("async_rl")

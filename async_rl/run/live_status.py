@@ -1,4 +1,4 @@
-"""What a run shows between two steps: the live page, `/health`, and once a second gauges and the panel."""
+"""The state of a run between two steps, for the live page, `/health`, the gauges and the terminal panel."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.observability.console_report import RunProgress
 from async_rl.observability.diagnosis import Diagnosis
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.page.view import EngineRow, Now, look
@@ -20,18 +21,18 @@ from async_rl.run.doctor import Doctor
 from async_rl.run.run_log import RunLogger
 from async_rl.runtime.waits import Waits, waiting
 
-_DIAGNOSIS_LASTS_S: Final = 5.0
-"""On the live page; 40 ms go into one of 4096 trajectories."""
+_DIAGNOSIS_MAX_AGE_S: Final = 5.0
+"""How long the live page shows a diagnosis; one over 4096 trajectories takes 40 ms."""
 
 
 class LiveStatus:
-    """See the module.
+    """Reports what a run does now.
 
     Example:
-        >>> pulse = Pulse(run_log, doctor, pool, waits, metrics, clock, run_dir, max_steps=100)
-        >>> pulse.attend(queue, manager)
-        >>> async with services(pulse=pulse.run): ...
-        >>> pulse.health()["waiting_for"]
+        >>> status = LiveStatus(run_log, doctor, pool, waits, metrics, clock, run_dir,
+        ...     queue=lambda: queue, manager=lambda: manager, max_steps=100)
+        >>> async with services(live_status=status.run): ...
+        >>> status.health()["waiting_for"]
     """
 
     def __init__(
@@ -44,9 +45,26 @@ class LiveStatus:
         clock: Callable[[], float],
         run_dir: Path,
         *,
+        queue: Callable[[], TrajectoryQueue | None],
+        manager: Callable[[], RolloutManager | None],
         max_steps: int,
+        progress: RunProgress | None = None,
     ) -> None:
-        """Know what is of the run; queue and manager come later."""
+        """Connect the components.
+
+        Args:
+            run_log: Phase and records of the run.
+            doctor: Diagnoses what the run waits for.
+            pool: The engines of the run.
+            waits: The waits of the run.
+            metrics: The metrics of the run.
+            clock: Monotonic seconds.
+            run_dir: The run's folder, whose disk is measured.
+            queue: Returns the current queue; None before the trainer has started.
+            manager: Returns the current rollout manager; None before the trainer has started.
+            max_steps: `run.max_steps`.
+            progress: Shows the state on the terminal; None shows nothing.
+        """
         self._run_log = run_log
         self._doctor = doctor
         self._pool = pool
@@ -55,38 +73,36 @@ class LiveStatus:
         self._clock = clock
         self._dir = run_dir
         self._max_steps = max_steps
-        self._queue: TrajectoryQueue | None = None
-        self._manager: RolloutManager | None = None
+        self._queue = queue
+        self._manager = manager
+        self._progress = progress
         self._diagnosis: Diagnosis | None = None
         self._diagnose_again_s = 0.0
 
-    def attend(self, queue: TrajectoryQueue, manager: RolloutManager) -> None:
-        """Show these from now on."""
-        self._queue, self._manager = queue, manager
-
     def now(self) -> Now:
-        """For the live page: the run at this moment."""
+        """Return the state of the run for the live page."""
+        queue, manager = self._queue(), self._manager()
         return look(
             phase=self._run_log.phase,
             max_steps=self._max_steps,
             elapsed_s=self._run_log.elapsed_s,
             records=self._run_log.records,
-            counts=None if self._queue is None else self._queue.statistics().counts,
+            counts=None if queue is None else queue.statistics().counts,
             engines=_engine_rows(self._pool),
             waits=self._waits,
             diagnosis=self._recent_diagnosis(),
-            running=[] if self._manager is None else self._manager.running.values(),
+            running=[] if manager is None else manager.running.values(),
         )
 
     def _recent_diagnosis(self) -> Diagnosis:
-        """One for the live page: that of a run that moves may be some seconds old, for each costs."""
+        """Return a diagnosis for the live page; while the run makes progress, a few seconds old at most."""
         now = self._clock()
         if self._diagnosis is None or self._diagnosis.state != "moving" or now >= self._diagnose_again_s:
-            self._diagnosis, self._diagnose_again_s = self._doctor.diagnosis(), now + _DIAGNOSIS_LASTS_S
+            self._diagnosis, self._diagnose_again_s = self._doctor.diagnosis(), now + _DIAGNOSIS_MAX_AGE_S
         return self._diagnosis
 
     def health(self) -> dict[str, Any]:
-        """For `/health`: how the run is and what it waits for."""
+        """Return the answer to `/health`: the state of the run and what it waits for."""
         diagnosis, records = self._doctor.diagnosis(), self._run_log.records
         return {
             "status": "stalled" if diagnosis.state == "stalled" else "ok",
@@ -97,10 +113,10 @@ class LiveStatus:
         }
 
     async def run(self) -> None:
-        """Show once a second what moves between steps; a service of a life, it never returns."""
-        assert self._queue is not None, "a life has a queue"
-        m, queue, progress = self._metrics, self._queue, self._run_log.progress
-        # As of the scrape, as the counters are that they must add up with.
+        """Update the gauges and the terminal panel once a second; never returns."""
+        m, queue, progress = self._metrics, self._queue(), self._progress
+        assert queue is not None, "the service runs while there is a queue"
+        # Evaluated at the scrape, like the counters with which they must add up.
         m.trajectories_in_flight.set_function(lambda: queue.statistics().in_flight)
         m.trajectories_queued.set_function(lambda: queue.statistics().queued)
         while True:
@@ -123,7 +139,7 @@ def _engine_rows(pool: EnginePool) -> list[EngineRow]:
     rows = []
     for state in EngineState:
         for engine in pool.engines(state):
-            vitals = pool.vitals(engine.engine_id)
+            vitals = pool.statistics.load_of(engine.engine_id)
             rows.append(
                 EngineRow(
                     engine_id=engine.engine_id,

@@ -1,22 +1,22 @@
-"""Wires the parts of a run, and leads it from start to end through the lives of its trainer.
+"""Connects the components of a run and leads it from start to end, across restarts of its trainer.
 
 ```
- loop      consumes          waits for                    unblocked by                       produces
- train     batches (queue)   a batch ready by the bound   a group is put; a straggler ends   version n+1
- rollouts  tasks (feeder)    a slot, admission            a trajectory ends; a new version   groups
- repair    failed engines    a quarantine                 a call or an update failed         a serving engine
- watch     processes         a server that ends           it ends                            a quarantine
- health    calls, probes     the next look                time                               a quarantine
- members   the urls_file     the next look                time                               joins, departures
- stopper   the stop event    the first signal             Ctrl-C                             a drain
- pulse     statistics        a second                     time                               gauges, the panel
- doctor    waits, states     doctor.look_s                time                               the log, remedies
- journal   what is new       queue.journal_s              time                               the journal
- archive   what has ended    a second                     time                               their database
- evaluation served versions  one that is due              the pool                           its record
+ loop         consumes         waits for                  unblocked by                  produces
+ train loop   batches (queue)  a batch ready by its bound a group arrives or is dropped version n+1
+ rollouts     tasks (feeder)   a slot, admission          a trajectory ends; a version  groups
+ repair       failed engines   a quarantine               a call or an update fails     a serving engine
+ watch        processes        a server that exits        its exit                      a quarantine
+ health       calls, probes    the next check             time                          a quarantine
+ members      the urls_file    the next check             time                          joins, departures
+ stopper      the stop event   the first signal           Ctrl-C                        a drain
+ live_status  statistics       a second                   time                          gauges, the panel
+ doctor       waits, states    doctor.look_s              time                          log, remedies
+ journal      new tokens       queue.journal_s            time                          the journal
+ archive      trajectories     a second                   time                          their database
+ evaluation   served versions  a version that is due      the pool                      its record
 ```
 
-What the train loop does in which order, and why, stands in `async_rl.run.train_loop`.
+`async_rl.run.train_loop` documents the order of the train loop and its reason.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from typing import Any, NamedTuple
 from uuid6 import uuid7
 
 from async_rl.config import Config, SGLangEngines
-from async_rl.data.chat_format import ChatFormat, load_chat_format
+from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.health import HealthWatch
-from async_rl.engines.membership import Membership
+from async_rl.engines.membership import EngineMembership
 from async_rl.engines.model_facts import check_model, load_facts
 from async_rl.engines.pool import EnginePool
-from async_rl.engines.repair import Repair
+from async_rl.engines.repair import EngineRepair
 from async_rl.errors import TrainerError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
 from async_rl.observability.console_report import RunProgress
-from async_rl.observability.discovery import announced
+from async_rl.observability.discovery import URL_FILE, announced
 from async_rl.observability.endpoints import serve
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.page.feed import Feed
@@ -54,15 +54,16 @@ from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.manager import RolloutManager
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.worker_backend import WorkerBackend
-from async_rl.run.checkpoints import Checkpoints, can_follow
+from async_rl.run.checkpoints import Checkpoints, can_write_after
 from async_rl.run.cluster import Cluster
 from async_rl.run.device_sharing import Devices, OwnDevices, SharedDevices
 from async_rl.run.doctor import Doctor, watched
 from async_rl.run.live_status import LiveStatus
 from async_rl.run.recovery import RecoveredState
 from async_rl.run.run_log import RunLogger
-from async_rl.run.train_loop import TrainLoop
+from async_rl.run.train_loop import TrainLoop, choose_train_loop
 from async_rl.run.trainer_restarts import TrainerHandle, TrainerRestarts
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import Waits, acting, waiting
@@ -82,60 +83,83 @@ async def run(
     clock: Callable[[], float] = time.monotonic,
     new_id: Callable[[], str] = lambda: uuid7().hex,
 ) -> Summary:
-    """Run a config to its end, or until `stop` is set and running work has drained.
+    """Run a config to its end, or until `stop` is set and the running trajectories have drained.
 
     Args:
-        config: What to run.
-        run_dir: The run's folder; what an earlier life left there is continued.
+        config: The run's config.
+        run_dir: The run's folder. An earlier incarnation of the run is continued from it.
         stop: Set by the first signal.
-        cluster: Where processes run.
-        progress: Where steps are shown; None shows nothing.
+        cluster: Starts the processes of the run.
+        progress: Shows phases and steps on the terminal; None shows nothing.
         clock: Monotonic seconds.
-        new_id: Fixed-width unique ids.
+        new_id: Returns fixed-width unique ids.
 
     Raises:
-        AsyncRLError: Of the service that failed, inside an exception group.
+        AsyncRLError: The error of the service that failed, inside an exception group.
     """
-    facts = load_facts(config.model.path)
-    check_model(config, facts)
-    tasks = load_run_tasks(config)
-    validation = load_validation(config.data, prompt_rule(config)) if config.evaluation.enabled else []
-    chat = load_chat_format(config.model.path)
-    metrics = Metrics()
-    orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock)
-    pulse, run_log = orchestrator.pulse, orchestrator.run_log
-    page = Feed(config, pulse.now, lambda: run_log.records, lambda: run_log.evaluations)
-    host = config.metrics.host
-    async with (
-        watched(orchestrator.named_waits, metrics, config.doctor),
-        tracking(config, run_dir, metrics) as trackers,
-        serve(metrics, host, config.metrics.port, pulse.health, page_routes(page, host)) as url,
-        services(page=page.run),
-    ):
-        (run_dir / "url").write_text(url)
-        targets = Path(config.metrics.targets_dir or run_dir.parent / ".prometheus")
-        if progress is not None:
-            progress.start(config, run_dir, url)
-        try:
-            with announced(url, config.run.name, targets):
-                return await orchestrator.run(tasks, chat, facts, new_id, progress, trackers, validation)
-        finally:
+    inputs = RunInputs.load(config, new_id)
+    metrics, waits = Metrics(), Waits(clock)
+    async with watched(waits, metrics, config.doctor), tracking(config, run_dir, metrics) as trackers:
+        orchestrator = Orchestrator(
+            config,
+            run_dir,
+            stop,
+            cluster,
+            metrics,
+            clock,
+            inputs,
+            waits=waits,
+            progress=progress,
+            trackers=trackers,
+        )
+        status, run_log, host = orchestrator.live_status, orchestrator.run_log, config.metrics.host
+        page = Feed(config, status.now, lambda: run_log.records, lambda: run_log.evaluations)
+        async with (
+            serve(metrics, host, config.metrics.port, status.health, page_routes(page, host)) as url,
+            services(page=page.run),
+        ):
+            (run_dir / URL_FILE).write_text(url)
+            targets = Path(config.metrics.targets_dir or run_dir.parent / ".prometheus")
             if progress is not None:
-                progress.stop()
+                progress.start(config, run_dir, url)
+            try:
+                with announced(url, config.run.name, targets):
+                    return await orchestrator.run()
+            finally:
+                if progress is not None:
+                    progress.stop()
 
 
-class _RunInputs(NamedTuple):
-    """What all lives of a run work on."""
+class RunInputs(NamedTuple):
+    """Model and data of a run, shared by all incarnations of its trainer."""
 
     tasks: Any
+    """The training tasks."""
     chat: Any
+    """The model's chat format."""
     facts: EngineFacts
+    """What the model's config says about it."""
     new_id: Callable[[], str]
-    validation: Sequence[Dataset]
+    """Returns fixed-width unique ids."""
+    validation: Sequence[Dataset] = ()
+    """The validation sets; empty without evaluation."""
+
+    @classmethod
+    def load(cls, config: Config, new_id: Callable[[], str]) -> RunInputs:
+        """Read the model's folder and the datasets of a config.
+
+        Raises:
+            ConfigError: Model, data and config do not fit together.
+        """
+        facts = load_facts(config.model.path)
+        check_model(config, facts)
+        tasks = load_run_tasks(config)
+        validation = load_validation(config.data, prompt_rule(config)) if config.evaluation.enabled else []
+        return cls(tasks, load_chat_format(config.model.path), facts, new_id, validation)
 
 
 class _Incarnation(NamedTuple):
-    """What hangs on one trainer, from where it has come up to where it ends."""
+    """The components that are built anew each time the trainer starts."""
 
     trainer: Trainer
     sync: WeightSync
@@ -147,7 +171,13 @@ class _Incarnation(NamedTuple):
 
 
 class Orchestrator:
-    """One run, from start-up to summary."""
+    """Leads one run from start-up to summary.
+
+    Example:
+        >>> inputs = RunInputs(tasks, chat, facts, new_id)
+        >>> orchestrator = Orchestrator(config, run_dir, stop, cluster, metrics, clock, inputs)
+        >>> summary = await orchestrator.run()
+    """
 
     def __init__(
         self,
@@ -157,7 +187,26 @@ class Orchestrator:
         cluster: Cluster,
         metrics: Metrics,
         clock: Callable[[], float],
+        inputs: RunInputs,
+        *,
+        waits: Waits | None = None,
+        progress: RunProgress | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
+        """Build the components that last for the whole run.
+
+        Args:
+            config: The run's config.
+            run_dir: The run's folder.
+            stop: Set by the first signal.
+            cluster: Starts the processes of the run.
+            metrics: The metrics of the run.
+            clock: Monotonic seconds.
+            inputs: Model and data.
+            waits: The waits of the run; None for new ones.
+            progress: Shows phases and steps on the terminal; None shows nothing.
+            trackers: Get every step and evaluation; None for none.
+        """
         self._config = config
         self._dir = run_dir
         self._stop = stop
@@ -165,14 +214,15 @@ class Orchestrator:
         self._metrics = metrics
         metrics.max_staleness_versions.set(config.rollout.max_staleness)
         self._clock = clock
+        self._inputs = inputs
         pool = self.pool = EnginePool(metrics, clock, max_prefill_tokens=config.engine.max_prefill_tokens)
         self._health = HealthWatch(pool, config.engine, metrics, clock)
-        self._devices: Devices = OwnDevices()
+        self.devices: Devices = OwnDevices()
         if config.placement.shared:
-            self._devices = SharedDevices(
+            self.devices = SharedDevices(
                 pool, cluster.stop_engine, metrics, clock, timeout_s=config.weights.timeout_s
             )
-        self._repair = Repair(
+        self._repair = EngineRepair(
             pool,
             cluster.restart_engine,
             self._catch_up,
@@ -180,129 +230,124 @@ class Orchestrator:
             metrics,
             clock,
             seed=config.run.seed,
-            turns=self._devices.turns,
+            phases=self.devices.phases,
         )
-        self._membership: Membership | None = None
-        self.named_waits = Waits(clock)
-        self.doctor = Doctor(config, self.named_waits, pool, metrics)
-        self.run_log = RunLogger(config, run_dir, pool, metrics, clock)
-        self.pulse = LiveStatus(
+        self._membership: EngineMembership | None = None
+        self._incarnation: _Incarnation | None = None
+        self.waits = waits or Waits(clock)
+        self.doctor = Doctor(
+            config,
+            self.waits,
+            pool,
+            metrics,
+            queue=lambda: self.queue,
+            slots=lambda: None if self._manager is None else self._manager.slots,
+        )
+        self.run_log = RunLogger(config, run_dir, pool, metrics, clock, progress=progress, trackers=trackers)
+        self.live_status = LiveStatus(
             self.run_log,
             self.doctor,
             pool,
-            self.named_waits,
+            self.waits,
             metrics,
             clock,
             run_dir,
+            queue=lambda: self.queue,
+            manager=lambda: self._manager,
             max_steps=config.run.max_steps,
+            progress=progress,
         )
-        self._starts = TrainerRestarts(
+        self._trainer_restarts = TrainerRestarts(
             cluster,
             run_dir,
             pool,
-            self._devices,
+            self.devices,
             self.run_log,
             metrics,
             max_restarts=config.trainer.max_restarts,
         )
-        self._life: _Incarnation | None = None
 
     @property
     def queue(self) -> TrajectoryQueue | None:
-        """That of the present life; None before the first."""
-        return None if self._life is None else self._life.recovered.queue
+        """The queue of the current incarnation; None before the trainer has started."""
+        return None if self._incarnation is None else self._incarnation.recovered.queue
 
-    async def run(
-        self,
-        tasks: Any,
-        chat: Any,
-        facts: EngineFacts,
-        new_id: Callable[[], str],
-        progress: RunProgress | None,
-        trackers: Trackers | None = None,
-        validation: Sequence[Dataset] = (),
-    ) -> Summary:
-        """See the module's `run`; `trackers` are given every step, `validation` is what is evaluated."""
-        self.run_log.progress, self.run_log.trackers = progress, trackers
+    @property
+    def _manager(self) -> RolloutManager | None:
+        return None if self._incarnation is None else self._incarnation.manager
+
+    async def run(self) -> Summary:
+        """Start engines and trainer, train to the end, and return the summary.
+
+        Raises:
+            AsyncRLError: The error of the service that failed, inside an exception group.
+        """
         async with services(doctor=self.doctor.run):
-            trainer_handle = await self._start_both()
-        if isinstance(num_reserved := self._config.evaluation.engines, int) and validation:
+            trainer_handle = await self._start_engines_and_trainer()
+        if isinstance(num_reserved := self._config.evaluation.engines, int) and self._inputs.validation:
             for engine in self.pool.engines()[-num_reserved:]:
-                self.pool.reserve(engine.engine_id)
-        given = _RunInputs(tasks, chat, facts, new_id, validation)
-        failed_saves = 0
+                self.pool.reserve_engine(engine.engine_id)
+        failed_checkpoints = 0
         while True:
-            # A trainer that came back starts from its checkpoint as a new driver does: with all that hangs on
-            # the trainer's step made anew from the run's folder, and the engines brought back to it.
-            life = self._life = self._begin_life(given, trainer_handle, failed_saves)
-            queue = life.recovered.queue
+            # A restarted trainer continues from its checkpoint exactly as a new process does: the components
+            # that depend on its step are rebuilt from the run's folder, and the engines get its weights.
+            incarnation = self._incarnation = self._build_incarnation(trainer_handle, failed_checkpoints)
+            queue = incarnation.recovered.queue
             try:
-                end = await self._live(life)
+                end = await self._run_incarnation(incarnation)
             finally:
-                life.recovered.leave()
+                incarnation.recovered.leave()
             trajectories = queue.statistics().counts
             queue.close()
             if not isinstance(end, TrainerHandle):
                 return self.run_log.summary(trajectories, ended_s=end)
-            trainer_handle, failed_saves = end, life.checkpoints.failed
+            trainer_handle, failed_checkpoints = end, incarnation.checkpoints.num_failed
 
-    # -- a life ----------------------------------------------------------------------------------------
+    # -- one incarnation of the trainer ------------------------------------------------------------------
 
-    def _begin_life(
-        self, given: _RunInputs, trainer_handle: TrainerHandle, failed_saves: int
-    ) -> _Incarnation:
-        """All that hangs on the trainer's step, as what is in the run's folder has it."""
-        config, metrics, clock = self._config, self._metrics, self._clock
+    def _build_incarnation(self, trainer_handle: TrainerHandle, failed_checkpoints: int) -> _Incarnation:
+        """Build the components that depend on the trainer's step from the state in the run's folder."""
+        config, inputs, metrics, clock = self._config, self._inputs, self._metrics, self._clock
         trainer, step = trainer_handle
         sync = self._weight_sync(trainer)
-        recovered = RecoveredState(config, self._dir, given.tasks, given.facts, step, metrics, clock)
+        recovered = RecoveredState(config, self._dir, inputs.tasks, inputs.facts, step, metrics, clock)
         queue = recovered.queue
+        context = SessionContext(
+            chat=inputs.chat,
+            rollout=config.rollout,
+            metrics=metrics,
+            clock=clock,
+            pool=self.pool,
+            facts=inputs.facts,
+            routing=config.routing,
+            interrupt=config.weights.interrupt,
+            new_id=inputs.new_id,
+        )
         manager = RolloutManager(
             config,
+            context,
             feeder=recovered.feeder,
             queue=queue,
-            pool=self.pool,
-            backend=self._rollout_backend(given.chat),
-            chat=given.chat,
-            facts=given.facts,
-            metrics=metrics,
-            new_id=given.new_id,
-            clock=clock,
+            backend=self._rollout_backend(),
             journal=recovered.journal,
             journalled=recovered.journalled,
             observer=recovered.archive,
         )
         checkpoints = Checkpoints(
-            config.trainer, self._dir, trainer, queue, metrics, step=step, failed=failed_saves
+            config.trainer, self._dir, trainer, queue, metrics, step=step, num_failed=failed_checkpoints
         )
-        self.doctor.attend(queue, manager.slots)
-        self.pulse.attend(queue, manager)
-        return _Incarnation(
-            trainer=trainer,
-            sync=sync,
-            recovered=recovered,
-            manager=manager,
-            checkpoints=checkpoints,
-            loop=TrainLoop(
-                config,
-                self._stop,
-                trainer,
-                queue,
-                sync,
-                self._devices,
-                checkpoints,
-                self.run_log,
-                clock,
-            ),
-            evaluation=self._evaluation(given, sync, step) if given.validation else None,
+        loop = choose_train_loop(config)(
+            config, self._stop, trainer, queue, sync, self.devices, checkpoints, self.run_log, clock
         )
+        evaluation = self._evaluation(sync, step) if inputs.validation else None
+        return _Incarnation(trainer, sync, recovered, manager, checkpoints, loop, evaluation)
 
-    def _rollout_backend(self, chat: ChatFormat) -> RolloutBackend:
-        """Rollout workers where the config asks for them, else this event loop."""
+    def _rollout_backend(self) -> RolloutBackend:
+        """Build the backend that the config asks for: rollout workers, or this event loop."""
         config = self._config
         if config.rollout.num_workers:
             return WorkerBackend(config.rollout, self._cluster.rollout_worker, self._metrics)
-        return LocalBackend(config, chat=chat, metrics=self._metrics, clock=self._clock)
+        return LocalBackend(config, chat=self._inputs.chat, metrics=self._metrics, clock=self._clock)
 
     def _weight_sync(self, trainer: Trainer) -> WeightSync:
         config = self._config
@@ -317,101 +362,105 @@ class Orchestrator:
             folder_of=self._cluster.local_folder,
             backend=self._cluster.weight_backend,
             tp_size=config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1,
-            generation=self._starts.failures,
+            generation=self._trainer_restarts.failures,
         )
 
-    def _evaluation(self, given: _RunInputs, sync: WeightSync, step: int) -> EvaluationService:
+    def _evaluation(self, sync: WeightSync, step: int) -> EvaluationService:
         evaluator = Evaluator(
             self._config,
-            given.validation,
-            chat=given.chat,
-            facts=given.facts,
-            new_id=given.new_id,
+            self._inputs.validation,
+            chat=self._inputs.chat,
+            facts=self._inputs.facts,
+            new_id=self._inputs.new_id,
             clock=self._clock,
         )
         return EvaluationService(
             self._config.evaluation,
             self._dir,
             self.pool,
-            sync.take_back,
+            sync.take_back_engine,
             evaluator,
             step=step,
             interrupt_timeout_s=self._config.weights.timeout_s,
-            ended=self.run_log.evaluated,
+            ended=self.run_log.log_evaluation,
             clock=self._clock,
-            turns=self._devices.turns,
+            phases=self.devices.phases,
         )
 
-    async def _live(self, life: _Incarnation) -> float | TrainerHandle:
-        """Run until the end, or until the trainer has failed and is back at its newest checkpoint.
+    async def _run_incarnation(self, incarnation: _Incarnation) -> float | TrainerHandle:
+        """Run until the end, or until the trainer has failed and has been restarted from its checkpoint.
 
         Returns:
-            When the last step ended, on the clock; or where the trainer stands that is back.
+            The time on the clock at which the last step ended, or the restarted trainer.
         """
-        queue, loop, checkpoints = life.recovered.queue, life.loop, life.checkpoints
-        evaluating = {} if life.evaluation is None else {"evaluation": life.evaluation.run}
-        failed = False
+        queue, loop, checkpoints = incarnation.recovered.queue, incarnation.loop, incarnation.checkpoints
+        evaluation = incarnation.evaluation
+        evaluating = {} if evaluation is None else {"evaluation": evaluation.run}
+        trainer_failed = False
 
         async def stopper() -> None:
             await self._stop.wait()
-            log.info("stopping: no new work; what runs may take run.drain_s = %s", self._config.run.drain_s)
+            log.info(
+                "stopping: no new work; running trajectories have run.drain_s = %s", self._config.run.drain_s
+            )
             queue.stop()
-            if life.evaluation is not None:
-                life.evaluation.leave()
+            if evaluation is not None:
+                evaluation.leave()
             await asyncio.Future()
 
         try:
             async with services(
-                rollouts=life.manager.run,
-                watch=lambda: self._cluster.watch_engines(self.pool.quarantine),
-                health=self._health.run,
+                rollouts=incarnation.manager.run,
+                watch=lambda: self._cluster.watch_engines(self.pool.quarantine_engine),
+                health=self._health.watch_engines,
                 **self._members(),
                 stopper=stopper,
                 doctor=self.doctor.run,
-                pulse=self.pulse.run,
-                **life.recovered.services,
+                live_status=self.live_status.run,
+                **incarnation.recovered.services,
             ):
                 try:
-                    async with services(repair=self._repair.run, **evaluating):
+                    async with services(repair=self._repair.repair_engines, **evaluating):
                         with acting("train loop"):
-                            return await self._train_and_save(life)
+                            return await self._train_and_save(incarnation)
                 except ExceptionGroup as group:
                     cause = first_error(group)
                     if not isinstance(cause, TrainerError) or not cause.restartable:
                         raise
-                    failed = True
-                    # Beside it the rollouts go on to the bound; what they have then is kept.
-                    return await self._starts.again(cause)
+                    trainer_failed = True
+                    # Meanwhile rollouts continue up to the staleness bound; the next incarnation keeps them.
+                    return await self._trainer_restarts.restart_trainer(cause)
         except ExceptionGroup as group:
-            # What was trained since the last checkpoint is lost only if it was the trainer that failed.
-            lost = loop.unsettled or failed or not can_follow(first_error(group))
+            # Steps since the last checkpoint are lost only if the trainer itself failed.
+            lost = loop.unsettled or trainer_failed or not can_write_after(first_error(group))
             if loop.step > checkpoints.step and not lost:
-                self.run_log.enter("writing a checkpoint before the run ends with an error")
-                await self._devices.to_trainer(life.trainer)
-                await checkpoints.last(loop.step)
+                self.run_log.enter_phase("writing a checkpoint before the run ends with an error")
+                await self.devices.hand_to_trainer(incarnation.trainer)
+                await checkpoints.write_last_checkpoint(loop.step)
             raise
 
-    async def _train_and_save(self, life: _Incarnation) -> float:
-        """All that needs the trainer, up to its end; returns when the last step ended."""
-        trainer, sync, loop = life.trainer, life.sync, life.loop
-        self.run_log.enter("bringing engines to the trainer's weights")
+    async def _train_and_save(self, incarnation: _Incarnation) -> float:
+        """Train to the end, drain, save and export; return the time at which the last step ended."""
+        trainer, sync, loop = incarnation.trainer, incarnation.sync, incarnation.loop
+        evaluation = incarnation.evaluation
+        self.run_log.enter_phase("bringing engines to the trainer's weights")
         with waiting("weight update", str(loop.step)):
             path = Path(self._config.model.path) if loop.step == 0 else None
-            await self._devices.start(sync, trainer, loop.step, path)
-        self.run_log.begin(loop.step)
-        self.run_log.enter("training")
+            await self.devices.start_engines(sync, trainer, loop.step, path)
+        self.run_log.begin_training(loop.step)
+        self.run_log.enter_phase("training")
         await loop.run()
-        if life.evaluation is not None and not self._stop.is_set():
-            self.run_log.enter("evaluating the last version")
-            await life.evaluation.finish(loop.step)
+        if evaluation is not None and not self._stop.is_set():
+            self.run_log.enter_phase("evaluating the last version")
+            await evaluation.finish(loop.step)
         if self._stop.is_set():
-            self.run_log.enter("draining")
-            await self._drain(life.manager)
+            self.run_log.enter_phase("draining")
+            await self._drain(incarnation.manager)
         ended_s = self._clock()
-        self.run_log.enter("writing the checkpoint and the Hugging Face export")
-        life.recovered.queue.stop()
-        await self._devices.to_trainer(trainer)
-        await life.checkpoints.last(loop.step)
+        self.run_log.enter_phase("writing the checkpoint and the Hugging Face export")
+        incarnation.recovered.queue.stop()
+        await self.devices.hand_to_trainer(trainer)
+        await incarnation.checkpoints.write_last_checkpoint(loop.step)
         with waiting("export"):
             await trainer.publish(str(self._dir / "hf"), loop.step)
         await sync.close()
@@ -419,53 +468,53 @@ class Orchestrator:
         return ended_s
 
     async def _drain(self, manager: RolloutManager) -> None:
-        """Let running trajectories finish, for a while."""
+        """Let running trajectories finish for up to `run.drain_s`."""
         try:
             async with asyncio.timeout(self._config.run.drain_s), waiting("drain"):
                 await manager.drained.wait()
         except TimeoutError:
-            log.warning("some trajectories still run after run.drain_s; they go on when it resumes")
+            log.warning("some trajectories still run after run.drain_s; they continue when the run resumes")
 
     # -- engines and trainer ---------------------------------------------------------------------------
 
-    async def _start_both(self) -> TrainerHandle:
-        """Start engines and trainer at the same time; on devices that they share, one after the other."""
-        if self._devices.shared:
+    async def _start_engines_and_trainer(self) -> TrainerHandle:
+        """Start engines and trainer at the same time, or one after the other on shared devices."""
+        if self.devices.shared:
             await self._start_engines()
-            await self._devices.clear()
-            return await self._starts.first()
+            await self.devices.clear_devices()
+            return await self._trainer_restarts.start_trainer()
         async with Nursery() as nursery:
             nursery.start_task("engines", self._start_engines())
-            starting_trainer = nursery.start_task("trainer", self._starts.first())
+            starting_trainer = nursery.start_task("trainer", self._trainer_restarts.start_trainer())
         return starting_trainer.result()
 
     async def _start_engines(self) -> None:
         with waiting("engine start"):
             for engine in await self._cluster.start_engines():
-                self.pool.add(engine)
+                self.pool.add_engine(engine)
 
     def _members(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """The loop that follows `engine.urls_file`, where there is one."""
+        """Return the service that follows `engine.urls_file`, if the config names one."""
         engine = self._config.engine
         if engine.urls_file is None:
             return {}
         if self._membership is None:
-            self._membership = Membership(
+            self._membership = EngineMembership(
                 Path(engine.urls_file),
                 self.pool,
                 self._cluster.connect_engine,
                 self._depart,
                 drain_s=engine.drain_s,
             )
-        return {"members": self._membership.run}
+        return {"members": self._membership.follow_file}
 
     async def _depart(self, engine_id: str) -> None:
-        """Let go of an engine that has left the pool."""
-        if self._life is not None:
-            await self._life.sync.leave(engine_id)
+        """Release an engine that has left the pool."""
+        if self._incarnation is not None:
+            await self._incarnation.sync.remove_engine(engine_id)
         await self._cluster.disconnect_engine(engine_id)
 
     async def _catch_up(self, engine_id: str) -> None:
-        """Bring an engine to the weights of the trainer that there is now."""
-        assert self._life is not None, "engines are repaired in a life"
-        await self._life.sync.catch_up(engine_id)
+        """Bring an engine to the current trainer's weights."""
+        assert self._incarnation is not None, "engines are repaired while there is a trainer"
+        await self._incarnation.sync.catch_up_engine(engine_id)

@@ -50,13 +50,13 @@ def check(config: Config) -> list[str]:
     used = Counter(task.agent_loop or config.rollout.agent_loop for task in tasks)
     for task in chain(tasks, *(dataset.tasks for dataset in validation)):
         try:
-            loops.of(task.agent_loop)
+            loops.get_loop(task.agent_loop)
             rewards.name_for(task)
         except ConfigError as error:
             raise ConfigError(f"task {task.task_id}: {error}") from error
     # Weights and tokenizer of an engine elsewhere need not be here.
     chat = load_chat_format(config.model.path) if has_tokenizer(config.model.path) else None
-    of_loops = [text for name in used for text in _findings(loops.of(name), chat)]
+    of_loops = [text for name in used for text in _findings(loops.get_loop(name), chat)]
     scored = Counter(rewards.name_for(task) for task in tasks)
     model = (
         f"{len(facts.moe_layers)} of {facts.num_layers} layers with {facts.num_experts} experts, "

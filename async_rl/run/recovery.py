@@ -23,7 +23,7 @@ from typing import Final
 
 from async_rl.config import Config
 from async_rl.data.dataset import order_of
-from async_rl.data.feeder import Feeder
+from async_rl.data.feeder import Feeder, TaskRetries
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AsyncRLError
 from async_rl.observability.metrics import Metrics
@@ -90,6 +90,11 @@ class RecoveredState:
         if self._every_s is not None:
             self.journal = Journal(run_dir / "journal", metrics)
             self.journalled = self.journal.restore(ledger.in_flight, newest_version=step)
+        retries = TaskRetries(
+            max_retries=config.rollout.max_task_retries,
+            retry_after=config.trainer.groups_per_batch,
+            metrics=metrics,
+        )
         self.queue = TrajectoryQueue(
             ledger,
             Spool(run_dir / "spool", config.queue.max_bytes),
@@ -101,6 +106,7 @@ class RecoveredState:
             version=step,
             metrics=metrics,
             observer=self.archive,
+            retry_task=retries.retry_task,
             clock=clock,
         )
         self.queue.restore(self.journalled)
@@ -116,8 +122,7 @@ class RecoveredState:
             config.data.epochs,
             start=position.cursor,
             pending=position.pending,
-            max_retries=config.rollout.max_task_retries,
-            retry_after=config.trainer.groups_per_batch,
+            retries=retries,
         )
 
     async def write_journal(self) -> None:

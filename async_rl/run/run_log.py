@@ -1,7 +1,7 @@
-"""What a run writes down and tells of itself, over all its lives: phases, steps, evaluations, the summary.
+"""Records a run over all its incarnations: phases, steps, evaluations and the summary.
 
 ```
- a step that is done ─► its record ─► metrics.jsonl, the instruments, the trackers, the terminal
+ trained step ─► StepRecord ─► metrics.jsonl, Prometheus metrics, trackers, terminal
 ```
 """
 
@@ -10,7 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from async_rl.config import Config
@@ -20,6 +23,8 @@ from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.observability.records import (
+    COUNTS,
+    FIGURES,
     StepRecord,
     Summary,
     Totals,
@@ -31,22 +36,35 @@ from async_rl.observability.records import (
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.run.step_record import StepDone, record_of
+from async_rl.trainer_protocol import StepResult
 from async_rl.weights.weight_sync import SyncReport
 
 log = logging.getLogger(__name__)
 
 
-class RunLogger:
-    """See the module.
+class TrainedStep(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A step that the trainer has finished and the ledger has settled. Times in seconds."""
 
-    Invariant: from `back_to` on, `records` are all steps up to the trainer's, of earlier lives too.
+    batch: TakenBatch
+    result: StepResult
+    wait_s: float
+    """Time spent waiting for the batch."""
+    step_s: float
+    sync_hidden_s: float
+    """Part of the previous weight update that ran during this step; see `StepRecord`."""
+
+
+class RunLogger:
+    """Writes the records of a run and shows its progress.
+
+    Invariant: after `load_records_until`, `records` holds every step up to the trainer's, including those of
+    earlier incarnations of the run.
 
     Example:
         >>> run_log = RunLogger(config, run_dir, pool, metrics, clock)
-        >>> run_log.back_to(4)  # of the checkpoint
-        >>> run_log.begin(4)
-        >>> run_log.step_done(done, report, queue)
+        >>> run_log.load_records_until(4)  # the step of the checkpoint
+        >>> run_log.begin_training(4)
+        >>> run_log.log_step(done, report, queue)
         >>> run_log.summary(queue.statistics().counts, ended_s=clock())
     """
 
@@ -57,104 +75,117 @@ class RunLogger:
         pool: EnginePool,
         metrics: Metrics,
         clock: Callable[[], float],
+        *,
+        progress: RunProgress | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
-        """Read what earlier lives wrote down."""
+        """Read the records of earlier incarnations.
+
+        Args:
+            config: The run's config.
+            run_dir: The run's folder.
+            pool: The engines of the run.
+            metrics: The metrics of the run.
+            clock: Monotonic seconds.
+            progress: Shows phases and steps on the terminal; None shows nothing.
+            trackers: Get every step and evaluation; None for none.
+        """
         self._config = config
         self._file = run_dir / "metrics.jsonl"
         self._pool = pool
         self._metrics = metrics
         self._clock = clock
+        self._progress = progress
+        self._trackers = trackers
         self.phase = "starting"
         self.records = read_records(self._file)
-        """Until the trainer is up all that there are, for the live page; then what its checkpoint knows."""
+        """All records on disk until the trainer has started, for the live page; then those up to its step."""
         self.evaluations = read_evaluations(run_dir / evaluations.FILE)
-        """Likewise."""
-        self.progress: RunProgress | None = None
-        """Where a person sees the run, if one looks on."""
-        self.trackers: Trackers | None = None
-        self._begin_s: float | None = None
-        """Of the run, on the clock: seconds of earlier lives count."""
-        self._recorded_s = 0.0
-        """When the last step was written down."""
-        self._sampled = 0.0
-        """Tokens by then."""
+        """Evaluation records, limited like `records`."""
+        self._run_begin_s: float | None = None
+        """Start of the run on the clock, moved back by the seconds of earlier incarnations."""
+        self._last_record_s = 0.0
+        """Time on the clock at which the last step was recorded."""
+        self._tokens_at_last_record = 0.0
+        """Tokens sampled by then."""
 
     @property
     def elapsed_s(self) -> float | None:
-        """Since the first trajectory of the run was dispatched, earlier lives included; None before it."""
-        return None if self._begin_s is None else self._clock() - self._begin_s
+        """Seconds since the run dispatched its first trajectory, earlier incarnations included."""
+        return None if self._run_begin_s is None else self._clock() - self._run_begin_s
 
-    def enter(self, phase: str) -> None:
-        """Say what the run does from now on."""
+    def enter_phase(self, phase: str) -> None:
+        """Report what the run does from now on."""
         self.phase = phase
         log.info("%s", phase)
-        if self.progress is not None:
-            self.progress.phase(phase)
+        if self._progress is not None:
+            self._progress.phase(phase)
 
-    def back_to(self, step: int) -> None:
-        """Take up the records of the steps up to the one that a trainer has come up at."""
+    def load_records_until(self, step: int) -> None:
+        """Load the records of the steps up to the one that the trainer continues from."""
         self.records = [record for record in read_records(self._file) if record.step <= step]
         self.evaluations = [record for record in self.evaluations if record.weight_version <= step]
 
-    def begin(self, step: int) -> None:
-        """The training of a life begins at a step; seconds, tokens and rates are of the whole run."""
+    def begin_training(self, step: int) -> None:
+        """Start measuring at a step; seconds, tokens and rates are those of the whole run."""
         self._metrics.trainer_weight_version.set(step)
         now, sampled = self._clock(), self._metrics.sampled_tokens_total
-        if self._begin_s is None:
-            self._begin_s = now - (self.records[-1].time_s if self.records else 0.0)
-            sampled.inc(sampled_before(self.records))
-            self._pool.restart_clock()
-        self._recorded_s, self._sampled = now, value_of(sampled)
+        if self._run_begin_s is None:
+            self._run_begin_s = now - (self.records[-1].time_s if self.records else 0.0)
+            sampled.inc(_sampled_before(self.records))
+            self._pool.statistics.restart_idle_clock()
+        self._last_record_s, self._tokens_at_last_record = now, value_of(sampled)
 
-    def step_done(self, done: StepDone, report: SyncReport, queue: TrajectoryQueue) -> None:
-        """Write a step down whose weights have gone where they were to go, and show it."""
-        assert self._begin_s is not None, "steps are done after the beginning"
+    def log_step(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> None:
+        """Record a step after the update of the engines' weights, and show it."""
+        assert self._run_begin_s is not None, "training has begun"
         now, sampled = self._clock(), value_of(self._metrics.sampled_tokens_total)
-        record = record_of(
+        tokens = sampled - self._tokens_at_last_record
+        record = _step_record(
             done,
             report,
             counts=queue.statistics().counts,
-            time_s=now - self._begin_s,
-            tokens_per_s=(sampled - self._sampled) / max(now - self._recorded_s, 1e-9),
+            time_s=now - self._run_begin_s,
+            tokens_per_s=tokens / max(now - self._last_record_s, 1e-9),
             length_ks=queue.length_ks,
-            engine_idle_share=self._pool.idle_share,
+            engine_idle_share=self._pool.statistics.idle_share,
         )
-        self._recorded_s, self._sampled = now, sampled
+        self._last_record_s, self._tokens_at_last_record = now, sampled
         self.records.append(record)
         append_record(self._file, record)
-        if self.trackers is not None:
-            self.trackers.log(record)
-        self._show(done.batch, record)
-        if self.progress is not None:
-            self.progress.step(record)
+        if self._trackers is not None:
+            self._trackers.log(record)
+        self._observe_step(done.batch, record)
+        if self._progress is not None:
+            self._progress.step(record)
 
-    def evaluated(self, record: EvaluationRecord) -> EvaluationRecord:
-        """Show an evaluation that has ended, and give its record back with the run's time."""
+    def log_evaluation(self, record: EvaluationRecord) -> EvaluationRecord:
+        """Show a finished evaluation, and return its record with the run's time."""
         record = replace(record, time_s=self.elapsed_s or 0.0)
         self.evaluations.append(record)
         self._metrics.observe_evaluation(record)
-        if self.trackers is not None:
-            self.trackers.log_evaluation(record)
+        if self._trackers is not None:
+            self._trackers.log_evaluation(record)
         return record
 
     def summary(self, trajectories: TrajectoryCounts, ended_s: float) -> Summary:
-        """Of a run whose last step ended at this time of the clock."""
-        assert self._begin_s is not None, "a run that has ended has begun"
+        """Return the summary of the run, whose last step ended at this time on the clock."""
+        assert self._run_begin_s is not None, "training has begun"
         config = self._config
         return summarise(
             self.records,
             Totals(
                 trajectories=trajectories,
-                rl_seconds=ended_s - self._begin_s,
+                rl_seconds=ended_s - self._run_begin_s,
                 sampled_tokens=int(value_of(self._metrics.sampled_tokens_total)),
-                engine_idle_share=self._pool.idle_share,
+                engine_idle_share=self._pool.statistics.idle_share,
                 max_staleness=config.rollout.max_staleness,
                 routing_merge=config.routing.merge if config.routing.from_engine else "off",
             ),
         )
 
-    def _show(self, batch: TakenBatch, record: StepRecord) -> None:
-        """Bring the instruments up to date with a step."""
+    def _observe_step(self, batch: TakenBatch, record: StepRecord) -> None:
+        """Update the Prometheus metrics with a step."""
         m = self._metrics
         m.observe_step(record)
         for staleness in batch.staleness:
@@ -163,10 +194,61 @@ class RunLogger:
             m.trajectory_tokens.observe(length)
         waited_s = sum(earlier.wait_s for earlier in self.records)
         m.trainer_idle_ratio.set(waited_s / max(record.time_s, 1e-9))
-        m.engine_idle_ratio.set(self._pool.idle_share)
+        m.engine_idle_ratio.set(self._pool.statistics.idle_share)
 
 
-def sampled_before(records: list[StepRecord]) -> float:
-    """Tokens that an earlier life of the run sampled, from its rates."""
+def _sampled_before(records: list[StepRecord]) -> float:
+    """Return the tokens that earlier incarnations of the run sampled, computed from their rates."""
     starts = [0.0, *(record.time_s for record in records)]
     return sum(r.tokens_per_s * (r.time_s - start) for r, start in zip(records, starts, strict=False))
+
+
+def _step_record(
+    done: TrainedStep,
+    report: SyncReport,
+    *,
+    counts: TrajectoryCounts,
+    time_s: float,
+    tokens_per_s: float,
+    length_ks: float | None,
+    engine_idle_share: float,
+) -> StepRecord:
+    """Build the record of a step; figures that are not of the step itself are as of its end."""
+    batch, result = done.batch, done.result
+    measured: dict[str, Any] = {name: result.metrics.get(name) for name in FIGURES}
+    measured |= {name: int(result.metrics.get(name, 0)) for name in COUNTS}
+    return StepRecord(
+        step=result.step,
+        weight_version=report.weight_version,
+        time_s=time_s,
+        reward_mean=float(np.mean(batch.rewards)),
+        reward_min=min(batch.rewards),
+        reward_max=max(batch.rewards),
+        **measured,
+        extremes=result.extremes,
+        staleness_mean=float(np.mean(batch.staleness)),
+        staleness_p50=float(np.percentile(batch.staleness, 50)),
+        staleness_p95=float(np.percentile(batch.staleness, 95)),
+        staleness_max=max(batch.staleness),
+        staleness_counts=tuple(np.bincount(batch.staleness).tolist()),
+        length_ks=length_ks,
+        trajectories=len(batch.trajectory_ids),
+        interrupted=sum(1 for resumes in batch.resumes if resumes),
+        sampled_tokens_mean=float(np.mean(batch.sampled_lengths)),
+        sampled_tokens_min=min(batch.sampled_lengths),
+        sampled_tokens_max=max(batch.sampled_lengths),
+        masked_tokens=batch.num_masked_tokens,
+        wait_s=done.wait_s,
+        step_s=done.step_s,
+        sync_s=report.total_s,
+        handover_s=report.handover_s,
+        sync_hidden_s=done.sync_hidden_s,
+        transfer_s=report.publish_s + report.transfer_s,
+        pause_s=report.pause_s,
+        in_flight=counts.in_flight,
+        queued=counts.queued,
+        dropped=sum(counts.dropped.values()),
+        dropped_reasons=counts.dropped,
+        engine_idle_share=engine_idle_share,
+        tokens_per_s=tokens_per_s,
+    )

@@ -1,14 +1,25 @@
-"""The trainer's loop: take a batch, train, settle it, sync the weights, let new groups in, write it down.
+"""The train loop: take a batch, train on it, settle it, update the engines' weights, record the step.
 
-That order keeps the bound on staleness hard: a batch is taken at version n, and only when n+1 is on the
-engines are new groups let in, so that none is born stale. With `weights.overlap` the next step may begin
-meanwhile: admission counts what the engines serve then, one version less.
+This order makes the staleness bound hard: a batch is taken at version n, and new groups are admitted only
+when the engines serve version n+1, so that no group is stale when it starts. Three strategies order the work
+of a step differently; `choose_train_loop` selects one from the config.
+
+```
+ sequential    train ─► update engines ─► checkpoint
+ overlapped    train ─► copy weights ─► next step          (weights.overlap)
+                           └─► send them to the engines
+ time-shared   engines sample ─► trainer trains all ready batches ─► update engines    (placement.shared)
+```
+
+While the overlapped strategy sends weights, admission counts with the version that the engines serve, which
+is one version behind the trainer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -19,21 +30,21 @@ from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.run.checkpoints import Checkpoints
 from async_rl.run.device_sharing import Devices
-from async_rl.run.run_log import RunLogger
-from async_rl.run.step_record import StepDone
+from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import progressed, waiting
 from async_rl.trainer_protocol import StepResult, Trainer
 from async_rl.weights.weight_sync import SyncReport, WeightSync
 
 
-class TrainLoop:
-    """The loop of one life of a run.
+class TrainLoop(ABC):
+    """Trains one incarnation of the trainer, step by step, until the run ends.
 
-    Invariant: `step` is the one that the ledger has settled last.
+    Invariant: `step` is the last step that the ledger has settled.
 
     Example:
-        >>> loop = TrainLoop(config, stop, trainer, queue, sync, devices, checkpoints, run_log, clock)
+        >>> strategy = choose_train_loop(config)
+        >>> loop = strategy(config, stop, trainer, queue, sync, devices, checkpoints, run_log, clock)
         >>> await loop.run()
         >>> loop.step
     """
@@ -50,21 +61,20 @@ class TrainLoop:
         run_log: RunLogger,
         clock: Callable[[], float],
     ) -> None:
-        """Wire the parts.
+        """Connect the components.
 
         Args:
-            config: Of the run.
-            stop: Set when the run is to end: the step under way is the last.
-            trainer: That has come up.
-            queue: Where batches come from, and who is told what was trained.
-            sync: Brings weights to the engines.
-            devices: Whether trainer and engines take turns on them.
-            checkpoints: Of this trainer; the step that it has come up at is theirs.
-            run_log: Where steps are written down.
+            config: The run's config.
+            stop: Set when the run is to end: the current step is the last one.
+            trainer: A trainer that has finished its setup.
+            queue: Provides batches, and is notified of what was trained.
+            sync: Updates the engines' weights.
+            devices: Hands the devices over between trainer and engines, if they share them.
+            checkpoints: The checkpoints of this trainer; training continues from their `step`.
+            run_log: Records steps.
             clock: Monotonic seconds.
         """
         self._max_steps = config.run.max_steps
-        self._overlap = config.weights.overlap
         self._stop = stop
         self._trainer = trainer
         self._queue = queue
@@ -76,67 +86,57 @@ class TrainLoop:
         self.step = checkpoints.step
         self.unsettled = False
         """Whether the trainer may hold a step that the ledger does not: a checkpoint would claim it."""
-        self._synced_s = -math.inf
-        """When the last sync ended; infinite while there is one."""
 
     async def run(self) -> None:
-        """Go on until `run.max_steps`, a stop, or the end of the data.
-
-        With `weights.overlap` the sync of a step runs beside the next one, and is over before that one's.
+        """Train until `run.max_steps`, a stop, or the end of the data.
 
         Raises:
-            AsyncRLError: Of the trainer, the weights or a checkpoint, inside an exception group or bare.
+            AsyncRLError: From the trainer, the weight update or a checkpoint, bare or in an exception group.
         """
-        ahead: TakenBatch | None = None  # ready in the trainer's turn on shared devices
-        shared = self._devices.shared
-        async with Nursery() as syncs:
-            while self.step < self._max_steps and (ahead is not None or not self._stop.is_set()):
-                wait_begin = self._clock()
-                batch = ahead or await self._queue.take(self.step)
-                if batch is None:
-                    break
-                wait_s = self._clock() - wait_begin
-                await self._devices.to_trainer(self._trainer)
-                async with self._sync.training():
-                    done = await self._train(batch, wait_s)
-                    due = self._checkpoints.due(self.step)
-                    if due and shared:  # while it has its state where it can be copied from
-                        await self._checkpoints.begin(self.step)
-                    ahead = None
-                    if shared and self.step < self._max_steps:
-                        ahead = await self._queue.take(self.step, wait=False)
-                    if ahead is not None:
-                        self._end(done, SyncReport.none(self.step))
-                        continue
-                    taken = asyncio.Event()
-                    if not self._overlap:
-                        await self._bring(done, taken)
-                    else:
-                        syncing = syncs.start_task(f"weight sync {self.step}", self._bring(done, taken))
-                        await taken.wait()
-                if due and not shared:
-                    if self._overlap:
-                        await syncing  # what a checkpoint has is written down in metrics.jsonl
-                    await self._checkpoints.begin(self.step)
+        while self._may_train():
+            wait_begin = self._clock()
+            batch = await self._next_batch()
+            if batch is None:
+                break
+            await self._run_step(batch, self._clock() - wait_begin)
 
-    async def _train(self, batch: TakenBatch, wait_s: float) -> StepDone:
-        """Train on a batch, and settle it."""
+    def _may_train(self) -> bool:
+        return self.step < self._max_steps and not self._stop.is_set()
+
+    async def _next_batch(self) -> TakenBatch | None:
+        """Wait for a batch; None at the end of the data."""
+        return await self._queue.take(self.step)
+
+    @abstractmethod
+    async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
+        """Train on a batch and bring the new weights to the engines, in the order of the strategy."""
+
+    async def _train(self, batch: TakenBatch, wait_s: float) -> TrainedStep:
+        """Train on a batch and settle it."""
         begin, step = self._clock(), self.step + 1
         self.unsettled = True
-        result = await self._step_on(batch, step)
+        result = await self._train_batch(batch, step)
         _require_finite(result)
         self._queue.settle(batch, step)
         self.step, self.unsettled = step, False
         self._queue.published(step)
         progressed()
         now = self._clock()
-        hidden_s = max(0.0, min(now, self._synced_s) - begin)
-        self._synced_s = math.inf
-        return StepDone(batch=batch, result=result, wait_s=wait_s, step_s=now - begin, sync_hidden_s=hidden_s)
+        return TrainedStep(
+            batch=batch,
+            result=result,
+            wait_s=wait_s,
+            step_s=now - begin,
+            sync_hidden_s=self._sync_hidden_s(begin, now),
+        )
 
-    async def _step_on(self, batch: TakenBatch, step: int) -> StepResult:
-        """One step; the trainer bounds it itself, this is for the doctor, who knows what is usual."""
-        await self._checkpoints.look()
+    def _sync_hidden_s(self, begin: float, end: float) -> float:
+        """Seconds between two times during which the weights of the step before were still being sent."""
+        return 0.0
+
+    async def _train_batch(self, batch: TakenBatch, step: int) -> StepResult:
+        """Run one trainer step. The trainer bounds its duration; the scope lets the stall doctor end it."""
+        await self._checkpoints.poll_saved()
         try:
             async with (
                 asyncio.timeout(None) as scope,
@@ -150,31 +150,116 @@ class TrainLoop:
                 f"trainer step {step} took far longer than any before: ended by the stall doctor"
             ) from error
 
-    async def _bring(self, done: StepDone, taken: asyncio.Event) -> None:
-        """Bring the weights of a step to the engines, let new groups in, and write the step down."""
+    async def _update_engines(self, done: TrainedStep) -> None:
+        """Bring the weights of a step to the engines, admit new groups, and record the step."""
         step = done.result.step
         with waiting("weight update", str(step)):
-            if self._overlap:
-                report = await self._sync.hand_over(step, taken)
-            else:
-                report = await self._devices.to_engines(self._sync, self._trainer, step)
-        self._queue.advance(step)
-        self._end(done, report)
+            report = await self._devices.hand_to_engines(self._sync, self._trainer, step)
+        self._finish_step(done, report)
 
-    def _end(self, done: StepDone, report: SyncReport) -> None:
-        """A step is done, and its weights have gone where they were to go."""
-        self._synced_s = self._clock()
-        self._run_log.step_done(done, report, self._queue)
+    def _finish_step(self, done: TrainedStep, report: SyncReport) -> None:
+        """Admit new groups to the version that the engines now serve, and record the step."""
+        self._queue.advance(done.result.step)
+        self._run_log.log_step(done, report, self._queue)
+
+
+class SequentialLoop(TrainLoop):
+    """Updates the engines after each step, before the next one starts."""
+
+    async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
+        async with self._sync.exclusive_trainer():
+            done = await self._train(batch, wait_s)
+            await self._update_engines(done)
+        if self._checkpoints.is_due(self.step):
+            await self._checkpoints.start_checkpoint(self.step)
+
+
+class OverlappedLoop(TrainLoop):
+    """Copies the weights of a step, and sends the copy to the engines while the next step runs.
+
+    Invariant: the update of a step ends before the update of the next one starts.
+    """
+
+    _updates: Nursery
+    _last_update_end_s = -math.inf
+    """On the clock; infinite during an update."""
+
+    async def run(self) -> None:
+        """Train as `TrainLoop.run` does; the updates run in a nursery of their own."""
+        async with Nursery() as self._updates:
+            await super().run()
+
+    async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
+        async with self._sync.exclusive_trainer():
+            done = await self._train(batch, wait_s)
+            self._last_update_end_s = math.inf
+            copied = asyncio.Event()
+            update = self._updates.start_task(f"weight sync {self.step}", self._hand_over(done, copied))
+            await copied.wait()
+        if self._checkpoints.is_due(self.step):
+            await update  # metrics.jsonl must have the record of each step that a checkpoint holds
+            await self._checkpoints.start_checkpoint(self.step)
+
+    async def _hand_over(self, done: TrainedStep, copied: asyncio.Event) -> None:
+        """Copy the weights of a step, set `copied`, and send the copy to the engines."""
+        step = done.result.step
+        with waiting("weight update", str(step)):
+            report = await self._sync.update_from_snapshot(step, copied)
+        self._last_update_end_s = self._clock()
+        self._finish_step(done, report)
+
+    def _sync_hidden_s(self, begin: float, end: float) -> float:
+        return max(0.0, min(end, self._last_update_end_s) - begin)
+
+
+class TimeSharedLoop(TrainLoop):
+    """Alternates with the engines on the same devices.
+
+    Once the trainer holds the devices it trains on every batch that is ready. When no batch is left, the
+    engines get the devices back, with the weights of the last step.
+    """
+
+    _ready_batch: TakenBatch | None = None
+    """The next batch, if one was ready when the step before ended."""
+
+    def _may_train(self) -> bool:
+        return self.step < self._max_steps and (self._ready_batch is not None or not self._stop.is_set())
+
+    async def _next_batch(self) -> TakenBatch | None:
+        return self._ready_batch or await super()._next_batch()
+
+    async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
+        await self._devices.hand_to_trainer(self._trainer)
+        async with self._sync.exclusive_trainer():
+            done = await self._train(batch, wait_s)
+            if self._checkpoints.is_due(
+                self.step
+            ):  # while the state is on the device, from where it is copied
+                await self._checkpoints.start_checkpoint(self.step)
+            self._ready_batch = None
+            if self.step < self._max_steps:
+                self._ready_batch = await self._queue.take(self.step, wait=False)
+            if self._ready_batch is None:
+                await self._update_engines(done)
+            else:
+                self._run_log.log_step(done, SyncReport.none(self.step), self._queue)
+
+
+def choose_train_loop(config: Config) -> type[TrainLoop]:
+    """Return the strategy that a config asks for; the config allows one of the two settings at most."""
+    if config.placement.shared:
+        return TimeSharedLoop
+    return OverlappedLoop if config.weights.overlap else SequentialLoop
 
 
 def _require_finite(result: StepResult) -> None:
-    """Refuse to go on from a step that has ruined the weights.
+    """Check that a step has not ruined the weights.
 
     Raises:
-        NonFiniteLoss: With the remedy.
+        NonFiniteLoss: The loss or the norm of the gradient is not a finite number.
     """
     if result.metrics.get("updates_skipped"):
-        return  # the trainer itself says when there were too many
+        return  # the trainer itself reports too many skipped updates
     for name in ("loss", "grad_norm"):
         value = result.metrics[name]
         if not np.isfinite(value):

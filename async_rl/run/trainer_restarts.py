@@ -1,4 +1,4 @@
-"""Bringing the trainer up: from its newest checkpoint, at first and each time after it has failed."""
+"""Starts the trainer from its newest checkpoint, at the start of a run and after each failure."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ log = logging.getLogger(__name__)
 
 
 class TrainerHandle(NamedTuple):
-    """What a life begins with."""
+    """A trainer that has finished its setup."""
 
     trainer: Trainer
     step: int
-    """Of the checkpoint that it has come up at; 0 without one."""
+    """The step of the checkpoint that it started from; 0 without one."""
 
 
 class TrainerRestarts:
-    """See the module.
+    """Starts and restarts the trainer, up to `trainer.max_restarts` times.
 
     Example:
-        >>> starts = TrainerRestarts(cluster, run_dir, pool, devices, run_log, metrics, max_restarts=3)
-        >>> trainer_handle = await starts.first()
-        >>> trainer_handle = await starts.again(cause=error)
+        >>> restarts = TrainerRestarts(cluster, run_dir, pool, devices, run_log, metrics, max_restarts=3)
+        >>> trainer_handle = await restarts.start_trainer()
+        >>> trainer_handle = await restarts.restart_trainer(cause=error)
     """
 
     def __init__(
@@ -47,7 +47,17 @@ class TrainerRestarts:
         *,
         max_restarts: int,
     ) -> None:
-        """Start nothing yet."""
+        """Start nothing yet.
+
+        Args:
+            cluster: Starts the trainer's ranks.
+            run_dir: The run's folder, which holds the checkpoints.
+            pool: The engines of the run.
+            devices: Frees the devices for the trainer, if the engines share them.
+            run_log: Loads the records of the steps up to the checkpoint.
+            metrics: The metrics of the run.
+            max_restarts: How often this process may restart the trainer.
+        """
         self._cluster = cluster
         self._checkpoints = str(run_dir / checkpoints.FOLDER)
         self._pool = pool
@@ -56,28 +66,28 @@ class TrainerRestarts:
         self._metrics = metrics
         self._max_restarts = max_restarts
         self.failures = 0
-        """Of the trainer, in the life of this driver."""
+        """Failures of the trainer since this driver process started."""
 
-    async def first(self) -> TrainerHandle:
-        """Start all ranks from the newest checkpoint, and take up the records of the steps before it.
+    async def start_trainer(self) -> TrainerHandle:
+        """Start all ranks from the newest checkpoint, and load the records of the steps before it.
 
         Raises:
-            EnvironmentNotReady: When they do not come up.
-            TrainerError: When a rank fails in it.
+            EnvironmentNotReady: The ranks do not start.
+            TrainerError: A rank fails during its setup.
         """
         with waiting("trainer start"):
             trainer = await self._cluster.start_trainer()
             state = await trainer.setup(self._checkpoints)
         for flaw in state.passed_over:
-            log.warning("a newer checkpoint is passed over: %s", flaw)
-        self._run_log.back_to(state.step)
+            log.warning("a newer checkpoint is skipped: %s", flaw)
+        self._run_log.load_records_until(state.step)
         return TrainerHandle(trainer, state.step)
 
-    async def again(self, cause: AsyncRLError) -> TrainerHandle:
-        """Start the trainer again, as often as `trainer.max_restarts` allows.
+    async def restart_trainer(self, cause: AsyncRLError) -> TrainerHandle:
+        """Restart the trainer after a failure; if that fails too, try again up to `trainer.max_restarts`.
 
         Raises:
-            TrainerError: When it failed once more than that.
+            TrainerError: The trainer failed more often than `trainer.max_restarts`.
         """
         trainer_handle = None
         while trainer_handle is None:
@@ -89,15 +99,14 @@ class TrainerRestarts:
                 ) from cause
             log.warning("restart %d of %d of the trainer: %s", self.failures, self._max_restarts, cause)
             self._metrics.trainer_restarts_total.inc()
-            self._run_log.enter("restarting the trainer from its newest checkpoint")
+            self._run_log.enter_phase("restarting the trainer from its newest checkpoint")
             try:
-                await self._devices.clear()
-                trainer_handle = await self.first()
+                await self._devices.clear_devices()
+                trainer_handle = await self.start_trainer()
             except (TrainerError, EnvironmentNotReady) as error:
                 cause = error
         log.info("the trainer is back at step %d", trainer_handle.step)
-        # All engines are to serve the checkpoint's weights; until they do they serve nobody.
-        lent = EngineState.EVALUATING
-        for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING, lent):
-            self._pool.rejoin(engine.engine_id)
+        # No engine serves again before it has the checkpoint's weights.
+        for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING, EngineState.EVALUATING):
+            self._pool.rejoin_engine(engine.engine_id)
         return trainer_handle

@@ -15,9 +15,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -30,18 +27,14 @@ from async_rl.codec import write_frame
 from async_rl.config import Config, RoutingConfig, SftConfig, WeightsConfig, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.engines.model_facts import load_facts
-from async_rl.errors import AsyncRLError, CheckpointError, ConfigError
+from async_rl.errors import CheckpointError, ConfigError
 from async_rl.observability.records import Figure, mean
-from async_rl.run.folder import console, describe, logging_to, on_signals, run_folder
+from async_rl.run.folder import console, run_folder, run_in_folder
 from async_rl.run.preflight import check_trainer
-from async_rl.runtime.processes import private_files
-from async_rl.runtime.supervision import first_error
 from async_rl.sft.examples import read_rows
 from async_rl.sft.schedule import SftBatch, SftExample, TrainingOrder, batch_of, learning_rate, plan_batches
 from async_rl.sft.sft_progress import SftProgress
 from async_rl.sft.sft_ranks import Ranks, ranks_of
-
-log = logging.getLogger(__name__)
 
 OpenRanks = Callable[[Config, Path], AbstractAsyncContextManager[Ranks]]
 
@@ -88,37 +81,52 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = ranks
         open_ranks: Starts the ranks.
 
     Returns:
-        The exit code. An error of the run is printed, its traceback goes to the log.
+        The exit code. An error of the run is printed; the log has its traceback.
 
     Raises:
-        ConfigError: Before the run has a folder, and so a log.
+        ConfigError: The config or its data cannot be used; there is no run folder and no log yet.
     """
     config = sft_config(load_config(path, overrides))
     settings = config.sft
     data = read_data(config, settings)
-    progress = SftProgress(console(), len(data.plan.batches))
-    with private_files(), run_folder(config) as run_dir:
-        out = Path(settings.out) if settings.out is not None else run_dir / "hf"
-        done = read_sft_records(run_dir / "metrics.jsonl")
-        if done and done[-1].step >= len(data.plan.batches) and (out / "config.json").exists():
-            progress.say(f"{out} is complete: raise sft.epochs to go on, or set run.name for another run")
-            return 0
-        log_file = run_dir / "logs" / "driver.log"
-        with logging_to(log_file, config.run.log_level):
-            signals: list[signal.Signals] = []
-            try:
-                asyncio.run(_run(config, settings, data, run_dir, out, open_ranks, progress, signals))
-            except asyncio.CancelledError:
-                print(f"async-rl: aborted by {signals[0].name}; log: {log_file}", file=sys.stderr)
-                return 128 + signals[0]
-            except Exception as error:
-                cause = first_error(error)
-                log.error("the run failed: %s", describe(cause), exc_info=error)
-                print(f"async-rl: {describe(cause)}; log: {log_file}", file=sys.stderr)
-                return cause.exit_code if isinstance(cause, AsyncRLError) else 1
-            finally:
-                progress.close()
-    return 128 + signals[0] if signals else 0
+    num_steps = len(data.plan.batches)
+    progress = SftProgress(console(), num_steps)
+
+    def out_of(run_dir: Path) -> Path:
+        return Path(settings.out) if settings.out is not None else run_dir / "hf"
+
+    def is_complete(run_dir: Path) -> bool:
+        done, out = read_sft_records(run_dir / "metrics.jsonl"), out_of(run_dir)
+        if not done or done[-1].step < num_steps or not (out / "config.json").exists():
+            return False
+        progress.say(f"{out} is complete: raise sft.epochs to continue, or set run.name for another run")
+        return True
+
+    async def run(run_dir: Path, stop: asyncio.Event) -> None:
+        tokens = sum(len(row.token_ids) for row in data.rows)
+        trained = sum(int(row.loss_mask.sum()) for row in data.rows) / max(tokens, 1)
+        longer = f", {data.left_out} longer ones left out" if data.left_out else ""
+        progress.say(
+            f"{len(data.rows):,} conversations, {tokens:,} tokens, {trained:.0%} of them trained on{longer}; "
+            f"{num_steps} steps; folder {run_dir}"
+        )
+        async with open_ranks(config, run_dir) as ranks:
+            await fine_tune(config, settings, data, run_dir, out_of(run_dir), ranks, stop, progress)
+
+    def on_stop(name: str) -> None:
+        progress.say(f"{name}: the step ends, then a checkpoint is written; once more to abort")
+
+    try:
+        return run_in_folder(
+            run_folder(config),
+            config,
+            run,
+            finish=lambda run_dir, done: 0,
+            is_complete=is_complete,
+            on_stop=on_stop,
+        )
+    finally:
+        progress.close()
 
 
 def sft_config(config: Config) -> Config:
@@ -167,34 +175,6 @@ def read_data(config: Config, settings: SftConfig) -> Data:
         seed=config.run.seed,
     )
     return Data(rows=rows, validation=validation, plan=plan, left_out=left_out)
-
-
-async def _run(
-    config: Config,
-    settings: SftConfig,
-    data: Data,
-    run_dir: Path,
-    out: Path,
-    open_ranks: OpenRanks,
-    progress: SftProgress,
-    signals: list[signal.Signals],
-) -> None:
-    stop = asyncio.Event()
-
-    def stopping(name: str) -> None:
-        progress.say(f"{name}: the step ends, then a checkpoint is written; once more to abort")
-        stop.set()
-
-    rows, tokens = len(data.rows), sum(len(row.token_ids) for row in data.rows)
-    trained = sum(int(row.loss_mask.sum()) for row in data.rows) / max(tokens, 1)
-    longer = f", {data.left_out} longer ones left out" if data.left_out else ""
-    progress.say(
-        f"{rows:,} conversations, {tokens:,} tokens, {trained:.0%} of them trained on{longer}; "
-        f"{len(data.plan.batches)} steps; folder {run_dir}"
-    )
-    with on_signals(stopping, signals):
-        async with open_ranks(config, run_dir) as ranks:
-            await fine_tune(config, settings, data, run_dir, out, ranks, stop, progress)
 
 
 async def fine_tune(

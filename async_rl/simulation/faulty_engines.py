@@ -50,7 +50,7 @@ from async_rl.simulation.simulated_workers import SimulatedWorkers, exponential
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
-from async_rl.weights.local_folders import LocalFolder
+from async_rl.weights.delta_delivery import HostFolder
 
 _AT_ONCE: Final = frozenset(get_args(EngineFault))
 
@@ -314,7 +314,7 @@ class FaultyEngine(SimulatedEngine):
             raise EngineTimeout(f"{self._engine_id} did not answer within {_CONTROL_S} s") from error
 
 
-class SimulatedFolder(LocalFolder):
+class SimulatedFolder(HostFolder):
     """A host's copy of the weights: a file that says which version it is of."""
 
     def __init__(self, engine_id: str, checker: InvariantChecker, seconds: float) -> None:
@@ -323,8 +323,8 @@ class SimulatedFolder(LocalFolder):
         self._seconds = seconds
         self._version: int | None = None
 
-    async def hold(self, path: str, version: int) -> str:
-        """Implements `Follower.hold`."""
+    async def copy_version(self, path: str, version: int) -> str:
+        """Implements `WeightFolder.copy_version`."""
         await asyncio.sleep(self._seconds)
         source = Path(path) / "weights"
         found = source.read_text() if source.exists() else "nothing"
@@ -332,8 +332,8 @@ class SimulatedFolder(LocalFolder):
             self._checker.fail(f"the host of {self._engine_id} copies {found} as version {version}")
         return self._put(Path(path).parent, version)
 
-    async def apply(self, path: str) -> str:
-        """Implements `Follower.apply`."""
+    async def apply_delta(self, path: str) -> str:
+        """Implements `WeightFolder.apply_delta`."""
         await asyncio.sleep(self._seconds)
         base, version = map(int, Path(path).read_text().split())  # noqa: ASYNC240 - no time passes here
         if base != self._version:

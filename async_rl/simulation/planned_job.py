@@ -39,7 +39,7 @@ from async_rl.errors import EngineError
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import FIGURES, StepRecord, Summary
-from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.simulation.coarse_engine import MARKS, CoarseEngine, EngineSpeed, Usage
 from async_rl.simulation.virtual_time import run_virtual
 from async_rl.simulation.workload import (
@@ -255,9 +255,6 @@ class _Job:
         ids = count()
         for name in ("checkpoints", "logs"):
             (self._folder / name).mkdir()
-        orchestrator = Orchestrator(
-            self.config, self._folder, asyncio.Event(), self.cluster, Metrics(), clock
-        )
         facts = EngineFacts(
             num_layers=1,
             moe_layers=(),
@@ -266,9 +263,17 @@ class _Job:
             vocab_size=1,
             context_length=self.config.rollout.max_context_tokens,
         )
-        return await orchestrator.run(
-            self.tasks, PlannedChat(), facts, lambda: f"{next(ids):032x}", self.observer
+        orchestrator = Orchestrator(
+            self.config,
+            self._folder,
+            asyncio.Event(),
+            self.cluster,
+            Metrics(),
+            clock,
+            RunInputs(self.tasks, PlannedChat(), facts, lambda: f"{next(ids):032x}"),
+            progress=self.observer,
         )
+        return await orchestrator.run()
 
     def _usage(self) -> Usage:
         """The usage of all engines together."""

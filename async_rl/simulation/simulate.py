@@ -40,7 +40,7 @@ from async_rl.errors import (
 )
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary
-from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error
 from async_rl.runtime.waits import acting
 from async_rl.simulation.faulty_engines import FaultyEngine, SimulatedCluster
@@ -191,7 +191,13 @@ class _Simulation:
         self._stop = asyncio.Event()
         self._cluster = SimulatedCluster(self._scenario, self._checker, incarnation, self._look_into_ledger)
         self._orchestrator = Orchestrator(
-            self._config, self._run_dir, self._stop, self._cluster, Metrics(), loop.time
+            self._config,
+            self._run_dir,
+            self._stop,
+            self._cluster,
+            Metrics(),
+            loop.time,
+            RunInputs(self._scenario.tasks, SimulatedChat(), FACTS, self._new_id),
         )
         try:
             loop.run_until_complete(self._main())
@@ -210,10 +216,8 @@ class _Simulation:
         attempt_begins.set(self._checker.attempt_begins)
         self._cause = ""
         try:
-            with acting("run", waits=self._orchestrator.named_waits):
-                summary = await self._orchestrator.run(
-                    self._scenario.tasks, SimulatedChat(), FACTS, self._new_id, None
-                )
+            with acting("run", waits=self._orchestrator.waits):
+                summary = await self._orchestrator.run()
         except asyncio.CancelledError:
             self._ended = "cancelled"
             if not self._was("cancel"):
@@ -337,7 +341,9 @@ class _Simulation:
     def _halt_stuck(self) -> None:
         """Neither the end nor an error in all this time."""
         where = (
-            "while it was cleared away" if self._clearing else f"waits: {self._orchestrator.pulse.health()}"
+            "while it was cleared away"
+            if self._clearing
+            else f"waits: {self._orchestrator.live_status.health()}"
         )
         deaf, self._checker.deaf = self._checker.deaf, False
         self._checker.fail(f"the run does not come to its end; {where}")

@@ -23,9 +23,9 @@ class MemoryLink(Link):
 
     Example:
         >>> ours, theirs = MemoryLink.pair(lambda: 0.0)
-        >>> ours.post(Stop(play=1))
+        >>> ours.post(CancelRequest(request_id=1))
         >>> await theirs.receive()
-        Stop(play=1)
+        CancelRequest(request_id=1)
     """
 
     def __init__(self, delay_s: Callable[[], float]) -> None:

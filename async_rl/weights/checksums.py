@@ -1,32 +1,91 @@
-"""Whether engines have the weights they should: sums over their parameters, held against each other.
+"""Verifies that engines have the weights they should, by version number and by sums over parameters.
 
-An engine sums what it computes with, after it has fused and sharded it. What its sums must be is known from
+An engine sums the parameters it computes with, after fusing and sharding them. The expected sums come from
 
-1. the trainer, for parameters over which it can make the same sum (`trainer.weights.checksums` says which);
+1. the trainer, for parameters over which it can compute the same sum (see `trainer.weights.checksums`);
 2. an engine that has loaded the version from files, with the same ranks and parameters;
-3. failing that, the first engine that has taken the version: whoever differs from it is taken out of service,
-   loads from files, and becomes the one that the others are held against.
+3. failing that, the first engine that has taken the version: an engine that differs from it is taken out of
+   service, loads from files, and becomes the reference for the others.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Literal
+
+from async_rl.engine_protocol import Engine
+from async_rl.engines.pool import EnginePool
+from async_rl.errors import VersionMismatch
+from async_rl.trainer_protocol import Trainer
 
 log = logging.getLogger(__name__)
 
 Sums = tuple[dict[str, str], ...]
-"""Of each tensor-parallel rank: the sum over every parameter, by name."""
+"""For each tensor-parallel rank: the sum over every parameter, by name."""
 
 
-class Comparison:
-    """The sums of one weight version at a time.
+class VersionVerifier:
+    """Verifies the weight version that an engine serves, after it was updated."""
+
+    def __init__(self, verify: Literal["version", "checksum"], *, pool: EnginePool, trainer: Trainer) -> None:
+        """Expect no version yet.
+
+        Args:
+            verify: Whether to compare only version numbers, or also checksums.
+            pool: Quarantines engines that turn out to have wrong weights.
+            trainer: Sums its own weights.
+        """
+        self._verify = verify
+        self._pool = pool
+        self._trainer = trainer
+        self._comparison = ChecksumComparison()
+
+    async def expect_version(self, version: int) -> None:
+        """Let the trainer sum its weights, which do not change meanwhile."""
+        if self._verify == "checksum":
+            self._comparison.expect_sums(version, await self._trainer.checksums())
+
+    async def verify_version(self, engine: Engine, version: int, *, from_files: bool) -> None:
+        """Read the version back from an engine; quarantine other engines that prove to have wrong weights.
+
+        Args:
+            engine: The engine, after an update.
+            version: The version it was updated to.
+            from_files: Whether it has loaded files, rather than what was sent.
+
+        Raises:
+            VersionMismatch: When the engine has another version or other weights.
+        """
+        health = await engine.health()
+        if health.weight_version != version:
+            raise VersionMismatch(
+                f"engine {engine.engine_id} reports weight version {health.weight_version} after an "
+                f"update to {version}"
+            )
+        if self._verify == "version":
+            return
+        sums = await engine.checksums()
+        wrong = self._comparison.report_sums(engine.engine_id, version, sums, from_files=from_files)
+        errors = {
+            engine_id: VersionMismatch(f"engine {engine_id} does not have version {version}: {difference}")
+            for engine_id, difference in wrong.items()
+        }
+        own_error = errors.pop(engine.engine_id, None)
+        for engine_id, error in errors.items():
+            self._pool.quarantine_engine(engine_id, error)
+        if own_error is not None:
+            raise own_error
+
+
+class ChecksumComparison:
+    """Compares the sums that trainer and engines report, for one weight version at a time.
 
     Example:
-        >>> comparison = Comparison()
-        >>> comparison.report("engine-0", 3, ({"w": "aa"},), from_files=False)
+        >>> comparison = ChecksumComparison()
+        >>> comparison.report_sums("engine-0", 3, ({"w": "aa"},), from_files=False)
         {}
-        >>> comparison.report("engine-1", 3, ({"w": "bb"},), from_files=False)
+        >>> comparison.report_sums("engine-1", 3, ({"w": "bb"},), from_files=False)
         {'engine-1': 'w of rank 0 sums to bb, and to aa on engine-0'}
     """
 
@@ -36,20 +95,20 @@ class Comparison:
         self._expected_version = -1
         self._comparable: frozenset[str] | None = None
         self._reports: dict[str, Sums] = {}
-        self._standard: tuple[str, Sums] | None = None
+        self._reference: tuple[str, Sums] | None = None
         self._from_files = False
 
-    def expect(self, version: int, sums: Mapping[str, str]) -> None:
-        """What the trainer's sums over a version are, by the engines' names."""
+    def expect_sums(self, version: int, sums: Mapping[str, str]) -> None:
+        """Set the trainer's sums over a version, by the engines' parameter names."""
         self._expected_version, self._expected = version, sums
 
-    def report(self, engine_id: str, version: int, sums: Sums, *, from_files: bool) -> dict[str, str]:
-        """What an engine says after it has taken a version.
+    def report_sums(self, engine_id: str, version: int, sums: Sums, *, from_files: bool) -> dict[str, str]:
+        """Compare the sums that an engine reports after it has taken a version.
 
         Args:
-            engine_id: Which engine.
-            version: What it serves.
-            sums: Over its parameters.
+            engine_id: The engine.
+            version: The version it serves.
+            sums: The sums over its parameters.
             from_files: Whether it has loaded files, rather than what was sent.
 
         Returns:
@@ -58,29 +117,31 @@ class Comparison:
         if version < self._version:
             return {}  # overtaken: it will load again
         if version != self._version:
-            self._version, self._reports, self._standard, self._from_files = version, {}, None, False
+            self._version, self._reports, self._reference, self._from_files = version, {}, None, False
         if from_files and self._comparable is None and self._expected_version == version:
             self._comparable = self._calibrate(sums)
         if difference := self._unlike_trainer(version, sums):
             return {engine_id: difference}
         self._reports[engine_id] = sums
-        if self._standard is None or (from_files and not self._from_files):
-            self._standard, self._from_files = (engine_id, sums), from_files
-        compared = list(self._reports) if self._standard[0] == engine_id else [engine_id]
+        if self._reference is None or (from_files and not self._from_files):
+            self._reference, self._from_files = (engine_id, sums), from_files
+        compared = list(self._reports) if self._reference[0] == engine_id else [engine_id]
         wrong = {
-            other: words for other in compared if (words := _difference(self._reports[other], self._standard))
+            other: difference
+            for other in compared
+            if (difference := _difference(self._reports[other], self._reference))
         }
         for other in wrong:
             del self._reports[other]
         return wrong
 
     def _calibrate(self, sums: Sums) -> frozenset[str]:
-        """Parameters of which trainer and engine make one sum: those that agree now, when both have files."""
+        """Returns the parameters whose sums agree between trainer and engine after a load from files."""
         names = [name for name in self._expected if len(sums) == 1 and name in sums[0]]
         equal = frozenset(name for name in names if sums[0][name] == self._expected[name])
         log.info(
-            "checksums: %d of an engine's %d parameters can be held against the trainer's, the rest only "
-            "against other engines'",
+            "checksums: %d of an engine's %d parameters can be compared with the trainer's, the rest only "
+            "with other engines'",
             len(equal),
             len(sums[0]),
         )
@@ -95,9 +156,12 @@ class Comparison:
         return ""
 
 
-def _difference(sums: Sums, standard: tuple[str, Sums]) -> str:
-    """The first one, or nothing. Engines that are laid out otherwise have other sums."""
-    other, expected = standard
+def _difference(sums: Sums, reference: tuple[str, Sums]) -> str:
+    """Describes the first difference, or returns an empty string.
+
+    Engines whose parameters are laid out differently are not compared.
+    """
+    other, expected = reference
     if [set(rank) for rank in sums] != [set(rank) for rank in expected]:
         return ""
     for number, (rank, wanted) in enumerate(zip(sums, expected, strict=True)):

@@ -1,9 +1,9 @@
-"""Hands the buckets of one update from the trainer to several engines, each at its own pace.
+"""Passes the buckets of one update from the trainer to several engines, each at its own pace.
 
 ```
- trainer   fill 0 ─ fill 1 ─ … waits until nobody reads 0 any more … ─ fill 2
+ trainer   fill 0 ─ fill 1 ─ … waits until every engine has read 0 … ─ fill 2
  engine A    └ load 0 ─ load 1 ──────────┐                               └ load 2
- engine B    └ load 0 ──────────── load 1┘ (an engine that has left is not waited for)
+ engine B    └ load 0 ──────────── load 1┘ (removed engines are not waited for)
 ```
 """
 
@@ -21,16 +21,16 @@ BUFFERS: Final = 2
 """Buckets that exist at a time: one is filled while another is read."""
 
 
-class Relay(Generic[T]):
+class BucketRelay(Generic[T]):
     """The buckets of one update.
 
-    Invariant: a bucket is asked for only when every reader that has not left is done with the one `BUFFERS`
-    before it, whose memory it takes.
+    Invariant: a bucket is fetched only when every remaining reader is done with the one `BUFFERS` before it,
+    whose memory it overwrites.
 
     Example:
-        >>> relay = Relay(["engine-0", "engine-1"], len(plan), trainer_fills)
+        >>> relay = BucketRelay(["engine-0", "engine-1"], len(plan), trainer_fills)
         >>> async with Nursery() as nursery:
-        ...     nursery.start_task("send weights", relay.run())
+        ...     nursery.start_task("send weights", relay.fetch_buckets())
         ...     nursery.start_task("engine 0", load("engine-0", relay.buckets("engine-0")))
     """
 
@@ -40,8 +40,8 @@ class Relay(Generic[T]):
         """Start with no bucket.
 
         Args:
-            readers: Who will take all buckets, or leave.
-            num_buckets: How many there are.
+            readers: Engines that read all buckets, or are removed.
+            num_buckets: Number of buckets.
             fetch: Fills a bucket; called in order, one call at a time.
         """
         self._done = dict.fromkeys(readers, 0)
@@ -53,14 +53,14 @@ class Relay(Generic[T]):
 
     @property
     def readers(self) -> list[str]:
-        """Who has not left."""
+        """Engines that have not been removed."""
         return list(self._done)
 
-    async def run(self) -> None:
-        """Fetch buckets as room is made, until all are there or no reader is left.
+    async def fetch_buckets(self) -> None:
+        """Fetch buckets as buffers become free, until all are fetched or no reader is left.
 
         Raises:
-            Exception: What `fetch` raised; the readers are told that there is nothing more to come.
+            Exception: What `fetch` raised; the readers get a `WeightSyncError`.
         """
         try:
             while self._done and len(self._buckets) < self._num_buckets:
@@ -75,7 +75,7 @@ class Relay(Generic[T]):
             raise
 
     async def buckets(self, reader: str) -> AsyncGenerator[T, None]:
-        """All buckets in order; one is read until the next is asked for.
+        """Yields all buckets in order; each may be read until the next one is requested.
 
         Raises:
             WeightSyncError: When the trainer has failed.
@@ -91,8 +91,8 @@ class Relay(Generic[T]):
                 await self._changed.wait()
             yield self._buckets[number]
 
-    def leave(self, reader: str) -> None:
-        """A reader needs no bucket any more, whether it has taken all or failed."""
+    def remove_reader(self, reader: str) -> None:
+        """Stop waiting for a reader, whether it has read all buckets or failed."""
         self._done.pop(reader, None)
         self._wake()
 

@@ -23,7 +23,7 @@ from agent_loops.calculator import calculator
 NUM_TASKS = 2000
 NUM_CONVERSATIONS = 8000
 TOOL_SHARE = 0.33
-"""Of the warm start's conversations that use the calculator."""
+"""Share of the warm start's conversations that use the calculator."""
 
 
 def task_rows(expressions: Iterable[str]) -> Iterable[dict[str, Any]]:

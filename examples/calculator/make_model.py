@@ -77,7 +77,7 @@ def build_tokenizer(template: str, seed: int) -> PreTrainedTokenizerFast:
         ),
     )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TAGS])
-    # The corpus has fewer words than the vocabulary has room for; reserved tokens make up the rest.
+    # The corpus has fewer words than the vocabulary has entries; reserved tokens fill the rest.
     num_reserved = VOCAB_SIZE - tokenizer.get_vocab_size() - len(SPECIAL)
     special = SPECIAL + [f"<|reserved_{index}|>" for index in range(num_reserved)]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])

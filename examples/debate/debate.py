@@ -19,13 +19,13 @@ CRITIC = "You check answers. Say what is wrong with them, or that they are right
 
 
 class Debate(AgentLoop):
-    """One answer, then so many rounds of critique and another answer."""
+    """Answers once, then repeats rounds of critique and revised answer."""
 
     def __init__(self, rounds: int = 1) -> None:
         self.rounds = rounds
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
-        """See `AgentLoop.run`."""
+        """Plays one debate; both agents are rewarded for the solver's final answer."""
         session.share_reward()
         question = str(task.messages[-1]["content"])
         session.start(task.messages)

@@ -60,7 +60,7 @@ def _role(process: psutil.Process, name: str) -> str:
     ):
         if name.startswith(prefix):
             return role
-    return "driver" if "async_rl.cli.train" in process.cmdline() else "other"
+    return "driver" if "async_rl.cli" in process.cmdline() else "other"
 
 
 class Row(msgspec.Struct, frozen=True):

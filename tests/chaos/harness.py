@@ -151,7 +151,7 @@ class Chaos:
         self._config_path.write_text(json.dumps(self._tree, indent=1))  # JSON is YAML
         with self._output.open("ab") as output:
             self._driver = subprocess.Popen(
-                [sys.executable, "-m", "async_rl.cli.train", str(self._config_path)],
+                [sys.executable, "-m", "async_rl.cli", "train", str(self._config_path)],
                 cwd=ROOT,
                 env=os.environ | {DIARY: str(self._diary), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,

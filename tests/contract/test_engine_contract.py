@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import DiskUpdate, Engine, check_partition
-from async_rl.engines.device_memory import stop
+from async_rl.engines.device_memory import stop_engine
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import PromptTooLong, RequestRefused, WeightSyncError
 from async_rl.routing import check
@@ -400,7 +400,7 @@ async def test_an_engine_answers_as_before_when_it_gave_its_memory_back_and_was_
     subject: Subject,
 ) -> None:
     before = await call(subject.engine, PROMPT, 5)
-    empty = await (await stop(subject.engine)).release()
+    empty = await (await stop_engine(subject.engine)).release_all()
     loadable = await empty.resume_weights()
     await subject.load(0)
     await loadable.resume_rest()
@@ -416,7 +416,7 @@ async def test_a_call_ends_with_what_it_has_when_its_engine_is_to_give_its_memor
     async with asyncio.TaskGroup() as group:
         group.create_task(running.run())
         await running.has_tokens(2)
-        empty = await (await stop(subject.engine)).release()
+        empty = await (await stop_engine(subject.engine)).release_all()
     assert running.finish.reason == "abort"
     loadable = await empty.resume_weights()
     await subject.load(0)

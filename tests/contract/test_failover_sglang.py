@@ -18,7 +18,10 @@ from async_rl.engine_protocol import Chunk, DiskUpdate, Engine, Finish, Generate
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
+from async_rl.queue.journal import Entry
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import Transcript
 from async_rl.runtime.supervision import Nursery, services
 from async_rl.types import Task
 from tests.support.sessions import PROMPT, PlainChat, Watched, _numbers, simulated
@@ -65,38 +68,38 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
     pool = EnginePool(metrics, time.monotonic)
     config = SimulatedEngines(stall_s=4.0, probe_s=0.5, probe_timeout_s=0.5, probe_misses=3)
     for engine in (real, spare):
-        pool.add(cast(Engine, engine))
-    pool.serve("engine-0", 0)
+        pool.add_engine(cast(Engine, engine))
+    pool.serve_engine("engine-0", 0)
+
+    context = SessionContext(
+        chat=cast(ChatFormat, Endless()),
+        rollout=RolloutConfig(max_context_tokens=1024, max_new_tokens=900),
+        metrics=metrics,
+        clock=time.monotonic,
+        pool=pool,
+        facts=sglang_world.facts,
+        routing=RoutingConfig(),
+        interrupt="abort",
+        new_id=lambda: f"f{next(_numbers):031x}",
+    )
 
     def session(number: int) -> RolloutSession:
-        made = RolloutSession(
-            task=Task(task_id="t", messages=[]),
-            trajectory_id=f"{number:032x}",
-            group_id="g",
-            pool=pool,
-            chat=cast(ChatFormat, Endless()),
-            facts=sglang_world.facts,
-            rollout=RolloutConfig(max_context_tokens=1024, max_new_tokens=900),
-            routing_config=RoutingConfig(),
-            interrupt="abort",
-            metrics=metrics,
-            new_id=lambda: f"f{next(_numbers):031x}",
-            clock=time.monotonic,
-        )
+        transcript = Transcript(context, Entry(f"{number:032x}"))
+        made = RolloutSession(context, Task(task_id="t", messages=[]), transcript, group_id="g")
         made.start([{"role": "user", "content": "hi"}])
         return made
 
     sessions = [session(number) for number in range(CALLS)]
     group = sglang_world.server.pid
     try:
-        async with services(health=HealthWatch(pool, config, metrics, time.monotonic).run):
+        async with services(health=HealthWatch(pool, config, metrics, time.monotonic).watch_engines):
             async with Nursery() as nursery:
                 for number, made in enumerate(sessions):
                     nursery.start_task(f"session {number}", made.generate())
                 await real.reached.wait()
                 os.killpg(group, signal.SIGSTOP)
                 stopped_s = time.monotonic()
-                pool.serve("spare", 0)
+                pool.serve_engine("spare", 0)
                 assert await pool.wait_for_repair() == "engine-0"
                 noticed_s = time.monotonic() - stopped_s
     finally:

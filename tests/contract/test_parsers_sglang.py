@@ -42,7 +42,7 @@ CALLS: list[list[tuple[str, dict[str, Any]]]] = [
 ]
 SERVERS_SIDE = """
 import json, sys
-import async_rl.engines.sglang.cpu_launcher  # has torchvision load beside a CPU's torch
+import async_rl.engines.sglang.cpu_launcher  # lets SGLang be imported here
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 asked = json.load(sys.stdin)

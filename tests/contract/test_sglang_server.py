@@ -19,7 +19,7 @@ from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite,
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer, free_port
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady, WeightSyncError
-from async_rl.weights.follower import Follower
+from async_rl.weights.weight_folder import WeightFolder
 from tests.support.engine_calls import Call, call, request
 from tests.support.sglang_world import SGLangWorld, in_trainer_order
 from trainer.weights.weight_export import WeightExport
@@ -90,13 +90,13 @@ class Sender:
         await engine.update_weights(update, flush=True)
 
     async def delta(self, engine: SGLangEngine, version: int) -> None:
-        now, follower = self.tensors, Follower(self.scratch / "host")
+        now, folder = self.tensors, WeightFolder(self.scratch / "host")
         self.tensors = in_trainer_order(load_file(self.before / "model.safetensors"))
         assert not self.export.write_delta(self.scratch / "delta", None, version - 1)
         self.tensors = now
         assert self.export.write_delta(self.scratch / "delta", version - 1, version)
-        follower.hold(str(self.before), version - 1)
-        path = follower.apply(str(self.scratch / "delta"))
+        folder.copy_version(str(self.before), version - 1)
+        path = folder.apply_delta(str(self.scratch / "delta"))
         await engine.update_weights(DiskUpdate(weight_version=version, path=path), flush=True)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from async_rl.engine_protocol import DiskUpdate
-from async_rl.engines.device_memory import stop
+from async_rl.engines.device_memory import stop_engine
 from tests.gpu.models import build, serving
 from tests.support.engine_calls import call
 from tests.support.train_batches import random_batch
@@ -82,7 +82,7 @@ async def test_an_engine_leaves_the_device_and_comes_back(tmp_path: Path, measur
         expected = await call(engine, PROMPT, 32)
         before = used_gib()
         begin = time.perf_counter()
-        empty = await (await stop(engine)).release()
+        empty = await (await stop_engine(engine)).release_all()
         release_s, during = time.perf_counter() - begin, used_gib()
         begin = time.perf_counter()
         loadable = await empty.resume_weights()

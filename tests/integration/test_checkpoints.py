@@ -6,9 +6,11 @@ import re
 import resource
 import shutil
 import threading
+from pathlib import PosixPath
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from async_rl.errors import CheckpointError
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
@@ -233,6 +235,24 @@ def test_nothing_is_made_that_does_not_belong_there_when_metadata_is_read(tmp_pa
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Foreign()))
     with pytest.raises(CheckpointError, match=r"builtins.print does not belong there"):
+        storage.read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "error"),
+    [
+        (_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT", "holds a _MEM_FORMAT_ENCODING, expected Metadata"),
+        (_MEM_FORMAT_ENCODING, "mro", "does not belong there"),
+        (PosixPath, "home", "does not belong there"),
+    ],
+)
+def test_only_memory_formats_are_looked_up_when_metadata_is_of_debians_python(tmp_path, kind, name, error):
+    class Member:
+        def __reduce__(self):
+            return (getattr, (kind, name))
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Member()))
+    with pytest.raises(CheckpointError, match=error):
         storage.read_metadata(tmp_path)
 
 

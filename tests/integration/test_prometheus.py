@@ -27,14 +27,17 @@ from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import Summary
 from async_rl.run import orchestrator
 from monitoring.dashboard import dashboard
-from tests.support.tools import program
+from tests.support.environment import program
 from tests.support.troubled_run import TroubledCluster, settings
 from tests.unit.test_dashboards import expressions
 
 UNUSED = "async_rl_hand_over_"
 """What the run has no numbers of: its engines and its trainer share no devices."""
 
-pytestmark = pytest.mark.timeout(600)  # the run ends by what happens in it, however slow the machine is
+pytestmark = [
+    pytest.mark.needs("prometheus"),
+    pytest.mark.timeout(600),  # the run ends by what happens in it, however slow the machine is
+]
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "monitoring" / "rules"
@@ -45,7 +48,7 @@ SCRAPES = 24
 
 def promtool(*words: str | Path) -> None:
     done = subprocess.run(
-        [program("promtool", "prometheus"), *words], capture_output=True, text=True, timeout=100, check=False
+        [program("promtool"), *words], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -87,7 +90,7 @@ def prometheus(folder: Path) -> Iterator[Server]:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     process = subprocess.Popen(
         [
-            program("prometheus", "prometheus"),
+            program("prometheus"),
             f"--config.file={folder}/monitoring/prometheus.yml",
             f"--storage.tsdb.path={folder}/data",
             f"--web.listen-address={address}",

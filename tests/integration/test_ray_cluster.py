@@ -165,10 +165,10 @@ async def test_a_run_goes_on_when_a_node_with_ranks_and_an_engine_is_taken_away_
         await lines.seen("Ray has no room for 2 x engine")
         await steps.more(2)
         nodes.kill("quick_server")  # of the engine on the node that is left, which has its place there
-        await lines.seen("engine engine-0 is back", "engine engine-1 is back")
+        await lines.seen("engine engine-0 serves again", "engine engine-1 serves again")
         await asyncio.to_thread(nodes.start, engines=1)
         for engine in ("engine-0", "engine-1"):
-            await lines.seen(f"engine {engine} is back")
+            await lines.seen(f"engine {engine} serves again")
         await steps.more(2)
         stop.set()
 

@@ -207,7 +207,7 @@ async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
     async def kill_an_engine_and_stop_once_it_is_back() -> None:
         await until(lambda: steps() >= 2)
         kill_scheduler(os.environ[FOLDER])
-        await until(lambda: "is back" in caplog.text)
+        await until(lambda: "serves again" in caplog.text)
         done = steps()
         await until(lambda: steps() >= done + 2)
         stop.set()

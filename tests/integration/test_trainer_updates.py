@@ -151,7 +151,7 @@ def of(batch, trajectories):
 def only(values, placed, num_tokens):
     found = np.zeros(num_tokens, np.float32)
     for micro_batch in placed:
-        found[micro_batch.tokens] = values[micro_batch.tokens]
+        found[micro_batch.token_indices] = values[micro_batch.token_indices]
     return found
 
 

@@ -17,9 +17,7 @@ from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spe
 RECEIVER = """
 import sys, json
 import torch
-library = torch.library.Library("torchvision", "DEF")
-for operator in ("nms", "qnms"):
-    library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+import async_rl.engines.sglang.cpu_launcher  # lets SGLang be imported here
 from sglang.srt.utils.common import init_custom_process_group
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 

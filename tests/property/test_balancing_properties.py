@@ -18,13 +18,14 @@ class World:
 
     def __init__(self, num_engines: int, *, paced: bool) -> None:
         self.balancer = Balancer(max_prefill_tokens=BUDGET if paced else None)
+        self.paced = paced
         self.names = [f"engine-{i}" for i in range(num_engines)]
         self.serving = dict.fromkeys(self.names, True)
         self.calls: list[tuple[str, int, int, bool]] = []  # engine, tokens, prefill tokens, prefilled
-        self.homes: dict[int, str] = {}
+        self.sticky: dict[int, str] = {}
         for name in self.names:
-            self.balancer.add(name)
-            self.balancer.open(name)
+            self.balancer.add_engine(name)
+            self.balancer.open_engine(name)
 
     def load(self, name: str) -> int:
         return sum(tokens for engine, tokens, *_ in self.calls if engine == name)
@@ -34,8 +35,8 @@ class World:
 
     def arrive(self, key: int, tokens: int, *, cached: bool) -> bool:
         serving = [name for name in self.names if self.serving[name]]
-        home = self.homes.get(key)
-        name = self.balancer.choose(home=home, cached=cached)
+        sticky = self.sticky.get(key)
+        name = self.balancer.choose_engine(sticky=sticky, cached=cached)
         if not serving:
             assert name is None
             return False
@@ -47,40 +48,40 @@ class World:
             return False
         assert self.serving[name]
         assert self.load(name) <= (1 + DEFAULT_SLACK) * mean
-        at_home = cached and name == home
-        assert at_home or self.prefill(name) < BUDGET or self.balancer._max_prefill_tokens is None
-        prefill = 0 if at_home else tokens // 2
-        self.balancer.begin(name, tokens=tokens, prefill_tokens=prefill)
+        on_sticky = cached and name == sticky
+        assert on_sticky or self.prefill(name) < BUDGET or not self.paced
+        prefill = 0 if on_sticky else tokens // 2
+        self.balancer.begin_call(name, tokens=tokens, prefill_tokens=prefill)
         self.calls.append((name, tokens, prefill, False))
-        self.homes[key] = name
+        self.sticky[key] = name
         return True
 
     def prefilled(self, index: int) -> None:
         name, tokens, prefill, done = self.calls[index]
         if not done:
-            self.balancer.prefilled(name, prefill)
+            self.balancer.end_prefill(name, prefill)
             self.calls[index] = (name, tokens, prefill, True)
 
     def leave(self, index: int) -> None:
         self.prefilled(index)
         name, tokens, *_ = self.calls.pop(index)
-        self.balancer.end(name, tokens)
+        self.balancer.end_call(name, tokens)
 
-    def turn(self, name: str) -> None:
+    def toggle_engine(self, name: str) -> None:
         """An engine fails, or comes back without a call."""
         self.serving[name] = not self.serving[name]
         if self.serving[name]:
-            self.balancer.open(name)
+            self.balancer.open_engine(name)
             return
-        self.balancer.close(name)
+        self.balancer.close_engine(name)
         for index in reversed(range(len(self.calls))):
             if self.calls[index][0] == name:
                 self.leave(index)
 
     def check(self) -> None:
         for name in self.names:
-            assert self.balancer.load(name) == self.load(name)
-            assert self.balancer.prefill(name) == self.prefill(name)
+            assert self.balancer.load_of(name) == self.load(name)
+            assert self.balancer.prefill_tokens_of(name) == self.prefill(name)
         serving = [self.load(name) for name in self.names if self.serving[name]]
         mean = sum(serving) / max(1, len(serving))
         assert self.balancer.imbalance == pytest.approx(max(serving) / mean if mean else 1.0)
@@ -90,7 +91,7 @@ class World:
     seed=st.integers(0, 2**32),
     num_engines=st.integers(1, 7),
     paced=st.booleans(),
-    events=st.lists(st.sampled_from(["arrive"] * 3 + ["prefilled", "leave", "turn"]), max_size=60),
+    events=st.lists(st.sampled_from(["arrive"] * 3 + ["prefilled", "leave", "toggle"]), max_size=60),
 )
 def test_no_engine_is_chosen_above_the_bound_when_calls_and_engines_come_and_go(
     seed: int, num_engines: int, paced: bool, events: list[str]
@@ -99,8 +100,8 @@ def test_no_engine_is_chosen_above_the_bound_when_calls_and_engines_come_and_go(
     for event in events:
         if event == "arrive":
             world.arrive(rng.randrange(20), rng.randrange(1, 4000), cached=rng.random() < 0.5)
-        elif event == "turn":
-            world.turn(rng.choice(world.names))
+        elif event == "toggle":
+            world.toggle_engine(rng.choice(world.names))
         elif world.calls:
             getattr(world, event)(rng.randrange(len(world.calls)))
         world.check()
@@ -126,20 +127,20 @@ def test_an_engine_that_comes_back_empty_is_filled_a_prefill_at_a_time(seed: int
     for key in range(60):
         assert world.arrive(key, 1000, cached=False)
         world.prefilled(len(world.calls) - 1)
-    world.turn("engine-0")
-    moved = [key for key, home in world.homes.items() if home == "engine-0"]
+    world.toggle_engine("engine-0")
+    moved = [key for key, sticky in world.sticky.items() if sticky == "engine-0"]
     for key in moved:
         if world.arrive(key, 1000, cached=False):
             world.prefilled(len(world.calls) - 1)
-    world.turn("engine-0")
+    world.toggle_engine("engine-0")
     left = 0
     stayed = [key for key in range(60) if key not in moved]
     for key in rng.sample(stayed, 20):  # next turns of trajectories that never left their engine
-        index = next(i for i, call in enumerate(world.calls) if call[0] == world.homes[key])
+        index = next(i for i, call in enumerate(world.calls) if call[0] == world.sticky[key])
         world.leave(index)
-        home = world.homes[key]
+        sticky = world.sticky[key]
         world.arrive(key, 1000, cached=True)
-        left += world.homes[key] != home
+        left += world.sticky[key] != sticky
     assert left <= 6  # until those of before are within the bound again, where all 20 left for the empty one
     for key in range(100, 130):
         world.arrive(key, 1000, cached=False)

@@ -87,18 +87,18 @@ class Life:
         self.journal = Journal(folder)
         self.left = self.journal.restore({"0" * 32}, newest_version=99)
         self.number = numbers
-        entry = self.open("0" * 32, ())
+        self.entry = entry = self.open("0" * 32, ())
         engine = simulated(self.sample, decode_step_s=0.02)  # type: ignore[arg-type]
         self.bench = Bench(
             engine,
             entry=entry,
+            open_branch_entry=self.open,
             interrupt=interrupt,  # type: ignore[arg-type]
             merge="splice",
             max_context_tokens=200,
             max_branches=50,
         )
         self.session = self.bench.session
-        self.session._open_branch = self.open
 
     def sample(self, prefix: Sequence[int], rng: random.Random) -> int:
         return next(self.number)
@@ -148,13 +148,13 @@ async def live(
     if not await life.run(steps, blows, kill_s):
         life = Life(folder, numbers, interrupt)
         tokens = (segment.token_ids for state in life.left.values() for segment in state.segments)
-        known = life.session._entry.replay
+        known = life.entry.replay
         tokens = [*tokens, *(s.token_ids for s in (known.segments if known else ()))]
         journalled = {token for ids in tokens for token in ids.tolist() if token >= FIRST}
         assert await life.run(steps, (), None)
     assert await life.session.close() == 0
     tree = life.session.tree
-    return [await each.finish(each.stop_reason, {"reward": 0.5}) for each in tree], journalled
+    return [await each.finish_trajectory(each.stop_reason, {"reward": 0.5}) for each in tree], journalled
 
 
 @settings(max_examples=60, deadline=None)

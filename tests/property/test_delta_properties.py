@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from async_rl.weights import delta
 from async_rl.weights.delta import DeltaRefused, DeltaWriter
-from async_rl.weights.follower import Follower
+from async_rl.weights.weight_folder import WeightFolder
 from trainer.weights.weight_export import raw_of
 
 DTYPES = (
@@ -71,9 +71,9 @@ def test_the_result_is_the_new_version_bit_for_bit_when_a_delta_is_applied(tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta, "_ELEMENTS", stretch)
         base, path = written(old, new, tmp_path / "run")
-        follower = Follower(tmp_path / "host")
-        follower.hold(str(base), 1)
-        got = load_file(Path(follower.apply(str(path))) / "model.safetensors")
+        folder = WeightFolder(tmp_path / "host")
+        folder.copy_version(str(base), 1)
+        got = load_file(Path(folder.apply_delta(str(path))) / "model.safetensors")
     assert got.keys() == new.keys()
     for name, tensor in new.items():
         assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape)
@@ -89,10 +89,10 @@ def test_a_delta_is_refused_when_any_bit_of_it_is_flipped(tmp_path, pair, data):
     bit = data.draw(st.integers(0, 8 * len(damaged) - 1))
     damaged[bit // 8] ^= 1 << bit % 8
     path.write_bytes(damaged)
-    follower = Follower(tmp_path / "host")
-    held = Path(follower.hold(str(base), 1))
+    folder = WeightFolder(tmp_path / "host")
+    held = Path(folder.copy_version(str(base), 1))
     with pytest.raises(DeltaRefused) as refused:
-        follower.apply(str(path))
+        folder.apply_delta(str(path))
     assert refused.value.reason == "damaged"
     assert raws_of(held) == raws_of(base)  # it stays, for whole files to replace
 
@@ -101,8 +101,8 @@ def test_a_delta_is_refused_when_any_bit_of_it_is_flipped(tmp_path, pair, data):
 @given(pairs(), st.data())
 def test_a_delta_is_refused_when_any_bit_of_the_base_is_flipped(tmp_path, pair, data):
     base, path = written(*pair, tmp_path / "run")
-    follower = Follower(tmp_path / "host")
-    held = Path(follower.hold(str(base), 1)) / "model.safetensors"
+    folder = WeightFolder(tmp_path / "host")
+    held = Path(folder.copy_version(str(base), 1)) / "model.safetensors"
     size = sum(tensor.nbytes for tensor in pair[0].values())
     if not size:
         return
@@ -110,7 +110,7 @@ def test_a_delta_is_refused_when_any_bit_of_the_base_is_flipped(tmp_path, pair, 
     damaged[len(damaged) - 1 - data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
     held.write_bytes(damaged)
     with pytest.raises(DeltaRefused) as refused:
-        follower.apply(str(path))
+        folder.apply_delta(str(path))
     assert refused.value.reason == "base"
 
 

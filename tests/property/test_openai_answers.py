@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from agent_loops.openai_agent import CallReader
 from agent_loops.parsing import load_parser
 from async_rl.openai_api.answers import Form, show
-from async_rl.rollout.session.growing_text import GrowingText
+from async_rl.rollout.session.tokens import GrowingText
 from tests.support.talk import ByteTokenizer
 
 PIECES = st.sampled_from(
@@ -53,7 +53,7 @@ def test_text_grows_to_what_all_tokens_decode_to_when_they_come_in_pieces(chunks
     decode = ByteTokenizer().decode
     growing = GrowingText(decode, told.append)
     for chunk in chunks:
-        growing.take(list(chunk))
+        growing.add_tokens(list(chunk))
     whole = decode(list(b"".join(chunks)))
     assert whole.startswith("".join(told))
     if not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # else it waits for the rest of a character

@@ -112,8 +112,8 @@ class Fate:
         if step.end == "die":
             assert self.bench is not None
             loop = asyncio.get_running_loop()
-            loop.call_soon(self.bench.pool.rejoin, self.engine_id)
-            loop.call_soon(self.bench.pool.serve, self.engine_id, self.version)
+            loop.call_soon(self.bench.pool.rejoin_engine, self.engine_id)
+            loop.call_soon(self.bench.pool.serve_engine, self.engine_id, self.version)
             raise EngineError("gone")
         if self.world.interrupt == "in_place":  # what was fed before an update stays
             first = versions[0] if versions else self.version
@@ -150,7 +150,7 @@ class Fate:
     def _update(self) -> None:
         assert self.bench is not None
         self.version += 1
-        self.bench.pool.serve(self.engine_id, self.version)
+        self.bench.pool.serve_engine(self.engine_id, self.version)
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
         fed = np.frombuffer(payload.data, np.int32).reshape(2, -1)
@@ -199,14 +199,14 @@ async def live(world: World, engine: Fate) -> Trajectory:
 
 
 def edit(bench: Bench, place: int) -> None:
-    session = bench.session
-    place %= session._length
-    session._buffer[place] += 1
+    tokens = bench.session.writer.tokens
+    place %= len(tokens)
+    tokens.token_ids[place] += 1
     begin = 0
-    for index, segment in enumerate(session._segments):
+    for index, segment in enumerate(tokens.segments):
         end = begin + len(segment.token_ids)
-        copy = session._buffer[begin:end].copy()
-        session._segments[index] = msgspec.structs.replace(segment, token_ids=copy)
+        copy = tokens.token_ids[begin:end].copy()
+        tokens.segments[index] = msgspec.structs.replace(segment, token_ids=copy)
         begin = end
 
 

@@ -103,7 +103,7 @@ async def test_the_next_checkpoint_is_tried_when_one_cannot_be_written(
     SlowDisk(cluster, fails={2})
     summary = await run(config, cluster)
     assert summary.weight_versions == 6
-    assert "the disk is full at 2; training goes on, the newest checkpoint is of step 0" in caplog.text
+    assert "the disk is full at 2; training continues; the newest checkpoint is of step 0" in caplog.text
     assert made[0].registry.get_sample_value("async_rl_checkpoint_failures_total") == 1
     assert made[0].registry.get_sample_value("async_rl_checkpoint_step") == 6
 

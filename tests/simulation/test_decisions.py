@@ -115,8 +115,8 @@ def admit_another_task(patch: pytest.MonkeyPatch) -> None:
         return original(self)
 
     held: list[Any] = []
-    original = Feeder.next
-    patch.setattr(Feeder, "next", following)
+    original = Feeder.next_task
+    patch.setattr(Feeder, "next_task", following)
 
 
 def label_a_version_off(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def delivered(
     """What became of each delta in a run in which nothing was found wrong."""
     seen: list[str] = []
 
-    async def apply(self: SimulatedFolder, path: str) -> str:
+    async def apply_delta(self: SimulatedFolder, path: str) -> str:
         try:
             result = await original(self, path)
         except DeltaRefused as error:
@@ -27,8 +27,8 @@ def delivered(
         seen.append("applied")
         return result
 
-    original = SimulatedFolder.apply
-    monkeypatch.setattr(SimulatedFolder, "apply", apply)
+    original = SimulatedFolder.apply_delta
+    monkeypatch.setattr(SimulatedFolder, "apply_delta", apply_delta)
     scenario = overlapping(SLOW_STEP, *faults, transport="delta")
     weights = replace(scenario.config.weights, overlap=overlap)
     scenario = replace(scenario, config=replace(scenario.config, weights=weights))

@@ -18,7 +18,7 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary
-from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.simulation.virtual_time import VirtualTimeLoop
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
@@ -133,16 +133,16 @@ class World:
         numbers = itertools.count()  # what engines sample follows from the names: a run repeats itself
         async with asyncio.TaskGroup() as group:
             beside = group.create_task(stage(self.cluster))
-            driver = Orchestrator(
-                self.config, run_dir, asyncio.Event(), self.cluster, self.metrics, loop.time
-            )
-            summary = await driver.run(
+            inputs = RunInputs(
                 load_tasks(self.config.data),
                 load_chat_format(self.config.model.path),
                 load_facts(self.config.model.path),
                 lambda: f"{next(numbers):032x}",
-                None,
             )
+            driver = Orchestrator(
+                self.config, run_dir, asyncio.Event(), self.cluster, self.metrics, loop.time, inputs
+            )
+            summary = await driver.run()
             beside.cancel()
         assert summary.trajectories.unaccounted == 0
         assert summary.staleness_max <= self.config.rollout.max_staleness

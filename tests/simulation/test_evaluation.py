@@ -22,7 +22,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, read_records
 from async_rl.queue.archive import FILE, ArchiveReader
 from async_rl.rollout.session.api import Session
-from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.waits import acting
 from async_rl.simulation.scenario import FACTS
 from async_rl.simulation.users import SimulatedChat
@@ -119,7 +119,7 @@ class World:
 
         def listening(request):
             pool = self.orchestrator.pool
-            standing = pool.standing_of(engine.engine_id)
+            standing = pool.snapshot_of(engine.engine_id)
             evaluates = standing is not None and standing.state is EngineState.EVALUATING
             self.heard.append((engine.engine_id, evaluates))
             self.called(engine, evaluates)
@@ -129,24 +129,30 @@ class World:
 
     called: Callable[[SimulatedEngine, bool], None] = staticmethod(lambda engine, evaluates: None)
 
+    def lent_engines(self) -> int:
+        """Engines that are lent to an evaluation and not reserved for it."""
+        reserved = self.config.evaluation.engines
+        evaluating = len(self.orchestrator.pool.engines(EngineState.EVALUATING))
+        return max(0, evaluating - (reserved if isinstance(reserved, int) else 0))
+
     def run(self) -> Summary:
         async def main() -> Summary:
             loop = asyncio.get_running_loop()
             for name in ("checkpoints", "logs"):
                 (self.run_dir / name).mkdir(parents=True, exist_ok=True)
-            self.orchestrator = Orchestrator(
-                self.config, self.run_dir, self.stop, self.cluster, Metrics(), loop.time
-            )
             ids = itertools.count()
-            with acting("run", waits=self.orchestrator.named_waits):
-                return await self.orchestrator.run(
-                    [task(f"t{i}") for i in range(50)],
-                    SimulatedChat(),
-                    FACTS,
-                    lambda: f"{next(ids):032x}",
-                    None,
-                    validation=VALIDATION,
-                )
+            inputs = RunInputs(
+                [task(f"t{i}") for i in range(50)],
+                SimulatedChat(),
+                FACTS,
+                lambda: f"{next(ids):032x}",
+                VALIDATION,
+            )
+            self.orchestrator = Orchestrator(
+                self.config, self.run_dir, self.stop, self.cluster, Metrics(), loop.time, inputs
+            )
+            with acting("run", waits=self.orchestrator.waits):
+                return await self.orchestrator.run()
 
         return run_virtual(main())
 
@@ -187,7 +193,7 @@ def check(world: World, summary: Summary) -> None:
         assert record.unaccounted == 0
         if record.status == "done":
             assert record.asked == NUM_ANSWERS
-    assert not world.orchestrator.pool.lends
+    assert not world.lent_engines()
 
 
 @pytest.mark.parametrize("rolling", [False, True])
@@ -239,12 +245,12 @@ def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared(tmp_p
 
     async def watched(path: str, number: int):
         pool = world.orchestrator.pool
-        assert not pool.has(EngineState.EVALUATING, EngineState.SERVING)
+        assert not pool.engines(EngineState.EVALUATING, EngineState.SERVING)
         return await step(path, number)
 
     def called(engine: SimulatedEngine, evaluates: bool) -> None:
         if evaluates:
-            turns.append(world.orchestrator._devices.turns.turn)
+            turns.append(world.orchestrator.devices.turns.turn)
 
     world.cluster.trainer.train_step = watched  # type: ignore[method-assign]
     world.called = called  # type: ignore[method-assign]
@@ -281,10 +287,10 @@ def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp
     interrupt, asked = engine.interrupt, list[str]()
 
     async def fail_once(mode: Any) -> None:
-        standing = world.orchestrator.pool.standing_of(engine.engine_id)
+        standing = world.orchestrator.pool.snapshot_of(engine.engine_id)
         if not asked and standing is not None and standing.state is EngineState.EVALUATING:
-            asked.append(world.orchestrator._devices.turns.turn)
-            world.orchestrator._devices.turns.move("to trainer")
+            asked.append(world.orchestrator.devices.turns.turn)
+            world.orchestrator.devices.turns.move("to trainer")
             asyncio.get_running_loop().call_later(1.0, world.stop.set)
             raise EngineError("it does not end its calls")
         await interrupt(mode)
@@ -421,7 +427,7 @@ def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_path):
     assert [r.status for r in world.records] == ["done"] * len(world.records)
     assert world.records[0].weight_version in (2, 3)
     assert world.records[-1].weight_version == 6
-    assert not world.orchestrator.pool.lends
+    assert not world.lent_engines()
 
 
 def test_an_engine_that_the_run_takes_away_is_lost_to_its_evaluation(tmp_path):
@@ -434,7 +440,7 @@ def test_an_engine_that_the_run_takes_away_is_lost_to_its_evaluation(tmp_path):
             taken.append(engine.engine_id)
             pool = world.orchestrator.pool
             asyncio.get_running_loop().call_later(
-                0.05, pool.quarantine, engine.engine_id, EngineError("its process ended")
+                0.05, pool.quarantine_engine, engine.engine_id, EngineError("its process ended")
             )
 
     world.called = called  # type: ignore[method-assign]

@@ -149,4 +149,4 @@ def test_the_run_ends_with_the_cause_when_no_group_is_scored(play: Callable[...,
         play()
     error = first_error(caught.value)
     assert isinstance(error, AsyncRLError)
-    assert "returned 1 rewards, expected 4, one a completion" in str(error)
+    assert "returned 1 rewards, expected 4, one for each completion" in str(error)

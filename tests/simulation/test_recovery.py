@@ -26,7 +26,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal_file import Journalled, read
 from async_rl.queue.ledger import Conservation, Ledger
 from async_rl.rollout.session.api import Session
-from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error
 from async_rl.simulation.users import SimulatedChat
 from async_rl.simulation.virtual_time import VirtualTimeLoop
@@ -143,10 +143,10 @@ class World:
                 raise Killed
 
         loop = VirtualTimeLoop(after_step=after_step)
-        run = Orchestrator(self.config, here, asyncio.Event(), cluster, metrics, loop.time)
         chat = cast(ChatFormat, SimulatedChat())
-        facts = load_facts(self.config.model.path)
-        main = loop.create_task(run.run(TASKS, chat, facts, self.new_id, None))
+        inputs = RunInputs(TASKS, chat, load_facts(self.config.model.path), self.new_id)
+        run = Orchestrator(self.config, here, asyncio.Event(), cluster, metrics, loop.time, inputs)
+        main = loop.create_task(run.run())
         error: BaseException | None = None
         try:
             loop.run_until_complete(main)

@@ -59,7 +59,7 @@ def wave(budget: int | None, *, stagger_s: float = 0.05, seed: int = 0) -> Wave:
         pool = EnginePool(Metrics(), loop.time, max_prefill_tokens=budget)
         engines = [Prefilling(f"engine-{index}") for index in range(ENGINES)]
         for engine in engines:
-            pool.add(cast(Engine, engine))
+            pool.add_engine(cast(Engine, engine))
         firsts: dict[int, float] = {}
         began: list[int] = []
         finished = asyncio.Event()
@@ -85,10 +85,10 @@ def wave(budget: int | None, *, stagger_s: float = 0.05, seed: int = 0) -> Wave:
                 nursery.start_task(f"resume {number}", resume(number))
             await asyncio.sleep(0)
             for engine in engines:
-                pool.serve(engine.engine_id, 1)
+                pool.serve_engine(engine.engine_id, 1)
                 await asyncio.sleep(stagger_s)
             await finished.wait()
-            imbalance = pool.imbalance
+            imbalance = pool.statistics.imbalance
             for engine in engines:
                 engine.done.set()
         times = np.array(list(firsts.values()))

@@ -51,7 +51,9 @@ def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
     assert any("." in state.trajectory_id and state.num_sampled_tokens for state in taken_over)
 
 
-@pytest.mark.parametrize("within", ["WorkerBackend._keep", "WorkerBackend._attend", "WorkerSession._write"])
+@pytest.mark.parametrize(
+    "within", ["WorkerBackend._keep_worker", "WorkerBackend._serve_attempt", "RemoteWriter.write_turn"]
+)
 def test_nothing_is_lost_when_a_run_with_workers_is_cancelled(tmp_path: Path, within: str) -> None:
     faults: tuple[WorkerFault, ...] = ("kill_worker", "mute_worker")
     swept = sweep(with_two_workers(small_run(0, faults)), tmp_path, within=within)

@@ -70,7 +70,7 @@ def test_a_run_ends_well_when_one_side_fails_in_a_hand_over(
     assert found.faults.keys() >= set(faults[:2])
 
 
-@pytest.mark.parametrize("function", ["to_engines", "_clear"])
+@pytest.mark.parametrize("function", ["hand_to_engines", "_clear_engine"])
 def test_nothing_is_lost_when_a_run_is_cancelled_in_the_middle_of_a_hand_over(
     function: str, tmp_path: Path
 ) -> None:
@@ -93,19 +93,18 @@ def leave_failed_engines_alone(patch: pytest.MonkeyPatch) -> None:
     async def nothing(engine_id: str) -> None:
         return None
 
-    def wired(self: SharedDevices, *arguments: Any, **options: Any) -> None:
-        original(self, *arguments, **options)
-        self._stop_engine = nothing
+    def wired(self: SharedDevices, pool: Any, end_engine: Any, *arguments: Any, **options: Any) -> None:
+        original(self, pool, nothing, *arguments, **options)
 
     original = SharedDevices.__init__
     patch.setattr(SharedDevices, "__init__", wired)
 
 
-def stop_nobody(patch: pytest.MonkeyPatch) -> None:
-    async def stop(engine: Any) -> device_memory.Stopped:
-        return device_memory.Stopped(engine)
+def stop_no_engine(patch: pytest.MonkeyPatch) -> None:
+    async def stop_engine(engine: Any) -> device_memory.StoppedEngine:
+        return device_memory.StoppedEngine(engine)
 
-    patch.setattr("async_rl.run.device_sharing.stop", stop)
+    patch.setattr("async_rl.run.device_sharing.stop_engine", stop_engine)
 
 
 def train_without_asking(patch: pytest.MonkeyPatch) -> None:
@@ -120,7 +119,7 @@ def train_without_asking(patch: pytest.MonkeyPatch) -> None:
     [
         (start_engines_at_any_time, ("die",), "out of memory"),
         (leave_failed_engines_alone, ("refuse_memory",), "out of memory"),
-        (stop_nobody, (), "dies of what it was asked"),
+        (stop_no_engine, (), "dies of what it was asked"),
         (train_without_asking, (), "its memory is on the host"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -30,7 +30,7 @@ from async_rl.rollout.groups import GroupInFlight
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.slots import Slots
-from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import Nursery, first_error, service_of
 from async_rl.runtime.waits import acting
 from async_rl.simulation.virtual_time import run_virtual
@@ -149,13 +149,14 @@ class Patient:
         run_dir = Path(self.config.run.dir) / self.config.run.name
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         clock = asyncio.get_running_loop().time
-        return Orchestrator(self.config, run_dir, asyncio.Event(), self.cluster, self.metrics, clock)
-
-    async def live(self, orchestrator: Orchestrator) -> Summary:
         path = self.config.model.path
         tasks, chat, facts = load_tasks(self.config.data), load_chat_format(path), load_facts(path)
-        with acting("run", waits=orchestrator.named_waits):
-            return await orchestrator.run(tasks, chat, facts, lambda: f"{next(self.numbers):032x}", None)
+        inputs = RunInputs(tasks, chat, facts, lambda: f"{next(self.numbers):032x}")
+        return Orchestrator(self.config, run_dir, asyncio.Event(), self.cluster, self.metrics, clock, inputs)
+
+    async def live(self, orchestrator: Orchestrator) -> Summary:
+        with acting("run", waits=orchestrator.waits):
+            return await orchestrator.run()
 
     def run(self) -> Summary:
         """To its end."""
@@ -174,7 +175,7 @@ class Patient:
                 nursery.start_task("run", self.live(orchestrator))
                 await begun.wait()
                 await asyncio.sleep(MINUTE - 1)
-                health = orchestrator.pulse.health()
+                health = orchestrator.live_status.health()
                 nursery.cancel_tasks()
             assert health["waiting_for"][0].startswith(("train loop waits for", "run waits for"))
             return msgspec.convert(health["diagnosis"], Diagnosis)
@@ -441,11 +442,11 @@ def test_calls_move_with_their_tokens_when_an_engine_is_silent(patient: Make) ->
     run = patient(*REPAIR, "engine.stall_s=25", "engine.probe_s=3600", "engine.num_engines=1")
     silent = SilentEngine("engine-0", run.config.engine, facts=run.cluster.engines[0].facts)
     run.cluster.engines[0] = silent
-    HealthWatch.run, original = never, HealthWatch.run  # type: ignore[method-assign]
+    HealthWatch.watch_engines, original = never, HealthWatch.watch_engines  # type: ignore[method-assign]
     try:
         cured(run, "chunk")
     finally:
-        HealthWatch.run = original  # type: ignore[method-assign]
+        HealthWatch.watch_engines = original  # type: ignore[method-assign]
     assert run.cluster.restarts == ["engine-0"]
 
 

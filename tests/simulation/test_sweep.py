@@ -21,18 +21,18 @@ def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path:
     met = {place.function for place in swept.places}
     assert len(swept.places) > 100
     assert met >= {
-        "EnginePool.lease",
+        "LeaseDispatcher.lease",
         "Lease.generate",
-        "Transcript._call",
-        "RolloutManager._settle",
+        "Transcript._call_engine",
+        "RolloutManager._settle_group",
         "TrajectoryQueue._put",
         "TrajectoryQueue.take",
         "Journal.tick",
         "TrainLoop.run",
-        "TrainerRestarts.again",
-        "Repair._bring_back",
-        "WeightSync._load",
-        "WeightSync._publish_files",
+        "TrainerRestarts.restart_trainer",
+        "EngineRepair._repair_engine",
+        "EngineUpdater._load_weights",
+        "WeightPublisher.publish_files",
     }
     # Each cancellation took place, and an incarnation after it came to the end.
     assert all(
@@ -44,5 +44,5 @@ def test_the_sweep_sees_it_when_a_task_group_loses_a_cancellation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervision, "_TaskGroup", asyncio.TaskGroup)
-    swept = sweep(small_run(0, FAULTS), tmp_path, within="Repair.run")
+    swept = sweep(small_run(0, FAULTS), tmp_path, within="EngineRepair.repair_engines")
     assert swept.violations == ["the run was cancelled and ended as if it had not been"]

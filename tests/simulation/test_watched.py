@@ -10,7 +10,7 @@ import aiohttp
 
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import append_record
-from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.orchestrator import Orchestrator, RunInputs
 from tests.simulation.test_loop import make_config, run
 from tests.support.finished_run import records
 from tests.support.local_cluster import LocalCluster
@@ -58,9 +58,10 @@ async def test_the_page_shows_earlier_lives_before_the_trainer_is_up(
     folder.mkdir()
     for record in records(4):
         append_record(folder / "metrics.jsonl", record)
+    clock, inputs = asyncio.get_running_loop().time, RunInputs.load(config, lambda: "")
     orchestrator = Orchestrator(
-        config, folder, asyncio.Event(), LocalCluster(config), Metrics(), asyncio.get_running_loop().time
+        config, folder, asyncio.Event(), LocalCluster(config), Metrics(), clock, inputs
     )
-    now = orchestrator.pulse.now()
+    now = orchestrator.live_status.now()
     assert [record.step for record in orchestrator.run_log.records] == [1, 2, 3, 4]
     assert (now.step, now.phase, now.engines, now.slowest) == (4, "starting", [], [])

@@ -37,11 +37,12 @@ class Asked:
 
     async def trajectory(self) -> Trajectory:
         """What has become of it."""
-        return await self.bench.session.finish("completed", {"reward": 1.0})
+        return await self.bench.session.finish_trajectory("completed", {"reward": 1.0})
 
     async def trajectories(self) -> list[Trajectory]:
         """What has become of all its conversations, once it is closed."""
-        return [await session.finish("completed", {"reward": 1.0}) for session in self.bench.session.tree]
+        tree = self.bench.session.tree
+        return [await session.finish_trajectory("completed", {"reward": 1.0}) for session in tree]
 
     def text(self, trajectory: Trajectory) -> str:
         """All tokens as text, special ones visible."""

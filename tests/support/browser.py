@@ -16,6 +16,16 @@ from typing import Any
 
 import aiohttp
 
+FLAGS = (
+    "--headless",
+    "--no-sandbox",  # tests run as root in containers; the page is ours
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--disable-background-networking",
+)
+
 _LINE = re.compile(rb"DevTools listening on (ws://\S+)")
 
 
@@ -103,13 +113,7 @@ async def browser(chromium: str, profile: Path) -> AsyncIterator[Tab]:
     """
     process = await asyncio.create_subprocess_exec(
         chromium,
-        "--headless",
-        "--no-sandbox",  # tests run as root in containers; the page is ours
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--hide-scrollbars",
-        "--no-first-run",
-        "--disable-background-networking",
+        *FLAGS,
         "--remote-debugging-port=0",
         f"--user-data-dir={profile}",
         stdout=asyncio.subprocess.DEVNULL,

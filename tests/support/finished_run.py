@@ -135,7 +135,7 @@ LOG = f"""\
 2026-11-21 11:36:24,100 INFO    async_rl.queue.ledger: nobody needs to know this
 2026-11-21 11:41:02,117 WARNING async_rl.engines.pool: engine engine-1 is quarantined at version 75: silent
 2026-11-21 11:41:02,118 WARNING async_rl.rollout.manager: task {HOSTILE}, attempt 1: it raised
-2026-11-21 11:42:12,500 INFO    async_rl.engines.repair: engine engine-1 is back
+2026-11-21 11:42:12,500 INFO    async_rl.engines.repair: engine engine-1 serves again
 """
 """What a driver writes down of such a run."""
 

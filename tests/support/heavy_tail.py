@@ -18,7 +18,7 @@ import numpy as np
 from async_rl.codec import read_frame
 from async_rl.config import Config, parse_config
 from async_rl.data.chat_format import ChatFormat
-from async_rl.data.feeder import Feeder
+from async_rl.data.feeder import Feeder, TaskRetries
 from async_rl.data.order import TaskOrder
 from async_rl.engine_protocol import DiskUpdate, EngineFacts
 from async_rl.engines.pool import EnginePool
@@ -31,6 +31,7 @@ from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.api import Session
+from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.supervision import services
 from async_rl.simulation.coarse_engine import CoarseEngine, EngineSpeed, mark
 from async_rl.types import Completion, Task, TrainBatch
@@ -147,6 +148,11 @@ class World:
         self.engines = [CoarseEngine(f"engine-{i}", speed) for i in range(engines)]
         self.ledger = Ledger(folder / "ledger.sqlite")
         self.ledger.rollback(step)
+        retries = TaskRetries(
+            max_retries=self.config.rollout.max_task_retries,
+            retry_after=groups_per_batch,
+            metrics=self.metrics,
+        )
         self.queue = TrajectoryQueue(
             self.ledger,
             Spool(folder / "spool", None),
@@ -156,29 +162,35 @@ class World:
             min_group_size=min(2, group_size),
             version=step,
             metrics=self.metrics,
+            retry_task=retries.retry_task,
             clock=clock,
         )
         self.position = self.queue.restore()
         chat = cast(ChatFormat, _Chat())
+        self._backend = LocalBackend(self.config, chat=chat, metrics=self.metrics, clock=clock)
         self.manager = RolloutManager(
             self.config,
+            SessionContext(
+                chat=chat,
+                rollout=self.config.rollout,
+                metrics=self.metrics,
+                clock=clock,
+                pool=self.pool,
+                facts=_FACTS,
+                routing=self.config.routing,
+                interrupt=self.config.weights.interrupt,
+                new_id=(f"{seed:04d}-{step:04d}-{n:010d}" for n in count()).__next__,
+            ),
             feeder=Feeder(
                 self.tasks,
                 TaskOrder(len(self.tasks), seed=0, shuffle=False),
                 epochs,
                 start=self.position.cursor,
                 pending=self.position.pending,
-                max_retries=self.config.rollout.max_task_retries,
-                retry_after=groups_per_batch,
+                retries=retries,
             ),
             queue=self.queue,
-            pool=self.pool,
-            backend=LocalBackend(self.config, chat=chat, metrics=self.metrics, clock=clock),
-            chat=chat,
-            facts=_FACTS,
-            metrics=self.metrics,
-            new_id=(f"{seed:04d}-{step:04d}-{n:010d}" for n in count()).__next__,
-            clock=clock,
+            backend=self._backend,
         )
         self.batches: list[TakenBatch] = []
         self.ended: list[int] = []
@@ -209,7 +221,7 @@ class World:
                 async with services(rollouts=self.manager.run):
                     for engine in self.engines:
                         if engine.engine_id not in self.pool:
-                            self.pool.add(engine)
+                            self.pool.add_engine(engine)
                         await self._update(engine)
                     for _ in range(steps):
                         if not await self._step():
@@ -231,7 +243,7 @@ class World:
         self.version += 1
         self.queue.settle(batch, self.version)
         for engine in self.engines:
-            self.pool.hold(engine.engine_id)
+            self.pool.hold_engine(engine.engine_id)
         for engine in self.engines:
             await engine.interrupt("abort")
             await self._update(engine)
@@ -241,7 +253,7 @@ class World:
 
     async def _update(self, engine: CoarseEngine) -> None:
         await engine.update_weights(DiskUpdate(weight_version=self.version, path=""), flush=True)
-        self.pool.serve(engine.engine_id, self.version)
+        self.pool.serve_engine(engine.engine_id, self.version)
 
     def check(self, batch: TakenBatch) -> None:
         """What no policy may break, from the arrays that a trainer reads."""
@@ -260,7 +272,7 @@ class World:
     @property
     def drawn(self) -> list[int]:
         """Tokens of all answers that were begun, at full length."""
-        loop: OneAnswer = cast(LocalBackend, self.manager._stage)._loops.of(None)
+        loop: OneAnswer = self._backend.loops.get_loop(None)
         return loop.drawn
 
     @property

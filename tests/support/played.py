@@ -75,8 +75,8 @@ class PlayedPool:
         self.pool = EnginePool(self.metrics, lambda: asyncio.get_running_loop().time(), **pool)
         self.engines = {name: PlayedEngine(name) for name in names}
         for name, engine in self.engines.items():
-            self.pool.add(cast(Engine, engine))
-            self.pool.serve(name, 0)
+            self.pool.add_engine(cast(Engine, engine))
+            self.pool.serve_engine(name, 0)
         self.order: list[str] = []
         self.tokens: dict[str, int] = {}
         self.ended: dict[str, Exception | None] = {}
@@ -105,7 +105,7 @@ class PlayedPool:
         return self.nursery.start_task(key, self.call(key, **prompt))
 
     def state(self, engine_id: str) -> EngineState | None:
-        standing = self.pool.standing_of(engine_id)
+        standing = self.pool.snapshot_of(engine_id)
         return standing.state if standing is not None else None
 
     def counted(self, name: str, **labels: str) -> float:

@@ -17,7 +17,9 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine, routing_rows
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal import Entry
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import OpenBranchEntry, Transcript, entry_without_journal
 from async_rl.types import RoutingTrace, Task, Trajectory
 
 PROMPT = 7
@@ -60,6 +62,7 @@ class Bench:
         weights: Sequence[str] = ("", ""),
         entry: Entry | None = None,
         chat: ChatFormat | None = None,
+        open_branch_entry: OpenBranchEntry = entry_without_journal,
         **rollout: Any,
     ) -> None:
         """Start a pool and a session; `weights[v % 2]` is the folder of version v, `entry` the journal's."""
@@ -69,50 +72,49 @@ class Bench:
         self.pool = EnginePool(self.metrics, lambda: 0.0, max_strikes=100)
         self.engines = engines
         for engine in engines:
-            self.pool.add(engine)
-            self.pool.serve(engine.engine_id, 0)
+            self.pool.add_engine(engine)
+            self.pool.serve_engine(engine.engine_id, 0)
         self.chat = chat or cast(ChatFormat, PlainChat())
-        self.session = RolloutSession(
-            task=Task(task_id="t", messages=[]),
-            trajectory_id="0" * 32,
-            group_id="g",
-            pool=self.pool,
+        self.context = SessionContext(
             chat=self.chat,
-            facts=facts,
             rollout=RolloutConfig(**{"max_context_tokens": 64, "max_new_tokens": 16, **rollout}),
-            routing_config=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),
-            interrupt=interrupt,
             metrics=self.metrics,
-            new_id=lambda: f"b{next(_numbers):031x}",
             clock=lambda: 0.0,
-            entry=entry,
+            pool=self.pool,
+            facts=facts,
+            routing=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),
+            interrupt=interrupt,
+            new_id=lambda: f"b{next(_numbers):031x}",
         )
+        transcript = Transcript(self.context, entry or Entry("0" * 32), open_branch_entry)
+        task = Task(task_id="t", messages=[])
+        self.session = RolloutSession(self.context, task, transcript, group_id="g")
 
     def start(self) -> None:
         self.session.start([{"role": "user", "content": "hi"}])
 
     async def finish(self) -> Trajectory:
-        return await self.session.finish("completed", {"reward": 1.0})
+        return await self.session.finish_trajectory("completed", {"reward": 1.0})
 
     async def bump(self, version: int, *, flush: bool | None = None) -> None:
         """Bring all engines to a version as a weight sync does."""
         flush = self.interrupt != "in_place" if flush is None else flush
         for engine in self.engines:
-            self.pool.hold(engine.engine_id)
+            self.pool.hold_engine(engine.engine_id)
             await engine.interrupt(self.interrupt)
             update = DiskUpdate(weight_version=version, path=self.weights[version % 2])
             await engine.update_weights(update, flush=flush)
             await engine.resume_generation(self.interrupt)
-            self.pool.serve(engine.engine_id, version)
+            self.pool.serve_engine(engine.engine_id, version)
 
     async def abort(self) -> None:
         """Abort what the engines run, and let them go on under the same weights."""
         for engine in self.engines:
             version = self.pool.version_of(engine.engine_id)
-            self.pool.hold(engine.engine_id)
+            self.pool.hold_engine(engine.engine_id)
             await engine.interrupt("abort")
             await engine.resume_generation("abort")
-            self.pool.serve(engine.engine_id, version)
+            self.pool.serve_engine(engine.engine_id, version)
 
     def counted(self, name: str, **labels: str) -> float:
         """The value of a metric, 0 where it was never touched."""

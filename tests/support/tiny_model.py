@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from trainer.megatron.cpu import declare_torchvision_ops
-
 
 def build_tiny_qwen3_moe(
     path: Path,
@@ -31,7 +29,6 @@ def build_tiny_qwen3_moe(
     seed: int = 0,
 ) -> Path:
     """Write a random Qwen3-MoE in float32. A larger `std` makes choices between experts clearer."""
-    declare_torchvision_ops()
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -61,7 +58,6 @@ def build_tiny_qwen3(
     path: Path, *, vocab_size: int = 96, num_layers: int = 2, std: float = 0.1, seed: int = 0
 ) -> Path:
     """Write a random dense Qwen3 in float32."""
-    declare_torchvision_ops()
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -80,7 +76,6 @@ def build_tiny_qwen3(
 
 def build_tiny_dense(path: Path, kind: str, *, std: float = 0.1, seed: int = 0, **config: Any) -> Path:
     """Write a random dense model in float32; `kind` is a `model_type`, `config` overrides its fields."""
-    declare_torchvision_ops()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields: dict[str, Any] = {
@@ -122,7 +117,6 @@ def build_tiny_qwen2_moe(
     seed: int = 0,
 ) -> Path:
     """Write a random Qwen2-MoE in float32: gated shared expert, biases in attention, gates not normalised."""
-    declare_torchvision_ops()
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     config = Qwen2MoeConfig(
@@ -171,7 +165,6 @@ def build_tiny_deepseek_v3(
     latent attention with head sizes that all differ, so that none can stand in for another. `config`
     overrides further fields.
     """
-    declare_torchvision_ops()
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     fields: dict[str, Any] = {
@@ -234,7 +227,6 @@ def build_tiny_glm4_moe(
     Dense first layers, a shared expert, sigmoid scores with a bias that only selects, biases in attention,
     norms of queries and keys, and a rotation of half of each head. `config` overrides further fields.
     """
-    declare_torchvision_ops()
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
     fields: dict[str, Any] = {
@@ -276,7 +268,6 @@ def amend_config(path: Path, **fields: Any) -> None:
 
 def write_byte_tokenizer(path: Path, *, vocab_size: int) -> None:
     """Write a tokenizer of all bytes, two special tokens (0 and 1) and fillers; none of them ends a text."""
-    declare_torchvision_ops()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

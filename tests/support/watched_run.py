@@ -11,8 +11,8 @@ from async_rl.config import Config, parse_config
 from async_rl.observability.endpoints import serve
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.page.feed import Feed
-from async_rl.observability.page.flow import flow_chart
 from async_rl.observability.page.routes import page_routes
+from async_rl.observability.page.tiles import stages
 from async_rl.observability.page.view import EngineRow, Now, TrajectoryView
 from async_rl.observability.records import StepRecord
 from async_rl.runtime.supervision import services
@@ -67,7 +67,7 @@ def now(step: int = 120, state: str = "moving", **changed: object) -> Now:
         max_steps=200,
         elapsed_s=4211.0,
         remaining_s=2790.0,
-        flow=flow_chart(in_flight=96, queued=41, trained=6514, dropped={"stale": 20, HOSTILE: 13}),
+        stages=stages(trained=6514, dropped={"stale": 20, HOSTILE: 13}, queued=41, in_flight=96),
         engines=engines,
         engines_more=0,
         engines_by_state={"serving": 3, "updating": 1, "quarantined": 1},

@@ -48,8 +48,8 @@ async def play(name: str, answer: Answer) -> tuple[RolloutSession, list[Trajecto
     session.task = task
     reason = await LOOPS[name].run(task, session)
     assert await session.close() == 0
-    session.end(reason)
-    return session, [await each.finish(each.stop_reason, {"reward": 1.0}) for each in session.tree]
+    session.end_session(reason)
+    return session, [await each.finish_trajectory(each.stop_reason, {"reward": 1.0}) for each in session.tree]
 
 
 def texts_of(session: RolloutSession) -> list[str]:

@@ -56,23 +56,23 @@ def loops(**args: Any) -> AgentLoops:
 
 async def test_loop_is_entered_once_and_left_at_the_end_by_one_task(noted: list[str]) -> None:
     async with loops(name="b") as made:
-        found = await asyncio.gather(*(made.entered("holding") for _ in range(5)))
+        found = await asyncio.gather(*(made.entered_loop("holding") for _ in range(5)))
         assert len({id(loop) for loop in found}) == 1
         assert noted == ["enter b"]
-        await made.entered("holding")
+        await made.entered_loop("holding")
     assert noted == ["enter b", "leave b"]
 
 
 async def test_nothing_is_entered_when_no_trajectory_needs_it(noted: list[str]) -> None:
     async with loops() as made:
-        assert isinstance(await made.entered(None), Plain)
+        assert isinstance(await made.entered_loop(None), Plain)
     assert noted == []
 
 
 async def test_error_ends_the_block_when_a_loop_cannot_be_entered() -> None:
     with pytest.raises(BaseExceptionGroup) as raised:
         async with loops(fails=True) as made:
-            await made.entered("holding")
+            await made.entered_loop("holding")
     assert isinstance(first_error(raised.value), EnvironmentNotReady)
 
 
@@ -81,7 +81,7 @@ async def test_loop_is_left_when_the_run_is_cancelled(noted: list[str]) -> None:
 
     async def run() -> None:
         async with loops() as made:
-            await made.entered("holding")
+            await made.entered_loop("holding")
             running.set()
             await asyncio.Event().wait()
 

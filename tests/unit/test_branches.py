@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from async_rl.errors import OutOfTurns, PromptTooLong
+from async_rl.errors import PromptTooLong
 from async_rl.rollout.session.api import Turn
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery
@@ -24,9 +24,12 @@ def make(stop_at: tuple[int, ...] = (12, 16, 20, 24), **rollout: object) -> tupl
 
 
 async def ends_of(bench: Bench) -> dict[str, object]:
-    bench.session.end()
+    bench.session.end_session()
     assert await bench.session.close() == 0
-    return {s.trajectory_id[32:]: await s.finish(s.stop_reason, {"reward": 1.0}) for s in bench.session.tree}
+    return {
+        s.trajectory_id[32:]: await s.finish_trajectory(s.stop_reason, {"reward": 1.0})
+        for s in bench.session.tree
+    }
 
 
 async def test_a_branch_reads_what_it_inherits_and_owns_what_it_samples() -> None:
@@ -114,7 +117,6 @@ async def test_a_block_ends_when_a_budget_of_its_own_is_used_up() -> None:
         ".1": "max_turns",
         ".2": "length",
     }
-    assert isinstance(turns._over, OutOfTurns)
 
 
 async def test_lines_are_written_side_by_side_when_each_has_its_block() -> None:
@@ -136,7 +138,7 @@ async def test_misuse_is_refused_before_it_changes_anything() -> None:
     bench, policy = make(stop_at=(40,), max_branches=1)
     session = bench.session
     branch = session.branch()
-    with pytest.raises(RuntimeError, match="a branch lives in its block"):
+    with pytest.raises(RuntimeError, match="a branch is open inside its block"):
         await branch.generate()
     with pytest.raises(RuntimeError, match=r"rollout\.max_branches = 1 allows no further"):
         session.branch()
@@ -147,12 +149,12 @@ async def test_misuse_is_refused_before_it_changes_anything() -> None:
         for call in (session.generate(), _call(session.add_messages, []), _call(session.branch)):
             with pytest.raises(RuntimeError, match="while a turn is being written"):
                 await call
-    with pytest.raises(ValueError, match="what is not JSON"):
+    with pytest.raises(ValueError, match="expects JSON values"):
         session.annotate(x=object())
-    with pytest.raises(ValueError, match="bytes of JSON, at most 4096"):
+    with pytest.raises(ValueError, match="bytes of JSON, expected at most 4096"):
         session.annotate(x="." * 5000)
     await session.close()
-    with pytest.raises(RuntimeError, match="outside of the session's life"):
+    with pytest.raises(RuntimeError, match="on a closed session"):
         session.add_messages([])
 
 

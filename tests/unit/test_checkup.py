@@ -48,5 +48,5 @@ def test_one_sentence_is_printed_when_nobody_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "http://127.0.0.1:9"]) == 3
-    assert "nobody answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path)]) == 2

@@ -13,8 +13,7 @@ from async_rl.observability.records import StepRecord, append_record, read_recor
 from async_rl.queue.holdings import QueueStatistics
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.run.run_log import RunLogger
-from async_rl.run.step_record import StepDone
+from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.trainer_protocol import StepResult
 from async_rl.weights.weight_sync import SyncReport
 from tests.support.run_config import config_of
@@ -38,7 +37,7 @@ class Queue:
         )
 
 
-def done(step: int, wait_s: float) -> StepDone:
+def done(step: int, wait_s: float) -> TrainedStep:
     batch = TakenBatch(
         batch_id=f"batch {step}",
         path="",
@@ -57,7 +56,7 @@ def done(step: int, wait_s: float) -> StepDone:
         routing_rows_invalid=0,
     )
     result = StepResult(step=step, metrics={"loss": 0.5, "grad_norm": 1.0})
-    return StepDone(batch=batch, result=result, wait_s=wait_s, step_s=1.0, sync_hidden_s=0.0)
+    return TrainedStep(batch=batch, result=result, wait_s=wait_s, step_s=1.0, sync_hidden_s=0.0)
 
 
 def test_a_chronicle_goes_on_where_the_checkpoint_stands_when_a_run_has_a_second_life(
@@ -72,13 +71,13 @@ def test_a_chronicle_goes_on_where_the_checkpoint_stands_when_a_run_has_a_second
     assert [record.step for record in run_log.records] == [1, 2, 3]
     assert run_log.elapsed_s is None
 
-    run_log.back_to(2)
+    run_log.load_records_until(2)
     now_s += 50.0  # the start
-    run_log.begin(2)
+    run_log.begin_training(2)
     assert run_log.elapsed_s == 20.0
     now_s += 5.0
     metrics.sampled_tokens_total.inc(10)
-    run_log.step_done(done(3, wait_s=2.0), SyncReport.none(3), cast(TrajectoryQueue, Queue()))
+    run_log.log_step(done(3, wait_s=2.0), SyncReport.none(3), cast(TrajectoryQueue, Queue()))
 
     written = read_records(tmp_path / "metrics.jsonl")[-1]
     assert (written.step, written.time_s, written.tokens_per_s) == (3, 25.0, 2.0)

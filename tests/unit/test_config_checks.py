@@ -14,14 +14,14 @@ from async_rl.errors import ConfigError
 REFUSED: dict[str, list[tuple[str, str]]] = {
     "check_data": [
         ("data.path=null", "data.path and data.datasets are both missing: set data.path"),
-        ("data.datasets=[{path: a.jsonl}]", "are both set: name one file in the one"),
+        ("data.datasets=[{path: a.jsonl}]", "are both set: set only one of them"),
         (
             "data={datasets: [{path: a.jsonl, weight: 1}, {path: b.jsonl}]}",
             "the weights are [1.0, None]; set all of them, or none",
         ),
     ],
     "check_groups": [
-        ("trainer={updates_per_batch: 3, groups_per_batch: 2}", "groups_per_batch only 2, and groups stay"),
+        ("trainer={updates_per_batch: 3, groups_per_batch: 2}", "only 2, and groups are not split"),
         ("rollout={group_size: 1, dynamic_filtering: true}", "would drop all: raise rollout.group_size"),
         ("rollout.group_size=1", "advantages are all zero: use at least 2, or set trainer.loss.advantages"),
     ],
@@ -35,13 +35,13 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("trainer.layout={last_stage_layers: 1}", "pp is 1: only stages of a pipeline can differ"),
     ],
     "check_sampling": [
-        ("rollout={max_new_tokens: 64, max_context_tokens: 64}", "leaves no room for a prompt"),
-        ("rollout.top_k=0", "no token could be drawn: use -1 for no limit"),
+        ("rollout={max_new_tokens: 64, max_context_tokens: 64}", "leaves no tokens for a prompt"),
+        ("rollout.top_k=0", "no token could be sampled: use -1 for no limit"),
         ("engine.context_length=100", "engine.context_length is 100, below rollout.max_context_tokens"),
     ],
     "check_loss": [
         ("trainer.loss.reject={geometric_low: 2.0, geometric_high: 1.0}", "every answer would be rejected"),
-        ("trainer.loss={objective: gspo, dual_clip: 3.0}", "only objective=ppo has it"),
+        ("trainer.loss={objective: gspo, dual_clip: 3.0}", "only objective=ppo supports it"),
         ("trainer.loss.importance={low: 3, high: 2}", "above its high = 2.0: no ratio is between them"),
         ("trainer.loss.overlong_buffer_tokens=999999", "every answer would be penalised"),
         ("trainer.loss.kl={coefficient: 0.1, where: loss, estimator: k1}", "use k2 or k3, or where=reward"),
@@ -53,7 +53,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("{routing: {replay: r2}, trainer: {loss: {old_log_probs: rollout}}}", "is rollout: set it to"),
         (
             "{routing: {replay: r3, merge: replace}, weights: {interrupt: in_place}}",
-            "so the engine splices routing by itself: set routing.merge=splice",
+            "so the engine itself splices routing: set routing.merge=splice",
         ),
     ],
     "check_evaluation": [
@@ -66,7 +66,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         (
             "{placement: {shared: true}, data: {path: x.jsonl, validation: [{path: y.jsonl}]}, "
             "engine: {num_engines: 2}, evaluation: {at_start: true, engines: 1}}",
-            "evaluation.engines is 1, but engines that are kept for evaluation would hold their devices",
+            "evaluation.engines is 1, but engines reserved for evaluation would hold their devices",
         ),
     ],
 }

@@ -154,8 +154,8 @@ async def test_a_function_of_the_page_rewards_the_right_answer(
     modules: None, path: str, args: dict[str, Any], parts: dict[str, float]
 ) -> None:
     rewards = rewards_of(reward="r", rewards={"r": {"function": path, "args": args}})
-    assert await rewards.score(make_task(answer="42"), make_completion("it is 42")) == parts
-    assert (await rewards.score(make_task(answer="43"), make_completion("42")))["reward"] == (
+    assert await rewards.score_completion(make_task(answer="42"), make_completion("it is 42")) == parts
+    assert (await rewards.score_completion(make_task(answer="43"), make_completion("42")))["reward"] == (
         1.0 if "parts" in path else 0.0
     )
 

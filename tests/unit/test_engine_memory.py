@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import DiskUpdate, MemoryPart
-from async_rl.engines.device_memory import Empty, Loadable, Stopped, stop
+from async_rl.engines.device_memory import EmptyEngine, LoadableEngine, StoppedEngine, stop_engine
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import EngineError, InvariantError
 from async_rl.runtime.supervision import first_error
@@ -33,7 +33,7 @@ def update(version: int) -> DiskUpdate:
 @in_virtual_time
 async def test_an_engine_answers_under_its_new_weights_when_it_has_been_through_a_hand_over() -> None:
     subject = engine()
-    empty = await (await stop(subject)).release()
+    empty = await (await stop_engine(subject)).release_all()
     assert subject.missing == set(ALL)
     loadable = await empty.resume_weights()
     assert subject.missing == {"kv_cache", "cuda_graph"}
@@ -51,7 +51,7 @@ async def test_running_calls_end_with_what_they_have_when_an_engine_is_stopped()
     async with asyncio.TaskGroup() as group:
         ended = group.create_task(running.run())
         await running.has_tokens(1)
-        await (await stop(subject)).release()
+        await (await stop_engine(subject)).release_all()
     assert ended.result().finish.reason == "abort"
     assert ended.result().token_ids
 
@@ -59,8 +59,8 @@ async def test_running_calls_end_with_what_they_have_when_an_engine_is_stopped()
 @in_virtual_time
 async def test_weights_can_be_given_back_when_nothing_was_loaded_into_them() -> None:
     subject = engine()
-    loadable = await (await (await stop(subject)).release()).resume_weights()
-    await loadable.release()
+    loadable = await (await (await stop_engine(subject)).release_all()).resume_weights()
+    await loadable.release_weights()
     assert subject.missing == set(ALL)
     assert (await subject.health()).weight_version is not None  # it lives
 
@@ -68,14 +68,14 @@ async def test_weights_can_be_given_back_when_nothing_was_loaded_into_them() -> 
 @in_virtual_time
 async def test_nothing_is_sent_when_an_object_is_used_a_second_time() -> None:
     subject = engine()
-    stopped = await stop(subject)
-    empty = await stopped.release()
+    stopped = await stop_engine(subject)
+    empty = await stopped.release_all()
     loadable = await empty.resume_weights()
-    for again in (stopped.release, empty.resume_weights):
+    for again in (stopped.release_all, empty.resume_weights):
         with pytest.raises(InvariantError, match="a second time"):
             await again()
     await loadable.resume_rest()
-    for again in (loadable.resume_rest, loadable.release):
+    for again in (loadable.resume_rest, loadable.release_weights):
         with pytest.raises(InvariantError, match="a second time"):
             await again()
     assert (await call(subject, [5, 6, 7], 2)).token_ids
@@ -85,17 +85,17 @@ async def test_nothing_is_sent_when_an_object_is_used_a_second_time() -> None:
 @pytest.mark.parametrize("cut", ["refused", "cancelled"])
 async def test_nobody_can_try_again_when_an_attempt_has_failed(cut: str) -> None:
     subject = engine()
-    stopped = await stop(subject)
+    stopped = await stop_engine(subject)
     if cut == "refused":
         subject.faults.append(Fault("refuse_memory"))
         with pytest.raises(EngineError, match="refused"):
-            await stopped.release()
+            await stopped.release_all()
     else:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
-                await stopped.release()
+                await stopped.release_all()
     with pytest.raises(InvariantError, match="a second time"):
-        await stopped.release()
+        await stopped.release_all()
 
 
 async def _release_while_it_runs(subject: SimulatedEngine) -> None:
@@ -148,7 +148,7 @@ async def test_the_simulated_engine_dies_when_it_is_asked_what_kills_a_server(
         await subject.health()
 
 
-def test_nobody_else_touches_the_memory_of_an_engine() -> None:
+def test_no_other_module_touches_the_memory_of_an_engine() -> None:
     """The states prove something only while they are the one way."""
     calls = {"release_memory", "resume_memory"}
     found = {
@@ -163,10 +163,10 @@ def test_nobody_else_touches_the_memory_of_an_engine() -> None:
 def test_there_is_no_way_to_a_state_but_through_the_one_before_it() -> None:
     ways = {
         kind.__name__: {name for name in vars(kind) if not name.startswith("_")}
-        for kind in (Stopped, Empty, Loadable)
+        for kind in (StoppedEngine, EmptyEngine, LoadableEngine)
     }
     assert ways == {
-        "Stopped": {"release"},
-        "Empty": {"resume_weights"},
-        "Loadable": {"resume_rest", "release"},
+        "StoppedEngine": {"release_all"},
+        "EmptyEngine": {"resume_weights"},
+        "LoadableEngine": {"resume_rest", "release_weights"},
     }

@@ -20,7 +20,6 @@ from async_rl.evaluation.evaluator import rollout_settings
 from async_rl.evaluation.service import due
 from async_rl.observability.evaluation_record import EvaluationRecord, append_evaluation, read_evaluations
 from async_rl.observability.metrics import Metrics
-from async_rl.observability.page.charts import sections
 from async_rl.observability.records import StepRecord
 from async_rl.observability.trackers.tracker import Trackers
 
@@ -188,19 +187,6 @@ def test_trackers_are_given_an_evaluation_with_the_step_after_it_and_the_last_on
     assert found == [(1, None), (2, 1.0), (3, 2.0)]
     assert logged[1][1]["val-aux/weight_version"] == 1
     assert logged[1][1]["val-core/all/pass@1"] == 1.0
-
-
-def test_the_page_draws_the_sets_by_weight_version():
-    evaluations = [record_of(0, aime=0.0, code=0.5), missing_record(2), record_of(4, aime=1.0, code=0.5)]
-    steps = [StepRecord(step=n, weight_version=n, time_s=float(n), reward_mean=0.1) for n in range(1, 5)]
-    names = [section.name for section in sections(steps, 2, evaluations)]
-    assert names[1] == "validation"
-    assert "validation" not in [section.name for section in sections(steps, 2)]
-    (alone,) = sections([], 2, evaluations)
-    reward, passed = alone.charts
-    assert 'data-label="aime" data-xs="0 4" data-ys="0 1"' in reward
-    assert 'data-label="all"' in reward
-    assert 'data-label="pass@1"' in passed
 
 
 @asynccontextmanager

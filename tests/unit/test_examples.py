@@ -102,6 +102,7 @@ def test_both_sides_of_a_debate_are_trained_on_the_solvers_last_answer(
     )
 
 
+@pytest.mark.needs("namespaces")
 def test_programs_are_run_behind_walls(calculator: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of("code_sandbox")
 

@@ -1,20 +1,21 @@
-from async_rl.data.feeder import Feeder
+from async_rl.data.feeder import Feeder, TaskRetries
 from async_rl.data.order import TaskOrder
 from async_rl.types import Task
 
 TASKS = [Task(task_id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(3)]
 
 
-def make_feeder(**changes) -> Feeder:
-    arguments = {"tasks": TASKS, "order": TaskOrder(3, seed=0, shuffle=False), "epochs": 1} | changes
-    return Feeder(**arguments)
+def make_feeder(max_retries: int = 0, retry_after: int = 0, **changes) -> Feeder:
+    retries = TaskRetries(max_retries=max_retries, retry_after=retry_after)
+    arguments = {"tasks": TASKS, "order": TaskOrder(3, seed=0, shuffle=False), "epochs": 1}
+    return Feeder(**(arguments | changes), retries=retries)
 
 
 def drain(feeder: Feeder) -> list[tuple[int, str]]:
-    given = []
-    while (following := feeder.next()) is not None:
-        given.append((following[0], following[1].task_id))
-    return given
+    dispatched = []
+    while (following := feeder.next_task()) is not None:
+        dispatched.append((following[0], following[1].task_id))
+    return dispatched
 
 
 def test_every_task_comes_once_an_epoch():
@@ -27,32 +28,33 @@ def test_positions_that_are_pending_come_first_when_a_run_is_resumed():
 
 def test_data_never_ends_when_epochs_are_not_set():
     feeder = make_feeder(epochs=None)
-    assert [feeder.next()[0] for _ in range(10)] == list(range(10))
+    assert [feeder.next_task()[0] for _ in range(10)] == list(range(10))
 
 
-def test_a_task_comes_again_after_some_others_when_it_is_retried():
+def test_a_task_comes_again_after_others_when_it_is_retried():
     feeder = make_feeder(epochs=None, max_retries=2, retry_after=2)
-    assert feeder.next()[0] == 0
-    feeder.retry(0)
-    assert [feeder.next()[0] for _ in range(4)] == [1, 2, 0, 3]
+    assert feeder.next_task()[0] == 0
+    assert feeder.retries.retry_task(0, "too_stale")
+    assert [feeder.next_task()[0] for _ in range(4)] == [1, 2, 0, 3]
 
 
 def test_a_task_is_retried_no_more_often_than_allowed():
     feeder = make_feeder(max_retries=1)
-    assert feeder.may_retry(0)
-    feeder.retry(0)
-    assert not feeder.may_retry(0)
-    assert feeder.may_retry(1)
+    assert feeder.retries.may_retry(0)
+    assert feeder.retries.retry_task(0, "too_stale")
+    assert not feeder.retries.may_retry(0)
+    assert not feeder.retries.retry_task(0, "too_stale")
+    assert feeder.retries.may_retry(1)
 
 
 def test_the_end_of_the_data_waits_for_no_retry_that_is_not_due():
     feeder = make_feeder(epochs=1, max_retries=1, retry_after=100)
     assert len(drain(feeder)) == 3
-    feeder.retry(1)
+    assert feeder.retries.retry_task(1, "too_stale")
     assert drain(feeder) == [(1, "1")]
 
 
-def test_retries_come_in_turn_after_what_an_earlier_life_left_pending():
+def test_retries_come_in_order_after_what_is_pending_from_before_a_restart():
     feeder = make_feeder(epochs=1, start=3, pending=[0, 2], max_retries=1)
-    feeder.retry(1)
+    assert feeder.retries.retry_task(1, "too_stale")
     assert drain(feeder) == [(0, "0"), (2, "2"), (1, "1")]

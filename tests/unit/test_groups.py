@@ -1,4 +1,4 @@
-"""What becomes of a group: every rule by itself."""
+"""Decisions on groups: each rule by itself."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from async_rl.config import parse_config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.queue.journal import Entry
 from async_rl.rollout.groups import (
+    GroupDecision,
     GroupInFlight,
     GroupPolicy,
-    GroupVerdict,
     SignalWatch,
+    can_drop_stragglers,
+    decide_group,
     has_signal,
-    judge,
-    may_leave_stragglers,
 )
 from async_rl.staleness import StalenessPolicy
 from async_rl.types import Task, VersionSpan
@@ -24,11 +24,11 @@ REST = GroupPolicy(failed_siblings="train_rest", min_size=2)
 DROP = GroupPolicy(failed_siblings="drop", min_size=2)
 RETRY = GroupPolicy(failed_siblings="retry", min_size=2)
 FILTER = GroupPolicy(dynamic_filtering=True)
-TRAIN = GroupVerdict(train=True)
+TRAIN = GroupDecision(train=True)
 
 
 @pytest.mark.parametrize(
-    ("rewards", "reasons", "policy", "may_retry", "verdict"),
+    ("rewards", "reasons", "policy", "may_retry", "decision"),
     [
         ([1.0, 0.0, 1.0], [], DROP, False, TRAIN),
         ([1.0, 0.0], ["reward_error"], REST, True, TRAIN),
@@ -37,31 +37,31 @@ TRAIN = GroupVerdict(train=True)
             ["reward_error", "straggler"],
             REST,
             True,
-            GroupVerdict(train=False, reason="too_few_siblings"),
+            GroupDecision(train=False, reason="too_few_siblings"),
         ),
-        ([], ["reward_error"] * 2, REST, True, GroupVerdict(train=False, reason="too_few_siblings")),
-        ([1.0, 0.0], ["reward_error"], DROP, True, GroupVerdict(train=False, reason="sibling_failed")),
-        ([1.0, 0.0], ["straggler"], DROP, True, TRAIN),  # left behind, not failed
+        ([], ["reward_error"] * 2, REST, True, GroupDecision(train=False, reason="too_few_siblings")),
+        ([1.0, 0.0], ["reward_error"], DROP, True, GroupDecision(train=False, reason="sibling_failed")),
+        ([1.0, 0.0], ["straggler"], DROP, True, TRAIN),  # dropped as a straggler, not failed
         (
             [1.0, 0.0],
             ["reward_error"],
             RETRY,
             True,
-            GroupVerdict(train=False, reason="sibling_failed", retry=True),
+            GroupDecision(train=False, reason="sibling_failed", retry=True),
         ),
         ([1.0, 0.0], ["reward_error"], RETRY, False, TRAIN),  # no retries left
         ([1.0, 0.0], ["straggler"], RETRY, True, TRAIN),
-        ([], ["prompt_too_long"] * 2, RETRY, True, GroupVerdict(train=False, reason="too_few_siblings")),
+        ([], ["prompt_too_long"] * 2, RETRY, True, GroupDecision(train=False, reason="too_few_siblings")),
         ([1.0, 1.0], [], REST, False, TRAIN),
-        ([1.0, 1.0], [], FILTER, False, GroupVerdict(train=False, reason="no_signal")),
+        ([1.0, 1.0], [], FILTER, False, GroupDecision(train=False, reason="no_signal")),
         ([1.0, 0.5], [], FILTER, False, TRAIN),
     ],
 )
-def test_a_group_is_judged_by_its_policy(
-    rewards: list[float], reasons: list[str], policy: GroupPolicy, may_retry: bool, verdict: GroupVerdict
+def test_a_group_is_decided_by_its_policy(
+    rewards: list[float], reasons: list[str], policy: GroupPolicy, may_retry: bool, decision: GroupDecision
 ) -> None:
     dropped = {f"t{i}": reason for i, reason in enumerate(reasons)}
-    assert judge(rewards, dropped, policy, may_retry=may_retry) == verdict
+    assert decide_group(rewards, dropped, policy, may_retry=may_retry) == decision
 
 
 def test_a_group_has_signal_when_two_rewards_differ() -> None:
@@ -71,10 +71,10 @@ def test_a_group_has_signal_when_two_rewards_differ() -> None:
 @pytest.mark.parametrize(
     ("finished", "size", "may"), [(1, 2, False), (2, 4, True), (2, 5, False), (3, 5, True)]
 )
-def test_stragglers_may_be_left_when_half_of_the_group_has_finished(
+def test_stragglers_are_dropped_when_half_of_the_group_has_finished(
     finished: int, size: int, may: bool
 ) -> None:
-    assert may_leave_stragglers(finished, size, REST) is may
+    assert can_drop_stragglers(finished, size, REST) is may
 
 
 def test_filtering_is_refused_when_groups_have_one_trajectory() -> None:
@@ -90,9 +90,9 @@ def test_filtering_is_refused_when_groups_have_one_trajectory() -> None:
 def test_filtering_ends_with_the_remedy_when_no_group_carries_signal() -> None:
     watch = SignalWatch(limit=3)
     for signal in (False, False, False, True, False, False, False):
-        watch.see(signal=signal)
+        watch.record_group(signal=signal)
     with pytest.raises(AsyncRLError, match=r"4 groups in a row .* rollout\.dynamic_filtering=false"):
-        watch.see(signal=False)
+        watch.record_group(signal=False)
 
 
 class Call:
@@ -123,20 +123,20 @@ def test_a_group_is_as_old_as_its_oldest_token_the_running_call_included() -> No
     group = group_of("young", "running")
     assert group.oldest() is None
     young, running = entry_of("young", (4, 6), (2, 7)), Entry("running")
-    group.begin(young)
-    group.begin(running)
+    group.begin_attempt(young)
+    group.begin_attempt(running)
     assert group.oldest() == 6
     running.call = Call(5, 5, 8, since=5)
     assert group.oldest() == 5
-    running.call.since_version = 4  # tokens may be under way
+    running.call.since_version = 4  # tokens may be in transit
     assert group.oldest() == 4
     assert group.lengths() == {"young": 6, "running": 3}
-    group.end("running", "reward_error")
+    group.end_sibling("running", "reward_error")
     assert group.oldest() == 6
-    assert not group.ended.is_set()
-    group.end("young", [make_trajectory("young", sampled=((4, 6), (2, 7)), routing=False)])
+    assert not group.all_ended.is_set()
+    group.end_sibling("young", [make_trajectory("young", sampled=((4, 6), (2, 7)), routing=False)])
     assert group.oldest() == 6
-    assert group.ended.is_set()
+    assert group.all_ended.is_set()
     assert group.lengths() == {"young": 6, "running": 3}
 
 
@@ -144,26 +144,26 @@ def test_only_answers_that_sample_no_more_age_when_tokens_are_masked() -> None:
     group = group_of("talking", "calling", "done", staleness_policy="mask_tokens")
     talking, calling = entry_of("talking", (4, 2)), entry_of("calling", (4, 3), (1, 4))
     talking.begin_turn(3, 16, ())
-    group.begin(talking)
+    group.begin_attempt(talking)
     assert group.oldest() is None  # it will have a token of the weights served now
-    group.begin(calling)
+    group.begin_attempt(calling)
     assert group.oldest() == 4  # it is in a tool, and may end there
     calling.begin_turn(8, 16, ())
     assert group.oldest() is None
-    group.end("done", [make_trajectory("done", sampled=((4, 1), (2, 5)), routing=False)])
+    group.end_sibling("done", [make_trajectory("done", sampled=((4, 1), (2, 5)), routing=False)])
     assert group.oldest() == 5
 
 
 def test_an_attempt_that_failed_does_not_age_its_group() -> None:
     group = group_of("t")
-    group.begin(entry_of("t", (4, 2)))
-    group.begin(entry_of("t", (1, 7)))
+    group.begin_attempt(entry_of("t", (4, 2)))
+    group.begin_attempt(entry_of("t", (1, 7)))
     assert (group.oldest(), group.lengths()) == (7, {"t": 1})
 
 
 def test_siblings_are_stopped_when_their_group_is_cancelled() -> None:
     group, stopped = group_of("t", staleness_policy="drop"), []
-    group.cancel()  # before they began
+    group.cancel()  # before they start
     assert group.cancelled
     group.stop = lambda: stopped.append(True)
     group.cancel()

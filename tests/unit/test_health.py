@@ -13,7 +13,7 @@ import pytest
 
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import Engine
-from async_rl.engines.health import HealthWatch, judge
+from async_rl.engines.health import HealthWatch, find_stall
 from async_rl.engines.lease import EngineLoad
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import CallLost
@@ -56,7 +56,7 @@ WELL = EngineLoad(
 def test_an_engine_is_judged_by_what_its_calls_did(
     changed: dict[str, Any], now: float, finding: str | None
 ) -> None:
-    assert judge(msgspec.structs.replace(WELL, **changed), now, CONFIG) == finding
+    assert find_stall(msgspec.structs.replace(WELL, **changed), now, CONFIG) == finding
 
 
 @asynccontextmanager
@@ -64,7 +64,7 @@ async def watched(*names: str, config: SimulatedEngines = CONFIG) -> AsyncIterat
     async with Nursery() as nursery:
         bench = PlayedPool(*names, nursery=nursery)
         watch = HealthWatch(bench.pool, config, bench.metrics, asyncio.get_running_loop().time)
-        async with services(health=watch.run):
+        async with services(health=watch.watch_engines):
             yield bench
         nursery.cancel_tasks()
 
@@ -161,16 +161,16 @@ async def test_an_update_is_no_silence_but_a_missing_answer_ends_it() -> None:
         await settle()
         bench.engines["a"].say(0, tokens(1))
         await settle()
-        bench.pool.hold("a")
+        bench.pool.hold_engine("a")
         await asyncio.sleep(200.0)
         assert bench.state("a") is EngineState.UPDATING
-        bench.pool.serve("a", 0)
+        bench.pool.serve_engine("a", 0)
         await asyncio.sleep(55.0)
         assert bench.state("a") is EngineState.SERVING
-        bench.pool.hold("a")
+        bench.pool.hold_engine("a")
         bench.engines["a"].answers.clear()
         with pytest.raises(TimeoutError):
-            async with bench.pool.attended("a", 300.0):
+            async with bench.pool.bounded_request("a", 300.0):
                 await asyncio.Future()
         assert asyncio.get_running_loop().time() < 255.0 + 50.0
         assert bench.state("a") is EngineState.QUARANTINED
@@ -179,15 +179,15 @@ async def test_an_update_is_no_silence_but_a_missing_answer_ends_it() -> None:
 @in_virtual_time
 async def test_an_engine_that_somebody_restarted_serves_no_more_calls() -> None:
     async with watched("a") as bench:
-        bench.pool.hold("a")
-        bench.pool.serve("a", 7)
+        bench.pool.hold_engine("a")
+        bench.pool.serve_engine("a", 7)
         bench.engines["a"].weight_version = 0  # it came back with the model's own weights
         await asyncio.sleep(25.0)
         assert bench.state("a") is EngineState.QUARANTINED
         assert "serves weight version 0, it was brought to 7" in str(bench.pool.error_of("a"))
 
 
-async def test_nobody_is_judged_when_our_own_loop_stood_still() -> None:
+async def test_no_engine_is_judged_when_our_own_loop_stalled() -> None:
     """Seen elsewhere: a loop that lags for minutes (prime-rl#1713). What came has not been read yet."""
     config = msgspec.structs.replace(CONFIG, stall_s=0.2, probe_s=60.0)
     async with watched("a", config=config) as bench:
@@ -209,9 +209,9 @@ async def test_a_session_is_told_when_a_server_goes_silent_in_mid_stream() -> No
     metrics = Metrics()
     pool = EnginePool(metrics, time.monotonic)
     async with server.client() as engine:
-        pool.add(cast(Engine, engine))
-        pool.serve("engine-0", 0)
-        async with services(health=HealthWatch(pool, config, metrics, time.monotonic).run):
+        pool.add_engine(cast(Engine, engine))
+        pool.serve_engine("engine-0", 0)
+        async with services(health=HealthWatch(pool, config, metrics, time.monotonic).watch_engines):
             asked = request([5, 6, 7], 8)
             async with pool.lease("t1", 20, prompt=3) as lease:
                 stream = lease.generate(asked)
@@ -219,4 +219,4 @@ async def test_a_session_is_told_when_a_server_goes_silent_in_mid_stream() -> No
                 with pytest.raises(CallLost, match=r"engine\.stall_s is 0\.2"):
                     await anext(stream)
         assert server.requests("abort_request") == [{"rid": asked.request_id}]
-        assert not pool.has(EngineState.SERVING)
+        assert not pool.engines(EngineState.SERVING)

@@ -23,7 +23,7 @@ async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quaranti
         await settle()
         bench.engines["a"].say(0, tokens(3))
         await settle()
-        bench.pool.quarantine("a", EngineError("it does not answer"))
+        bench.pool.quarantine_engine("a", EngineError("it does not answer"))
         await settle()
         assert running.done()
         assert queued.done()
@@ -46,8 +46,8 @@ async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> N
         assert bench.order == ["t1", "t2"]
         second.cancel()
         await settle()
-        assert bench.pool.vitals("a").calls == 0
-        assert bench.pool.vitals("a").prefill_tokens == 0
+        assert bench.pool.statistics.load_of("a").calls == 0
+        assert bench.pool.statistics.load_of("a").prefill_tokens == 0
 
 
 @in_virtual_time
@@ -74,7 +74,7 @@ async def test_a_cancelled_call_stays_cancelled_when_it_is_dropped_in_the_same_m
         bench = PlayedPool("a", nursery=nursery)
         both, dropped = bench.start("both"), bench.start("dropped")
         await settle()
-        bench.pool.quarantine("a", EngineError("gone"))
+        bench.pool.quarantine_engine("a", EngineError("gone"))
         both.cancel()
         await settle()
         assert both.cancelled()
@@ -87,18 +87,18 @@ async def test_a_cancelled_call_stays_cancelled_when_it_is_dropped_in_the_same_m
 async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_comes() -> None:
     async with Nursery() as nursery:
         bench = PlayedPool("a", nursery=nursery)
-        bench.pool.hold("a")
+        bench.pool.hold_engine("a")
         waits, other = bench.start("t1"), bench.start("t2")
         await settle()
-        bench.pool.serve("a", 1)  # its turn has come, but it has not run yet
+        bench.pool.serve_engine("a", 1)  # its turn has come, but it has not run yet
         waits.cancel()
         await settle()
         assert bench.order == ["t2"]
-        assert bench.pool.vitals("a").calls == 1
+        assert bench.pool.statistics.load_of("a").calls == 1
         bench.engines["a"].say(0, END)
         await settle()
         assert other.result() == "a"
-        assert bench.pool.vitals("a").calls == 0
+        assert bench.pool.statistics.load_of("a").calls == 0
 
 
 @in_virtual_time
@@ -119,7 +119,7 @@ async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
     async with Nursery() as nursery:
         bench = PlayedPool("a", nursery=nursery)
         for _ in range(9):
-            bench.pool.strike("a", EngineError("nan"))
+            bench.pool.record_strike("a", EngineError("nan"))
             await asyncio.sleep(400.0)
         assert bench.state("a") is EngineState.SERVING
 
@@ -134,12 +134,12 @@ async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> No
         bench.engines["a"].say(0, tokens(5), END)
         await settle()
         if cause == "update":
-            bench.pool.hold("a")
-            bench.pool.serve("a", 1)
+            bench.pool.hold_engine("a")
+            bench.pool.serve_engine("a", 1)
         if cause == "failover":
-            bench.pool.quarantine("a", EngineError("gone"))
-            bench.pool.rejoin("a")
-            bench.pool.serve("a", 0)
+            bench.pool.quarantine_engine("a", EngineError("gone"))
+            bench.pool.rejoin_engine("a")
+            bench.pool.serve_engine("a", 0)
         bench.start("t1", prompt=25)
         await settle()
         finish = Finish(reason="length", version_spans=(), cached_tokens=4)
@@ -159,11 +159,11 @@ async def test_nothing_was_prefilled_again_when_the_cache_was_kept() -> None:
         await settle()
         bench.engines["a"].say(0, tokens(5), END)
         await settle()
-        bench.pool.hold("a")
-        bench.pool.serve("a", 1, keeps_cache=True)
+        bench.pool.hold_engine("a")
+        bench.pool.serve_engine("a", 1, keeps_cache=True)
         bench.start("t1", prompt=15)
         await settle()
-        assert bench.pool.vitals("a").prefill_tokens == 1
+        assert bench.pool.statistics.load_of("a").prefill_tokens == 1
         bench.engines["a"].say(1, Finish(reason="length", version_spans=(), cached_tokens=14))
         await settle()
         assert bench.counted("first_token_seconds_count", kind="again") == 0
@@ -181,7 +181,7 @@ async def test_a_full_home_is_gone_back_to_when_it_has_the_prefix() -> None:
         for key in ("x", "y"):
             bench.start(key, prompt=60)
         await settle()
-        assert bench.pool.vitals("a").prefill_tokens == 60
+        assert bench.pool.statistics.load_of("a").prefill_tokens == 60
         again = bench.start("mine", prompt=60)
         await settle()
         for engine in bench.engines.values():
@@ -197,7 +197,7 @@ async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> No
         bench = PlayedPool("a", "b", nursery=nursery)
         bench.start("t1")
         await settle()
-        drained = nursery.start_task("drain", bench.pool.drain("a"))
+        drained = nursery.start_task("drain", bench.pool.drain_engine("a"))
         await settle()
         assert not drained.done()
         elsewhere = bench.start("t2")
@@ -205,11 +205,11 @@ async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> No
         bench.engines["b"].say(0, END)
         await settle()
         assert elsewhere.result() == "b"
-        assert not bench.pool.serve("a", 5)  # an update that was under way does not bring it back
+        assert not bench.pool.serve_engine("a", 5)  # an update that was under way does not bring it back
         bench.engines["a"].say(0, tokens(2), END)
         await settle()
         assert drained.done()
-        bench.pool.remove("a")
+        bench.pool.remove_engine("a")
         assert "a" not in bench.pool
         assert bench.counted("engine_up", engine="b") == 1
         assert bench.metrics.registry.get_sample_value("async_rl_engine_up", {"engine": "a"}) is None
@@ -223,7 +223,7 @@ async def test_calls_go_on_elsewhere_when_their_engine_is_removed_under_them() -
         await settle()
         bench.engines["a"].say(0, tokens(2))
         await settle()
-        bench.pool.remove("a")
+        bench.pool.remove_engine("a")
         await settle()
         assert "has left" in str(bench.ended["t1"])
         assert bench.tokens["t1"] == 2
@@ -242,13 +242,13 @@ async def test_vitals_name_the_call_that_was_overtaken() -> None:
         await settle()
         bench.start("t2")
         await asyncio.sleep(5.0)
-        assert bench.pool.vitals("a").overtaken_s is None
+        assert bench.pool.statistics.load_of("a").overtaken_s is None
         bench.engines["a"].say(1, tokens(1))
         await asyncio.sleep(2.0)
-        vitals = bench.pool.vitals("a")
+        vitals = bench.pool.statistics.load_of("a")
         assert (vitals.overtaken_s, vitals.progress_s, vitals.silent_since_s) == (5.0, 5.0, 5.0)
         assert vitals.prefill_tokens == 10
-        bench.pool.drop_overtaken_call("a", "lost")
+        bench.pool.dispatcher.drop_overtaken_call("a", "lost")
         await settle()
         assert isinstance(bench.ended["t1"], CallLost)
         assert bench.ended["t2"] is None

@@ -34,7 +34,7 @@ def test_the_distance_is_the_exact_one_when_the_longest_are_not_trained(sigma: f
     ended = [int(random_.lognormvariate(8.0, sigma)) for _ in range(1000)]
     trained = sorted(ended)[: int(kept * len(ended))]
     random_.shuffle(trained)
-    assert drift_of(ended, trained).distance == pytest.approx(exact(ended, trained), abs=0.005)
+    assert drift_of(ended, trained).distance == pytest.approx(exact(ended, trained))
     assert exact(ended, trained) == pytest.approx(1 - kept, abs=0.01)
 
 
@@ -49,9 +49,3 @@ def test_there_is_no_distance_when_there_are_too_few() -> None:
     assert drift_of(few, [1] * MIN_SAMPLES).distance is None
     assert drift_of([1] * MIN_SAMPLES, few).distance is None
     assert drift_of([*few, 1], [*few, 1]).distance == 0.0
-
-
-def test_lengths_of_any_size_have_their_place() -> None:
-    sizes = [0, 1, 511, 512, 513, 1 << 20, 1 << 40]
-    assert drift_of(sizes * 20, sizes * 20).distance == 0.0
-    assert drift_of([1 << 40] * 100, [1 << 23] * 100).distance == 1.0

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.engine_protocol import Engine
-from async_rl.engines.membership import REREAD_S, Membership, changes, parse_urls
+from async_rl.engines.membership import REREAD_S, EngineMembership, diff_urls, parse_urls
 from async_rl.engines.pool import EngineState
 from async_rl.errors import ConfigError
 from async_rl.runtime.supervision import Nursery, first_error, services
@@ -36,7 +36,7 @@ def test_a_line_that_is_no_url_is_named(line: str) -> None:
 
 @given(known=st.sets(st.sampled_from("abcdef")), wanted=st.lists(st.sampled_from("abcdef"), unique=True))
 def test_what_joins_and_leaves_makes_the_known_the_wanted(known: set[str], wanted: list[str]) -> None:
-    joins, leaves = changes(known, wanted)
+    joins, leaves = diff_urls(known, wanted)
     assert (known | set(joins)) - set(leaves) == set(wanted)
     assert not set(joins) & known
     assert joins == [url for url in wanted if url in joins]
@@ -51,7 +51,7 @@ class Job:
         self.departed: list[str] = []
         self.urls: dict[str, str] = {}
         self.aborted: list[str] = []
-        self.members = Membership(path, self.bench.pool, self.connect, self.depart, drain_s=30.0)
+        self.members = EngineMembership(path, self.bench.pool, self.connect, self.depart, drain_s=30.0)
 
     def connect(self, engine_id: str, url: str) -> Engine:
         engine = PlayedEngine(engine_id)
@@ -84,7 +84,7 @@ async def job(tmp_path: Path, *lines: str) -> AsyncIterator[Job]:
     path.write_text("\n".join(lines))
     async with Nursery() as nursery:
         made = Job(path, nursery)
-        async with services(members=made.members.run):
+        async with services(members=made.members.follow_file):
             await asyncio.sleep(1.5 * REREAD_S)
             yield made
         nursery.cancel_tasks()
@@ -129,7 +129,7 @@ async def test_a_server_that_is_refused_is_told_once_and_tried_again_when_it_is_
 async def test_a_server_leaves_when_its_calls_have_ended(tmp_path: Path) -> None:
     async with job(tmp_path, A, B) as made:
         for engine_id in made.urls:
-            made.bench.pool.serve(engine_id, 3)
+            made.bench.pool.serve_engine(engine_id, 3)
         running = made.bench.start("t1")
         await settle()
         await made.write(B)
@@ -145,7 +145,7 @@ async def test_a_server_leaves_when_its_calls_have_ended(tmp_path: Path) -> None
 @in_virtual_time
 async def test_long_calls_are_moved_when_their_server_leaves(tmp_path: Path) -> None:
     async with job(tmp_path, A, B) as made:
-        made.bench.pool.serve("engine-0", 3)
+        made.bench.pool.serve_engine("engine-0", 3)
         running = made.bench.start("t1")
         await settle()
         made.bench.engines["engine-0"].say(0, tokens(2))
@@ -188,7 +188,9 @@ async def test_nobody_leaves_when_the_file_is_half_written_broken_or_gone(tmp_pa
 @in_virtual_time
 async def test_the_run_does_not_start_when_there_is_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        async with services(members=Membership(tmp_path / "none", None, None, None, drain_s=1.0).run):  # type: ignore[arg-type]
+        async with services(
+            members=EngineMembership(tmp_path / "none", None, None, None, drain_s=1.0).follow_file
+        ):  # type: ignore[arg-type]
             await asyncio.Future()
     error = first_error(caught.value)
     assert isinstance(error, ConfigError)

@@ -120,9 +120,9 @@ async def test_an_agents_exception_leaves_the_loop():
 
 async def test_the_engines_error_ends_the_trajectory_when_the_policy_cannot_answer():
     bench, _ = talking(lines("never said"))
-    bench.pool.quarantine("engine-0", EngineError("gone"))
-    bench.pool.add(ScriptedEngine("engine-1", [lambda r: [RequestRefused("too odd")]]))
-    bench.pool.serve("engine-1", 0)
+    bench.pool.quarantine_engine("engine-0", EngineError("gone"))
+    bench.pool.add_engine(ScriptedEngine("engine-1", [lambda r: [RequestRefused("too odd")]]))
+    bench.pool.serve_engine("engine-1", 0)
     with pytest.raises(RequestRefused, match="too odd"):
         await OpenAIAgentLoop(agent=f"{HERE}:two_turns").run(make_task(), bench.session)
 
@@ -258,7 +258,7 @@ async def test_an_agent_of_a_framework_with_tools_and_a_sub_agent_trains_all_its
     assert main.num_tool_calls == 3
     assert translator.completion.text == "In Oslo und Rom regnet es."
     for session in bench.session.tree:
-        trajectory = await session.finish("completed", {"reward": 1.0})
+        trajectory = await session.finish_trajectory("completed", {"reward": 1.0})
         assert trajectory.trace.valid.all()
 
 

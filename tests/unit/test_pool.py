@@ -20,9 +20,9 @@ class NamedEngine:
 def make_pool(*names: str, version: int | None = 0, clock=lambda: 0.0) -> EnginePool:
     pool = EnginePool(Metrics(), clock)
     for name in names:
-        pool.add(cast(Engine, NamedEngine(name)))
+        pool.add_engine(cast(Engine, NamedEngine(name)))
         if version is not None:
-            pool.serve(name, version)
+            pool.serve_engine(name, version)
     return pool
 
 
@@ -55,7 +55,7 @@ async def test_a_trajectory_moves_when_its_engine_is_clearly_busier():
 
 async def test_calls_wait_and_wake_when_an_engine_serves():
     pool = make_pool("a")
-    pool.hold("a")
+    pool.hold_engine("a")
     seen: list[int] = []
 
     async def call() -> None:
@@ -66,13 +66,13 @@ async def test_calls_wait_and_wake_when_an_engine_serves():
         nursery.start_task("call", call())
         await asyncio.sleep(0)
         assert seen == []
-        pool.serve("a", 7)
+        pool.serve_engine("a", 7)
     assert seen == [7]
 
 
 async def test_no_call_is_given_to_an_engine_when_it_is_quarantined():
     pool = make_pool("a", "b")
-    pool.quarantine("a", EngineError("dead"))
+    pool.quarantine_engine("a", EngineError("dead"))
     for index in range(8):
         async with pool.lease(str(index), tokens=1) as lease:
             assert lease.engine.engine_id == "b"
@@ -83,9 +83,9 @@ async def test_no_call_is_given_to_an_engine_when_it_is_quarantined():
 async def test_an_engine_is_quarantined_when_it_gives_several_suspicious_answers():
     pool = make_pool("a")
     for _ in range(2):
-        pool.strike("a", EngineError("nan"))
+        pool.record_strike("a", EngineError("nan"))
     assert pool.engines(EngineState.SERVING)
-    pool.strike("a", EngineError("nan"))
+    pool.record_strike("a", EngineError("nan"))
     assert not pool.engines(EngineState.SERVING)
 
 
@@ -93,7 +93,7 @@ async def test_a_lease_knows_when_its_engine_was_taken_out_of_service():
     pool = make_pool("a")
     async with pool.lease("t", tokens=1) as lease:
         assert not lease.interrupted
-        pool.hold("a")
+        pool.hold_engine("a")
         assert lease.interrupted
 
 
@@ -114,19 +114,19 @@ async def test_load_is_given_back_when_the_caller_is_cancelled():
 
 async def test_the_oldest_version_counts_engines_that_are_being_updated():
     pool = make_pool("a", "b", version=3)
-    pool.hold("a")
-    pool.serve("b", 4)
+    pool.hold_engine("a")
+    pool.serve_engine("b", 4)
     assert pool.oldest_version == 3
-    pool.serve("a", 4)
+    pool.serve_engine("a", 4)
     assert pool.oldest_version == 4
 
 
 async def test_idle_share_is_the_time_without_calls():
     now = [0.0]
     pool = make_pool("a", "b", clock=lambda: now[0])
-    pool.restart_clock()
+    pool.statistics.restart_idle_clock()
     async with pool.lease("t", tokens=1):
         now[0] = 6.0
     now[0] = 10.0
     # engine a was busy for 6 of 10 seconds, engine b never
-    assert pool.idle_share == pytest.approx(0.7)
+    assert pool.statistics.idle_share == pytest.approx(0.7)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import Engine
 from async_rl.engines.pool import EngineState
-from async_rl.engines.repair import Repair, Restarts
+from async_rl.engines.repair import EngineRepair, RestartBackoff
 from async_rl.errors import EngineError, EnvironmentNotReady, WeightSyncError
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.simulation.virtual_time import in_virtual_time
@@ -28,42 +28,44 @@ CONFIG = SimulatedEngines(
 
 
 def test_restarts_come_later_and_later_and_none_beyond_the_limit() -> None:
-    restarts = Restarts(CONFIG, random.Random(0))
+    restarts = RestartBackoff(CONFIG, random.Random(0))
     delays = []
     for _ in range(4):
-        verdict = restarts.next(100.0)
+        verdict = restarts.next_delay(100.0)
         assert not verdict.exhausted
         delays.append(verdict.delay_s)
-        restarts.note(100.0)
+        restarts.record_restart(100.0)
     assert delays[0] == 0.0  # most failures are over with the process that had them
     assert 1.0 <= delays[1] <= 2.0
     assert 2.0 <= delays[2] <= 4.0
     assert 2.5 <= delays[3] <= 5.0  # the longest
-    last = restarts.next(160.0)
+    last = restarts.next_delay(160.0)
     assert (last.exhausted, last.delay_s) == (True, 940.0)
-    assert restarts.next(1100.0) == restarts.next(1100.0).__class__(0.0)  # the window has moved on
+    assert restarts.next_delay(1100.0) == restarts.next_delay(1100.0).__class__(
+        0.0
+    )  # the window has moved on
 
 
 def test_engines_that_failed_together_do_not_start_together() -> None:
     delays = set()
     for seed in range(20):
-        restarts = Restarts(CONFIG, random.Random(seed))
-        restarts.note(0.0)
-        delays.add(restarts.next(0.0).delay_s)
+        restarts = RestartBackoff(CONFIG, random.Random(seed))
+        restarts.record_restart(0.0)
+        delays.add(restarts.next_delay(0.0).delay_s)
     assert len(delays) == 20
 
 
 @given(failures=st.lists(st.floats(0, 500), max_size=60), limit=st.integers(0, 5), window=st.floats(1, 2000))
 def test_no_window_has_more_restarts_than_the_limit(failures: list[float], limit: int, window: float) -> None:
     config = msgspec.structs.replace(CONFIG, max_restarts=limit, restart_window_s=window)
-    restarts, now, begun = Restarts(config, random.Random(1)), 0.0, []
+    restarts, now, begun = RestartBackoff(config, random.Random(1)), 0.0, []
     for pause in failures:
         now += pause
-        verdict = restarts.next(now)
+        verdict = restarts.next_delay(now)
         assert verdict.delay_s >= 0
         if not verdict.exhausted:
             now += verdict.delay_s
-            restarts.note(now)
+            restarts.record_restart(now)
             begun.append(now)
     for start in begun:
         assert sum(start <= other < start + window for other in begun) <= limit
@@ -80,7 +82,7 @@ class Workshop:
         """Engines whose restart fails; None for one that hangs."""
         self.refuses: set[str] = set()
         """Engines that do not take the weights."""
-        self.repair = Repair(
+        self.repair = EngineRepair(
             bench.pool,
             self.restart,
             self.catch_up,
@@ -104,14 +106,14 @@ class Workshop:
         self.loaded.append(engine_id)
         if engine_id in self.refuses:
             raise WeightSyncError(f"{engine_id} has half of them")
-        self.bench.pool.serve(engine_id, 7)
+        self.bench.pool.serve_engine(engine_id, 7)
 
 
 @asynccontextmanager
 async def workshop(*names: str, **config: Any) -> AsyncIterator[Workshop]:
     async with Nursery() as nursery:
         made = Workshop(PlayedPool(*names, nursery=nursery), msgspec.structs.replace(CONFIG, **config))
-        async with services(repair=made.repair.run):
+        async with services(repair=made.repair.repair_engines):
             yield made
         nursery.cancel_tasks()
 
@@ -119,7 +121,7 @@ async def workshop(*names: str, **config: Any) -> AsyncIterator[Workshop]:
 @in_virtual_time
 async def test_an_engine_serves_again_only_with_its_weights_read_back() -> None:
     async with workshop("a") as shop:
-        shop.bench.pool.quarantine("a", EngineError("killed"))
+        shop.bench.pool.quarantine_engine("a", EngineError("killed"))
         await settle()
         assert shop.restarts == [("a", 0.0)]
         assert shop.loaded == ["a"]
@@ -132,7 +134,7 @@ async def test_an_engine_serves_again_only_with_its_weights_read_back() -> None:
 async def test_an_engine_that_half_applies_its_weights_is_never_served() -> None:
     async with workshop("a", "b") as shop:
         shop.refuses.add("a")
-        shop.bench.pool.quarantine("a", EngineError("killed"))
+        shop.bench.pool.quarantine_engine("a", EngineError("killed"))
         for _ in range(50):
             await asyncio.sleep(1.0)
             assert shop.bench.state("a") is not EngineState.SERVING
@@ -147,14 +149,14 @@ async def test_others_come_back_while_one_cannot_be_restarted() -> None:
     async with workshop("a", "b", "c", "d") as shop:
         shop.broken = {"a": None, "b": EnvironmentNotReady("no GPU")}
         for name in ("a", "b", "c"):
-            shop.bench.pool.quarantine(name, EngineError("killed"))
+            shop.bench.pool.quarantine_engine(name, EngineError("killed"))
         await settle()
         assert shop.bench.state("c") is EngineState.SERVING
         await asyncio.sleep(2000.0)
         assert shop.bench.state("a") is EngineState.QUARANTINED
         assert [name for name, _ in shop.restarts].count("a") == 1  # it hangs to this day
         assert [name for name, _ in shop.restarts].count("b") >= 8  # four in a window
-        shop.bench.pool.quarantine("d", EngineError("killed"))
+        shop.bench.pool.quarantine_engine("d", EngineError("killed"))
         await settle()
         assert shop.bench.state("d") is EngineState.SERVING
 
@@ -164,9 +166,9 @@ async def test_the_run_ends_with_every_cause_when_nobody_serves_for_long() -> No
     async def outage() -> None:
         async with workshop("a", "b") as shop:
             shop.broken = {"a": EnvironmentNotReady("no GPU"), "b": EnvironmentNotReady("no model")}
-            shop.bench.pool.quarantine("a", EngineError("killed"))
+            shop.bench.pool.quarantine_engine("a", EngineError("killed"))
             await asyncio.sleep(5000.0)  # b serves
-            shop.bench.pool.quarantine("b", EngineError("killed"))
+            shop.bench.pool.quarantine_engine("b", EngineError("killed"))
             await asyncio.Future()
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -179,19 +181,19 @@ async def test_the_run_ends_with_every_cause_when_nobody_serves_for_long() -> No
 @in_virtual_time
 async def test_the_run_goes_on_when_an_outage_ends_in_time(caplog: pytest.LogCaptureFixture) -> None:
     async with workshop("a") as shop:
-        shop.bench.pool.rejoin("a")
+        shop.bench.pool.rejoin_engine("a")
         await settle()
         assert "no engine serves" not in caplog.text  # it joins, as at the start of a run
-        shop.bench.pool.serve("a", 0)
+        shop.bench.pool.serve_engine("a", 0)
         await settle()
         shop.broken = {"a": EnvironmentNotReady("rebooting")}
-        shop.bench.pool.quarantine("a", EngineError("killed"))
+        shop.bench.pool.quarantine_engine("a", EngineError("killed"))
         await asyncio.sleep(3.0)
         assert "no engine serves" in caplog.text
         shop.broken = {}
         await asyncio.sleep(20.0)
         assert shop.bench.state("a") is EngineState.SERVING
-        shop.bench.pool.hold("a")  # an update is no outage
+        shop.bench.pool.hold_engine("a")  # an update is no outage
         await asyncio.sleep(9999.0)
 
 
@@ -203,7 +205,7 @@ async def test_the_run_ends_when_restarts_are_used_up_and_the_config_says_so() -
         async with workshop("a", "b", exhausted="end_run") as shop:
             shop.restarts = restarts
             shop.refuses.add("a")
-            shop.bench.pool.quarantine("a", EngineError("killed"))
+            shop.bench.pool.quarantine_engine("a", EngineError("killed"))
             await asyncio.Future()
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -219,7 +221,7 @@ async def test_the_run_ends_when_restarts_are_used_up_and_the_config_says_so() -
 async def test_a_newcomer_is_brought_to_the_weights_before_it_serves() -> None:
     async with workshop("a") as shop:
         joined = PlayedEngine("z")
-        shop.bench.pool.add(cast(Engine, joined), newcomer=True)
+        shop.bench.pool.add_engine(cast(Engine, joined), newcomer=True)
         await settle()
         assert shop.loaded == ["z"]
         assert shop.bench.pool.version_of("z") == 7
@@ -230,8 +232,8 @@ async def test_a_newcomer_is_brought_to_the_weights_before_it_serves() -> None:
 async def test_nothing_is_repaired_that_has_left() -> None:
     async with workshop("a", "b") as shop:
         shop.broken = {"a": EnvironmentNotReady("gone")}
-        shop.bench.pool.quarantine("a", EngineError("killed"))
+        shop.bench.pool.quarantine_engine("a", EngineError("killed"))
         await settle()
-        shop.bench.pool.remove("a")
+        shop.bench.pool.remove_engine("a")
         await asyncio.sleep(9999.0)
         assert len(shop.restarts) == 1

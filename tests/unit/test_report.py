@@ -20,11 +20,9 @@ from async_rl.observability.console_report import (
     print_summary,
     sparkline,
     step_line,
-    write_run_files,
+    write_summary,
 )
 from async_rl.observability.records import StepRecord, Totals, TrajectoryCounts, summarise
-
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 TOTALS = Totals(
     trajectories=TrajectoryCounts(dispatched=40, trained=32, in_flight=5, queued=2, dropped={"stale": 1}),
@@ -180,26 +178,19 @@ def test_the_kind_of_engine_is_shown_when_it_is_not_sglang() -> None:
     assert shown == {"model.path": "m", "data.path": "d", "engine.kind": "simulated"}
 
 
-def test_the_run_files_hold_the_summary_and_a_picture(tmp_path: Path) -> None:
+def test_the_summary_is_written_for_programs(tmp_path: Path) -> None:
     records = steps(6)
-    write_run_files(tmp_path, records, summarise(records, TOTALS))
+    write_summary(tmp_path, summarise(records, TOTALS))
     summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
     assert summary["reward_last"] == pytest.approx(4 / 6)
     assert summary["trajectories"]["dropped"] == {"stale": 1}
-    assert (tmp_path / "reward.png").read_bytes().startswith(PNG_SIGNATURE)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["reward.png", "summary.json"]
-
-
-def test_the_run_files_are_written_when_no_figure_is_a_number(tmp_path: Path) -> None:
-    records = steps(3, reward_mean=math.nan, ppo_kl=math.nan)
-    write_run_files(tmp_path, records, summarise(records, TOTALS))
-    assert json.loads((tmp_path / "summary.json").read_text())["reward_first"] is None
-    assert (tmp_path / "reward.png").exists()
-
-
-def test_only_the_summary_is_written_when_no_step_was_made(tmp_path: Path) -> None:
-    write_run_files(tmp_path, [], summarise([], TOTALS))
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize("records", [[], steps(3, reward_mean=math.nan, ppo_kl=math.nan)])
+def test_the_summary_is_written_when_no_figure_is_a_number(tmp_path: Path, records: list[StepRecord]) -> None:
+    write_summary(tmp_path, summarise(records, TOTALS))
+    assert json.loads((tmp_path / "summary.json").read_text())["reward_first"] is None
 
 
 def test_the_summary_shows_curve_figures_and_files(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ SUM = "```python\nprint(sum(map(int, input().split())))\n```"
 PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 
 
+@pytest.mark.needs("namespaces")
 @pytest.mark.parametrize(
     ("answer", "text", "reward", "passed"),
     [
@@ -39,6 +40,7 @@ async def test_a_program_is_rewarded_when_its_tests_pass(
     }
 
 
+@pytest.mark.needs("namespaces")
 async def test_the_share_is_rewarded_when_the_config_says_so() -> None:
     answer = ["assert add(1, 2) == 4", "assert add(1, 2) == 3"]
     scores = await code_tests(make_task(answer=answer), make_completion(ADD), partial=True)
@@ -47,6 +49,7 @@ async def test_the_share_is_rewarded_when_the_config_says_so() -> None:
     assert scores["reward"] == 1.0
 
 
+@pytest.mark.needs("namespaces")
 async def test_a_program_that_hangs_fails_its_tests_alone() -> None:
     task = make_task(answer="assert True")
     assert (await code_tests(task, make_completion("while True: pass"), wall_s=0.5))["reward"] == 0.0

@@ -49,7 +49,7 @@ async def test_an_answer_that_computes_for_ever_is_wrong_and_holds_nobody_up(
     rewards = Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
     try:
         score = asyncio.ensure_future(
-            rewards.score(make_task(answer="4"), make_completion(r"\boxed{9^{9^{9^{9}}}}"))
+            rewards.score_completion(make_task(answer="4"), make_completion(r"\boxed{9^{9^{9^{9}}}}"))
         )
         turns = 0
         while not score.done():
@@ -58,6 +58,6 @@ async def test_an_answer_that_computes_for_ever_is_wrong_and_holds_nobody_up(
         assert turns > 10  # the loop ran on meanwhile
         assert await score == {"reward": 0.0}
         with pytest.raises(RewardError, match="raised ValueError: the reference answer ''"):
-            await rewards.score(make_task(answer=""), make_completion("4"))
+            await rewards.score_completion(make_task(answer=""), make_completion("4"))
     finally:
         await rewards.close()

@@ -86,22 +86,26 @@ def test_a_style_is_known_by_the_names_of_parameters(function: Callable[..., Any
 async def test_verls_function_is_called_as_it_is() -> None:
     rewards = rewards_of(reward=f"{HERE}:compute_score")
     task = task_of(data_source="openai/gsm8k", metadata={"extra_info": {"index": 7}})
-    assert await rewards.score(task, completion_of("4")) == {"reward": 1.0, "score": 1.0, "index": 7.0}
-    assert (await rewards.score(task, completion_of("5")))["reward"] == 0.0
+    assert await rewards.score_completion(task, completion_of("4")) == {
+        "reward": 1.0,
+        "score": 1.0,
+        "index": 7.0,
+    }
+    assert (await rewards.score_completion(task, completion_of("5")))["reward"] == 0.0
 
 
 @in_virtual_time
 async def test_slimes_function_is_called_as_it_is() -> None:
     rewards = named({"function": f"{HERE}:rm", "args": {"prompt_tokens": 6}})
     task = task_of(answer=4, metadata={"level": 2})
-    assert await rewards.score(task, completion_of("it is 4")) == {"reward": 1.0}
-    assert await rewards.score(task, completion_of("it is 5")) == {"reward": 0.0}
+    assert await rewards.score_completion(task, completion_of("it is 4")) == {"reward": 1.0}
+    assert await rewards.score_completion(task, completion_of("it is 5")) == {"reward": 0.0}
 
 
 @in_virtual_time
 async def test_a_function_gets_the_arguments_of_its_name() -> None:
     rewards = named({"function": f"{HERE}:length", "args": {"scale": 0.5}})
-    assert await rewards.score(task_of(), completion_of("four")) == {"reward": 2.0}
+    assert await rewards.score_completion(task_of(), completion_of("four")) == {"reward": 2.0}
 
 
 @in_virtual_time
@@ -173,7 +177,7 @@ async def test_a_reward_that_hangs_fails_after_its_time_and_retries() -> None:
     with pytest.raises(
         RewardError, match=r"reward slow took more than rollout\.rewards\.slow\.timeout_s = 5"
     ):
-        await rewards.score(task_of(), completion_of("x"))
+        await rewards.score_completion(task_of(), completion_of("x"))
     assert asyncio.get_running_loop().time() == 5 + 3 + 5 + 6 + 5
     assert count(metrics, "reward_retries_total", name) == 2
     assert count(metrics, "reward_errors_total", name) == 1
@@ -184,7 +188,7 @@ async def test_a_reward_that_hangs_fails_after_its_time_and_retries() -> None:
 async def test_a_timeout_of_the_functions_own_is_not_taken_for_ours() -> None:
     rewards = rewards_of(reward=f"{HERE}:own_timeout")
     with pytest.raises(RewardError, match="raised TimeoutError: its database is slow"):
-        await rewards.score(task_of(), completion_of("x"))
+        await rewards.score_completion(task_of(), completion_of("x"))
 
 
 @pytest.mark.parametrize(("failures", "reward"), [(2, 3.0), (3, None)])
@@ -194,10 +198,10 @@ def test_a_reward_that_raises_is_called_again_as_often_as_it_may(failures: int, 
         reward_functions.Flaky.calls, reward_functions.Flaky.failures = 0, failures
         rewards = named({"function": f"{HERE}:Flaky.score", "max_retries": 2})
         if reward is not None:
-            assert await rewards.score(task_of(), completion_of("x")) == {"reward": reward}
+            assert await rewards.score_completion(task_of(), completion_of("x")) == {"reward": reward}
             return
         with pytest.raises(RewardError, match="raised RuntimeError: try again"):
-            await rewards.score(task_of(), completion_of("x"))
+            await rewards.score_completion(task_of(), completion_of("x"))
         assert reward_functions.Flaky.calls == 3
 
     run()
@@ -208,7 +212,9 @@ async def test_no_more_calls_run_at_a_time_than_the_config_allows() -> None:
     reward_functions.Crowd.most = 0
     rewards = named({"function": f"{HERE}:Crowd.score", "max_concurrent": 3, "timeout_s": 1.5})
     async with asyncio.TaskGroup() as group:
-        scores = [group.create_task(rewards.score(task_of(), completion_of("x"))) for _ in range(8)]
+        scores = [
+            group.create_task(rewards.score_completion(task_of(), completion_of("x"))) for _ in range(8)
+        ]
     assert [score.result() for score in scores] == [{"reward": 1.0}] * 8  # to wait for a place is not to run
     assert reward_functions.Crowd.most == 3
     assert asyncio.get_running_loop().time() == 3.0
@@ -218,19 +224,22 @@ async def test_a_process_that_hangs_or_dies_is_replaced_and_fails_its_call_alone
     metrics, name = Metrics(), f"{HERE}:pid"
     rewards = rewards_of(metrics, reward="p", rewards={"p": {"function": name, "timeout_s": 60}})
     try:
-        first = (await rewards.score(task_of(), completion_of("x")))["reward"]
+        first = (await rewards.score_completion(task_of(), completion_of("x")))["reward"]
         assert first != os.getpid()
-        assert (await rewards.score(task_of(), completion_of("x")))["reward"] == first
+        assert (await rewards.score_completion(task_of(), completion_of("x")))["reward"] == first
         with pytest.raises(RewardError, match="raised ProcessExpired"):
-            await rewards.score(task_of(), completion_of("die"))
+            await rewards.score_completion(task_of(), completion_of("die"))
         os.mkfifo(note := tmp_path / "pid")
-        call = asyncio.ensure_future(rewards.score(task_of(), completion_of(f"hang in {note}")))
+        call = asyncio.ensure_future(rewards.score_completion(task_of(), completion_of(f"hang in {note}")))
         hung = psutil.Process(int(await asyncio.to_thread(note.read_text)))
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         await asyncio.to_thread(hung.wait, 60)
-        assert (await rewards.score(task_of(), completion_of("x")))["reward"] not in (first, hung.pid)
+        assert (await rewards.score_completion(task_of(), completion_of("x")))["reward"] not in (
+            first,
+            hung.pid,
+        )
     finally:
         await rewards.close()
 
@@ -259,7 +268,7 @@ def test_a_worker_that_hangs_goes_when_its_driver_is_killed(tmp_path: Path) -> N
 
 
 def test_an_async_function_cannot_be_had_in_processes() -> None:
-    with pytest.raises(ConfigError, match=r"r is async and is to run in 2 worker processes"):
+    with pytest.raises(ConfigError, match=r"r is async and configured for 2 worker processes"):
         Rewards(
             config_of(reward="r", rewards={"r": {"function": f"{HERE}:never", "processes": 2}}),
             decode=str,
@@ -314,7 +323,7 @@ async def test_a_server_is_asked_and_its_token_is_sent(monkeypatch: pytest.Monke
     server = Server(say('{"reward": 0.5, "style": 1, "why": "short"}'))
     task = task_of(data_source="set", metadata={"level": 2})
     async with server.rewards(token_env="JUDGE_KEY") as rewards:
-        assert await rewards.score(task, completion_of("it is 4")) == {"reward": 0.5, "style": 1.0}
+        assert await rewards.score_completion(task, completion_of("it is 4")) == {"reward": 0.5, "style": 1.0}
     assert server.headers[0]["Authorization"] == "Bearer s3cret"
     assert server.seen[0] == {
         "task_id": "t",
@@ -345,7 +354,7 @@ async def test_a_server_is_asked_again_when_it_fails_for_now() -> None:
     metrics = Metrics()
     server = Server(say("", 500), say("", 429, **{"Retry-After": "0"}), say("1"))
     async with server.rewards(metrics) as rewards:
-        assert await rewards.score(task_of(), completion_of("x")) == {"reward": 1.0}
+        assert await rewards.score_completion(task_of(), completion_of("x")) == {"reward": 1.0}
     assert count(metrics, "reward_retries_total", "judge") == 2
     assert count(metrics, "reward_errors_total", "judge") is None
 
@@ -358,7 +367,7 @@ async def test_a_server_is_asked_again_when_it_fails_for_now() -> None:
         (say("", 302, Location="http://example.org/"), "refused: HTTP 302", 1),
         (say("1" * (2 << 20)), "refused: its answer is longer than", 1),
         (say("[1]"), r"returned reward = \[1\]", 1),
-        (say("s3cret is busy", 503), "cannot be had: HTTP 503: … is busy", 3),
+        (say("s3cret is busy", 503), "is unavailable: HTTP 503: … is busy", 3),
     ],
 )
 async def test_a_server_that_gives_no_reward_fails_the_trajectory(
@@ -368,15 +377,15 @@ async def test_a_server_that_gives_no_reward_fails_the_trajectory(
     server = Server(answer)
     async with server.rewards(token_env="JUDGE_KEY", max_retries=2) as rewards:
         with pytest.raises(RewardError, match=said):
-            await rewards.score(task_of(), completion_of("x"))
+            await rewards.score_completion(task_of(), completion_of("x"))
     assert len(server.seen) == asked
 
 
 async def test_a_server_that_is_not_there_fails_the_trajectory() -> None:
     settings = {"kind": "http", "url": "http://127.0.0.1:9/", "max_retries": 1, "retry_delay_s": 0}
     rewards = named(settings)
-    with pytest.raises(RewardError, match="cannot be had: ClientConnectorError"):
-        await rewards.score(task_of(), completion_of("x"))
+    with pytest.raises(RewardError, match="is unavailable: ClientConnectorError"):
+        await rewards.score_completion(task_of(), completion_of("x"))
     await rewards.close()
 
 

@@ -1,10 +1,11 @@
-"""The protocol between driver and rollout workers, in virtual time; the link over real sockets."""
+"""Tests of the protocol between driver and workers in virtual time, and of links over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -17,19 +18,27 @@ from async_rl.errors import AgentLoopError, EnvironmentNotReady, PromptTooLong, 
 from async_rl.observability.metrics import Metrics
 from async_rl.placement.rollout_worker_actor import shared_out
 from async_rl.queue.journal import Entry, Journal
-from async_rl.rollout.attempt import Played, close
+from async_rl.rollout.attempt import AttemptResult, finish_trajectories
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import Transcript
 from async_rl.rollout.workers.driver_session import DriverSession
-from async_rl.rollout.workers.link import connect, door
-from async_rl.rollout.workers.messages import Count, Cut, Failure, Heartbeat, Play, Stop
-from async_rl.rollout.workers.metric_counts import Increments, add
+from async_rl.rollout.workers.link import connect_link, listen
+from async_rl.rollout.workers.messages import (
+    CancelRequest,
+    CancelTurn,
+    Failure,
+    Heartbeat,
+    MetricIncrement,
+    StartAttempt,
+)
+from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
 from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.simulation.simulated_workers import SimulatedWorkers
 from async_rl.simulation.virtual_time import VirtualTimeLoop, in_virtual_time
 from async_rl.types import Completion, Sampled, Task, Trajectory
-from tests.support.sessions import FACTS, Bench, PlainChat, Watched, simulated
+from tests.support.sessions import Bench, PlainChat, Watched, simulated
 
 HERE = __name__
 TASK = Task(task_id="t", messages=[{"role": "user", "content": "hi"}])
@@ -42,13 +51,13 @@ class OneTurn:
 
 
 class Everything:
-    """What a loop may do, but for failing."""
+    """Uses everything that a session offers, and does not fail."""
 
     async def run(self, task: Task, session: Session) -> str:
         session.start(task.messages)
-        heard: list[str] = []
-        turn = await session.generate(max_new_tokens=4, on_text=heard.append)
-        assert "".join(heard).split() == turn.text.split()
+        texts: list[str] = []
+        turn = await session.generate(max_new_tokens=4, on_text=texts.append)
+        assert "".join(texts).split() == turn.text.split()
         session.annotate(length=len(turn.token_ids), left=session.remaining_tokens)
         session.add_tool_result({"found": 3}, name="search")
         async with session.branch() as other:
@@ -65,13 +74,13 @@ class Everything:
         return "max_turns"
 
 
-class Impatient:
-    """Leaves a turn in the middle, and goes on."""
+class CancelsItsTurn:
+    """Cancels a turn in the middle, and goes on."""
 
     sessions: ClassVar[list[Any]] = []
 
     async def run(self, task: Task, session: Session) -> None:
-        Impatient.sessions.append(session)
+        CancelsItsTurn.sessions.append(session)
         session.start(task.messages)
         try:
             async with asyncio.timeout(0.055):
@@ -88,7 +97,7 @@ class TooTalkative:
 
 
 class OurOwnError(AgentLoopError):
-    """A class that the driver does not have."""
+    """An error class that the driver does not know."""
 
 
 class Raising:
@@ -124,7 +133,7 @@ def config_of(loop: str = "OneTurn", **rollout: Any) -> Config:
     return parse_config(tree)
 
 
-class Troupe:
+class WorkerBench:
     """Rollout workers in front of a simulated engine that decodes a token in 10 ms."""
 
     def __init__(self, loop: str = "OneTurn", *, delay_s: float = 0.001, **rollout: Any) -> None:
@@ -134,11 +143,11 @@ class Troupe:
         self.metrics = self.bench.metrics
         chat = cast(ChatFormat, PlainChat())
         self.processes = SimulatedWorkers(self.config, chat, delay_s=lambda: delay_s)
-        self.stage = WorkerBackend(self.config.rollout, self.processes.open, self.metrics)
+        self.backend = WorkerBackend(self.config.rollout, self.processes.open, self.metrics)
         self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> Troupe:
-        await self._stack.enter_async_context(self.stage)
+    async def __aenter__(self) -> WorkerBench:
+        await self._stack.enter_async_context(self.backend)
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -147,33 +156,20 @@ class Troupe:
     def session(
         self, entry: Entry | None = None, kind: type[RolloutSession] = DriverSession, name: str = "0" * 32
     ) -> Any:
-        """One that the stage may play."""
+        """A session that the backend can run."""
         self.entries = {name: entry or Entry(name)}
 
-        def open_branch(branch: str, inherited: Any) -> Entry:
+        def open_branch_entry(branch: str, inherited: Any) -> Entry:
             self.entries[branch] = Entry(branch, inherited=inherited)
             return self.entries[branch]
 
-        return kind(
-            task=TASK,
-            trajectory_id=name,
-            group_id="g",
-            pool=self.bench.pool,
-            chat=self.bench.chat,
-            facts=FACTS,
-            rollout=self.config.rollout,
-            routing_config=self.config.routing,
-            interrupt="abort",
-            metrics=self.metrics,
-            new_id=self.bench.session._new_id,
-            clock=lambda: 0.0,
-            entry=self.entries[name],
-            open_branch=open_branch,
-        )
+        context = replace(self.bench.context, rollout=self.config.rollout, routing=self.config.routing)
+        transcript = Transcript(context, self.entries[name], open_branch_entry)
+        return kind(context, TASK, transcript, group_id="g")
 
 
-def told(trajectory: Trajectory) -> tuple[Any, ...]:
-    """Everything of a trajectory that does not depend on how quick anything is."""
+def timeless(trajectory: Trajectory) -> tuple[Any, ...]:
+    """Return everything of a trajectory that does not depend on timing."""
     outcome = trajectory.outcome
     turns = [(t.start, t.end, t.finish_reason, t.metadata) for t in trajectory.turns]
     segments = [(type(s).__name__, s.token_ids.tolist()) for s in trajectory.segments]
@@ -183,25 +179,25 @@ def told(trajectory: Trajectory) -> tuple[Any, ...]:
 
 @in_virtual_time
 async def test_trajectories_are_the_same_wherever_the_loop_runs() -> None:
-    async with Troupe("Everything") as troupe:
-        there = await close(await troupe.stage.play(TASK, troupe.session()))
-    troupe = Troupe("Everything")
+    async with WorkerBench("Everything") as workers:
+        there = await finish_trajectories(await workers.backend.run_attempt(TASK, workers.session()))
+    workers = WorkerBench("Everything")
     chat = cast(ChatFormat, PlainChat())
-    async with LocalBackend(troupe.config, chat=chat, metrics=troupe.metrics, clock=lambda: 0.0) as here:
-        local = await close(await here.play(TASK, troupe.session(kind=RolloutSession)))
-    assert [told(trajectory) for trajectory in there] == [told(trajectory) for trajectory in local]
+    async with LocalBackend(workers.config, chat=chat, metrics=workers.metrics, clock=lambda: 0.0) as here:
+        local = await finish_trajectories(await here.run_attempt(TASK, workers.session(kind=RolloutSession)))
+    assert [timeless(trajectory) for trajectory in there] == [timeless(trajectory) for trajectory in local]
     assert [len(t.trajectory_id.split(".")) for t in there] == [1, 2, 3, 2]
     assert there[0].turns[0].metadata["length"] == 4
-    assert len({trajectory.outcome.reward for trajectory in there}) == 1  # one spoke for all
+    assert len({trajectory.outcome.reward for trajectory in there}) == 1  # one reward source
 
 
 @in_virtual_time
 async def test_both_halves_have_the_same_tokens_when_a_loop_leaves_its_turn() -> None:
-    Impatient.sessions.clear()
-    async with Troupe("Impatient") as troupe:
-        (trajectory,) = await close(await troupe.stage.play(TASK, troupe.session()))
-    (theirs,) = Impatient.sessions
-    assert theirs._buffer[: theirs._length].tolist() == trajectory.token_ids.tolist()
+    CancelsItsTurn.sessions.clear()
+    async with WorkerBench("CancelsItsTurn") as workers:
+        (trajectory,) = await finish_trajectories(await workers.backend.run_attempt(TASK, workers.session()))
+    (theirs,) = CancelsItsTurn.sessions
+    assert theirs.writer.tokens.token_ids.tolist() == trajectory.token_ids.tolist()
     cut, whole = trajectory.sampled
     assert 0 < len(cut.token_ids) < 10
     assert len(whole.token_ids) == 3
@@ -209,32 +205,32 @@ async def test_both_halves_have_the_same_tokens_when_a_loop_leaves_its_turn() ->
 
 
 async def _undisturbed() -> list[int]:
-    async with Troupe() as troupe:
-        (trajectory,) = await close(await troupe.stage.play(TASK, troupe.session()))
+    async with WorkerBench() as workers:
+        (trajectory,) = await finish_trajectories(await workers.backend.run_attempt(TASK, workers.session()))
     return trajectory.token_ids.tolist()
 
 
 @pytest.mark.parametrize("how", ["kill", "mute"])
 @in_virtual_time
 async def test_nothing_sampled_is_lost_when_a_worker_ends_in_a_turn(how: str) -> None:
-    async with Troupe(num_workers=2) as troupe, asyncio.TaskGroup() as tasks:
-        session = troupe.session()
-        playing = tasks.create_task(_lost(troupe.stage.play(TASK, session)))
-        await troupe.policy.reaches(12)
-        assert sum(map(getattr(troupe.processes, how), (0, 1))) == 2  # whoever has it
+    async with WorkerBench(num_workers=2) as workers, asyncio.TaskGroup() as tasks:
+        session = workers.session()
+        playing = tasks.create_task(_lost(workers.backend.run_attempt(TASK, session)))
+        await workers.policy.reaches(12)
+        assert sum(map(getattr(workers.processes, how), (0, 1))) == 2  # whoever has it
         begin = asyncio.get_running_loop().time()
         error = await playing
         lasted_s = asyncio.get_running_loop().time() - begin
         assert 7.0 < lasted_s < 11.0 if how == "mute" else lasted_s < 1.0  # worker_stall_s, in ticks of 1 s
         assert "rollout-worker-" in str(error)
-        (entry,) = troupe.entries.values()
+        (entry,) = workers.entries.values()
         sampled = sum(len(s.token_ids) for s in entry.left.segments if isinstance(s, Sampled))
         assert sampled == 10 if how == "mute" else sampled >= 5  # a turn goes on while its worker is silent
-        again = troupe.session(Entry(session.trajectory_id, replay=entry.left))
-        (trajectory,) = await close(await troupe.stage.play(TASK, again))
-        restarts = troupe.bench.counted("rollout_worker_restarts_total")
+        again = workers.session(Entry(session.trajectory_id, replay=entry.left))
+        (trajectory,) = await finish_trajectories(await workers.backend.run_attempt(TASK, again))
+        restarts = workers.bench.counted("rollout_worker_restarts_total")
     assert trajectory.token_ids.tolist() == await _undisturbed()
-    assert troupe.bench.counted("resumed_tokens_total") == sampled
+    assert workers.bench.counted("resumed_tokens_total") == sampled
     assert restarts == 2
 
 
@@ -245,28 +241,28 @@ async def _lost(work: Any) -> WorkerLost:
 
 
 @in_virtual_time
-async def test_workers_are_not_blamed_when_the_driver_stands_still() -> None:
-    async with Troupe() as troupe:
+async def test_workers_are_not_restarted_when_the_driver_stalls() -> None:
+    async with WorkerBench() as workers:
         await asyncio.sleep(1.0)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
         for _ in range(5):
             loop.jump(100.0)
             await asyncio.sleep(0.5)
-        await troupe.stage.play(TASK, troupe.session())
-        assert len(troupe.processes.metrics) == 1  # that worker, in its first life
+        await workers.backend.run_attempt(TASK, workers.session())
+        assert len(workers.processes.metrics) == 1  # the first incarnation
 
 
 @in_virtual_time
-async def test_the_driver_says_who_plays_and_what_is_awaited_there() -> None:
-    async with Troupe() as troupe, asyncio.TaskGroup() as tasks:
+async def test_the_driver_reports_the_worker_and_what_its_loop_waits_for() -> None:
+    async with WorkerBench() as workers, asyncio.TaskGroup() as tasks:
         await asyncio.sleep(1.0)
-        (worker,) = troupe.stage._live.values()
-        troupe.bench.pool.hold("engine-0")
-        playing = tasks.create_task(troupe.stage.play(TASK, troupe.session()))
+        (worker,) = workers.backend.workers.values()
+        workers.bench.pool.hold_engine("engine-0")
+        playing = tasks.create_task(workers.backend.run_attempt(TASK, workers.session()))
         await asyncio.sleep(20.0)
         assert "a turn of the policy for" in worker.waits["0" * 32]
-        troupe.bench.pool.serve("engine-0", 0)
+        workers.bench.pool.serve_engine("engine-0", 0)
         await playing
 
 
@@ -278,19 +274,21 @@ async def test_the_driver_says_who_plays_and_what_is_awaited_there() -> None:
     ],
 )
 @in_virtual_time
-async def test_a_loop_fails_or_ends_in_the_driver_as_it_did_in_its_worker(
+async def test_a_loop_fails_or_ends_in_the_driver_as_in_its_worker(
     loop: str, kind: type[Exception] | None, words: str
 ) -> None:
-    async with Troupe(loop) as troupe:
+    async with WorkerBench(loop) as workers:
         if kind is None:
-            (trajectory,) = await close(await troupe.stage.play(TASK, troupe.session()))
+            (trajectory,) = await finish_trajectories(
+                await workers.backend.run_attempt(TASK, workers.session())
+            )
             assert trajectory.outcome.stop_reason == "length"
         else:
             with pytest.raises(kind, match=words):
-                await troupe.stage.play(TASK, troupe.session())
+                await workers.backend.run_attempt(TASK, workers.session())
 
 
-def test_errors_cross_the_link_as_what_they_are() -> None:
+def test_errors_keep_their_class_when_they_cross_the_link() -> None:
     for error in (PromptTooLong("long"), RewardError("none")):
         there = Failure.of(error).error
         assert type(there) is type(error)
@@ -301,33 +299,33 @@ def test_errors_cross_the_link_as_what_they_are() -> None:
 
 @in_virtual_time
 async def test_a_group_is_scored_by_another_worker_when_one_ends() -> None:
-    async with Troupe(num_workers=2, reward=f"{HERE}:group_reward") as troupe:
-        (played,) = await troupe.stage.play(TASK, troupe.session())
-        assert isinstance(played, Played)
-        assert played.parts is None
-        assert played.completion is not None
-        (trajectory,) = await close([played])
-        assert played.completion.token_ids.tolist() == trajectory.token_ids.tolist()
+    async with WorkerBench(num_workers=2, reward=f"{HERE}:group_reward") as workers:
+        (result,) = await workers.backend.run_attempt(TASK, workers.session())
+        assert isinstance(result, AttemptResult)
+        assert result.parts is None
+        assert result.completion is not None
+        (trajectory,) = await finish_trajectories([result])
+        assert result.completion.token_ids.tolist() == trajectory.token_ids.tolist()
         async with asyncio.TaskGroup() as tasks:
-            scoring = tasks.create_task(troupe.stage.score_group(TASK, [played.completion] * 2))
-            await asyncio.sleep(0)  # it has asked one
-            (busy,) = (w.name for w in troupe.stage._live.values() if w.inboxes)
-            troupe.processes.ends[busy].lose("it was killed")
+            scoring = tasks.create_task(workers.backend.score_group(TASK, [result.completion] * 2))
+            await asyncio.sleep(0)  # it has asked a worker
+            (busy,) = (w.name for w in workers.backend.workers.values() if w.inboxes)
+            workers.processes.ends[busy].lose("it was killed")
         expected = float(trajectory.token_ids.sum() % 89)
         assert await scoring == [{"reward": expected}] * 2
 
 
 def test_counts_of_workers_are_added_to_those_of_the_driver() -> None:
     theirs, ours = Metrics(), Metrics()
-    increments = Increments(theirs)
+    increments = IncrementCollector(theirs)
     theirs.tool_calls_total.labels("search", "ok").inc(2)
     theirs.tool_seconds.labels("search").observe(0.3)
     ours.tool_calls_total.labels("search", "ok").inc()
-    add(increments.since_last(), ours)
+    add_increments(increments.collect_increments(), ours)
     theirs.tool_seconds.labels("search").observe(700.0)
-    add(increments.since_last(), ours)
-    assert increments.since_last() == ()
-    add([Count(name="of_another_version", labels=(), value=1.0)], ours)
+    add_increments(increments.collect_increments(), ours)
+    assert increments.collect_increments() == ()
+    add_increments([MetricIncrement(name="of_another_version", labels=(), value=1.0)], ours)
 
     def counted(name: str, **labels: str) -> float | None:
         return ours.registry.get_sample_value(f"async_rl_{name}", {"tool": "search", **labels})
@@ -359,13 +357,13 @@ def test_the_journal_has_all_tokens_when_an_attempt_goes_on_elsewhere(tmp_path: 
     entry.segments.append(sampled(3))  # not in the file yet, and its worker ends
     again = journal.open(name, 1, entry.left)
     journal.write()
-    assert again.news() is None  # it is said once
+    assert again.news() is None  # it is reported once
     journal.close()
     left = Journal(tmp_path).restore([name], 0)[name]
     assert [token for segment in left.segments for token in segment.token_ids.tolist()] == [1, 2, 3]
 
 
-def test_limits_of_rewards_are_parted_among_workers() -> None:
+def test_limits_of_rewards_are_divided_among_workers() -> None:
     judge = {"kind": "http", "url": "http://127.0.0.1:1", "max_concurrent": 64}
     slow = {"kind": "function", "function": f"{HERE}:reward", "max_concurrent": 1}
     free = {"kind": "function", "function": f"{HERE}:reward"}
@@ -382,16 +380,21 @@ def test_limits_of_rewards_are_parted_among_workers() -> None:
 
 
 async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
-    async with door("127.0.0.1") as listening, asyncio.TaskGroup() as tasks:
-        worker = tasks.create_task(connect("127.0.0.1", listening.port, listening.key))
-        ours, theirs = await listening.link(), await worker
-    play = Play(play=1, task=Task(task_id="t", messages=TASK.messages, answer={"a": [1]}), trajectory_id="x")
-    for message in (play, Cut(play=1, name="é" * 100_000), Stop(play=2)):
+    async with listen("127.0.0.1") as listener, asyncio.TaskGroup() as tasks:
+        worker = tasks.create_task(connect_link("127.0.0.1", listener.port, listener.key))
+        ours, theirs = await listener.accept_link(), await worker
+    task = Task(task_id="t", messages=TASK.messages, answer={"a": [1]})
+    start = StartAttempt(request_id=1, task=task, trajectory_id="x")
+    for message in (
+        start,
+        CancelTurn(request_id=1, trajectory_id="é" * 100_000),
+        CancelRequest(request_id=2),
+    ):
         ours.post(message)
     theirs.post(Heartbeat(waits={"x": "tool"}))
-    assert (await theirs.receive()).task == play.task  # type: ignore[attr-defined]
-    assert len((await theirs.receive()).name) == 100_000  # type: ignore[attr-defined]
-    assert isinstance(await theirs.receive(), Stop)
+    assert (await theirs.receive()).task == task  # type: ignore[attr-defined]
+    assert len((await theirs.receive()).trajectory_id) == 100_000  # type: ignore[attr-defined]
+    assert isinstance(await theirs.receive(), CancelRequest)
     assert isinstance(await ours.receive(), Heartbeat)
     ours.close()
     with pytest.raises(WorkerLost):
@@ -399,26 +402,26 @@ async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
     theirs.close()
 
 
-async def test_nobody_is_let_in_without_the_key() -> None:
-    async with door("127.0.0.1") as listening:
+async def test_a_connection_is_refused_without_the_key() -> None:
+    async with listen("127.0.0.1") as listener:
         with pytest.raises(EnvironmentNotReady):
-            await connect("127.0.0.1", listening.port, b"another key")
-        assert not listening._link.done()
+            await connect_link("127.0.0.1", listener.port, b"another key")
+        assert not listener.is_connected
         async with asyncio.TaskGroup() as tasks:
-            worker = tasks.create_task(connect("127.0.0.1", listening.port, listening.key))
-            (await listening.link()).close()
+            worker = tasks.create_task(connect_link("127.0.0.1", listener.port, listener.key))
+            (await listener.accept_link()).close()
         worker.result().close()
 
 
 @pytest.mark.parametrize(
     "data", [struct.pack("<Q", 1 << 40), struct.pack("<Q", 64) + bytes(64), b"\x01"], ids=len
 )
-async def test_a_link_is_lost_when_what_comes_is_no_message(data: bytes) -> None:
-    async with door("127.0.0.1") as listening, asyncio.TaskGroup() as tasks:
-        worker = tasks.create_task(connect("127.0.0.1", listening.port, listening.key))
-        ours, theirs = await listening.link(), await worker
-    theirs._writer.write(data)
-    theirs._writer.write_eof()
+async def test_a_link_is_lost_when_an_invalid_message_comes(data: bytes) -> None:
+    async with listen("127.0.0.1") as listener, asyncio.TaskGroup() as tasks:
+        worker = tasks.create_task(connect_link("127.0.0.1", listener.port, listener.key))
+        ours, theirs = await listener.accept_link(), await worker
+    theirs.writer.write(data)
+    theirs.writer.write_eof()
     with pytest.raises(WorkerLost):
         await ours.receive()
     ours.close()
@@ -426,9 +429,9 @@ async def test_a_link_is_lost_when_what_comes_is_no_message(data: bytes) -> None
 
 
 @in_virtual_time
-async def test_a_worker_is_lost_that_says_what_is_not_for_it_to_say() -> None:
-    async with Troupe() as troupe:
+async def test_a_worker_is_lost_when_it_sends_a_message_of_the_driver() -> None:
+    async with WorkerBench() as workers:
         await asyncio.sleep(1.0)
-        troupe.processes.ends["rollout-worker-0"].post(Stop(play=1))
+        workers.processes.ends["rollout-worker-0"].post(CancelRequest(request_id=1))
         await asyncio.sleep(5.0)
-        assert troupe.bench.counted("rollout_worker_restarts_total") == 1
+        assert workers.bench.counted("rollout_worker_restarts_total") == 1

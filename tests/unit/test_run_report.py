@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import re
 import stat
 from html.parser import HTMLParser
@@ -23,15 +24,15 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
         self.feed(html)
+        found = re.search(r'<script type="application/json" id="chart-data">(.*?)</script>', html)
+        sections = json.loads(found[1]) if found else []
+        self.charts = {chart["name"]: chart for section in sections for chart in section["charts"]}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
         self.text += data
-
-    def ids(self) -> set[str]:
-        return {value for _, attrs in self.tags if (value := attrs.get("id"))}
 
 
 def report(folder: Path) -> Page:
@@ -42,7 +43,7 @@ def test_a_finished_run_is_one_file_with_its_curves(tmp_path: Path) -> None:
     steps = records(30)
     folder = write_run_folder(tmp_path / "run", steps, max_steps=30, log=LOG)
     page = report(folder)
-    drawn = {name.removeprefix("chart-") for name in page.ids() if name.startswith("chart-")}
+    drawn = page.charts.keys()
     assert drawn >= {"reward", "ppo-kl", "kl-parts", "kl-lag", "staleness", "staleness-histogram", "lengths"}
     assert drawn >= {"idle", "throughput", "sync", "drops", "ratio", "ess", "routing"}
     assert read_run(folder).state == "finished"
@@ -58,7 +59,8 @@ def test_the_file_asks_for_nothing_else_and_runs_one_known_script(tmp_path: Path
     for tag, attrs in page.tags:
         assert not {"src", "srcset", "action", "onclick", "onerror"} & attrs.keys(), (tag, attrs)
         assert (attrs.get("href") or "data:").startswith("data:")
-    assert [tag for tag, _ in page.tags].count("script") == 1
+    scripts = [attrs for tag, attrs in page.tags if tag == "script"]
+    assert [script["type"] for script in scripts] == ["application/json", "module"]
     policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert re.search(r"default-src 'none'.*script-src 'sha256-[\w+/=]+'", policy or "")
 
@@ -67,6 +69,7 @@ def test_what_a_data_set_says_stays_text(tmp_path: Path) -> None:
     page = report(write_run_folder(tmp_path / "run", records(50), log=LOG))
     assert "img" not in {tag for tag, _ in page.tags}
     assert HOSTILE in page.text
+    assert HOSTILE in {series["label"] for series in page.charts["drops"]["series"]}
 
 
 def test_secrets_of_the_config_are_hidden(tmp_path: Path) -> None:
@@ -106,7 +109,7 @@ def test_a_run_is_running_while_its_driver_holds_the_folder(tmp_path: Path) -> N
 def test_a_run_without_a_step_has_a_report(tmp_path: Path) -> None:
     page = report(write_run_folder(tmp_path / "run", [], log=LOG))
     assert "No step yet" in page.text
-    assert not any(name.startswith("chart-") for name in page.ids())
+    assert page.charts == {}
     assert "run.max_steps" in page.text
 
 
@@ -124,7 +127,7 @@ def test_records_of_older_versions_have_a_report(tmp_path: Path) -> None:
     counts = '{"dispatched":9,"trained":4,"in_flight":1,"queued":1,"dropped":{"stale":2}}'
     (folder / "summary.json").write_text('{"of_old": 1, "trajectories": ' + counts + "}")
     page = report(folder)
-    assert "chart-reward" in page.ids()
+    assert "reward" in page.charts
     assert "1 trajectories" in page.text[page.text.index("unaccounted for") :]
 
 

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import select
-import shutil
 import socket
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from agent_loops.sandbox import Limits, Python, PythonSession, Ran, Sandbox
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
+from tests.support.environment import SYSTEM_PYTHON
 from tests.support.scripted_session import make_task
 
 TIGHT = {
@@ -22,29 +22,24 @@ TIGHT = {
     "scratch_mb": 8,
     "max_output_bytes": 2000,
 }
-SYSTEM_PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""
-"""One that other users may read: as root, guarded programs run as another."""
 
 
 def walls(**limits: object) -> Sandbox:
-    """A sandbox of the kernel's walls; where those are refused, the environment must say that it knows."""
-    try:
-        return Sandbox(Limits(**{**TIGHT, **limits}))
-    except EnvironmentNotReady:
-        if "namespaces" in os.environ.get("ASYNC_RL_WITHOUT", "").split(","):
-            pytest.skip("ASYNC_RL_WITHOUT leaves out namespaces")
-        raise
+    """A sandbox of the kernel's walls."""
+    return Sandbox(Limits(**{**TIGHT, **limits}))
 
 
 async def run(code: str, stdin: str = "", **limits: object) -> Ran:
     return await walls(**limits).run(code, stdin=stdin)
 
 
+@pytest.mark.needs("namespaces")
 async def test_program_reads_and_prints_as_if_it_were_alone():
     ran = await run("import sys\nprint(int(input()) * 2, sys.stdin.read())", stdin="21\nÄpfel")
     assert (ran.output, ran.ended) == ("42 Äpfel\n", "done")
 
 
+@pytest.mark.needs("namespaces")
 async def test_traceback_shows_the_programs_own_lines_when_it_raises():
     ran = await run("def f():\n    return 1 / 0\nf()")
     assert ran.ended == "error"
@@ -52,6 +47,7 @@ async def test_traceback_shows_the_programs_own_lines_when_it_raises():
     assert "in run\n" not in ran.output
 
 
+@pytest.mark.needs("namespaces")
 async def test_fork_bomb_is_bounded_and_ends_with_its_program():
     code = """
 import os, signal
@@ -91,6 +87,7 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in descendants(child))]
 
 
+@pytest.mark.needs("namespaces")
 @pytest.mark.parametrize(
     ("code", "output"),
     [
@@ -110,6 +107,7 @@ async def test_program_is_refused_more_when_it_takes_too_much(code: str, output:
     assert output in ran.output
 
 
+@pytest.mark.needs("namespaces")
 @pytest.mark.parametrize(
     ("code", "ended"),
     [
@@ -126,11 +124,13 @@ async def test_program_is_ended_when_it_goes_too_far(code: str, ended: str):
     assert len(ran.output) <= TIGHT["max_output_bytes"]
 
 
+@pytest.mark.needs("namespaces")
 async def test_output_is_kept_when_the_program_runs_past_its_time():
     ran = await run("print('so far', flush=True)\nimport time\ntime.sleep(600)", wall_s=2.0)
     assert (ran.output, ran.ended, ran.is_over) == ("so far\n", "time", True)
 
 
+@pytest.mark.needs("namespaces")
 async def test_nothing_of_ours_is_inherited(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret-7")
     held = os.open("/etc/passwd", os.O_RDONLY)
@@ -153,6 +153,7 @@ async def test_nothing_of_ours_is_inherited(monkeypatch: pytest.MonkeyPatch):
     assert [line for line in descriptors if "root" in line] == []
 
 
+@pytest.mark.needs("namespaces")
 @pytest.mark.parametrize(
     "path", ["/proc/1/environ", "/proc/self/environ", "/etc/passwd", "/home", str(Path(__file__).parent)]
 )
@@ -161,6 +162,7 @@ async def test_files_of_the_host_are_not_there(path: str):
     assert ran.output == "False\n"
 
 
+@pytest.mark.needs("namespaces")
 @pytest.mark.parametrize("path", ["/usr/new", "/new", "/dev/new", "/lib/../usr/bin/new"])
 async def test_nothing_can_be_written_outside_of_the_scratch_folder(path: str):
     ran = await run(f"open({path!r}, 'w')")
@@ -168,6 +170,7 @@ async def test_nothing_can_be_written_outside_of_the_scratch_folder(path: str):
     assert not os.path.exists(path)
 
 
+@pytest.mark.needs("namespaces")
 async def test_no_way_back_leads_out_of_the_walls():
     calls = {
         "remount": "l.mount(None, b'/', None, 0x1020, None)",
@@ -187,6 +190,7 @@ async def test_no_way_back_leads_out_of_the_walls():
     assert ran.output.splitlines() == [f"-1 {name}" for name in calls]
 
 
+@pytest.mark.needs("namespaces")
 async def test_host_cannot_be_reached_over_the_network():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -194,6 +198,7 @@ async def test_host_cannot_be_reached_over_the_network():
     assert "Network is unreachable" in ran.output or "refused" in ran.output
 
 
+@pytest.mark.needs("namespaces")
 async def test_process_and_scratch_are_gone_when_the_caller_is_cancelled():
     sandbox = walls(wall_s=60.0)
     async with sandbox.interpreter() as interpreter:
@@ -205,8 +210,8 @@ async def test_process_and_scratch_are_gone_when_the_caller_is_cancelled():
     gc.collect()  # a transport left open would warn, which fails a test
 
 
+@pytest.mark.needs("namespaces")
 async def test_variables_last_as_long_as_the_trajectory_when_the_tool_is_stateful():
-    walls()
     tool = PythonSession(**TIGHT)
     state = tool.create(make_task())
     assert await tool.execute(state, "x = 20") == "(no output)"
@@ -220,8 +225,8 @@ async def test_variables_last_as_long_as_the_trajectory_when_the_tool_is_statefu
     assert state == []
 
 
+@pytest.mark.needs("namespaces")
 async def test_programs_share_nothing_when_the_tool_is_stateless():
-    walls()
     tool = Python(**TIGHT)
     await tool.execute("x = 20; open('left', 'w').write('behind')")
     assert await tool.execute("import os; [name for name in os.listdir() if name != 'program.py']") == "[]\n"
@@ -233,6 +238,7 @@ def guarded() -> Sandbox:
     return Sandbox(Limits(**TIGHT, isolation="guarded", python=SYSTEM_PYTHON))
 
 
+@pytest.mark.needs("guarded")
 @pytest.mark.parametrize(
     "code",
     [
@@ -256,6 +262,7 @@ async def test_interpreter_refuses_when_the_sandbox_is_guarded(code: str):
     assert not os.path.exists("/tmp/outside-of-the-sandbox")
 
 
+@pytest.mark.needs("guarded")
 async def test_program_works_and_its_folder_is_removed_when_the_sandbox_is_guarded():
     ran = await guarded().run(
         "import os, json, math\nopen('a', 'w').write('b')\nprint(os.getcwd(), open('a').read(), math.pi)"
@@ -265,6 +272,7 @@ async def test_program_works_and_its_folder_is_removed_when_the_sandbox_is_guard
     assert not os.path.exists(folder)
 
 
+@pytest.mark.needs("namespaces")
 async def test_packages_can_be_imported_when_the_limits_name_their_folder(tmp_path: Path):
     (tmp_path / "helper.py").write_text("value = 7")
     tmp_path.chmod(0o755)

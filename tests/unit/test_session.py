@@ -188,8 +188,8 @@ async def test_tokens_count_as_old_as_their_call_when_it_dies_after_weights_chan
     class Dying(ScriptedEngine):
         async def generate(self, request):
             yield Chunk(token_ids=[100, 101], log_probs=[-1.0] * 2)
-            b.pool.hold("engine-0")
-            b.pool.serve("engine-0", 1)
+            b.pool.hold_engine("engine-0")
+            b.pool.serve_engine("engine-0", 1)
             # Nobody knows whether these were on their way before that.
             yield Chunk(token_ids=[102, 103], log_probs=[-1.0] * 2)
             raise EngineError("connection lost")
@@ -239,7 +239,7 @@ async def test_tokens_are_segments_when_the_caller_is_cancelled_mid_stream():
         await started.wait()
         task.cancel()
     assert b.session.remaining_tokens == 64 - PROMPT - 3
-    assert b.session._segments[-1].token_ids.tolist() == [100, 101, 102]
+    assert b.session.writer.tokens.segments[-1].token_ids.tolist() == [100, 101, 102]
 
 
 @pytest.mark.case(21)
@@ -269,13 +269,13 @@ async def test_the_end_of_turn_is_added_when_a_stop_string_cut_it_off():
 async def test_messages_are_rendered_together_when_they_are_added_one_by_one():
     b = bench([lambda r: sampled(3, "stop", 0, prompt=PROMPT)])  # without an end of turn
     asked: list[list[str]] = []
-    append_ids = b.session._chat.append_ids
+    append_ids = b.chat.append_ids
 
     def note(messages, *, after_length=False):
         asked.append([message["content"] for message in messages])
         return append_ids(messages, after_length=after_length)
 
-    b.session._chat.append_ids = note  # type: ignore[method-assign]
+    b.chat.append_ids = note  # type: ignore[method-assign]
     await b.session.generate()
     b.session.add_tool_result({"sum": 4}, name="add")
     left = b.session.remaining_tokens
@@ -324,7 +324,7 @@ async def test_the_turn_ends_by_length_when_the_context_is_full():
 
 async def test_the_trajectory_fails_when_an_engine_keeps_ending_calls_by_itself():
     b = bench([lambda r: sampled(0, "abort", 0, prompt=PROMPT, rows=False)] * 20)
-    with pytest.raises(EngineError, match="nobody interrupted"):
+    with pytest.raises(EngineError, match="without an interruption"):
         await b.session.generate()
 
 

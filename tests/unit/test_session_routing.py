@@ -199,9 +199,9 @@ async def test_the_last_rows_count_when_some_answers_had_none(
     bench = scripted(*calls, gone)
     # The recovery finds an engine that dies, and then one that is always interrupted.
     spare = [lambda r: sampled(0, "abort", 9, prompt=1, rows=False)] * 4
-    bench.pool.add(ScriptedEngine("engine-1", spare))  # type: ignore[arg-type]
+    bench.pool.add_engine(ScriptedEngine("engine-1", spare))  # type: ignore[arg-type]
     await bench.session.generate()
-    bench.pool.serve("engine-1", 0)
+    bench.pool.serve_engine("engine-1", 0)
     trajectory = await bench.finish()
     trace = trajectory.trace
     wanted = trajectory.num_tokens - 1
@@ -407,7 +407,7 @@ async def test_everything_is_fetched_again_when_the_next_turn_runs_elsewhere() -
     bench = Bench(first, second, **LONG)
     bench.start()
     await bench.session.generate()
-    bench.pool.quarantine("engine-0", EngineError("gone"))
+    bench.pool.quarantine_engine("engine-0", EngineError("gone"))
     bench.session.add_messages([{"role": "tool", "content": "4"}])
     await bench.session.generate()
     assert (first.asked, second.asked) == ([0], [0])
@@ -484,16 +484,16 @@ async def test_rows_are_recovered_when_the_history_was_edited_after_the_last_tur
 
 def edit(bench: Bench, place: int) -> None:
     """Change a token of the history behind the session's back, as a re-tokenised prompt would."""
-    session = bench.session
-    session._buffer[place] = 5
+    tokens = bench.session.writer.tokens
+    tokens.token_ids[place] = 5
     begin = 0
-    for index, segment in enumerate(session._segments):
+    for index, segment in enumerate(tokens.segments):
         end = begin + len(segment.token_ids)
         if begin <= place < end:
-            token_ids = session._buffer[begin:end].copy()
-            session._segments[index] = msgspec.structs.replace(segment, token_ids=token_ids)
+            token_ids = tokens.token_ids[begin:end].copy()
+            tokens.segments[index] = msgspec.structs.replace(segment, token_ids=token_ids)
         begin = end
-    assert isinstance(session._segments[0], Context | Sampled)
+    assert isinstance(tokens.segments[0], Context | Sampled)
 
 
 # -- the end --------------------------------------------------------------------------------------------
@@ -626,7 +626,7 @@ async def test_nothing_is_measured_when_rows_are_replaced_under_the_same_weights
     bench = Bench(simulated(policy), simulated(policy, "engine-1"), flip_sample=1.0, **LONG)
     bench.start()
     await bench.session.generate()
-    bench.pool.quarantine("engine-0", EngineError("gone"))
+    bench.pool.quarantine_engine("engine-0", EngineError("gone"))
     bench.session.add_messages([{"role": "tool", "content": "4"}])
     await bench.session.generate()
     assert_whole(await bench.finish(), 0)
@@ -658,9 +658,9 @@ async def test_a_trajectory_is_whole_when_replaced_rows_cannot_be_compared() -> 
 
 
 def test_the_sample_is_decided_by_the_name_alone() -> None:
-    from async_rl.rollout.session.routing_rows import _unit
+    from async_rl.rollout.session.routing_rows import unit_hash
 
-    numbers = [_unit(f"{i:032x}") for i in range(2000)]
-    assert numbers == [_unit(f"{i:032x}") for i in range(2000)]
+    numbers = [unit_hash(f"{i:032x}") for i in range(2000)]
+    assert numbers == [unit_hash(f"{i:032x}") for i in range(2000)]
     assert all(0 <= number < 1 for number in numbers)
     assert abs(sum(number < 0.05 for number in numbers) / 2000 - 0.05) < 0.02

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-from contextlib import aclosing
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 
 import msgspec
 import numpy as np
@@ -15,6 +17,7 @@ from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, RoutingPaylo
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.errors import (
     AlignmentError,
+    CallLost,
     ConfigError,
     EngineError,
     EngineTimeout,
@@ -244,6 +247,142 @@ async def test_the_engine_is_told_when_a_stream_is_left(server: FakeSGLang) -> N
         async with aclosing(engine.generate(asked)) as stream:
             await anext(stream)
     assert server.requests("abort_request") == [{"rid": asked.request_id}]
+
+
+# -- connections ----------------------------------------------------------------------------------------
+
+REPLY = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (
+    len(ONE_TOKEN := event([1], 1, finish_reason=STOP)),
+    ONE_TOKEN,
+)
+
+
+@asynccontextmanager
+async def raw_server(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bool]], **settings: float
+) -> AsyncIterator[tuple[SGLangEngine, list[int]]]:
+    """Answer each request with raw bytes; False closes the connection.
+
+    Yields a client and the list of ports that have connected to the server.
+    """
+    connections: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer.get_extra_info("peername")[1])
+        with closing(writer), suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = re.search(rb"(?i)content-length: (\d+)", head)
+                await reader.readexactly(int(length[1]) if length else 0)
+                if not await answer(reader, writer):
+                    return
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    engine = SGLangEngine("engine-0", url, facts(), **settings)
+    try:
+        yield engine, connections
+    finally:
+        await engine.close()
+        server.close()
+
+
+async def test_one_connection_serves_calls_in_turn_and_each_concurrent_call_has_its_own() -> None:
+    together = asyncio.Barrier(150)
+    waiting = [False]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if waiting[0]:
+            await together.wait()  # all calls are open at the same time
+        writer.write(REPLY)
+        return True
+
+    async with raw_server(answer) as (engine, connections):
+        for _ in range(3):
+            assert (await call(engine, PROMPT, 1)).token_ids == [1]
+        assert len(connections) == 1
+        waiting[0] = True
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+            for _ in range(150):
+                group.create_task(call(engine, PROMPT, 1))
+        assert len(connections) == 150
+
+
+async def test_a_new_connection_is_made_when_the_server_closes_the_old_one() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(REPLY.replace(b"OK\r\n", b"OK\r\nConnection: close\r\n"))
+        return False
+
+    async with raw_server(answer) as (engine, connections):
+        for _ in range(3):
+            assert (await call(engine, PROMPT, 1)).token_ids == [1]
+    assert len(connections) == 3
+
+
+async def test_the_connection_is_dropped_when_a_stream_is_left() -> None:
+    dropped = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if dropped.is_set() or len(connections) > 1:  # the request that aborts the call
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            return True
+        first = event([1], 1)
+        writer.write(REPLY[: REPLY.index(b"\r\n\r\n") + 4] + b"%x\r\n%b\r\n" % (len(first), first))
+        assert await reader.read() == b""
+        dropped.set()
+        return False
+
+    async with raw_server(answer) as (engine, connections):
+        async with aclosing(engine.generate(request(PROMPT, 8))) as stream:
+            await anext(stream)
+        async with asyncio.timeout(5):
+            await dropped.wait()
+
+
+async def test_an_engine_without_a_server_cannot_be_reached() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        return False
+
+    async with raw_server(answer) as (engine, _):
+        pass
+    with pytest.raises(EngineError, match="cannot be reached") as raised:
+        await call(engine, PROMPT, 1)
+    assert not isinstance(raised.value, CallLost)
+    await engine.close()
+
+
+@pytest.mark.parametrize("raw", [b"SSH-2.0-OpenSSH\r\n\r\n", b"", REPLY[:-9], REPLY[:40]])
+async def test_the_call_is_lost_when_the_reply_is_not_whole(raw: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(raw)
+        return False
+
+    async with raw_server(answer) as (engine, _):
+        with pytest.raises(CallLost, match="connection lost"):
+            await call(engine, PROMPT, 8)
+
+
+async def test_the_call_is_lost_when_the_server_does_not_begin_to_answer() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        await reader.read()
+        return False
+
+    async with raw_server(answer, request_timeout_s=0.05) as (engine, _):
+        with pytest.raises(CallLost, match=r"did not take a request within 0\.05 s"):
+            await call(engine, PROMPT, 8)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(401, RequestRefused), (503, CallLost)])
+async def test_the_status_is_told_when_the_server_refuses(status: int, kind: type[Exception]) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 %d No\r\nContent-Length: 4\r\n\r\nbusy" % status)
+        return True
+
+    async with raw_server(answer) as (engine, connections):
+        for _ in range(2):
+            with pytest.raises(kind, match=f"answered {status} to a request: b'busy'"):
+                await call(engine, PROMPT, 8)
+    assert len(connections) == 1
 
 
 # -- routing --------------------------------------------------------------------------------------------

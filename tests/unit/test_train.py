@@ -51,7 +51,7 @@ async def finishes(config: Config, run_dir: Path, stop: asyncio.Event, progress:
     return two_steps(run_dir)
 
 
-def test_a_run_leaves_config_summary_and_curves_in_its_folder(
+def test_a_run_leaves_config_summary_and_report_in_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(tmp_path)
@@ -59,9 +59,10 @@ def test_a_run_leaves_config_summary_and_curves_in_its_folder(
     folder = tmp_path / "runs" / "tiny"
     assert load_config(folder / "config.yaml") == load_config(path, ["run.seed=7"])
     assert json.loads((folder / "summary.json").read_text())["reward_last"] == 0.5
-    assert {"logs", "checkpoints", "hf", "reward.png"} <= {p.name for p in folder.iterdir()}
+    assert {"logs", "checkpoints", "hf", "report.html"} <= {p.name for p in folder.iterdir()}
     assert json.loads((folder / "versions.json").read_text())["python"] == platform.python_version()
     assert str(folder) in capsys.readouterr().out
+    assert '<span class="chip stopped">' in (folder / "report.html").read_text()  # after 2 of its steps
 
 
 async def leaves_a_file_in_every_folder(

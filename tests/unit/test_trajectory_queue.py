@@ -357,9 +357,13 @@ async def test_take_does_not_wait_for_a_group_that_is_younger_than_its_dispatch(
 
 
 async def test_groups_that_are_due_are_given_up_when_batches_do_not_wait(tmp_path: Path) -> None:
-    run = Run(tmp_path, staleness_policy="drop", groups_per_batch=1)
     asked: list[int] = []
-    run.queue.redispatch = lambda position, reason: not asked.append(position)  # type: ignore[func-returns-value]
+
+    def retry_task(position: int, reason: str) -> bool:
+        asked.append(position)
+        return True
+
+    run = Run(tmp_path, staleness_policy="drop", groups_per_batch=1, retry_task=retry_task)
     due, waiting = Work(oldest=0, **{"due-0": 77}), Work(oldest=None)
     run.queue.dispatched("due", "task", 0, ["due-0", "due-1"], 0, due)
     run.queue.dispatched("waiting", "task", 1, ["waiting-0"], 0, waiting)

@@ -144,13 +144,13 @@ def test_a_group_is_as_old_as_its_oldest_branch_that_a_restart_has_not_come_to_y
     old, young = Entry("a.1"), Entry("a")
     old.segments.append(sampled(1, 2))
     young.segments.append(sampled(1, 5))
-    group.begin(young, [old])
+    group.begin_attempt(young, [old])
     assert group.oldest() == 2
-    group.branch(Entry("a.1", inherited=young.segments))  # played anew, it has nothing of its own yet
+    group.add_branch(Entry("a.1", inherited=young.segments))  # sampled anew, it has nothing of its own yet
     assert group.oldest() == 5
-    group.end("a", tree("a", "a.1"))
-    assert (group.num_ended_well, group.running) == (1, ["b"])
-    group.end("b", tree("b"))
+    group.end_sibling("a", tree("a", "a.1"))
+    assert (group.num_finished_siblings, group.running) == (1, ["b"])
+    group.end_sibling("b", tree("b"))
     assert [t.trajectory_id for t in group.trajectories] == ["a", "a.1", "b"]
     assert group.lengths() == {"a": 6, "a.1": 3, "b": 6}
 

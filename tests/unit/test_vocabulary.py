@@ -82,7 +82,7 @@ RETIRED = (
     Retired("come to nothing", r"(?:come|comes|came|coming) to nothing", "fails"),
     Retired("is told", r"(?:is|are|was|were|be|been) told", "is notified, receives, reports"),
     Retired("heed", r"(?:un)?heed(?:s|ed|ing)?", "ignored, respected"),
-    Retired("pass over", r"pass(?:es|ed|ing)? (?:it |them )?over", "skip"),
+    Retired("pass over", r"(?:passed|passing) over|pass(?:es)? (?:it|them) over", "skip"),
     Retired("be it all", r"be it all", "even if all"),
     Retired("laid end to end", r"laid end to end", "concatenated"),
     Retired("the disk lies", r"disk lies", "disk corruption"),
@@ -103,16 +103,16 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 """Uses that stay, by file (or folder) and word, each with its reason."""
 
 NOT_YET: tuple[str, ...] = (
-    "README.md",
     "async_rl/",
     "agent_loops/",
     "trainer/",
-    "monitoring/",
-    "examples/",
     "benchmarks/",
-    "scripts/",
+    "monitoring/panels.py",
     "tests/",
-    "docs/",
+    "docs/reference/",  # generated from async_rl
+    "docs/guide/own-task.md",  # quotes messages of async_rl
+    "docs/guide/troubleshooting.md",  # quotes messages of async_rl
+    "docs/design/simulation.md",  # names tests
 )
 """Folders and files whose texts are still being rewritten."""
 

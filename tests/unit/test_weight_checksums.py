@@ -3,7 +3,7 @@ import hashlib
 import pytest
 import torch
 
-from async_rl.weights.checksums import Comparison
+from async_rl.weights.checksums import ChecksumComparison
 from trainer.weights.checksums import checksum_parameters
 
 A, B = ({"norm": "1", "qkv": "2"},), ({"norm": "1", "qkv": "3"},)
@@ -15,57 +15,57 @@ def sha(*tensors: torch.Tensor) -> str:
 
 
 def test_engines_agree_when_their_sums_are_equal():
-    comparison = Comparison()
-    assert comparison.report("a", 1, A, from_files=False) == {}
-    assert comparison.report("b", 1, A, from_files=False) == {}
-    assert comparison.report("a", 2, B, from_files=False) == {}
+    comparison = ChecksumComparison()
+    assert comparison.report_sums("a", 1, A, from_files=False) == {}
+    assert comparison.report_sums("b", 1, A, from_files=False) == {}
+    assert comparison.report_sums("a", 2, B, from_files=False) == {}
 
 
 def test_the_later_one_is_named_when_two_differ_and_neither_has_files():
-    comparison = Comparison()
-    comparison.report("a", 1, A, from_files=False)
-    assert comparison.report("b", 1, B, from_files=False) == {
+    comparison = ChecksumComparison()
+    comparison.report_sums("a", 1, A, from_files=False)
+    assert comparison.report_sums("b", 1, B, from_files=False) == {
         "b": "qkv of rank 0 sums to 3, and to 2 on a",
     }
 
 
 def test_those_that_differ_from_files_are_named_when_an_engine_has_loaded_them():
-    comparison = Comparison()
-    comparison.report("a", 1, B, from_files=False)
-    comparison.report("c", 1, B, from_files=False)
-    assert set(comparison.report("b", 1, A, from_files=True)) == {"a", "c"}
-    assert comparison.report("a", 1, A, from_files=True) == {}
-    assert set(comparison.report("c", 1, B, from_files=True)) == {"c"}
+    comparison = ChecksumComparison()
+    comparison.report_sums("a", 1, B, from_files=False)
+    comparison.report_sums("c", 1, B, from_files=False)
+    assert set(comparison.report_sums("b", 1, A, from_files=True)) == {"a", "c"}
+    assert comparison.report_sums("a", 1, A, from_files=True) == {}
+    assert set(comparison.report_sums("c", 1, B, from_files=True)) == {"c"}
 
 
 def test_nothing_is_found_when_an_engine_was_overtaken_while_it_loaded():
-    comparison = Comparison()
-    comparison.report("a", 2, A, from_files=False)
-    assert comparison.report("b", 1, B, from_files=True) == {}
-    assert set(comparison.report("c", 2, B, from_files=False)) == {"c"}
+    comparison = ChecksumComparison()
+    comparison.report_sums("a", 2, A, from_files=False)
+    assert comparison.report_sums("b", 1, B, from_files=True) == {}
+    assert set(comparison.report_sums("c", 2, B, from_files=False)) == {"c"}
 
 
 def test_engines_of_another_layout_are_not_compared():
-    comparison = Comparison()
-    comparison.report("a", 1, A, from_files=True)
-    assert comparison.report("b", 1, SHARDED, from_files=False) == {}
+    comparison = ChecksumComparison()
+    comparison.report_sums("a", 1, A, from_files=True)
+    assert comparison.report_sums("b", 1, SHARDED, from_files=False) == {}
 
 
 def test_the_trainer_counts_where_its_sums_were_the_engines_at_the_start():
-    comparison = Comparison()
-    comparison.expect(0, {"norm": "1", "qkv": "cast to another dtype", "of trainer only": "0"})
-    assert comparison.report("a", 0, A, from_files=True) == {}
-    comparison.expect(1, {"norm": "5", "qkv": "cast"})
-    assert comparison.report("a", 1, ({"norm": "5", "qkv": "6"},), from_files=False) == {}
-    assert comparison.report("b", 1, A, from_files=True) == {
+    comparison = ChecksumComparison()
+    comparison.expect_sums(0, {"norm": "1", "qkv": "cast to another dtype", "of trainer only": "0"})
+    assert comparison.report_sums("a", 0, A, from_files=True) == {}
+    comparison.expect_sums(1, {"norm": "5", "qkv": "cast"})
+    assert comparison.report_sums("a", 1, ({"norm": "5", "qkv": "6"},), from_files=False) == {}
+    assert comparison.report_sums("b", 1, A, from_files=True) == {
         "b": "norm sums to 1, and to 5 in the trainer",
     }
 
 
 def test_nothing_is_held_against_the_trainer_when_it_could_not_be_compared_at_the_start():
-    comparison = Comparison()
-    comparison.expect(1, {"norm": "5"})
-    assert comparison.report("a", 1, A, from_files=False) == {}
+    comparison = ChecksumComparison()
+    comparison.expect_sums(1, {"norm": "5"})
+    assert comparison.report_sums("a", 1, A, from_files=False) == {}
 
 
 @pytest.mark.parametrize("bias", ["weight", "bias"])

@@ -4,7 +4,7 @@ import pytest
 
 from async_rl.errors import WeightSyncError
 from async_rl.runtime.supervision import Nursery
-from async_rl.weights.relay import BUFFERS, Relay
+from async_rl.weights.relay import BUFFERS, BucketRelay
 
 
 class Memory:
@@ -22,7 +22,9 @@ class Memory:
         return number
 
 
-async def read(relay: Relay[int], memory: Memory, reader: str, waits: int, upto: int = 10**6) -> list[int]:
+async def read(
+    relay: BucketRelay[int], memory: Memory, reader: str, waits: int, upto: int = 10**6
+) -> list[int]:
     taken = []
     try:
         async for bucket in relay.buckets(reader):
@@ -33,25 +35,25 @@ async def read(relay: Relay[int], memory: Memory, reader: str, waits: int, upto:
             if len(taken) == upto:
                 break
     finally:
-        relay.leave(reader)
+        relay.remove_reader(reader)
     return taken
 
 
 async def test_no_bucket_is_overwritten_while_somebody_reads_it_when_one_is_slower():
     memory = Memory()
-    relay = Relay(["quick", "slow"], 7, memory.fill)
+    relay = BucketRelay(["quick", "slow"], 7, memory.fill)
     async with Nursery() as nursery:
         quick = nursery.start_task("quick", read(relay, memory, "quick", 0))
         slow = nursery.start_task("slow", read(relay, memory, "slow", 9))
-        nursery.start_task("send", relay.run())
+        nursery.start_task("send", relay.fetch_buckets())
     assert quick.result() == slow.result() == memory.fetched == list(range(7))
 
 
 async def test_the_next_bucket_is_filled_while_one_is_read():
     memory = Memory()
-    relay = Relay(["reader"], 3, memory.fill)
+    relay = BucketRelay(["reader"], 3, memory.fill)
     async with Nursery() as nursery:
-        nursery.start_task("send", relay.run())
+        nursery.start_task("send", relay.fetch_buckets())
         buckets = relay.buckets("reader")
         assert await anext(buckets) == 0
         for _ in range(10):
@@ -62,21 +64,21 @@ async def test_the_next_bucket_is_filled_while_one_is_read():
 
 async def test_the_others_get_everything_when_a_reader_leaves_in_the_middle():
     memory = Memory()
-    relay = Relay(["fails", "reads"], 6, memory.fill)
+    relay = BucketRelay(["fails", "reads"], 6, memory.fill)
     async with Nursery() as nursery:
         nursery.start_task("fails", read(relay, memory, "fails", 3, upto=2))
         reads = nursery.start_task("reads", read(relay, memory, "reads", 0))
-        nursery.start_task("send", relay.run())
+        nursery.start_task("send", relay.fetch_buckets())
     assert reads.result() == list(range(6))
 
 
 async def test_nothing_more_is_filled_when_all_readers_have_left():
     memory = Memory()
-    relay = Relay(["reader", "never began"], 6, memory.fill)
-    relay.leave("never began")
+    relay = BucketRelay(["reader", "never began"], 6, memory.fill)
+    relay.remove_reader("never began")
     async with Nursery() as nursery:
         nursery.start_task("reader", read(relay, memory, "reader", 0, upto=2))
-        nursery.start_task("send", relay.run())
+        nursery.start_task("send", relay.fetch_buckets())
     assert memory.fetched[-1] < 5
 
 
@@ -86,10 +88,10 @@ async def test_readers_are_told_when_the_trainer_fails():
             raise WeightSyncError("no shared memory")
         return number
 
-    relay = Relay(["reader"], 6, fill)
+    relay = BucketRelay(["reader"], 6, fill)
     with pytest.raises(ExceptionGroup) as caught:
         async with Nursery() as nursery:
-            nursery.start_task("send", relay.run())
+            nursery.start_task("send", relay.fetch_buckets())
     assert "no shared memory" in str(caught.value.exceptions[0])
     with pytest.raises(WeightSyncError, match="sent 1 of 6 buckets"):
         _ = [bucket async for bucket in relay.buckets("reader")]

@@ -29,10 +29,10 @@ class ScriptedFolder:
         self.refuses: dict[str, Exception] = {}
         self.hangs = False
 
-    async def hold(self, path: str, version: int) -> str:
-        return await self._step("hold", f"whole {version}")
+    async def copy_version(self, path: str, version: int) -> str:
+        return await self._step("copy", f"whole {version}")
 
-    async def apply(self, path: str) -> str:
+    async def apply_delta(self, path: str) -> str:
         return await self._step("apply", f"changed {Path(path).name}")
 
     async def _step(self, name: str, result: str) -> str:
@@ -47,11 +47,13 @@ class ScriptedFolder:
 class Bench:
     """A pool of scripted engines under a sync."""
 
-    def __init__(self, tmp_path: Path, engines: int = 2, tp_size: int = 1, **changes: Any) -> None:
+    def __init__(
+        self, tmp_path: Path, engines: int = 2, tp_size: int = 1, generation: int = 0, **changes: Any
+    ) -> None:
         self.pool = EnginePool(Metrics(), lambda: 0.0)
         self.engines = [ScriptedEngine(f"engine-{index}") for index in range(engines)]
         for engine in self.engines:
-            self.pool.add(cast(Engine, engine))
+            self.pool.add_engine(cast(Engine, engine))
         self.trainer = RecordingTrainer()
         self.metrics = Metrics()
         self.folders: dict[str, ScriptedFolder] = {}
@@ -65,10 +67,11 @@ class Bench:
             open_port=a_port,
             folder_of=self.folders.get,
             tp_size=tp_size,
+            generation=generation,
         )
 
     async def start(self, version: int = 0) -> None:
-        await self.sync.start(version, Path("/model") if version == 0 else None)
+        await self.sync.start_from_version(version, Path("/model") if version == 0 else None)
         for engine in self.engines:
             engine.log.clear()
         self.trainer.calls.clear()
@@ -82,7 +85,7 @@ class Bench:
 async def test_engines_serve_the_new_version_when_all_took_it(tmp_path):
     bench = Bench(tmp_path)
     await bench.start()
-    report = await bench.sync.sync(1)
+    report = await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-0": 1, "engine-1": 1}
     assert report.weight_version == 1
     assert bench.engines[0].log == ["interrupt", "update flush", "health", "resume"]
@@ -92,7 +95,7 @@ async def test_engines_serve_the_new_version_when_all_took_it(tmp_path):
 async def test_the_cache_is_kept_when_interrupted_in_place(tmp_path):
     bench = Bench(tmp_path, interrupt="in_place")
     await bench.start()
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert "update" in bench.engines[0].log
 
 
@@ -100,7 +103,7 @@ async def test_an_engine_is_quarantined_when_its_update_fails_and_the_others_go_
     bench = Bench(tmp_path)
     await bench.start()
     bench.engines[0].fail_in, bench.engines[0].error = "update flush", EngineError("refused")
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-1": 1}
     assert bench.pool.version_of("engine-0") == 0
 
@@ -109,7 +112,7 @@ async def test_an_engine_is_quarantined_when_it_reads_back_another_version(tmp_p
     bench = Bench(tmp_path)
     await bench.start()
     bench.engines[1].lie = 0
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-0": 1}
 
 
@@ -117,13 +120,13 @@ async def test_the_job_goes_on_when_no_engine_took_the_update(tmp_path):
     bench = Bench(tmp_path, engines=1)
     await bench.start()
     bench.engines[0].fail_in, bench.engines[0].error = "interrupt", EngineError("gone")
-    report = await bench.sync.sync(1)
+    report = await bench.sync.update_engines(1)
     assert (report.weight_version, report.transfer_s, report.pause_s) == (1, 0.0, 0.0)
     assert bench.serving() == {}
     assert "gone" in str(bench.pool.error_of("engine-0"))
     bench.engines[0].fail_in = None
-    bench.pool.rejoin("engine-0")
-    await bench.sync.catch_up("engine-0")
+    bench.pool.rejoin_engine("engine-0")
+    await bench.sync.catch_up_engine("engine-0")
     assert bench.serving() == {"engine-0": 1}
 
 
@@ -139,7 +142,7 @@ async def test_one_engine_serves_while_the_other_is_updated_when_rolling(tmp_pat
             await original(change, flush=flush)
 
         engine.update_weights = update  # type: ignore[method-assign]
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert serving_during == [1, 1]
     assert bench.serving() == {"engine-0": 1, "engine-1": 1}
 
@@ -147,13 +150,13 @@ async def test_one_engine_serves_while_the_other_is_updated_when_rolling(tmp_pat
 async def test_a_restarted_engine_loads_the_published_version_before_it_serves(tmp_path):
     bench = Bench(tmp_path)
     await bench.start()
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     engine = bench.engines[0]
-    bench.pool.quarantine("engine-0", EngineError("killed"))
+    bench.pool.quarantine_engine("engine-0", EngineError("killed"))
     engine.weight_version = 0  # it came back with the model's own weights
     engine.log.clear()
-    bench.pool.rejoin("engine-0")
-    await bench.sync.catch_up("engine-0")
+    bench.pool.rejoin_engine("engine-0")
+    await bench.sync.catch_up_engine("engine-0")
     assert engine.weight_version == 1
     assert bench.serving() == {"engine-0": 1, "engine-1": 1}
 
@@ -163,14 +166,14 @@ async def test_old_versions_leave_the_disk_when_newer_ones_are_published(tmp_pat
     await bench.start()
     for version in range(1, 5):
         (tmp_path / f"version_{version}").mkdir()
-        await bench.sync.sync(version)
+        await bench.sync.update_engines(version)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version_3", "version_4"]
 
 
 async def test_weights_are_broadcast_into_each_engines_own_group_when_distributed(tmp_path):
     bench = Bench(tmp_path, transport="distributed")
     updates: list[DistributedUpdate] = []
-    await bench.sync.start(0, Path("/model"))
+    await bench.sync.start_from_version(0, Path("/model"))
     for engine in bench.engines:
 
         async def update(change, *, flush, engine=engine):
@@ -178,7 +181,7 @@ async def test_weights_are_broadcast_into_each_engines_own_group_when_distribute
             engine.weight_version = change.weight_version
 
         engine.update_weights = update  # type: ignore[method-assign]
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     groups = {update.group_name for update in updates}
     assert len(groups) == 2
     sent = [arguments for name, arguments in bench.trainer.calls if name == "send_weights"]
@@ -191,7 +194,7 @@ async def test_weights_are_broadcast_into_each_engines_own_group_when_distribute
 async def test_every_engine_reads_a_payload_of_its_own_for_each_rank_when_memory_is_shared(tmp_path):
     bench = Bench(tmp_path, transport="tensor", tp_size=2)
     await bench.start()
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-0": 1, "engine-1": 1}
     assert [a for name, a in bench.trainer.calls if name == "share_bucket"] == [
         (0, 256 << 20, 4),
@@ -211,7 +214,7 @@ async def test_the_others_are_updated_when_an_engine_dies_in_the_middle_of_share
             raise EngineError("connection lost")
 
     bench.engines[0].update_weights = dies  # type: ignore[method-assign]
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-1": 1}
     assert len(bench.engines[1].buckets) == 2
 
@@ -227,7 +230,7 @@ async def test_all_are_quarantined_when_the_trainer_cannot_share_a_bucket(tmp_pa
         return await share(number, bucket_bytes, copies)
 
     bench.trainer.share_bucket = once  # type: ignore[method-assign]
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert bench.serving() == {}
     assert "sent 1 of 2 buckets" in str(bench.pool.error_of("engine-0"))
 
@@ -240,14 +243,14 @@ async def test_the_engine_is_quarantined_when_an_update_hangs(tmp_path):
         await asyncio.Future()
 
     bench.engines[0].update_weights = hang  # type: ignore[method-assign]
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-1": 1}
     assert "weights.timeout_s" in str(bench.pool.error_of("engine-0"))
 
 
 async def test_start_publishes_when_training_resumes_from_a_checkpoint(tmp_path):
     bench = Bench(tmp_path)
-    await bench.sync.start(7, None)
+    await bench.sync.start_from_version(7, None)
     assert bench.serving() == {"engine-0": 7, "engine-1": 7}
     assert ("publish", (str(tmp_path / "version_7"), 7)) in bench.trainer.calls
 
@@ -256,7 +259,7 @@ async def test_start_fails_with_the_cause_when_an_engine_does_not_take_the_first
     bench = Bench(tmp_path, engines=1)
     bench.engines[0].fail_in, bench.engines[0].error = "health", EngineError("not there")
     with pytest.raises(ExceptionGroup) as caught:
-        await bench.sync.start(0, Path("/model"))
+        await bench.sync.start_from_version(0, Path("/model"))
     assert "not there" in str(first_error(caught.value))
 
 
@@ -286,28 +289,28 @@ async def test_no_engine_serves_an_unknown_version_when_an_update_is_cancelled(t
     await bench.start()
     stopper = Stopper(bench.engines[0], step)
     async with Nursery() as nursery:
-        update = nursery.start_task("update", bench.sync.sync(1))
+        update = nursery.start_task("update", bench.sync.update_engines(1))
         await stopper.reached.wait()
         for _ in range(10):
             await asyncio.sleep(0)
         update.cancel()
     for engine in bench.engines:
-        standing = bench.pool.standing_of(engine.engine_id)
+        standing = bench.pool.snapshot_of(engine.engine_id)
         assert standing is not None
         served = standing.state is EngineState.SERVING
         assert served or standing.state is EngineState.QUARANTINED  # so that repair brings it back
         assert not served or (standing.weight_version == engine.weight_version == 1)
-    assert bench.pool.standing_of("engine-0").state is EngineState.QUARANTINED
+    assert bench.pool.snapshot_of("engine-0").state is EngineState.QUARANTINED
     assert "was cut short" in str(bench.pool.error_of("engine-0"))
 
 
 async def test_an_engine_is_quarantined_when_it_has_no_group_to_receive_in(tmp_path):
     bench = Bench(tmp_path, transport="distributed")
     await bench.start()
-    bench.sync._groups.pop("engine-0")
-    await bench.sync.sync(1)
+    await bench.sync.remove_engine("engine-0")
+    await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-1": 1}
-    assert bench.pool.standing_of("engine-0").state is EngineState.QUARANTINED
+    assert bench.pool.snapshot_of("engine-0").state is EngineState.QUARANTINED
 
 
 @in_virtual_time
@@ -317,10 +320,10 @@ async def test_an_update_ends_early_when_its_engine_is_found_dead(tmp_path):
     await bench.start()
     stopper = Stopper(bench.engines[0], "update_weights")
     async with Nursery() as nursery:
-        nursery.start_task("update", bench.sync.sync(1))
+        nursery.start_task("update", bench.sync.update_engines(1))
         await stopper.reached.wait()
         await asyncio.sleep(20.0)
-        bench.pool.quarantine("engine-0", EngineError("three probes missed"))
+        bench.pool.quarantine_engine("engine-0", EngineError("three probes missed"))
     assert asyncio.get_running_loop().time() == 20.0
     assert bench.serving() == {"engine-1": 1}
     assert "three probes missed" in str(bench.pool.error_of("engine-0"))
@@ -330,16 +333,16 @@ async def test_an_update_ends_early_when_its_engine_is_found_dead(tmp_path):
 async def test_updates_go_on_while_a_joining_engine_loads(tmp_path, transport):
     bench = Bench(tmp_path, transport=transport)
     await bench.start()
-    bench.pool.quarantine("engine-0", EngineError("killed"))
-    bench.pool.rejoin("engine-0")
+    bench.pool.quarantine_engine("engine-0", EngineError("killed"))
+    bench.pool.rejoin_engine("engine-0")
     loading = Stopper(bench.engines[0], "update_weights")
     async with Nursery() as nursery:
-        nursery.start_task("catch up", bench.sync.catch_up("engine-0"))
+        nursery.start_task("catch up", bench.sync.catch_up_engine("engine-0"))
         async with bench.sync.trainer_busy:
-            await bench.sync.sync(1)
+            await bench.sync.update_engines(1)
         await loading.reached.wait()
         async with asyncio.timeout(5), bench.sync.trainer_busy:
-            await bench.sync.sync(2)
+            await bench.sync.update_engines(2)
         assert bench.serving() == {"engine-1": 2}
         loading.go.set()
     # What it had loaded was overtaken: it loaded again before it served.
@@ -352,14 +355,14 @@ async def test_files_stay_while_a_joining_engine_reads_them(tmp_path):
     bench = Bench(tmp_path, keep_versions=1)
     await bench.start()
     (tmp_path / "version_1").mkdir()
-    await bench.sync.sync(1)
-    bench.pool.quarantine("engine-0", EngineError("killed"))
-    bench.pool.rejoin("engine-0")
+    await bench.sync.update_engines(1)
+    bench.pool.quarantine_engine("engine-0", EngineError("killed"))
+    bench.pool.rejoin_engine("engine-0")
     loading = Stopper(bench.engines[0], "update_weights")
     async with Nursery() as nursery:
-        nursery.start_task("catch up", bench.sync.catch_up("engine-0"))
+        nursery.start_task("catch up", bench.sync.catch_up_engine("engine-0"))
         await loading.reached.wait()
-        await bench.sync.sync(2)
+        await bench.sync.update_engines(2)
         assert (tmp_path / "version_1").exists()
         loading.go.set()
     assert not (tmp_path / "version_1").exists()  # at once: no later version may come
@@ -368,18 +371,18 @@ async def test_files_stay_while_a_joining_engine_reads_them(tmp_path):
 async def test_an_engine_finds_its_files_when_it_joins_while_the_next_version_is_published(tmp_path):
     bench = Bench(tmp_path, keep_versions=1)
     await bench.start()
-    await bench.sync.sync(1)
-    bench.pool.quarantine("engine-0", EngineError("killed"))
-    bench.pool.rejoin("engine-0")
+    await bench.sync.update_engines(1)
+    bench.pool.quarantine_engine("engine-0", EngineError("killed"))
+    bench.pool.rejoin_engine("engine-0")
     publish = bench.trainer.publish
 
     async def slow(directory: str, version: int) -> None:
         await publish(directory, version)
-        await bench.sync.catch_up("engine-0")
+        await bench.sync.catch_up_engine("engine-0")
         assert bench.serving() == {"engine-0": 1, "engine-1": 1}
 
     bench.trainer.publish = slow  # type: ignore[method-assign]
-    await bench.sync.sync(2)
+    await bench.sync.update_engines(2)
     assert bench.serving() == {"engine-0": 2, "engine-1": 2}
 
 
@@ -393,11 +396,11 @@ async def test_an_update_leaves_an_engine_alone_when_it_was_restarted_since_it_w
 
     async def then_restarted(mode):
         await interrupt(mode)
-        bench.pool.quarantine("engine-0", EngineError("killed"))
-        bench.pool.rejoin("engine-0")
+        bench.pool.quarantine_engine("engine-0", EngineError("killed"))
+        bench.pool.rejoin_engine("engine-0")
 
     bench.engines[0].interrupt = then_restarted  # type: ignore[method-assign]
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-1": 1}
     assert not any(call.startswith("update") for call in bench.engines[0].log)
 
@@ -405,30 +408,30 @@ async def test_an_update_leaves_an_engine_alone_when_it_was_restarted_since_it_w
 async def test_an_engine_serves_nothing_when_it_was_restarted_after_it_was_read_back(tmp_path):
     bench = Bench(tmp_path)
     await bench.start()
-    bench.pool.quarantine("engine-0", EngineError("killed"))
-    bench.pool.rejoin("engine-0")
-    load = bench.sync._load_files
+    bench.pool.quarantine_engine("engine-0", EngineError("killed"))
+    bench.pool.rejoin_engine("engine-0")
+    health, answers = bench.engines[0].health, list[EngineHealth]()
 
-    async def then_restarted(engine: Engine, version: int) -> Any:
-        loaded = await load(engine, version)
-        bench.pool.quarantine("engine-0", EngineError("killed again"))
-        bench.pool.rejoin("engine-0")
-        return loaded
+    async def then_restarted() -> EngineHealth:
+        answers.append(await health())
+        if len(answers) == 2:  # the first is before the load
+            bench.pool.quarantine_engine("engine-0", EngineError("killed again"))
+            bench.pool.rejoin_engine("engine-0")
+        return answers[-1]
 
-    bench.sync._load_files = then_restarted  # type: ignore[method-assign]
-    await bench.sync.catch_up("engine-0")
+    bench.engines[0].health = then_restarted  # type: ignore[method-assign]
+    await bench.sync.catch_up_engine("engine-0")
     assert bench.serving() == {"engine-1": 0}
-    bench.sync._load_files = load  # type: ignore[method-assign]
-    await bench.sync.catch_up("engine-0")
+    await bench.sync.catch_up_engine("engine-0")
     assert bench.serving() == {"engine-0": 0, "engine-1": 0}
 
 
 async def test_updates_wait_for_a_joining_engine_that_was_overtaken_twice(tmp_path):
     bench = Bench(tmp_path)
     await bench.start()
-    await bench.sync.sync(1)
-    bench.pool.quarantine("engine-0", EngineError("killed"))
-    bench.pool.rejoin("engine-0")
+    await bench.sync.update_engines(1)
+    bench.pool.quarantine_engine("engine-0", EngineError("killed"))
+    bench.pool.rejoin_engine("engine-0")
     engine, version = bench.engines[0], 1
     original = engine.update_weights
 
@@ -436,32 +439,36 @@ async def test_updates_wait_for_a_joining_engine_that_was_overtaken_twice(tmp_pa
         nonlocal version
         if version < 3:
             version += 1
-            await bench.sync.sync(version)
-        else:
-            assert bench.sync._lock.locked()
+            await bench.sync.update_engines(version)
+        elif change.weight_version == 3:
+            nursery.start_task("update", bench.sync.update_engines(4))
+            for _ in range(20):  # as long as an update takes
+                await asyncio.sleep(0)
+            assert bench.serving() == {"engine-1": 3}
         await original(change, flush=flush)
 
     engine.update_weights = overtaken  # type: ignore[method-assign]
-    await bench.sync.catch_up("engine-0")
-    assert bench.serving() == {"engine-0": 3, "engine-1": 3}
+    async with Nursery() as nursery:
+        await bench.sync.catch_up_engine("engine-0")
+        assert bench.serving()["engine-0"] == 3
+    assert bench.serving() == {"engine-0": 4, "engine-1": 4}
 
 
 async def test_a_half_updated_engine_loads_anew_when_a_new_trainer_is_at_version_0(tmp_path):
     """It still says version 0, and has half of version 1."""
-    bench = Bench(tmp_path, engines=1)
-    bench.sync._generation = 1
-    await bench.sync.start(0, Path("/model"))
+    bench = Bench(tmp_path, engines=1, generation=1)
+    await bench.sync.start_from_version(0, Path("/model"))
     assert "update flush" in bench.engines[0].log
 
 
 async def test_the_group_is_closed_when_an_engine_leaves(tmp_path):
     bench = Bench(tmp_path, transport="distributed")
     await bench.start()
-    group = bench.sync._groups["engine-0"]
-    bench.pool.remove("engine-0")
-    await bench.sync.leave("engine-0")
-    assert ("close_weight_group", (group,)) in bench.trainer.calls
-    await bench.sync.sync(1)
+    bench.pool.remove_engine("engine-0")
+    await bench.sync.remove_engine("engine-0")
+    closed = [arguments[0] for name, arguments in bench.trainer.calls if name == "close_weight_group"]
+    assert [name.rpartition("-")[0] for name in closed] == ["weights-engine-0-0"]
+    await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-1": 1}
 
 
@@ -481,7 +488,7 @@ async def test_an_engine_is_quarantined_when_its_weights_sum_to_something_else(t
         bench.engines[1].fused = "half"
 
     bench.engines[1].update_weights = halfway  # type: ignore[method-assign]
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-0": 1}
     assert "fused of rank 0 sums to half, and to 1 on engine-0" in str(bench.pool.error_of("engine-1"))
 
@@ -490,7 +497,7 @@ async def test_all_are_quarantined_when_they_agree_and_the_trainer_does_not(tmp_
     bench = Bench(tmp_path, transport="tensor", verify="checksum")
     await bench.start()
     bench.trainer.sums_to = 7
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert bench.serving() == {}
     assert "w sums to 1, and to 7 in the trainer" in str(bench.pool.error_of("engine-0"))
 
@@ -503,11 +510,11 @@ async def test_an_engine_that_serves_is_quarantined_when_another_has_loaded_file
     bench.trainer.sums_to = 1
     bench.engines[0].fused = "wrong"
     bench.engines[1].fail_in, bench.engines[1].error = "interrupt", EngineError("gone")
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-0": 1}
     bench.engines[1].fail_in = None
-    bench.pool.rejoin("engine-1")
-    await bench.sync.catch_up("engine-1")
+    bench.pool.rejoin_engine("engine-1")
+    await bench.sync.catch_up_engine("engine-1")
     assert bench.serving() == {"engine-1": 1}
     assert "fused of rank 0 sums to wrong" in str(bench.pool.error_of("engine-0"))
 
@@ -515,7 +522,7 @@ async def test_an_engine_that_serves_is_quarantined_when_another_has_loaded_file
 async def test_no_sums_are_made_when_only_versions_are_verified(tmp_path):
     bench = Bench(tmp_path)
     await bench.start()
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     assert "sums" not in bench.engines[0].log
     assert "checksums" not in [name for name, _ in bench.trainer.calls]
 
@@ -541,8 +548,8 @@ async def test_engines_are_told_whole_paths_when_the_run_has_relative_ones(
         return EngineHealth(weight_version=engine.weight_version, model_path=begun_with)
 
     engine.update_weights, engine.health = update, health  # type: ignore[method-assign]
-    await bench.sync.start(0, Path("model"))
-    await bench.sync.sync(1)
+    await bench.sync.start_from_version(0, Path("model"))
+    await bench.sync.update_engines(1)
     files = str(tmp_path / "weights" / "version_1")
     assert loaded == [*([str(tmp_path / "model")] if loads_the_model else []), files]
     assert bench.trainer.calls == [("publish", (files, 1))]
@@ -580,7 +587,7 @@ async def test_a_version_goes_out_whole_and_the_ones_after_it_as_deltas(tmp_path
     bench, loaded = deltas(tmp_path, full_every=2)
     await bench.start()
     for version in range(1, 6):
-        await bench.sync.sync(version)
+        await bench.sync.update_engines(version)
     assert loaded == ["whole 1", "changed delta_2", "changed delta_3", "whole 4", "changed delta_5"]
     assert [a[1] for name, a in bench.trainer.calls if name == "publish"] == [1, 4]
     assert fallbacks(bench) == {}
@@ -591,14 +598,14 @@ async def test_a_version_goes_out_whole_and_the_ones_after_it_as_deltas(tmp_path
 async def test_whole_files_are_copied_when_a_delta_is_refused(tmp_path, reason):
     bench, loaded = deltas(tmp_path, engines=2)
     await bench.start()
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     bench.folders["engine-1"].refuses["apply"] = DeltaRefused("not that one", reason)
-    await bench.sync.sync(2)
+    await bench.sync.update_engines(2)
     assert sorted(loaded[2:]) == ["changed delta_2", "whole 2"]
     assert fallbacks(bench) == {reason: 1}
     assert bench.serving() == {"engine-0": 2, "engine-1": 2}
     bench.folders["engine-1"].refuses.clear()
-    await bench.sync.sync(3)
+    await bench.sync.update_engines(3)
     assert loaded[4:] == ["changed delta_3"] * 2
 
 
@@ -606,8 +613,8 @@ async def test_the_published_files_are_loaded_when_nobody_keeps_a_folder(tmp_pat
     bench, loaded = deltas(tmp_path, engines=2)
     bench.folders.pop("engine-1")
     await bench.start()
-    await bench.sync.sync(1)
-    await bench.sync.sync(2)
+    await bench.sync.update_engines(1)
+    await bench.sync.update_engines(2)
     assert sorted(loaded[2:]) == [str(tmp_path / "version_2"), "changed delta_2"]
     assert fallbacks(bench) == {"no_actor": 2}
 
@@ -616,9 +623,9 @@ async def test_the_published_files_are_loaded_when_nobody_keeps_a_folder(tmp_pat
 async def test_the_published_files_are_loaded_when_a_host_does_not_answer(tmp_path):
     bench, loaded = deltas(tmp_path, timeout_s=7.0)
     await bench.start()
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     bench.folders["engine-0"].hangs = True
-    await bench.sync.sync(2)
+    await bench.sync.update_engines(2)
     assert asyncio.get_running_loop().time() == 14.0
     assert loaded[1:] == [str(tmp_path / "version_2")]
     assert fallbacks(bench) == {"failed": 2}
@@ -630,8 +637,8 @@ async def test_a_delta_is_applied_while_its_engine_goes_on_generating(tmp_path):
     await bench.start()
     folder, engine = bench.folders["engine-0"], bench.engines[0]
     folder.log = engine.log
-    await bench.sync.sync(1)
-    await bench.sync.sync(2)
+    await bench.sync.update_engines(1)
+    await bench.sync.update_engines(2)
     assert engine.log == [
         *("whole 1", "interrupt", "update flush", "health", "resume"),
         *("changed delta_2", "interrupt", "update flush", "health", "resume"),
@@ -642,7 +649,7 @@ async def test_a_delta_leaves_the_disk_when_all_have_it(tmp_path):
     bench, _ = deltas(tmp_path)
     (tmp_path / "delta_9").write_text("of an earlier life")
     await bench.start()
-    await bench.sync.sync(1)
+    await bench.sync.update_engines(1)
     (tmp_path / "delta_2").write_text("now")
-    await bench.sync.sync(2)
+    await bench.sync.update_engines(2)
     assert list(tmp_path.iterdir()) == []

@@ -88,25 +88,10 @@ def install() -> None:
     torch._megatron_prepared = True
     if not torch.cuda.is_available():
         _replace_cuda_calls()
-        declare_torchvision_ops()
     with _quiet_import_without_compiling():
         _fill_in_for_transformer_engine()
         if not torch.cuda.is_available():
             _replace_cuda_in_megatron()
-
-
-def declare_torchvision_ops() -> None:
-    """Let `torchvision` be imported where its compiled half cannot load.
-
-    The torchvision wheel of PyPI is a CUDA build. Next to a CPU build of torch its operators are missing, and
-    its import fails where it attaches shapes to two of them; transformers imports it for every model class.
-    The schemas are enough: nothing here calls the operators.
-    """
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, operator):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    torch._torchvision_schemas = library  # the schemas live as long as this object
 
 
 @contextlib.contextmanager

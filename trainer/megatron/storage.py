@@ -31,6 +31,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -190,9 +191,18 @@ def read_parts(folder: Path, metadata: Metadata, parts: Sequence[TensorPart]) ->
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if (module, name) not in _KNOWN:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
         return super().find_class(module, name)
+
+
+def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
+    """Stand in for `getattr`, by which Python 3.11.2 (Debian 12's) pickles a member of an enumeration."""
+    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"builtins.getattr of {kind} and {name} does not belong there")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def _by_key(parts: Sequence[TensorPart]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
+from async_rl.rollout.session.context import SessionContext
 from async_rl.run.preflight import check
 from async_rl.runtime.supervision import first_error, services
 from async_rl.types import Task, Trajectory
@@ -174,15 +175,20 @@ async def try_out(
     chat = load_chat_format(config.model.path)
     manager = RolloutManager(
         config,
+        SessionContext(
+            chat=chat,
+            rollout=config.rollout,
+            metrics=metrics,
+            clock=clock,
+            pool=pool,
+            facts=facts,
+            routing=config.routing,
+            interrupt=config.weights.interrupt,
+            new_id=lambda: uuid7().hex,
+        ),
         feeder=Feeder(tasks, order_of(tasks, seed=0, shuffle=False), epochs=1),
         queue=queue,
-        pool=pool,
         backend=LocalBackend(config, chat=chat, metrics=metrics, clock=clock),
-        chat=chat,
-        facts=facts,
-        metrics=metrics,
-        new_id=lambda: uuid7().hex,
-        clock=clock,
         observer=_Teller(ended),
     )
 
@@ -194,9 +200,9 @@ async def try_out(
     try:
         async with open_engines(config, folder / "logs") as engines:
             for engine in engines:
-                pool.add(engine)
-                pool.serve(engine.engine_id, (await engine.health()).weight_version)
-            assert pool.has(EngineState.SERVING), "there is at least one engine"
+                pool.add_engine(engine)
+                pool.serve_engine(engine.engine_id, (await engine.health()).weight_version)
+            assert pool.engines(EngineState.SERVING), "there is at least one engine"
             async with services(rollouts=manager.run, watch=watch):
                 await manager.drained.wait()
     finally:

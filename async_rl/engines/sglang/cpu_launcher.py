@@ -40,31 +40,40 @@ if _installed != SUPPORTED:
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch  # noqa: E402
-
-# The torchvision wheel on PyPI is a CUDA build: its library does not load beside a CPU torch, and torchvision
-# then fails on registering meta kernels for two operators that do not exist. Declaring them is enough;
-# nobody calls them.
-_torchvision = torch.library.Library("torchvision", "DEF")
-for _operator in ("nms", "qnms"):
-    _torchvision.define(f"{_operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+from transformers.utils.import_utils import is_torchvision_available  # noqa: E402
 
 
-class _NoKernels(types.ModuleType):
-    """Stands in for `sgl_kernel`, of which only CUDA builds exist: importable, and loud when called."""
+class _StandIn(types.ModuleType):
+    """Stands in for a package that is not there: importable, and loud when a function of it is called."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self.__path__: list[str] = []
+        self._reason = reason
+        sys.modules[name] = self
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
 
         def missing(*_: Any, **__: Any) -> NoReturn:
-            raise NotImplementedError(f"sgl_kernel.{name} has no CPU build; this model needs a GPU engine")
+            raise NotImplementedError(f"{self.__name__}.{name} {self._reason}")
 
         return missing
 
 
-_kernels = _NoKernels("sgl_kernel")
-_kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
-sys.modules["sgl_kernel"] = _kernels
+_StandIn("sgl_kernel", "has no CPU build; this model needs a GPU engine")
+
+# SGLang imports torchvision for the image transforms of some models, whichever model it serves. `make setup`
+# leaves it out: beside a CPU build of torch, PyPI's torchvision, a CUDA build, cannot be imported, and
+# transformers then cannot load any model. transformers must find out first that it is not there.
+if not is_torchvision_available():
+    for _name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
+        _StandIn(_name, "is not installed; this model needs torchvision")
 
 from sglang.kernels.ops.elementwise import elementwise  # noqa: E402
 from sglang.srt.mem_cache.pool_host import common as host_pool  # noqa: E402

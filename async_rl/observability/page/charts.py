@@ -1,21 +1,32 @@
-"""Which charts a run has, from its `StepRecord`s: the live page and the report show the same ones. Pure."""
+"""Which charts a run has, and their data from its `StepRecord`s. Pure; `static/charts.js` draws them.
+
+```
+ StepRecords ──sections──► Section ─► Chart ─► Series (label, values)   as JSON, to live page and report
+```
+
+uPlot 1.6 draws them (MIT, 51 KB, in `static/`), the library behind Grafana's time series panels. It makes no
+request and uses no `eval`, so it runs under the page's Content-Security-Policy. Every report carries the
+library: Chart.js is 4 times larger, Vega with Vega-Lite 15 times, ECharts and Plotly's basic bundle 22 times.
+Vega also compiles its expressions with `Function`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Literal
 
 import msgspec
-from markupsafe import Markup
 
 from async_rl.observability.evaluation_record import EVERYTHING, Estimate, EvaluationRecord
-from async_rl.observability.page.drawing import Band, Chart, Line, bar_chart, line_chart, smoothed
 from async_rl.observability.page.tiles import trainer_idle
-from async_rl.observability.records import WINDOW, Figure, StepRecord
+from async_rl.observability.records import WINDOW, Figure, StepRecord, is_finite, mean
 
 RECENT: Final = 20
 """Steps of the second staleness histogram, and rows of the table of steps."""
+
+MAX_POINTS: Final = 300
+"""Of a chart, about: more than it has pixels for. The minima and maxima of what is left out stay."""
 
 _MAX_SETS: Final = 6
 """Validation sets that get a line."""
@@ -24,12 +35,55 @@ _MAX_REASONS: Final = 5
 """Reasons of drops that get a line of their own, the commonest first."""
 
 
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a chart, with a value for each x; where there is none the line has a gap."""
+
+    label: str
+    values: Sequence[Figure]
+    tone: int = 1
+    """Its colour, `--t1` … `--t6` of `page.css`."""
+    faint: bool = False
+    """Whether it stands back behind the others."""
+    joined: bool = False
+    """Whether it goes straight over gaps: for what is measured every few steps only."""
+
+
+class Band(msgspec.Struct, frozen=True, kw_only=True):
+    """The area between two lines, in the colour of the first series."""
+
+    label: str
+    low: Sequence[Figure]
+    high: Sequence[Figure]
+
+
+class Chart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one chart shows."""
+
+    name: str
+    """Stable, for links and tests: `ppo-kl`."""
+    title: str
+    note: str
+    """One sentence: what is good, or what a bad value means."""
+    xs: Sequence[float]
+    series: Sequence[Series]
+    x: str = "step"
+    """What `xs` counts."""
+    kind: Literal["lines", "bars"] = "lines"
+    band: Band | None = None
+    unit: str = ""
+    bound: float | None = None
+    """A limit that is drawn as a dashed line."""
+    floor: Figure = None
+    """The y axis reaches down to it at least."""
+    ceiling: Figure = None
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True):
     """Charts that answer one question."""
 
     name: str
     title: str
-    charts: Sequence[Markup]
+    charts: Sequence[Chart]
 
 
 def sections(
@@ -44,20 +98,60 @@ def sections(
         max_staleness: The bound, where it is known.
         evaluations: In the order of their versions.
     """
-    validated = _validation(evaluations)
-    if not records:
-        return validated
-    steps = [float(record.step) for record in records]
-    drawn = [
-        Section(
-            name=name,
-            title=title,
-            charts=[markup for chart in charts if (markup := chart(records, steps, max_staleness))],
-        )
-        for name, title, charts in _SECTIONS
+    learning, *others = [
+        _section(name, title, (make(records, max_staleness) for make in makers)) if records else []
+        for name, title, makers in _SECTIONS
     ]
-    first, *others = [section for section in drawn if section.charts]
-    return [first, *validated, *others]
+    return [section for found in (learning, _validation(evaluations), *others) for section in found]
+
+
+def _section(name: str, title: str, charts: Iterable[Chart]) -> list[Section]:
+    """A section of the charts that have a figure; none without."""
+    shown = [thinned(chart) for chart in map(_without_empty_series, charts) if chart.series]
+    return [Section(name=name, title=title, charts=shown)] if shown else []
+
+
+def _without_empty_series(chart: Chart) -> Chart:
+    kept = [series for series in chart.series if any(map(is_finite, series.values))]
+    return msgspec.structs.replace(chart, series=kept)
+
+
+def thinned(chart: Chart, most: int = MAX_POINTS) -> Chart:
+    """A chart of about `most` points, with figures of four digits.
+
+    Of each stretch the lowest and the highest value of every line stay, and the first and last of all.
+    """
+    rows = [series.values for series in chart.series]
+    rows += [] if chart.band is None else [chart.band.low, chart.band.high]
+    size = len(chart.xs)
+    kept = set(range(size))
+    if size > most:
+        num_stretches = max(1, most // (2 * len(rows)))
+        kept = {0, size - 1}
+        for i in range(num_stretches):
+            stretch = range(i * size // num_stretches, (i + 1) * size // num_stretches)
+            for row in rows:
+                if finite := [(value, at) for at in stretch if is_finite(value := row[at])]:
+                    kept |= {min(finite)[1], max(finite)[1]}
+    order = sorted(kept)
+
+    def chosen(values: Sequence[Figure]) -> list[Figure]:
+        return [float(f"{value:.4g}") if is_finite(value := values[at]) else None for at in order]
+
+    band = chart.band
+    if band is not None:
+        band = Band(label=band.label, low=chosen(band.low), high=chosen(band.high))
+    return msgspec.structs.replace(
+        chart,
+        xs=[chart.xs[at] for at in order],
+        series=[msgspec.structs.replace(series, values=chosen(series.values)) for series in chart.series],
+        band=band,
+    )
+
+
+def smoothed(values: Sequence[Figure], window: int) -> list[Figure]:
+    """Mean of each value and the ones before it; None where all of them are."""
+    return [mean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
 
 
 def _validation(evaluations: Sequence[EvaluationRecord]) -> list[Section]:
@@ -81,8 +175,10 @@ def _validation(evaluations: Sequence[EvaluationRecord]) -> list[Section]:
         name="validation-reward",
         title="Validation reward",
         note="Mean over tasks, by set. Falls while the training reward rises: the policy fits its tasks.",
-        lines=[
-            Line(
+        x="version",
+        xs=versions,
+        series=[
+            Series(
                 label=name,
                 values=column(name, lambda record, name=name: record.scores[name].reward),  # type: ignore[misc]
                 tone=tone,
@@ -94,10 +190,12 @@ def _validation(evaluations: Sequence[EvaluationRecord]) -> list[Section]:
         name="validation-pass",
         title="pass@k",
         note="Share of tasks that one of k answers solves, all sets. A large k falls: the policy narrows.",
+        x="version",
+        xs=versions,
         floor=0.0,
         ceiling=1.0,
-        lines=[
-            Line(
+        series=[
+            Series(
                 label=f"pass@{k}",
                 values=column(whole, lambda record, k=k: record.scores[whole].pass_at.get(k)),  # type: ignore[misc]
                 tone=tone,
@@ -105,17 +203,20 @@ def _validation(evaluations: Sequence[EvaluationRecord]) -> list[Section]:
             for tone, k in enumerate(last.pass_at if last is not None else (), 1)
         ],
     )
-    charts = [markup for chart in (reward, passed) if (markup := line_chart(chart, versions))]
-    return [Section(name="validation", title="Does it hold on validation?", charts=charts)] if charts else []
+    return _section("validation", "Does it hold on validation?", (reward, passed))
 
 
 # -- the charts --------------------------------------------------------------------------------------------
 
-Drawn = Callable[[Sequence[StepRecord], Sequence[float], int | None], Markup]
+ChartMaker = Callable[[Sequence[StepRecord], int | None], Chart]
 
 
 def _column(records: Sequence[StepRecord], name: str) -> list[Figure]:
     return [getattr(record, name) for record in records]
+
+
+def _steps(records: Sequence[StepRecord]) -> list[float]:
+    return [float(record.step) for record in records]
 
 
 def _lines(
@@ -129,24 +230,24 @@ def _lines(
     floor: Figure = None,
     ceiling: Figure = None,
     bounded: bool = False,
-) -> Drawn:
+) -> ChartMaker:
     """A chart of fields of `StepRecord` as they are.
 
     Args:
-        name: See `Chart`, as title, note, unit, floor and ceiling.
-        title: See above.
-        note: See above.
+        name: Of the chart; title, note, unit, floor and ceiling are its fields, too.
+        title: Its heading.
+        note: One sentence on what is good or bad.
         lines: Pairs of field and label.
-        unit: See above.
+        unit: Of the values.
         band: Label, lower and upper field.
         joined: Fields that are measured every few steps only.
-        floor: See above.
-        ceiling: See above.
+        floor: The y axis reaches down to it at least.
+        ceiling: The y axis ends there unless a value is higher.
         bounded: Whether `max_staleness` is drawn as its limit.
     """
 
-    def draw(records: Sequence[StepRecord], steps: Sequence[float], max_staleness: int | None) -> Markup:
-        shown = Chart(
+    def make(records: Sequence[StepRecord], max_staleness: int | None) -> Chart:
+        return Chart(
             name=name,
             title=title,
             note=note,
@@ -154,66 +255,66 @@ def _lines(
             floor=floor,
             ceiling=ceiling,
             bound=max_staleness if bounded else None,
+            xs=_steps(records),
             band=None
             if band is None
             else Band(label=band[0], low=_column(records, band[1]), high=_column(records, band[2])),
-            lines=[
-                Line(label=label, values=_column(records, field), tone=tone, joined=field in joined)
+            series=[
+                Series(label=label, values=_column(records, field), tone=tone, joined=field in joined)
                 for tone, (field, label) in enumerate(lines, 1)
             ],
         )
-        return line_chart(shown, steps)
 
-    return draw
+    return make
 
 
-def _reward(records: Sequence[StepRecord], steps: Sequence[float], _: int | None) -> Markup:
+def _reward(records: Sequence[StepRecord], _: int | None) -> Chart:
     rewards = _column(records, "reward_mean")
-    chart = Chart(
+    return Chart(
         name="reward",
         title="Reward",
         note="Rises. Flat from the start: siblings get equal rewards, so there is no advantage.",
-        lines=[
-            Line(label="batch", values=rewards, faint=True),
-            Line(label=f"mean of {WINDOW} steps", values=smoothed(rewards, WINDOW)),
+        xs=_steps(records),
+        series=[
+            Series(label="batch", values=rewards, faint=True),
+            Series(label=f"mean of {WINDOW} steps", values=smoothed(rewards, WINDOW)),
         ],
     )
-    return line_chart(chart, steps)
 
 
-def _idle(records: Sequence[StepRecord], steps: Sequence[float], _: int | None) -> Markup:
-    chart = Chart(
+def _idle(records: Sequence[StepRecord], _: int | None) -> Chart:
+    return Chart(
         name="idle",
         title="Idle shares",
         note="Trainer idle: more engines or staleness. Engines idle: more ranks or fewer engines.",
         floor=0.0,
         ceiling=1.0,
-        lines=[
-            Line(label="trainer, of the step", values=[trainer_idle(record) for record in records]),
-            Line(label="engines, so far", values=_column(records, "engine_idle_share"), tone=2),
+        xs=_steps(records),
+        series=[
+            Series(label="trainer, of the step", values=[trainer_idle(record) for record in records]),
+            Series(label="engines, so far", values=_column(records, "engine_idle_share"), tone=2),
         ],
     )
-    return line_chart(chart, steps)
 
 
-def _drops(records: Sequence[StepRecord], steps: Sequence[float], _: int | None) -> Markup:
+def _drops(records: Sequence[StepRecord], _: int | None) -> Chart:
     reasons = Counter(records[-1].dropped_reasons).most_common(_MAX_REASONS)
-    chart = Chart(
+    return Chart(
         name="drops",
         title="Dropped",
         note="Trajectories that will never be trained, by reason, since the start.",
         unit="trajectories",
         floor=0.0,
-        lines=[
-            Line(
+        xs=_steps(records),
+        series=[
+            Series(
                 label=reason.replace("_", " "),
-                values=[r.dropped_reasons.get(reason, 0) for r in records],
+                values=[float(record.dropped_reasons.get(reason, 0)) for record in records],
                 tone=tone,
             )
             for tone, (reason, _) in enumerate(reasons, 1)
         ],
     )
-    return line_chart(chart, steps)
 
 
 def staleness_counts(records: Sequence[StepRecord]) -> list[int]:
@@ -225,21 +326,29 @@ def staleness_counts(records: Sequence[StepRecord]) -> list[int]:
     return counts
 
 
-def _staleness_bars(name: str, title: str, last: int | None) -> Drawn:
-    def draw(records: Sequence[StepRecord], _: Sequence[float], max_staleness: int | None) -> Markup:
+def _staleness_bars(name: str, title: str, last: int | None) -> ChartMaker:
+    def make(records: Sequence[StepRecord], max_staleness: int | None) -> Chart:
         counts = staleness_counts(records if last is None else records[-last:])
-        if max_staleness is not None:
+        if any(counts) and max_staleness is not None:
             counts += [0] * (min(max_staleness, 31) + 1 - len(counts))
-        marked = max_staleness if max_staleness is not None and max_staleness < len(counts) else None
-        note = (
-            "Trained trajectories by versions between their oldest token and the trainer; dashed: the bound."
+        return Chart(
+            name=name,
+            title=title,
+            note="Trained trajectories by age of their oldest token in versions, from 0 to the bound.",
+            unit="trajectories",
+            kind="bars",
+            x="staleness",
+            floor=0.0,
+            xs=[float(staleness) for staleness in range(len(counts))],
+            series=[Series(label="trajectories", values=[float(count) for count in counts])]
+            if any(counts)
+            else [],
         )
-        return bar_chart(name, title, note, [str(i) for i in range(len(counts))], counts, marked=marked)
 
-    return draw
+    return make
 
 
-_SECTIONS: Final[tuple[tuple[str, str, tuple[Drawn, ...]], ...]] = (
+_SECTIONS: Final[tuple[tuple[str, str, tuple[ChartMaker, ...]], ...]] = (
     (
         "learning",
         "Is it learning?",
@@ -396,10 +505,10 @@ _SECTIONS: Final[tuple[tuple[str, str, tuple[Drawn, ...]], ...]] = (
             _lines(
                 "sync",
                 "Weight sync",
-                "Standstill is what engines lose beyond the transfer; the aim is 0.1 s.",
+                "Pause time is what engines lose beyond the transfer; the aim is 0.1 s.",
                 ("sync_s", "whole"),
                 ("transfer_s", "transfer"),
-                ("pause_s", "standstill"),
+                ("pause_s", "pause"),
                 unit="s",
                 floor=0.0,
             ),

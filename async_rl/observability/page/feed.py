@@ -22,7 +22,6 @@ from functools import partial
 from typing import Final
 
 import msgspec
-from markupsafe import Markup
 
 from async_rl import __version__
 from async_rl.config import Config
@@ -263,14 +262,7 @@ def _steps_event(steps: Steps) -> bytes:
     return b"id: " + steps.id.encode() + b"\n" + _event("steps", _ENCODER.encode(steps))
 
 
-def _plain(value: object) -> str:
-    """Markup as the text that it is; msgspec takes no subclasses."""
-    if isinstance(value, Markup):
-        return str(value)
-    raise NotImplementedError(f"{type(value).__name__} is not for the page")
-
-
-_ENCODER: Final = msgspec.json.Encoder(enc_hook=_plain)
+_ENCODER: Final = msgspec.json.Encoder()
 
 
 def _event(name: str, data: bytes) -> bytes:

@@ -2,8 +2,7 @@
 
 It works at any time of a run's life, before its first step and after a crash, for it reads only what the
 driver has written by then: `config.yaml`, `metrics.jsonl`, `summary.json`, `versions.json` and the log. The
-charts are those of the live page; without its few lines of script they only lack the readout under the
-pointer.
+charts are those of the live page: their data, uPlot and the script that draws them are inside the file.
 """
 
 from __future__ import annotations
@@ -25,20 +24,17 @@ from markupsafe import Markup
 from async_rl import __version__
 from async_rl.config import changed_fields, load_config
 from async_rl.errors import ConfigError
+from async_rl.observability.console_report import REPORT_FILE
 from async_rl.observability.evaluation_record import FILE as EVALUATIONS
 from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
-from async_rl.observability.page import STATIC
+from async_rl.observability.page import CHART_SCRIPTS, STATIC, STYLES
 from async_rl.observability.page.charts import RECENT, sections
-from async_rl.observability.page.drawing import compact
-from async_rl.observability.page.flow import flow_chart
-from async_rl.observability.page.tiles import tiles
+from async_rl.observability.page.tiles import Stage, compact, stages, tiles
 from async_rl.observability.records import StepRecord, TrajectoryCounts, mean, read_records
 from async_rl.runtime import yaml12
 from async_rl.runtime.processes import private_files
 
 T = TypeVar("T")
-
-REPORT_FILE: Final = "report.html"
 
 State = Literal["running", "finished", "failed", "stopped"]
 
@@ -196,20 +192,22 @@ def render(run: RunFiles, now: datetime) -> str:
     records = run.records
     bound = run.config.get("rollout", {}).get("max_staleness")
     max_staleness = bound if isinstance(bound, int) else None
-    script = Markup((STATIC / "charts.js").read_text(encoding="utf-8"))
+    script = _static(CHART_SCRIPTS)
+    charts = msgspec.json.encode(sections(records, max_staleness, run.evaluations)).decode()
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((STATIC.parent / "report.html.jinja").read_text(encoding="utf-8"))
     return template.render(
         run=run,
         max_steps=run.config.get("run", {}).get("max_steps"),
-        style=Markup((STATIC / "page.css").read_text(encoding="utf-8")),
+        style=_static(STYLES),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         written=now.strftime("%Y-%m-%d %H:%M UTC"),
         version=__version__,
         tiles=tiles(records, max_staleness),
-        flow=_flow(run),
-        sections=sections(records, max_staleness, run.evaluations),
+        stages=_stages(run),
+        # "<" could end the element that holds the data; in JSON it stands in strings only.
+        charts=Markup(charts.replace("<", "\\u003c")),
         facts=_facts(run),
         recent=records[-RECENT:][::-1],
         extremes=records[-1].extremes if records else (),
@@ -219,16 +217,20 @@ def render(run: RunFiles, now: datetime) -> str:
     )
 
 
-def _flow(run: RunFiles) -> Markup:
-    """The flow at the last step: the log of a run has no later account of it."""
+def _static(names: Sequence[str]) -> Markup:
+    return Markup("\n").join(Markup((STATIC / name).read_text(encoding="utf-8")) for name in names)
+
+
+def _stages(run: RunFiles) -> list[Stage]:
+    """Where trajectories were at the last step: the log of a run has no later account of it."""
     if not run.records:
-        return Markup("")
+        return []
     last = run.records[-1]
-    return flow_chart(
-        in_flight=last.in_flight,
-        queued=last.queued,
+    return stages(
         trained=sum(record.trajectories for record in run.records),
         dropped=last.dropped_reasons,
+        queued=last.queued,
+        in_flight=last.in_flight,
     )
 
 

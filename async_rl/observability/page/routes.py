@@ -1,4 +1,4 @@
-"""The page over HTTP: three files, a snapshot as JSON, and server-sent events. All of it is GET.
+"""The page over HTTP: its files, a snapshot as JSON, and server-sent events. All of it is GET.
 
 Nothing of another host may be loaded, no script but ours may run, and no other page may frame this one. Where
 the server is bound to the loopback device, requests must name it: a name of somebody's own that resolves to
@@ -30,6 +30,8 @@ _FILES: Final = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
     "/charts.js": ("charts.js", "text/javascript"),
+    "/uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript"),
+    "/uPlot.min.css": ("uPlot.min.css", "text/css"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 

@@ -1,13 +1,16 @@
-"""The last step in six figures. Pure."""
+"""The last step in six figures, and where all dispatched trajectories are. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 
-from async_rl.observability.page.drawing import compact
 from async_rl.observability.records import WINDOW, Figure, StepRecord, is_finite, mean
+
+_COMPACT: Final = ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e4, "k", 1e3))
+"""From which size on a figure is written in which unit."""
 
 
 class Tile(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,3 +79,50 @@ def trainer_idle(record: StepRecord) -> Figure:
     """Share of a step in which the trainer waited for its batch."""
     seconds = record.wait_s + record.step_s + record.handover_s
     return record.wait_s / seconds if seconds > 0 else None
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of the dispatched trajectories are in one place."""
+
+    label: str
+    count: int
+    share: str
+    """Of all that were dispatched: `97%`; empty where it rounds to nothing."""
+    tone: int
+    """Its colour, `--t1` … `--t6` of `page.css`."""
+
+
+def stages(*, trained: int, dropped: Mapping[str, int], queued: int, in_flight: int) -> list[Stage]:
+    """Where all dispatched trajectories are: trained, dropped by reason, queued or in flight."""
+    reasons = sorted(dropped.items(), key=lambda item: -item[1])
+    places = [
+        ("trained", trained, 2),
+        *((f"dropped: {reason.replace('_', ' ')}", count, 5) for reason, count in reasons if count),
+        ("queued", queued, 3),
+        ("in flight", in_flight, 1),
+    ]
+    total = max(1, sum(count for _, count, _ in places))
+    return [
+        Stage(
+            label=label,
+            count=count,
+            share=f"{count / total:.0%}" if count / total >= 0.005 else "",
+            tone=tone,
+        )
+        for label, count, tone in places
+    ]
+
+
+def compact(value: Figure, digits: int = 3) -> str:
+    """A figure in a few characters: `0.0123`, `1.2e-5`, `12.3k`, `n/a`."""
+    if not is_finite(value):
+        return "n/a"
+    size = abs(value)
+    for least, letter, unit in _COMPACT:
+        if size >= least:
+            return f"{value / unit:.{digits}g}{letter}"
+    if size and size < 1e-3:
+        return f"{value:.{max(0, digits - 2)}e}".replace("e-0", "e-")
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import msgspec
 
 from async_rl.observability.diagnosis import Diagnosis, phrase
-from async_rl.observability.page.flow import flow_chart
+from async_rl.observability.page.tiles import Stage, stages
 from async_rl.observability.records import Figure, StepRecord, TrajectoryCounts, mean
 from async_rl.runtime.waits import Waits
 from async_rl.types import Task
@@ -89,8 +89,8 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     """Since the first trajectory of the run was dispatched, earlier lives included."""
     remaining_s: Figure
     """By the pace of the last steps."""
-    flow: str
-    """Where trajectories are, drawn."""
+    stages: Sequence[Stage]
+    """Where the dispatched trajectories are; empty before the first."""
     engines: Sequence[EngineRow]
     engines_more: int
     """Engines that the table leaves out."""
@@ -126,7 +126,11 @@ def look(
         max_steps=max_steps,
         elapsed_s=elapsed_s,
         remaining_s=_remaining_s(records, max_steps - step),
-        flow=_flow(counts),
+        stages=[]
+        if counts is None
+        else stages(
+            trained=counts.trained, dropped=counts.dropped, queued=counts.queued, in_flight=counts.in_flight
+        ),
         engines=shown,
         engines_more=len(engines) - len(shown),
         engines_by_state=by_state,
@@ -171,14 +175,6 @@ def slowest(running: Iterable[InProgress], waits: Waits) -> list[TrajectoryView]
 def _natural(name: str) -> tuple[int, str]:
     """`engine-2` before `engine-10`."""
     return len(name), name
-
-
-def _flow(counts: TrajectoryCounts | None) -> str:
-    if counts is None:
-        return ""
-    return flow_chart(
-        in_flight=counts.in_flight, queued=counts.queued, trained=counts.trained, dropped=counts.dropped
-    )
 
 
 def _remaining_s(records: Sequence[StepRecord], num_steps: int) -> Figure:

@@ -1,10 +1,10 @@
-"""Asking a server for rewards: JSON by POST, one request a call.
+"""Rewards from an HTTP server: one JSON POST request for each call.
 
 ```
  {"task_id", "prompt": messages, "label", "data_source", "metadata",      the task
   "messages", "text", "response", "stop_reason"}                          the trajectory; of a group
-                                                                          {"completions": [these]}
-  ──► 0.5 | {"reward": 0.5, "parts": …}      of a group: a list of these | {"rewards": [...]}
+                                                                          {"completions": [...]}
+  ──► 0.5 | {"reward": 0.5, "parts": …}      of a group: a list of them | {"rewards": [...]}
 ```
 
 `prompt`, `response` and `label` are what slime's `remote_rm` sends.
@@ -25,32 +25,32 @@ from async_rl.types import Completion, Task
 
 _MAX_ANSWER_BYTES: Final = 1 << 20
 _MAX_SHOWN: Final = 200
-"""Characters of an answer that an error shows."""
+"""The most characters of an answer that an error shows."""
 _RETRY_STATUS: Final = frozenset({408, 429})
 
 
-class Refused(Exception):
-    """The server will not answer this; asking again would not help."""
+class RewardRefused(Exception):
+    """The server rejected the request; a retry would not help."""
 
 
-class Unavailable(Exception):
-    """The server may answer later."""
+class RewardUnavailable(Exception):
+    """The server did not answer, but may answer later."""
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
         super().__init__(message)
         self.after_s = after_s
-        """When it wants to be asked again."""
+        """The delay that the server asks for before the next request."""
 
 
-class HttpAsker:
-    """Posts to one URL.
+class RewardClient:
+    """Posts requests to the URL of one reward server.
 
-    The token is read once, goes into the header of each request, and nowhere else: no error names it, and
-    redirects, which could take it elsewhere, are not followed.
+    The token is read once and is only sent in the header of each request: no error contains it, and
+    redirects, which could send it elsewhere, are not followed.
     """
 
     def __init__(self, name: str, config: HttpReward) -> None:
-        """Read the token; connect to nothing yet.
+        """Read the token; the first request connects.
 
         Raises:
             ConfigError: The environment variable of the token is not set.
@@ -64,61 +64,61 @@ class HttpAsker:
             )
         self._client: aiohttp.ClientSession | None = None
 
-    async def ask(self, payload: Any) -> Any:
-        """Post, and decode the answer.
+    async def post_request(self, payload: Any) -> Any:
+        """Post a request, and return the decoded answer.
 
         Raises:
-            Refused: The server says no, or says something else than JSON.
-            Unavailable: It could not be reached, is busy, or failed.
+            RewardRefused: The server rejected the request, or its answer is not JSON.
+            RewardUnavailable: The server is unreachable, is busy, or failed.
         """
         if self._client is None:
             headers = {"Content-Type": "application/json"}
             if self._token:
                 headers["Authorization"] = f"Bearer {self._token}"
-            # The caller bounds the time.
+            # The caller sets the time limit.
             limits = aiohttp.ClientTimeout(total=None)
             self._client = aiohttp.ClientSession(headers=headers, timeout=limits)
         body = msgspec.json.encode(payload, enc_hook=str)
         try:
             async with self._client.post(self._config.url, data=body, allow_redirects=False) as response:
-                answer = await self._read(response)
+                answer = await self._read_answer(response)
         except aiohttp.ClientError as error:
-            raise Unavailable(self._clean(f"{type(error).__name__}: {error}")) from None
+            raise RewardUnavailable(self._redact(f"{type(error).__name__}: {error}")) from None
         if response.status in _RETRY_STATUS or response.status >= 500:
-            raise Unavailable(self._say(response.status, answer), _seconds(response))
+            raise RewardUnavailable(self._describe(response.status, answer), _seconds(response))
         if response.status != 200:
-            raise Refused(self._say(response.status, answer))
+            raise RewardRefused(self._describe(response.status, answer))
         try:
             return msgspec.json.decode(answer)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Refused(f"its answer is not JSON ({error})") from error
+            raise RewardRefused(f"its answer is not JSON ({error})") from error
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         if self._client is not None:
             await self._client.close()
             self._client = None
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read_answer(self, response: aiohttp.ClientResponse) -> bytes:
         answer = bytearray()
         async for chunk in response.content.iter_any():
             answer += chunk
             if len(answer) > _MAX_ANSWER_BYTES:
-                raise Refused(f"its answer is longer than {_MAX_ANSWER_BYTES} bytes")
+                raise RewardRefused(f"its answer is longer than {_MAX_ANSWER_BYTES} bytes")
         return bytes(answer)
 
-    def _say(self, status: int, answer: bytes) -> str:
+    def _describe(self, status: int, answer: bytes) -> str:
         text = " ".join(answer.decode(errors="replace").split())[:_MAX_SHOWN]
-        return self._clean(f"HTTP {status}{': ' if text else ''}{text}")
+        return self._redact(f"HTTP {status}{': ' if text else ''}{text}")
 
-    def _clean(self, text: str) -> str:
+    def _redact(self, text: str) -> str:
         return text.replace(self._token, "…") if self._token else text
 
 
 def request_of(
     task: Task, completions: Sequence[Completion], responses: Sequence[str], *, group: bool
 ) -> dict[str, Any]:
-    """The body of a request; see the top of this file."""
+    """Return the body of a request, as the module's docstring shows it."""
     described = [
         {
             "messages": completion.messages,
@@ -139,6 +139,6 @@ def request_of(
 
 
 def _seconds(response: aiohttp.ClientResponse) -> float:
-    """What `Retry-After` says in seconds; dates are not worth a parser here."""
+    """Return the seconds of a `Retry-After` header; dates are ignored."""
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isdecimal() else 0.0

@@ -1,14 +1,16 @@
-"""The rewards of a run: which one a task has, and a call of it with its limits.
+"""The rewards of a run: which one a task has, and how it is called within its limits.
 
 ```
- task ──► row's own | its data source's | the default ──► a name ──► function: loop, thread or worker process
-                                                                     server:   POST
-              a place of max_concurrent ──► the call, timeout_s ──► parts, of which `reward` is trained on
-                    ▲                            │ raised, too late
-                    └────────── back-off ◄───────┘ up to max_retries
+ task ──► the task's own | its data source's | the default ──► a name
+ name ──► function: event loop, thread or worker process | server: POST
+
+ one of max_concurrent slots ──► the call, at most timeout_s ──► parts, of which `reward` is trained on
+              ▲                             │ error or timeout
+              └───────── back-off ◄─────────┘ up to max_retries
 ```
 
-A reward that raises, hangs or returns nonsense fails what it was called for, never the run.
+A reward that raises, hangs or returns an invalid value fails the trajectories that it was called for, never
+the run.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from typing import Any, Final, Protocol
 from async_rl.config import Config, FunctionReward, HttpReward, RewardConfig
 from async_rl.errors import ConfigError, RewardError
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.rewards.http_rewards import HttpAsker, Refused, Unavailable, request_of
+from async_rl.rollout.rewards.http_rewards import RewardClient, RewardRefused, RewardUnavailable, request_of
 from async_rl.rollout.rewards.signatures import (
     GROUP_STYLES,
     Style,
     arguments,
     namespace_of,
     parts_of,
+    requires_numbers,
     response_of,
-    strictly,
     style_of,
 )
 from async_rl.runtime.loading import load_object
@@ -41,51 +43,51 @@ from async_rl.runtime.worker_processes import WorkerProcesses, processes_asked
 from async_rl.types import Completion, Task
 
 _MAX_DELAY_S: Final = 30.0
-"""Longest wait between two calls."""
+"""The longest wait between two calls."""
 
 
 class _RewardCall(Protocol):
-    """One way to have completions scored."""
+    """One way to score completions."""
 
     groups: bool
-    """Whether it scores all of a group at once."""
+    """Whether one call scores all trajectories of a group."""
     strict: bool
-    """See `reward_styles.parts_of`."""
-    num_places: int | None
-    """Most calls at a time, where it has an opinion."""
+    """Whether all parts must be numbers, as `signatures.parts_of` takes it."""
+    max_concurrent: int | None
+    """The most concurrent calls, if the implementation limits them."""
 
     async def __call__(self, task: Task, completions: Sequence[Completion]) -> Any:
-        """The result as it comes."""
+        """Return the result as the function or server returned it."""
         ...
 
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Release processes and connections."""
         ...
 
 
 class Rewards:
-    """Scores what trajectories came to.
+    """Scores finished trajectories.
 
     Example:
         >>> rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=time.monotonic)
-        >>> parts = await rewards.score(task, completion)
+        >>> parts = await rewards.score_completion(task, completion)
         >>> await rewards.close()
     """
 
     def __init__(
         self, config: Config, *, decode: Callable[[Any], str], metrics: Metrics, clock: Callable[[], float]
     ) -> None:
-        """Load what the config names; rows may name more.
+        """Load the rewards that the config names; tasks may name more.
 
         Args:
-            config: Of the run.
-            decode: Text of tokens.
-            metrics: Of the run.
+            config: The settings of the run.
+            decode: Decodes token ids to text.
+            metrics: Counts calls, errors and retries.
             clock: Monotonic seconds.
 
         Raises:
             ConfigError: A reward cannot be loaded.
-            EnvironmentNotReady: One needs a package that is not installed.
+            EnvironmentNotReady: A reward needs a package that is not installed.
         """
         self._config = config
         self._decode = decode
@@ -94,48 +96,59 @@ class Rewards:
         self._rewards: dict[str, _Reward] = {}
         rollout = config.rollout
         for name in (rollout.reward, *rollout.rewards, *rollout.rewards_by_source.values()):
-            self._of(name)
+            self._named_reward(name)
 
     def name_for(self, task: Task) -> str:
-        """Which reward a task has.
+        """Return the name of a task's reward.
 
         Raises:
-            ConfigError: The row names one that cannot be loaded.
+            ConfigError: The task names a reward that cannot be loaded.
         """
         rollout = self._config.rollout
         name = task.reward or rollout.rewards_by_source.get(task.data_source) or rollout.reward
-        self._of(name)
+        self._named_reward(name)
         return name
 
     def scores_groups(self, task: Task) -> bool:
-        """Whether the task's reward is called once for all trajectories of a group."""
-        return self._of(self.name_for(task)).call.groups
+        """Return whether the task's reward is called once for all trajectories of a group."""
+        return self._named_reward(self.name_for(task)).call.groups
 
-    async def score(self, task: Task, completion: Completion) -> dict[str, float]:
-        """Named numbers for one trajectory, `reward` among them.
+    async def score_completion(self, task: Task, completion: Completion) -> dict[str, float]:
+        """Score one trajectory.
+
+        Returns:
+            The parts of its reward by name, `reward` among them.
 
         Raises:
-            RewardError: It comes to nothing.
+            RewardError: The reward failed.
         """
-        return await self._of(self.name_for(task)).score(task, completion)
+        return await self._named_reward(self.name_for(task)).score_completion(task, completion)
 
     async def score_group(
         self, task: Task, completions: Sequence[Completion]
     ) -> list[dict[str, float] | RewardError]:
-        """The same for all of a group, by one call; an error in the place of each that comes to nothing."""
-        return await self._of(self.name_for(task)).score_group(task, completions)
+        """Score all trajectories of a group by one call; a failed one has an error in place of its parts."""
+        return await self._named_reward(self.name_for(task)).score_group(task, completions)
 
     async def close(self) -> None:
         """End worker processes and connections."""
         for reward in self._rewards.values():
             await reward.call.close()
 
-    def _of(self, name: str) -> _Reward:
+    def _named_reward(self, name: str) -> _Reward:
         if name not in self._rewards:
-            self._rewards[name] = _Reward(name, self._settings(name), self)
+            settings = self._settings_of(name)
+            self._rewards[name] = _Reward(
+                name,
+                settings,
+                self._make_call(name, settings),
+                timeout_s=self._config.rollout.reward_timeout_s,
+                metrics=self._metrics,
+                clock=self._clock,
+            )
         return self._rewards[name]
 
-    def _settings(self, name: str) -> FunctionReward | HttpReward:
+    def _settings_of(self, name: str) -> FunctionReward | HttpReward:
         named = self._config.rollout.rewards
         if name in named:
             return named[name]
@@ -147,33 +160,41 @@ class Rewards:
             )
         return FunctionReward(function=name)
 
-    def _call_of(self, name: str, settings: FunctionReward | HttpReward) -> _RewardCall:
+    def _make_call(self, name: str, settings: FunctionReward | HttpReward) -> _RewardCall:
         if isinstance(settings, HttpReward):
-            return _HttpRewardCall(HttpAsker(name, settings), settings.group, self._decode)
+            return _HttpRewardCall(RewardClient(name, settings), settings.group, self._decode)
         return _LocalRewardCall(name, settings, self._config, self._decode)
 
 
 class _Reward:
-    """One reward, its limits and its counts."""
+    """One reward, with its limits and metrics."""
 
-    def __init__(self, name: str, settings: FunctionReward | HttpReward, rewards: Rewards) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: RewardConfig,
+        call: _RewardCall,
+        *,
+        timeout_s: float,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
         self._name = name
-        self._settings: RewardConfig = settings
-        self.call = rewards._call_of(name, settings)
-        self._limit_s = settings.timeout_s or rewards._config.rollout.reward_timeout_s
+        self._settings = settings
+        self.call = call
+        self._limit_s = settings.timeout_s or timeout_s
         self._limit_key = (
             f"rollout.rewards.{name}.timeout_s" if settings.timeout_s else "rollout.reward_timeout_s"
         )
-        places = settings.max_concurrent or self.call.num_places
-        self._places = asyncio.Semaphore(places) if places else None
-        self._num_places = places
-        self._metrics = rewards._metrics
-        self._clock = rewards._clock
+        self._max_concurrent = settings.max_concurrent or call.max_concurrent
+        self._slots = asyncio.Semaphore(self._max_concurrent) if self._max_concurrent else None
+        self._metrics = metrics
+        self._clock = clock
 
-    async def score(self, task: Task, completion: Completion) -> dict[str, float]:
-        """See `Rewards.score`."""
+    async def score_completion(self, task: Task, completion: Completion) -> dict[str, float]:
+        """Score one trajectory."""
         try:
-            return self._parts(await self._result(task, [completion]))
+            return self._parts(await self._call_with_retries(task, [completion]))
         except RewardError:
             self._metrics.reward_errors_total.labels(self._name).inc()
             raise
@@ -181,12 +202,12 @@ class _Reward:
     async def score_group(
         self, task: Task, completions: Sequence[Completion]
     ) -> list[dict[str, float] | RewardError]:
-        """See `Rewards.score_group`."""
+        """Score all trajectories of a group by one call."""
         scores: list[dict[str, float] | RewardError] = []
         try:
-            results = _each(await self._result(task, completions), len(completions))
+            results = _results_of_group(await self._call_with_retries(task, completions), len(completions))
         except RewardError as error:
-            scores = [self._named(error)] * len(completions)
+            scores = [self._with_name(error)] * len(completions)
         else:
             for result in results:
                 try:
@@ -197,35 +218,33 @@ class _Reward:
         self._metrics.reward_errors_total.labels(self._name).inc(failed)
         return scores
 
-    async def _result(self, task: Task, completions: Sequence[Completion]) -> Any:
-        """What the reward says, after as many calls as it takes and may."""
+    async def _call_with_retries(self, task: Task, completions: Sequence[Completion]) -> Any:
+        """Call the reward until a call succeeds or its retries are used up."""
         delay_s, last = self._settings.retry_delay_s, self._settings.max_retries
         for retry in range(last + 1):
             try:
-                async with self._place():
-                    return await self._once(task, completions)
-            except Refused as error:
+                async with self._slot():
+                    return await self._call_once(task, completions)
+            except RewardRefused as error:
                 raise RewardError(f"reward {self._name} refused: {error}") from error
-            except (RewardError, Unavailable) as error:
+            except (RewardError, RewardUnavailable) as error:
                 failure = error
             if retry < last:
                 self._metrics.reward_retries_total.labels(self._name).inc()
-                asked_s = failure.after_s if isinstance(failure, Unavailable) else 0.0
+                asked_s = failure.after_s if isinstance(failure, RewardUnavailable) else 0.0
                 wait_s = min(_MAX_DELAY_S, max(asked_s, delay_s * 2.0**retry))
                 with waiting("reward", self._name, limit_s=_MAX_DELAY_S):
                     await asyncio.sleep(wait_s)
-        if isinstance(failure, Unavailable):
-            raise RewardError(f"reward {self._name} cannot be had: {failure}") from failure
+        if isinstance(failure, RewardUnavailable):
+            raise RewardError(f"reward {self._name} is unavailable: {failure}") from failure
         raise failure
 
-    def _place(self) -> Any:
-        return (
-            nullcontext()
-            if self._places is None
-            else _ConcurrencySlot(self._places, self._name, self._num_places)
-        )
+    def _slot(self) -> Any:
+        if self._slots is None:
+            return nullcontext()
+        return _ConcurrencySlot(self._slots, self._name, self._max_concurrent)
 
-    async def _once(self, task: Task, completions: Sequence[Completion]) -> Any:
+    async def _call_once(self, task: Task, completions: Sequence[Completion]) -> Any:
         name, limit_s, since_s = self._name, self._limit_s, self._clock()
         try:
             async with (
@@ -233,7 +252,7 @@ class _Reward:
                 waiting("reward", name, limit_s=self._settings.timeout_s, scope=scope) as wait,
             ):
                 return await self.call(task, completions)
-        except (Refused, Unavailable):
+        except (RewardRefused, RewardUnavailable):
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and scope.expired():
@@ -249,29 +268,29 @@ class _Reward:
         try:
             return parts_of(result, part=self._settings.part, strict=self.call.strict)
         except RewardError as error:
-            raise self._named(error) from None
+            raise self._with_name(error) from None
 
-    def _named(self, error: RewardError) -> RewardError:
+    def _with_name(self, error: RewardError) -> RewardError:
         text = str(error)
         return error if text.startswith("reward ") else RewardError(f"reward {self._name} {text}")
 
 
 class _ConcurrencySlot:
-    """One of the calls that a reward has at a time."""
+    """One of the concurrent calls of a reward."""
 
-    def __init__(self, places: asyncio.Semaphore, name: str, limit: int | None) -> None:
-        self._places, self._name, self._limit = places, name, limit
+    def __init__(self, slots: asyncio.Semaphore, name: str, limit: int | None) -> None:
+        self._slots, self._name, self._limit = slots, name, limit
 
     async def __aenter__(self) -> None:
         with waiting("reward queue", self._name, why=lambda: f"{self._limit} calls of it run at a time"):
-            await self._places.acquire()
+            await self._slots.acquire()
 
     async def __aexit__(self, *_: object) -> None:
-        self._places.release()
+        self._slots.release()
 
 
 class _LocalRewardCall:
-    """A function of the user's: on the loop where it is async, else in a thread or a worker process."""
+    """Calls a user's function: on the event loop if it is async, else in a thread or a worker process."""
 
     def __init__(
         self, name: str, settings: FunctionReward, config: Config, decode: Callable[[Any], str]
@@ -283,7 +302,7 @@ class _LocalRewardCall:
             raise ConfigError(f"reward {settings.function!r} is {self._function!r:.80}, expected a function")
         self._style: Style = style_of(self._function) if settings.style == "auto" else settings.style
         self.groups = self._style in GROUP_STYLES
-        self.strict = strictly(self._style)
+        self.strict = requires_numbers(self._style)
         self._args = settings.args
         self._namespace = namespace_of(config, settings.args)
         self._decode = decode
@@ -294,11 +313,11 @@ class _LocalRewardCall:
         count = processes_asked(self._function) if asked is None else asked
         if count and self._async:
             raise ConfigError(
-                f"reward {name} is async and is to run in {count} worker processes, which is for blocking "
-                f"functions: set rollout.rewards.{name}.processes to 0"
+                f"reward {name} is async and configured for {count} worker processes, which run blocking "
+                f"functions only: set rollout.rewards.{name}.processes to 0"
             )
         self._workers = WorkerProcesses(settings.function, count) if count else None
-        self.num_places = count or None
+        self.max_concurrent = count or None
 
     async def __call__(self, task: Task, completions: Sequence[Completion]) -> Any:
         texts = self._style not in ("plain", "group")
@@ -319,18 +338,18 @@ class _LocalRewardCall:
 
 
 class _HttpRewardCall:
-    """A server that is asked by POST."""
+    """Calls a reward server by POST."""
 
-    def __init__(self, asker: HttpAsker, group: bool, decode: Callable[[Any], str]) -> None:
-        self._asker = asker
+    def __init__(self, client: RewardClient, group: bool, decode: Callable[[Any], str]) -> None:
+        self._client = client
         self.groups = group
         self.strict = False
-        self.num_places: int | None = None
+        self.max_concurrent: int | None = None
         self._decode = decode
 
     async def __call__(self, task: Task, completions: Sequence[Completion]) -> Any:
         responses = [response_of(completion, self._decode) for completion in completions]
-        result = await self._asker.ask(request_of(task, completions, responses, group=self.groups))
+        result = await self._client.post_request(request_of(task, completions, responses, group=self.groups))
         return (
             result["rewards"]
             if self.groups and isinstance(result, Mapping) and "rewards" in result
@@ -338,13 +357,15 @@ class _HttpRewardCall:
         )
 
     async def close(self) -> None:
-        await self._asker.close()
+        await self._client.close()
 
 
-def _each(results: Any, count: int) -> Sequence[Any]:
-    """Results of a group, one a trajectory."""
+def _results_of_group(results: Any, count: int) -> Sequence[Any]:
+    """Return the results of a group as a list with one result for each completion."""
     if isinstance(results, str | bytes | Mapping) or not hasattr(results, "__len__"):
-        raise RewardError(f"returned {results!r:.200}, expected a list of {count} rewards, one a completion")
+        raise RewardError(
+            f"returned {results!r:.200}, expected a list of {count} rewards, one for each completion"
+        )
     if len(results) != count:
-        raise RewardError(f"returned {len(results)} rewards, expected {count}, one a completion")
+        raise RewardError(f"returned {len(results)} rewards, expected {count}, one for each completion")
     return list(results)

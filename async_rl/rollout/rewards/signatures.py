@@ -1,14 +1,14 @@
-"""How a user's reward is called, and what its result says. Pure.
+"""The signatures of users' reward functions, and the meaning of their results. Pure.
 
 ```
  plain         reward(task, completion, **args)                                    -> number | parts
- group         reward(task, completions, **args)                                   -> one of these for each
+ group         reward(task, completions, **args)                                   -> number | parts, for each
  verl          compute_score(data_source=, solution_str=, ground_truth=, extra_info=, **args)
- slime         rm(args, sample)              args: the config, and `args` of the reward on top
+ slime         rm(args, sample)              args: the config, overridden by the reward's `args`
  slime_group   rm(args, samples)
 ```
 
-A result is a number, or a mapping of numbers of which one is trained on (`reward`, or `score`).
+A result is a number, or a mapping of numbers, one of which is trained on (`reward`, or else `score`).
 
 Source: verl `custom_reward_function.path` and its naive reward manager; slime `--custom-rm-path` and
 `slime/utils/types.py`, `slime/rollout/rm_hub`.
@@ -34,18 +34,18 @@ from async_rl.types import Completion, Task
 Style = Literal["plain", "group", "verl", "slime", "slime_group"]
 
 GROUP_STYLES: Final = frozenset({"group", "slime_group"})
-"""Called once for all trajectories of a group."""
+"""Styles whose function is called once for all trajectories of a group."""
 
 _STRICT_STYLES: Final = frozenset({"plain", "group"})
-"""All parts of a mapping must be numbers; elsewhere others are left out, for people put text beside them."""
+"""Styles whose parts must all be numbers; other styles skip other values, because users often add text."""
 
 
 @dataclass
 class Sample:
-    """What slime's reward functions read of a trajectory."""
+    """A trajectory as slime's reward functions receive it."""
 
     class Status(Enum):
-        """How it ended."""
+        """How the trajectory ended."""
 
         PENDING = "pending"
         COMPLETED = "completed"
@@ -59,11 +59,11 @@ class Sample:
     """Prompt and response."""
     response: str = ""
     response_length: int = 0
-    """Tokens after the prompt, those of tools included."""
+    """Tokens after the prompt, with those of tools."""
     label: Any = None
     reward: Any = None
     loss_mask: list[int] | None = None
-    """Of the response's tokens: 1 where the policy wrote it."""
+    """1 for each token of the response that the policy wrote, else 0."""
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     index: int | None = None
@@ -71,7 +71,7 @@ class Sample:
 
 
 def style_of(function: Callable[..., Any]) -> Style:
-    """How a function wants to be called, by the names of its parameters."""
+    """Return the style of a function, according to the names of its parameters."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some builtins have none
@@ -89,7 +89,7 @@ def style_of(function: Callable[..., Any]) -> Style:
 
 
 def namespace_of(config: Config, args: Mapping[str, Any]) -> SimpleNamespace:
-    """The config as attributes, sections as such themselves, and a reward's own arguments on top."""
+    """Return the config as nested attributes, overridden by a reward's own arguments."""
 
     def nested(value: Any) -> Any:
         return (
@@ -101,13 +101,13 @@ def namespace_of(config: Config, args: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def response_of(completion: Completion, decode: Callable[[Any], str]) -> str:
-    """Everything after the prompt as text, all turns and what tools said; special tokens left out."""
+    """Return everything after the prompt as text: turns and tool results, without special tokens."""
     start = _prompt_tokens(completion)
     return decode(completion.token_ids[start:]) if start < len(completion.token_ids) else completion.text
 
 
 def sample_of(task: Task, completion: Completion, response: str) -> Sample:
-    """A trajectory as slime's functions know it."""
+    """Return a trajectory as slime's functions receive it."""
     start = _prompt_tokens(completion)
     length = completion.stop_reason in ("length", "max_turns")
     return Sample(
@@ -115,7 +115,7 @@ def sample_of(task: Task, completion: Completion, response: str) -> Sample:
         tokens=completion.token_ids.tolist(),
         response=response,
         response_length=len(completion.token_ids) - start,
-        # slime reads labels as text, also where they are written as numbers.
+        # slime reads labels as text, even if they are numbers.
         label=str(task.answer) if isinstance(task.answer, int | float) else task.answer,
         loss_mask=completion.response_mask[start:].astype(int).tolist(),
         status=Sample.Status.TRUNCATED if length else Sample.Status.COMPLETED,
@@ -132,15 +132,15 @@ def arguments(
     args: Mapping[str, Any],
     namespace: SimpleNamespace,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call.
+    """Return the positional and keyword arguments of a call.
 
     Args:
         style: How the function is called.
-        task: Of the group.
-        completions: All of the group for styles of groups, else one.
-        responses: What `response_of` says of each.
-        args: The config's for this reward.
-        namespace: What `namespace_of` makes of them.
+        task: The task of the group.
+        completions: All completions of the group for group styles, else one.
+        responses: The text of each, from `response_of`.
+        args: The config's arguments for this reward.
+        namespace: The config and `args`, from `namespace_of`.
     """
     if style == "plain":
         return (task, completions[0]), dict(args)
@@ -160,15 +160,15 @@ def arguments(
 
 
 def parts_of(value: Any, *, part: str | None = None, strict: bool = True) -> dict[str, float]:
-    """A result as named numbers, of which `reward` is trained on.
+    """Return a result as named numbers, of which `reward` is trained on.
 
     Args:
         value: What a reward returned.
-        part: Which one is trained on; None takes `reward`, or else `score`.
-        strict: Refuse parts that are no finite numbers, instead of leaving them out.
+        part: The name of the part that is trained on; None takes `reward`, or else `score`.
+        strict: Reject parts that are not finite numbers, instead of skipping them.
 
     Raises:
-        RewardError: There is no such part, or it is no finite number; the message begins with "returned".
+        RewardError: The part is missing or is not a finite number; the message begins with "returned".
     """
     if not isinstance(value, Mapping):
         return {"reward": _finite("reward", value)}
@@ -181,13 +181,13 @@ def parts_of(value: Any, *, part: str | None = None, strict: bool = True) -> dic
     return {name: _finite(name, number) for name, number in rest.items()} | {"reward": main}
 
 
-def strictly(style: Style) -> bool:
-    """Whether a style's results must be numbers throughout."""
+def requires_numbers(style: Style) -> bool:
+    """Return whether all parts of a style's results must be numbers."""
     return style in _STRICT_STYLES
 
 
 def _prompt_tokens(completion: Completion) -> int:
-    """Tokens before the policy's first."""
+    """Return the number of tokens before the policy's first token."""
     mask = completion.response_mask
     return int(np.argmax(mask)) if mask.any() else len(mask)
 

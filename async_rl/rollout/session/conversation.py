@@ -1,17 +1,17 @@
-"""A conversation as an agent loop has it, over tokens that somebody else writes.
+"""A conversation as an agent loop has it, over the tokens that a token writer writes.
 
 ```
  agent loop ── start, add_messages ──► context ─┐
-            ── generate ─────────────► a turn ──┼─► tokens
-            ── branch ───────────────► a conversation of its own, which begins with what there is
+            ── generate ─────────────► a turn ──┼─► TokenWriter ─► tokens
+            ── branch ───────────────► another conversation, which begins with everything so far
 ```
 
-Who writes the tokens: in the driver the session itself, which calls engines (`rollout.session`); in a rollout
-worker the driver (`rollout.remote_session`).
+The token writer is a `Transcript` in the driver, which calls engines, and a `RemoteWriter` in a rollout
+worker, which asks the driver.
 
-A session and its branches are made by one run of a loop, and come to something together or not at all: when
-the loop has ended well each of them is a trajectory of the group. What a branch inherits it reads; it is
-trained in the trajectory that sampled it, so that no token is trained twice.
+One run of an agent loop makes a session and its branches; they succeed or fail together. If the loop ends
+well, each of them becomes a trajectory of the group. A branch reads what it inherits, and the trajectory that
+sampled a token is trained on it, so that no token is trained twice.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Final, Literal, Self, cast
+from typing import Any, Final, Generic, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from async_rl.errors import OutOfTurns, PromptTooLong
 from async_rl.rollout.session.api import Turn
-from async_rl.rollout.session.growing_text import GrowingText
-from async_rl.rollout.session.tokens import TokenLog
+from async_rl.rollout.session.context import ConversationContext
+from async_rl.rollout.session.tokens import GrowingText, TokenWriter
 from async_rl.runtime.waits import waiting
 from async_rl.types import (
     Completion,
     Int32Array,
     Sampled,
-    Segment,
     StopReason,
     Task,
     TurnRecord,
@@ -41,68 +40,88 @@ from async_rl.types import (
 )
 
 _MAX_METADATA_BYTES: Final = 4096
-"""Of one turn's metadata as JSON: it is for people, and a run keeps a thousand trajectories for them."""
+"""Limit of one turn's metadata as JSON, because a run keeps that of a thousand trajectories for display."""
 
 _MAX_CLEAN_UP_S: Final = 5.0
-"""So long is waited for a task of a loop that was cancelled in the middle of a turn."""
+"""How long `close` waits for tasks of a loop that were cancelled in the middle of a turn."""
+
+Writer = TypeVar("Writer", bound=TokenWriter)
 
 
-class _Tree:
+class SessionTree:
     """What a session shares with its branches."""
 
-    def __init__(self, limit: int, deadline_s: float) -> None:
-        self.limit = limit
+    def __init__(self, max_branches: int, deadline_s: float) -> None:
+        """Start with no session open."""
+        self.max_branches = max_branches
         self.deadline_s = deadline_s
         self.num_branches = 0
-        self.open: dict[str, Conversation] = {}
-        """Those that live: the root, and branches in their blocks."""
-        self.writers: set[asyncio.Task[Any]] = set()
-        """Who awaits a turn, in any of them."""
-        self.ended: dict[str, Conversation] = {}
+        self.open: dict[str, Conversation[Any]] = {}
+        """The root until its loop ends, and branches inside their blocks."""
+        self.turn_tasks: set[asyncio.Task[Any]] = set()
+        """Tasks that await a turn, in any session of the tree."""
+        self.ended: dict[str, Conversation[Any]] = {}
         """Branches that sampled something, in the order in which their blocks ended."""
-        self.reward_source: Conversation | None = None
-        """Whose last words all are rewarded for; None where each is for its own."""
+        self.reward_source: Conversation[Any] | None = None
+        """The session whose completion all are rewarded for; None if each is rewarded for its own."""
 
 
-class Conversation(TokenLog):
-    """The conversation behind `session.api.Session`; other methods are for the rollout code."""
+class Conversation(Generic[Writer]):
+    """Implements `session.api.Session` on a token writer; other methods are for the rollout code.
 
-    def __init__(self, task: Task) -> None:
-        """Begin, once the tokens are there."""
-        rollout = self._config
+    Example:
+        >>> conversation = Conversation(context, task, writer)
+        >>> await loop.run(task, conversation)
+        >>> num_open = await conversation.close()
+        >>> conversation.end_session()
+    """
+
+    def __init__(
+        self,
+        context: ConversationContext,
+        task: Task,
+        writer: Writer,
+        *,
+        tree: SessionTree | None = None,
+    ) -> None:
+        """Start a conversation without a prompt.
+
+        Args:
+            context: The chat format and the limits.
+            task: The task of the trajectory.
+            writer: Writes the tokens of this conversation, and of no other.
+            tree: The tree to which a branch belongs; None makes this session the root of a new one.
+        """
+        rollout = context.rollout
+        self.writer = writer
         self.task = task
+        self.trajectory_id = writer.trajectory_id
         self.messages: list[dict[str, Any]] = []
         self.tool_timeout_s = rollout.tool_timeout_s
         self.num_tool_calls = 0
         self.num_tool_errors = 0
         self.stop_reason: StopReason = "completed"
-        """Why it ended, once it has."""
-        self.started_s = self._clock()
-        self._tree = _Tree(rollout.max_branches, self.started_s + rollout.trajectory_timeout_s)
-        self._tree.open[self.trajectory_id] = self
+        """Why the session ended, once it has."""
+        self.started_s = context.clock()
+        self._context = context
+        self._tokens = writer.tokens
+        if tree is None:
+            tree = SessionTree(rollout.max_branches, self.started_s + rollout.trajectory_timeout_s)
+            tree.open[self.trajectory_id] = self
+        self._tree = tree
         self._pending: tuple[list[dict[str, Any]], Int32Array] | None = None
         """Messages that the next turn reads, and their tokens."""
         self._turns: list[TurnRecord] = []
         self._last_turn: Turn | None = None
-        self._writer: asyncio.Task[Any] | None = None
-        """Who awaits a turn."""
-        self._over: PromptTooLong | OutOfTurns | None = None
-        """The budget that is used up."""
+        self._turn_task: asyncio.Task[Any] | None = None
+        """The task that awaits a turn."""
+        self._exceeded: PromptTooLong | OutOfTurns | None = None
+        """The error of the budget that is used up."""
         self._num_inherited = self._num_inherited_turns = self._num_branches = 0
 
-    # -- for whoever writes the tokens -----------------------------------------------------------------
-
-    def _read(self, token_ids: Int32Array) -> None:
-        """Append what the policy did not write."""
-        raise NotImplementedError
-
-    async def _write(self, budget: int, stop: Sequence[str]) -> Literal["stop", "length"]:
-        """Let the policy write a turn of so many tokens at most; how it ended."""
-        raise NotImplementedError
-
-    def _sibling(self, name: str, inherited: tuple[Segment, ...]) -> Self:
-        """Another one of the same attempt that begins with these segments; `_inherit` brings their tokens."""
-        raise NotImplementedError
+    def _with_writer(self, writer: Writer) -> Self:
+        """Make another session of the same tree."""
+        return type(self)(self._context, self.task, writer, tree=self._tree)
 
     # -- for agent loops -------------------------------------------------------------------------------
 
@@ -110,32 +129,32 @@ class Conversation(TokenLog):
     def remaining_tokens(self) -> int:
         """Tokens left before the trajectory reaches `rollout.max_context_tokens`."""
         pending = 0 if self._pending is None else len(self._pending[1])
-        return self._config.max_context_tokens - self._length - pending
+        return self._context.rollout.max_context_tokens - len(self._tokens) - pending
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, inherited ones included; those of a running engine call are not."""
-        return self._length
+        """Tokens so far, with inherited ones and without those of a running engine call."""
+        return len(self._tokens)
 
     @property
     def num_turns(self) -> int:
-        """Turns of the policy so far, inherited ones included."""
+        """Turns of the policy so far, with inherited ones."""
         return len(self._turns)
 
     @property
     def remaining_turns(self) -> int:
         """Turns left of `rollout.max_turns`."""
-        return self._config.max_turns - len(self._turns)
+        return self._context.rollout.max_turns - len(self._turns)
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left of `rollout.trajectory_timeout_s`; branches share them."""
-        return max(0.0, self._tree.deadline_s - self._clock())
+        """Seconds left of `rollout.trajectory_timeout_s`, which branches share."""
+        return max(0.0, self._tree.deadline_s - self._context.clock())
 
     @property
     def remaining_branches(self) -> int:
         """Branches left of `rollout.max_branches`."""
-        return self._tree.limit - self._tree.num_branches
+        return self._tree.max_branches - self._tree.num_branches
 
     @property
     def last_turn(self) -> Turn | None:
@@ -143,22 +162,22 @@ class Conversation(TokenLog):
         return self._last_turn
 
     def start(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None:
-        """Render the prompt with the model's chat template. Once per trajectory, before anything else.
+        """Implements `api.Session.start`.
 
         Raises:
-            PromptTooLong: When it leaves no room to generate.
+            PromptTooLong: The prompt leaves no room to generate.
         """
-        self._check("start")
-        if self._segments:
+        self._check_call("start")
+        if self._tokens.segments:
             raise RuntimeError("session.start was called twice; use session.add_messages to go on")
-        prompt = self._chat.prompt_ids(messages, tools)
-        if len(prompt) >= self._config.max_context_tokens:
+        prompt = self._context.chat.prompt_ids(messages, tools)
+        limit = self._context.rollout.max_context_tokens
+        if len(prompt) >= limit:
             raise PromptTooLong(
                 f"the prompt of task {self.task.task_id} has {len(prompt)} tokens, but "
-                f"rollout.max_context_tokens is {self._config.max_context_tokens}: raise it or "
-                f"shorten the prompt"
+                f"rollout.max_context_tokens is {limit}: raise it or shorten the prompt"
             )
-        self._read(prompt)
+        self.writer.append_context(prompt)
         self.messages.extend(messages)
 
     async def generate(
@@ -168,54 +187,55 @@ class Conversation(TokenLog):
         stop: Sequence[str] = (),
         on_text: Callable[[str], None] | None = None,
     ) -> Turn:
-        """Let the policy write one turn, over as many engine calls as weight updates and failures make of it.
+        """Implements `api.Session.generate`.
 
         Args:
-            max_new_tokens: Most tokens of this turn; `rollout.max_new_tokens` by default and at most.
+            max_new_tokens: The most tokens of this turn; `rollout.max_new_tokens` by default and at most.
             stop: Strings that end the turn, beside the chat template's end of turn.
-            on_text: Told of the turn's text as it grows; see `api.Session.generate`.
+            on_text: Receives the turn's text as it grows.
 
         Returns:
-            The turn; `finish_reason` is `length` when the budget or the context ran out.
+            The turn; `finish_reason` is `length` if the budget or the context ran out.
 
         Raises:
-            OutOfTurns: When there were `rollout.max_turns`; the trajectory then ends as it is.
-            PromptTooLong: When the context is full.
+            OutOfTurns: The session has had `rollout.max_turns`; the trajectory ends as it is.
+            PromptTooLong: The context is full.
         """
-        self._check("generate")
-        if not self._segments:
+        self._check_call("generate")
+        tokens, rollout, chat = self._tokens, self._context.rollout, self._context.chat
+        if not tokens.segments:
             raise RuntimeError("session.generate was called before session.start")
         if self.remaining_turns < 1:
-            limit = self._config.max_turns
-            raise self._out(OutOfTurns(f"the trajectory has had rollout.max_turns = {limit} turns"))
+            error = OutOfTurns(f"the trajectory has had rollout.max_turns = {rollout.max_turns} turns")
+            raise self._exceed(error)
         if self._pending is None and self._turn_is_closed:
-            self._append_messages([])
-        self._read_pending()
-        budget = min(max_new_tokens or self._config.max_new_tokens, self._config.max_new_tokens)
+            self._add_pending([])
+        self._append_pending()
+        budget = min(max_new_tokens or rollout.max_new_tokens, rollout.max_new_tokens)
         budget = min(budget, self.remaining_tokens)
-        begin, first = self._length, len(self._segments)
-        interruptions, engine_s = self._num_interruptions + self._num_failovers, self._engine_s
-        self._writer = writer = asyncio.current_task()
-        assert writer is not None
-        self._tree.writers.add(writer)
+        begin, first = len(tokens), len(tokens.segments)
+        interruptions, engine_s = tokens.num_interruptions + tokens.num_failovers, tokens.engine_s
+        self._turn_task = turn_task = asyncio.current_task()
+        assert turn_task is not None
+        self._tree.turn_tasks.add(turn_task)
         try:
-            self._growing = GrowingText(self._chat.decode, on_text) if on_text is not None else None
-            reason = await self._write(budget, stop)
+            listener = GrowingText(chat.decode, on_text) if on_text is not None else None
+            reason = await self.writer.write_turn(budget, stop, listener)
         finally:
-            self._writer = None
-            self._tree.writers.discard(writer)
+            self._turn_task = None
+            self._tree.turn_tasks.discard(turn_task)
         record = TurnRecord(
             start=begin,
-            end=self._length,
+            end=len(tokens),
             finish_reason=reason,
-            num_interruptions=self._num_interruptions + self._num_failovers - interruptions,
-            engine_s=self._engine_s - engine_s,
+            num_interruptions=tokens.num_interruptions + tokens.num_failovers - interruptions,
+            engine_s=tokens.engine_s - engine_s,
         )
         self._turns.append(record)
-        token_ids = self._buffer[begin : self._length].copy()
-        sampled = [segment for segment in self._segments[first:] if isinstance(segment, Sampled)]
+        token_ids = tokens.token_ids[begin:].copy()
+        sampled = [segment for segment in tokens.segments[first:] if isinstance(segment, Sampled)]
         turn = Turn(
-            text=self._chat.decode(token_ids),
+            text=chat.decode(token_ids),
             token_ids=token_ids,
             finish_reason=reason,
             weight_versions=tuple(sorted({segment.weight_version for segment in sampled})),
@@ -230,13 +250,13 @@ class Conversation(TokenLog):
         return turn
 
     def add_messages(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Append messages the policy did not write: tool results, a user's answer.
+        """Implements `api.Session.add_messages`.
 
         Raises:
-            PromptTooLong: When they do not fit; the trajectory then ends as it is.
+            PromptTooLong: The messages do not fit; the trajectory ends as it is.
         """
-        self._check("add_messages")
-        self._append_messages(messages)
+        self._check_call("add_messages")
+        self._add_pending(messages)
 
     def add_tool_result(
         self,
@@ -246,16 +266,16 @@ class Conversation(TokenLog):
         tool_call_id: str | None = None,
         error: bool = False,
     ) -> None:
-        """Append what a tool gave back, and count the call.
+        """Implements `api.Session.add_tool_result`.
 
         Args:
-            content: Text, or anything that JSON can say.
-            name: Of the tool, for templates that print it.
-            tool_call_id: Of the call that it answers, likewise.
+            content: Text, or a JSON value.
+            name: The tool's name, for templates that print it.
+            tool_call_id: The id of the call, for templates that print it.
             error: Whether the call failed.
 
         Raises:
-            PromptTooLong: As `add_messages`.
+            PromptTooLong: The result does not fit; the trajectory ends as it is.
         """
         text = content if isinstance(content, str) else msgspec.json.encode(content).decode()
         named = {"name": name, "tool_call_id": tool_call_id}
@@ -266,12 +286,12 @@ class Conversation(TokenLog):
     @property
     def sampling(self) -> dict[str, float]:
         """Temperature, top_p and top_k by which the policy is sampled."""
-        rollout = self._config
+        rollout = self._context.rollout
         return {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token; special ones included, bytes of a part of a character replaced."""
-        decode = self._chat.tokenizer.decode
+        """Implements `api.Session.pieces`; bytes of an incomplete character are replaced."""
+        decode = self._context.chat.tokenizer.decode
         return [
             str(decode([int(i)], skip_special_tokens=False, clean_up_tokenization_spaces=False))
             for i in token_ids
@@ -280,94 +300,98 @@ class Conversation(TokenLog):
     @property
     def chat_template(self) -> str:
         """The text of the model's chat template."""
-        return self._chat.template
+        return self._context.chat.template
 
     def record_tool_call(
         self, *, error: bool, tool: str = "unnamed", seconds: float = 0.0, waited_s: float = 0.0
     ) -> None:
-        """Count a tool call for the outcome and the metrics; see `api.Session`."""
+        """Implements `api.Session.record_tool_call`."""
         self.num_tool_calls += 1
         self.num_tool_errors += error
-        self._metrics.tool_calls_total.labels(tool, "error" if error else "ok").inc()
-        self._metrics.tool_seconds.labels(tool).observe(seconds)
-        self._metrics.tool_wait_seconds.labels(tool).observe(waited_s)
+        self._context.metrics.tool_calls_total.labels(tool, "error" if error else "ok").inc()
+        self._context.metrics.tool_seconds.labels(tool).observe(seconds)
+        self._context.metrics.tool_wait_seconds.labels(tool).observe(waited_s)
 
     def record_request(self, result: str, ignored: Sequence[str] = ()) -> None:
-        """Count a request over OpenAI's API; see `api.Session`."""
-        self._metrics.openai_requests_total.labels(result).inc()
+        """Implements `api.Session.record_request`."""
+        self._context.metrics.openai_requests_total.labels(result).inc()
         for parameter in ignored:
-            self._metrics.openai_ignored_total.labels(parameter).inc()
+            self._context.metrics.openai_ignored_total.labels(parameter).inc()
 
     def annotate(self, **values: Any) -> None:
-        """Note something of the newest turn, for people who look at the trajectory.
+        """Add metadata to the newest turn, for display.
 
         Args:
-            values: JSON, 4096 bytes a turn; a name that is there already is overwritten.
+            values: JSON values, at most 4096 bytes for each turn; they overwrite values of the same name.
+
+        Raises:
+            ValueError: The values are not JSON, or too long.
         """
-        self._check("annotate")
+        self._check_call("annotate")
         if len(self._turns) == self._num_inherited_turns:
-            raise RuntimeError("session.annotate needs a turn before it, of this session")
+            raise RuntimeError(
+                "session.annotate was called before a turn of this session: call session.generate first"
+            )
         metadata = {**self._turns[-1].metadata, **values}
         try:
             data = msgspec.json.encode(metadata)
         except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"session.annotate was given what is not JSON: {error}") from error
+            raise ValueError(f"session.annotate expects JSON values: {error}") from error
         if len(data) > _MAX_METADATA_BYTES:
             raise ValueError(
-                f"session.annotate: a turn's metadata is {len(data)} bytes of JSON, at most "
-                f"{_MAX_METADATA_BYTES} are kept: note less, or write a file of your own"
+                f"session.annotate: a turn's metadata is {len(data)} bytes of JSON, expected at most "
+                f"{_MAX_METADATA_BYTES}: annotate less, or write your own file"
             )
-        plain = msgspec.json.decode(data)  # a copy that the loop cannot change any more
+        plain = msgspec.json.decode(data)  # a copy, which the loop cannot change later
         self._turns[-1] = msgspec.structs.replace(self._turns[-1], metadata=plain)
 
     def branch(self) -> Self:
-        """A trajectory of its own that goes on from here; see `api.Session.branch`."""
-        self._check("branch")
-        if not self._segments:
+        """Implements `api.Session.branch`."""
+        self._check_call("branch")
+        if not self._tokens.segments:
             raise RuntimeError("session.branch was called before session.start")
-        other = self._grow(tuple(self._segments))
-        other._inherit(self)
+        other = self._open_sibling(inherits=True)
         other.messages = list(self.messages)
         other._pending = self._pending
-        other._turns = list(self._turns)
         other._last_turn = self._last_turn
-        other._num_inherited, other._num_inherited_turns = len(self._segments), len(self._turns)
         other.num_tool_calls, other.num_tool_errors = self.num_tool_calls, self.num_tool_errors
         return other
 
     def conversation(self) -> Self:
-        """Another conversation of the same attempt; see `api.Session.conversation`."""
-        self._check("conversation", alone=False)  # it takes nothing over from here
-        return self._grow(())
+        """Implements `api.Session.conversation`."""
+        self._check_call("conversation", needs_rest=False)  # it inherits nothing from this session
+        return self._open_sibling(inherits=False)
 
     def share_reward(self) -> None:
-        """What is said here last is what all are rewarded for; see `api.Session.share_reward`."""
-        self._check("share_reward")
+        """Implements `api.Session.share_reward`."""
+        self._check_call("share_reward")
         self._tree.reward_source = self
 
     @property
-    def reward_source(self) -> Conversation:
-        """Whose last words this one is rewarded for."""
+    def reward_source(self) -> Conversation[Writer]:
+        """The session for whose completion this one is rewarded."""
         return self._tree.reward_source or self
 
-    def _grow(self, inherited: tuple[Segment, ...]) -> Self:
-        """One more session of the tree, with nothing but its place in it."""
+    def _open_sibling(self, *, inherits: bool) -> Self:
+        """Open one more session of the tree, with all tokens and turns so far or with none."""
         tree = self._tree
         if self.remaining_branches < 1:
             raise RuntimeError(
-                f"rollout.max_branches = {tree.limit} allows no further branch or conversation: raise it, or "
-                "look at session.remaining_branches first"
+                f"rollout.max_branches = {tree.max_branches} allows no further branch or conversation: raise "
+                "it, or look at session.remaining_branches first"
             )
         tree.num_branches += 1
         self._num_branches += 1
-        # A loop that runs again after a restart comes to the same names.
+        # A loop that runs again after a restart makes the same names.
         name = f"{self.trajectory_id}.{self._num_branches}"
-        other = self._sibling(name, inherited)
-        other._tree = tree
+        other = self._with_writer(self.writer.open_branch(name, inherits=inherits))
+        if inherits:
+            other._turns = list(self._turns)
+            other._num_inherited, other._num_inherited_turns = len(self._tokens.segments), len(self._turns)
         return other
 
     async def __aenter__(self) -> Self:
-        """The trajectory ends with the block."""
+        """Begin the block with which the trajectory ends."""
         self._tree.open[self.trajectory_id] = self
         return self
 
@@ -377,127 +401,134 @@ class Conversation(TokenLog):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Running out of a budget of its own ends it as it is; any other error leaves the block."""
-        lived = self._tree.open.pop(self.trajectory_id, None) is not None
-        over = error is not None and error is self._over
-        if error is None and self._writer is not None:
-            self._fail()
+        """End the trajectory; suppress the error of its own used-up budget, and no other."""
+        was_open = self._tree.open.pop(self.trajectory_id, None) is not None
+        exceeded = error is not None and error is self._exceeded
+        if error is None and self._turn_task is not None:
+            self._discard()
             raise RuntimeError("a session's block ended while a turn was being written: await it first")
-        if error is not None and not over:
-            self._fail()
-        elif lived:
-            self.end()
-            own = self._segments[self._num_inherited :]
+        if error is not None and not exceeded:
+            self._discard()
+        elif was_open:
+            self.end_session()
+            own = self._tokens.segments[self._num_inherited :]
             is_root = root_of(self.trajectory_id) == self.trajectory_id
             if not is_root and any(isinstance(segment, Sampled) for segment in own):
                 self._tree.ended[self.trajectory_id] = self
-        return over
+        return exceeded
 
-    # -- underneath ------------------------------------------------------------------------------------
+    # -- implementation --------------------------------------------------------------------------------
 
     @property
     def _turn_is_closed(self) -> bool:
         """Whether the last token is the policy's, and the last of its turn."""
-        last = int(self._buffer[self._length - 1])
-        stops = last == self._chat.end_of_turn_id or last in self._chat.stop_token_ids
-        return stops and isinstance(self._segments[-1], Sampled)
+        last, chat = int(self._tokens.token_ids[-1]), self._context.chat
+        stops = last == chat.end_of_turn_id or last in chat.stop_token_ids
+        return stops and isinstance(self._tokens.segments[-1], Sampled)
 
-    def _append_messages(self, messages: Sequence[dict[str, Any]]) -> None:
-        """They are rendered with those before them: templates join neighbouring tool results."""
+    def _add_pending(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Render messages together with the unread ones before them: templates join adjacent tool results."""
         if self._last_turn is None:
             raise RuntimeError(
-                "session.add_messages needs a turn before it; put what comes first into session.start"
+                "session.add_messages was called before a turn: pass these messages to session.start"
             )
         unread = [*(self._pending[0] if self._pending is not None else []), *messages]
         # A turn that ran out of budget or met a stop string lacks its end-of-turn token.
-        ended = self._buffer[self._length - 1] == self._chat.end_of_turn_id
-        token_ids = self._chat.append_ids(unread, after_length=not ended)
-        left = self._config.max_context_tokens - self._length
+        chat, limit = self._context.chat, self._context.rollout.max_context_tokens
+        ended = self._tokens.token_ids[-1] == chat.end_of_turn_id
+        token_ids = chat.append_ids(unread, after_length=not ended)
+        left = limit - len(self._tokens)
         if len(token_ids) >= left:
             error = PromptTooLong(
                 f"messages of {len(token_ids)} tokens do not fit: {left} tokens are left of "
-                f"rollout.max_context_tokens = {self._config.max_context_tokens}"
+                f"rollout.max_context_tokens = {limit}"
             )
-            raise self._out(error)
+            raise self._exceed(error)
         self._pending = unread, token_ids
         self.messages.extend(messages)
 
-    def _read_pending(self) -> None:
+    def _append_pending(self) -> None:
         if self._pending is not None:
-            self._read(self._pending[1])
+            self.writer.append_context(self._pending[1])
             self._pending = None
 
-    def _check(self, call: str, *, alone: bool = True) -> None:
-        """Whoever awaits two turns at once, or goes on after the end, would mix up the tokens."""
+    def _check_call(self, call: str, *, needs_rest: bool = True) -> None:
+        """Reject calls after the end and, if `needs_rest`, during a turn: they would mix up the tokens."""
         if self.trajectory_id not in self._tree.open:
             raise RuntimeError(
-                f"session.{call} was called outside of the session's life: a branch lives in its block, "
+                f"session.{call} was called on a closed session: a branch is open inside its block, "
                 "`async with session.branch() as other:`"
             )
-        if alone and self._writer is not None:
+        if needs_rest and self._turn_task is not None:
             raise RuntimeError(f"session.{call} was called while a turn is being written: await it first")
 
-    def _out(self, error: PromptTooLong | OutOfTurns) -> PromptTooLong | OutOfTurns:
-        """A budget of this trajectory is used up, not one of its branches' or its parent's."""
-        self._over = error
+    def _exceed(self, error: PromptTooLong | OutOfTurns) -> PromptTooLong | OutOfTurns:
+        """Record that a budget of this trajectory is used up, not one of a branch or of its parent."""
+        self._exceeded = error
         return error
 
-    def _fail(self) -> None:
-        """It comes to nothing, and so do its branches, which begin with what it sampled."""
+    def _discard(self) -> None:
+        """Discard this session and its branches, which begin with what it sampled."""
         below = self.trajectory_id + "."
         for name in [name for name in self._tree.ended if name.startswith(below)]:
             del self._tree.ended[name]
-        self._stop_writing()
+        self._cancel_turn()
         for name, session in list(self._tree.open.items()):
             if name.startswith(below):
                 del self._tree.open[name]
-                session._stop_writing()
+                session._cancel_turn()
 
-    def _stop_writing(self) -> None:
-        if self._writer is not None and self._writer is not asyncio.current_task():
-            self._writer.cancel()
+    def _cancel_turn(self) -> None:
+        if self._turn_task is not None and self._turn_task is not asyncio.current_task():
+            self._turn_task.cancel()
 
-    # -- for whoever runs the loop ------------------------------------------------------------------------
+    # -- for the rollout code --------------------------------------------------------------------------
 
-    def is_over(self, error: BaseException) -> bool:
-        """Whether an error says that a budget of this trajectory is used up."""
-        return error is self._over
+    def has_exceeded(self, error: BaseException) -> bool:
+        """Return whether an error says that a budget of this trajectory is used up."""
+        return error is self._exceeded
 
-    def end(self, reason: StopReason | None = None) -> None:
-        """Nothing more will be written; why, where the loop knows better than the session."""
+    def end_session(self, reason: StopReason | None = None) -> None:
+        """Set the stop reason: the loop's own `reason`, or what the last turn and the budgets say."""
         cut = self._last_turn is not None and self._last_turn.finish_reason == "length"
-        own: StopReason = "max_turns" if isinstance(self._over, OutOfTurns) else "completed"
-        self.stop_reason = reason or ("length" if cut or isinstance(self._over, PromptTooLong) else own)
+        own: StopReason = "max_turns" if isinstance(self._exceeded, OutOfTurns) else "completed"
+        self.stop_reason = reason or ("length" if cut or isinstance(self._exceeded, PromptTooLong) else own)
 
     async def close(self) -> int:
-        """The loop has ended: take away whoever still writes; how many sessions had not come to their end."""
-        left = [session for session in self._tree.open.values() if session is not self or self._writer]
+        """Close the tree after its loop has ended, and cancel turns that are still being written.
+
+        Returns:
+            The number of sessions that were still open, or in the middle of a turn.
+        """
+        left = [session for session in self._tree.open.values() if session is not self or self._turn_task]
         self._tree.open.clear()
-        if writers := set(self._tree.writers):
-            for writer in writers:
-                writer.cancel()
+        if turn_tasks := set(self._tree.turn_tasks):
+            for task in turn_tasks:
+                task.cancel()
             with waiting("agent loop"):
-                await asyncio.wait(writers, timeout=_MAX_CLEAN_UP_S)
+                await asyncio.wait(turn_tasks, timeout=_MAX_CLEAN_UP_S)
         return len(left)
 
     @property
     def tree(self) -> tuple[Self, ...]:
-        """It and its branches that sampled something; each becomes a trajectory."""
+        """This session and its branches that sampled something; each becomes a trajectory."""
         ended = (self._tree.ended[name] for name in sorted(self._tree.ended))
         return cast("tuple[Self, ...]", (self, *ended))
 
     @property
     def completion(self) -> Completion:
-        """What the reward sees."""
-        reward_source = self.reward_source
+        """What the reward function receives: the completion of this session's reward source."""
+        return self.reward_source._own_completion()
+
+    def _own_completion(self) -> Completion:
         return Completion(
-            messages=reward_source.messages,
-            text="" if reward_source._last_turn is None else reward_source._last_turn.text,
-            stop_reason=reward_source.stop_reason,
-            num_tool_calls=reward_source.num_tool_calls,
-            num_tool_errors=reward_source.num_tool_errors,
-            token_ids=reward_source._buffer[: reward_source._length].copy(),
+            messages=self.messages,
+            text="" if self._last_turn is None else self._last_turn.text,
+            stop_reason=self.stop_reason,
+            num_tool_calls=self.num_tool_calls,
+            num_tool_errors=self.num_tool_errors,
+            token_ids=self._tokens.token_ids.copy(),
             response_mask=np.concatenate(
-                [np.full(len(each.token_ids), isinstance(each, Sampled)) for each in reward_source._segments]
+                [np.full(len(each.token_ids), isinstance(each, Sampled)) for each in self._tokens.segments]
             ),
         )

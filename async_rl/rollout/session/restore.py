@@ -1,16 +1,17 @@
-"""An agent loop that runs again after a restart is given what was sampled, until it runs ahead of it.
+"""Restores a trajectory from the journal: the agent loop runs again and receives what was sampled before.
 
 ```
- the loop          the journal has              so
- start             the same prompt              nothing: it goes on
- generate          the whole turn               it is given back at once
- generate          the beginning of it          sampling goes on from there
- add_messages      the same tokens              nothing: it goes on
- anything else     another thing, or nothing    the journal is cut there, and the loop goes on live
+ the loop calls    the journal has              so
+ start             the same prompt              the loop goes on
+ generate          the whole turn               it is returned at once
+ generate          the beginning of the turn    sampling resumes from there
+ add_messages      the same tokens              the loop goes on
+ anything else     something else, or nothing   the rest of the journal is discarded; the loop goes on live
 ```
 
-Loops keep no state that could be stored, so they are run again from the beginning. One that does the same
-again, which is what loops do whose tools give the same answers, loses nothing. Tools are called again.
+Agent loops keep no state that could be stored, so a restart runs them again from the beginning. A loop that
+makes the same calls again, as loops do whose tools return the same results, loses nothing. Tools are called
+again.
 """
 
 from __future__ import annotations
@@ -25,38 +26,44 @@ from async_rl.types import Context, Int32Array, Sampled
 
 
 class RestoredTurns:
-    """What an earlier process left of one trajectory, in the order in which the loop asks for it."""
+    """What the journal has of one trajectory, in the order in which its agent loop asks for it.
 
-    def __init__(self, left: Journalled) -> None:
-        self._segments = deque(left.segments)
-        self._turns = deque(left.turns)
+    Example:
+        >>> restored = RestoredTurns(journalled)
+        >>> restored.match_context(prompt)
+        >>> sampled, note = restored.next_turn(start=len(prompt), max_new_tokens=64, stop=())
+    """
+
+    def __init__(self, journalled: Journalled) -> None:
+        self._segments = deque(journalled.segments)
+        self._turns = deque(journalled.turns)
         self.num_discarded = 0
-        """Sampled tokens that the loop had no use for, because it took another course."""
+        """Sampled tokens that were discarded because the loop made different calls."""
 
     @property
-    def done(self) -> bool:
-        """Whether nothing is left: all was given back, or the rest thrown away."""
+    def is_exhausted(self) -> bool:
+        """Whether everything was returned or discarded."""
         return not self._segments and not self._turns
 
-    def context(self, token_ids: Int32Array) -> None:
-        """The loop appends these tokens."""
+    def match_context(self, token_ids: Int32Array) -> None:
+        """Compare the tokens that the loop appends with the journal's; discard the rest if they differ."""
         if self._segments and _is_context(self._segments[0], token_ids):
             self._segments.popleft()
         else:
-            self._diverge()
+            self._discard_rest()
 
-    def turn(
+    def next_turn(
         self, start: int, max_new_tokens: int, stop: Sequence[str]
     ) -> tuple[list[Sampled], TurnNote | None]:
-        """The loop asks for a turn.
+        """Return what was sampled of the turn that the loop asks for.
 
         Returns:
-            What was sampled of it, and how it ended; None for a turn that had not, or was never begun.
+            The segments of the turn, and the note of its end; None if the turn had not ended or not begun.
         """
         asked = start, max_new_tokens, tuple(stop)
         noted = self._turns.popleft() if self._turns else None
         if noted is None or (noted.start, noted.max_new_tokens, noted.stop) != asked:
-            self._diverge()
+            self._discard_rest()
             return [], None
         sampled: list[Sampled] = []
         position = start
@@ -67,7 +74,7 @@ class RestoredTurns:
             position += len(segment.token_ids)
         return sampled, noted if noted.end == position else None
 
-    def _diverge(self) -> None:
+    def _discard_rest(self) -> None:
         self.num_discarded += sum(len(s.token_ids) for s in self._segments if isinstance(s, Sampled))
         self._segments.clear()
         self._turns.clear()

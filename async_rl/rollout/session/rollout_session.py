@@ -1,101 +1,59 @@
-"""A session: a conversation on a transcript, and the trajectory that comes of it.
+"""The session of one trajectory in the driver: a conversation on a transcript, and the trajectory it becomes.
 
 ```
- conversation (rollout.conversation)    what the loop says and reads, as messages
- transcript (rollout.transcript)        what engines write and read, as tokens ──► one trajectory
+ Conversation (session/conversation.py)    messages, turns and budgets, as the agent loop sees them
+ Transcript   (session/transcript.py)      tokens and routing rows, as engines see them ──► one Trajectory
 ```
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Self
 
-from async_rl.config import RolloutConfig, RoutingConfig
-from async_rl.data.chat_format import ChatFormat
-from async_rl.engine_protocol import EngineFacts, InterruptMode
-from async_rl.engines.pool import EnginePool
-from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal import Entry
-from async_rl.rollout.session.conversation import Conversation
+from async_rl.rollout.session.context import ConversationContext
+from async_rl.rollout.session.conversation import Conversation, SessionTree
 from async_rl.rollout.session.transcript import Transcript
-from async_rl.types import Outcome, RoutingTrace, Segment, StopReason, Task, Trajectory
-
-OpenBranch = Callable[[str, Sequence[Segment]], Entry]
-"""Makes the journal's entry of a branch, from its id and what it inherits."""
+from async_rl.types import Outcome, RoutingTrace, StopReason, Task, Trajectory
 
 
-class RolloutSession(Transcript, Conversation):
-    """See `async_rl.rollout.session.api.Session` for what agent loops may use; the rest is the manager's."""
+class RolloutSession(Conversation[Transcript]):
+    """Implements `session.api.Session` for agent loops, and becomes a trajectory for the rollout manager.
+
+    Example:
+        >>> transcript = Transcript(context, Entry(trajectory_id))
+        >>> session = RolloutSession(context, task, transcript, group_id=group_id)
+        >>> await loop.run(task, session)
+        >>> trajectory = await session.finish_trajectory(session.stop_reason, {"reward": 1.0})
+    """
 
     def __init__(
         self,
-        *,
+        context: ConversationContext,
         task: Task,
-        trajectory_id: str,
+        writer: Transcript,
+        *,
         group_id: str,
-        pool: EnginePool,
-        chat: ChatFormat,
-        facts: EngineFacts,
-        rollout: RolloutConfig,
-        routing_config: RoutingConfig,
-        interrupt: InterruptMode,
-        metrics: Metrics,
-        new_id: Callable[[], str],
-        clock: Callable[[], float],
-        entry: Entry | None = None,
-        open_branch: OpenBranch = lambda name, inherited: Entry(name, inherited=inherited),
+        tree: SessionTree | None = None,
     ) -> None:
-        Transcript.__init__(
-            self,
-            trajectory_id,
-            pool=pool,
-            chat=chat,
-            facts=facts,
-            rollout=rollout,
-            routing_config=routing_config,
-            interrupt=interrupt,
-            metrics=metrics,
-            new_id=new_id,
-            clock=clock,
-            entry=entry,
-        )
-        Conversation.__init__(self, task)
+        """Start the session of a new trajectory of a group, on a transcript without a prompt."""
+        super().__init__(context, task, writer, tree=tree)
         self._group_id = group_id
-        self._interrupt: InterruptMode = interrupt
-        self._open_branch = open_branch
 
-    def _sibling(self, name: str, inherited: tuple[Segment, ...]) -> Self:
-        return type(self)(
-            task=self.task,
-            trajectory_id=name,
-            group_id=self._group_id,
-            pool=self._pool,
-            chat=self._chat,
-            facts=self._facts,
-            rollout=self._config,
-            routing_config=self._routing,
-            interrupt=self._interrupt,
-            metrics=self._metrics,
-            new_id=self._new_id,
-            clock=self._clock,
-            entry=self._open_branch(name, inherited),
-            open_branch=self._open_branch,
-        )
+    def _with_writer(self, writer: Transcript) -> Self:
+        return type(self)(self._context, self.task, writer, group_id=self._group_id, tree=self._tree)
 
-    async def finish(self, stop_reason: StopReason, reward_parts: dict[str, float]) -> Trajectory:
-        """Close the trajectory: decode its routing once, and check it against the tokens.
+    async def finish_trajectory(self, stop_reason: StopReason, reward_parts: dict[str, float]) -> Trajectory:
+        """Return the trajectory, with its routing decoded once and checked against its tokens.
 
         Raises:
-            AlignmentError: When the routing does not fit the tokens.
+            AlignmentError: The routing does not fit the tokens.
         """
-        self._pool.forget(self.trajectory_id)
-        self._read_pending()
-        trace = await self._trace() if self._routing.from_engine else None
-        return self._trajectory(trace, stop_reason, reward_parts, error=None)
+        self.writer.release_engine()
+        self._append_pending()
+        return self._trajectory(await self.writer.build_trace(), stop_reason, reward_parts, error=None)
 
-    def unfinished(self, error: Exception) -> Trajectory:
-        """What there is of an attempt that failed, for people to look at: without routing, never trained."""
+    def failed_trajectory(self, error: Exception) -> Trajectory:
+        """Return what a failed attempt sampled, for display only: without routing, never trained."""
         return self._trajectory(None, "error", {}, error=f"{type(error).__name__}: {error}")
 
     def _trajectory(
@@ -106,11 +64,12 @@ class RolloutSession(Transcript, Conversation):
         *,
         error: str | None,
     ) -> Trajectory:
+        tokens = self.writer.tokens
         return Trajectory(
             trajectory_id=self.trajectory_id,
             group_id=self._group_id,
             task_id=self.task.task_id,
-            segments=tuple(self._segments),
+            segments=tuple(tokens.segments),
             trace=trace,
             outcome=Outcome(
                 stop_reason=stop_reason,
@@ -120,11 +79,11 @@ class RolloutSession(Transcript, Conversation):
                 num_turns=len(self._turns),
                 num_tool_calls=self.num_tool_calls,
                 num_tool_errors=self.num_tool_errors,
-                num_interruptions=self._num_interruptions,
-                num_resumes=self._num_resumes,
-                num_failovers=self._num_failovers,
+                num_interruptions=tokens.num_interruptions,
+                num_resumes=tokens.num_resumes,
+                num_failovers=tokens.num_failovers,
                 started_s=self.started_s,
-                finished_s=self._clock(),
+                finished_s=self._context.clock(),
             ),
             turns=tuple(self._turns),
             num_inherited=self._num_inherited,

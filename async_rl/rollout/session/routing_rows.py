@@ -1,15 +1,16 @@
-"""The routing of one trajectory while it is being made: what is held, what to ask for next, what it comes to.
+"""The routing rows of one trajectory in the making: what is held, what to request next, and the final trace.
 
 ```
- next call ──start()──► position of the first row that is asked for
- its answer ──take()──► held: payloads as they came, undecoded, each with the hash of the text it covers
- the end ────build()──► RoutingTrace, merged and verified
+ next call ──next_start()───► position of the first row to request
+ its answer ──add_answer()──► held: undecoded payloads, each with the hash of the tokens that it covers
+ the end ────build_trace()──► RoutingTrace, merged and verified
 ```
 
-An answer may carry the rows of the whole sequence or only those from a start on (a delta). A delta saves
-bytes, but it is lawful only where the rows before it still count: under `splice` always, under `replace` only
-while the same engine serves the same weights. What an engine recomputed meanwhile (`retract`) makes a delta
-useless, and the next fetch starts from 0. Rows of another text than the trajectory now has are dropped.
+An answer carries the rows of the whole sequence, or only those from a start on (a delta). A delta saves
+bytes, but it is valid only if the rows before it still count: under `splice` always, under `replace` only
+while the same engine serves the same weights. If an engine has recomputed the rows before a delta
+(`retract`), the delta is useless and the next fetch starts from 0. Rows of tokens that the trajectory no
+longer has are dropped.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ log = logging.getLogger(__name__)
 
 
 class _HeldRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One answer's rows, `[payload.start, end)`."""
+    """The rows `[payload.start, end)` of one answer."""
 
     engine: Engine
     payload: RoutingPayload
     prefix_hash: int
-    """Of the tokens `[0, end)`."""
+    """Hash of the tokens `[0, end)`."""
     prompt: int
-    """Tokens of the call that were given to it; those from here on it sampled."""
+    """Number of tokens that the call received; it sampled those after them."""
     spans: tuple[VersionSpan, ...]
-    """Weight versions of its rows, counted from its first one."""
+    """Weight versions of the rows, counted from the first of them."""
 
     @property
     def end(self) -> int:
@@ -55,12 +56,14 @@ class _HeldRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class RoutingRows:
-    """See the module's docstring. All methods but `build` are immediate, so that they can run on a cancel.
+    """Collects the routing rows of one trajectory.
+
+    All methods but `build_trace` are synchronous, so that they also run during a cancellation.
 
     Example:
-        >>> start = rows.start(token_ids, engine_id, weight_version)  # token_ids: all so far
-        >>> rows.take(engine, finish, token_ids, prompt)  # token_ids: with what was sampled
-        >>> trace = await rows.build(token_ids)
+        >>> start = rows.next_start(token_ids, engine_id, weight_version)  # token_ids: all so far
+        >>> rows.add_answer(engine, finish, token_ids, prompt)  # token_ids: with those just sampled
+        >>> trace = await rows.build_trace(token_ids)
     """
 
     def __init__(
@@ -73,15 +76,15 @@ class RoutingRows:
         metrics: Metrics,
         strike: Callable[[str, EngineError], None],
     ) -> None:
-        """Start with none.
+        """Start without rows.
 
         Args:
             trajectory_id: Its hash decides whether flips are measured.
             config: How rows are merged, and for which share of trajectories flips are measured.
-            interrupt: How weight updates interrupt, which says what an engine does to rows it has.
-            facts: Of the model.
-            metrics: Fetches, rejections, mixtures and flips are counted.
-            strike: Called with an engine whose answer cannot be right.
+            interrupt: How weight updates interrupt calls, which decides whether engines recompute rows.
+            facts: The model's MoE layers and experts.
+            metrics: Counts fetches, rejections, mixed versions and flips.
+            strike: Called with the id of an engine whose answer is invalid, and the error.
         """
         self._trajectory_id = trajectory_id
         self._splices = config.merge == "splice"
@@ -89,18 +92,18 @@ class RoutingRows:
         self._facts = facts
         self._metrics = metrics
         self._strike = strike
-        self._measures_flips = _unit(trajectory_id) < config.flip_sample
+        self._measures_flips = unit_hash(trajectory_id) < config.flip_sample
         self._held: list[_HeldRows] = []
         self._replaced: list[_HeldRows] = []
 
     def branch(self) -> RoutingRows:
-        """For a trajectory that begins with the same tokens: what is held now is held there too."""
+        """Return a copy for a trajectory that begins with the same tokens."""
         other = copy.copy(self)
         other._held, other._replaced = list(self._held), []
         return other
 
-    def held(self, token_ids: Int32Array) -> int:
-        """Rows that are held of this text. Rows of another are forgotten: the history was edited since."""
+    def num_held(self, token_ids: Int32Array) -> int:
+        """Return how many rows of these tokens are held; drop all rows if the tokens were edited since."""
         if not self._held:
             return 0
         last = self._held[-1]
@@ -116,9 +119,9 @@ class RoutingRows:
             return 0
         return last.end
 
-    def start(self, token_ids: Int32Array, engine_id: str, weight_version: int) -> int:
-        """Position of the first row to ask an engine for, in a call that is given these tokens."""
-        held = self.held(token_ids)
+    def next_start(self, token_ids: Int32Array, engine_id: str, weight_version: int) -> int:
+        """Return the position of the first row to request from an engine that continues these tokens."""
+        held = self.num_held(token_ids)
         if not held:
             return 0
         last = self._held[-1]
@@ -127,16 +130,16 @@ class RoutingRows:
         same = (last.engine.engine_id, last.weight_version) == (engine_id, weight_version)
         return held if same else 0
 
-    def take(
+    def add_answer(
         self, engine: Engine, finish: Finish, token_ids: Int32Array, prompt: int, *, recovery: bool = False
     ) -> None:
-        """Remember what an answer reports, if it reports rows that can be used.
+        """Keep the rows of an answer, if it has usable ones.
 
         Args:
-            engine: Which decodes it.
+            engine: The engine that answered, which decodes the payload later.
             finish: The end of the call.
-            token_ids: What the call was given and what it sampled, `[prompt + n] int32`.
-            prompt: How many it was given.
+            token_ids: The tokens that the call received and sampled, `[prompt + n] int32`.
+            prompt: How many tokens it received.
             recovery: Whether the call was made for the rows alone.
         """
         payload = finish.routing
@@ -145,8 +148,8 @@ class RoutingRows:
         kind = "recovery" if recovery else "delta" if payload.start else "full"
         self._metrics.routing_payloads_total.labels(kind).inc()
         if mixture := self._mixture(finish.version_spans, payload):
-            self._alarm(engine, mixture)
-            return  # these rows are of nobody's weights; they are fetched again
+            self._report_mixture(engine, mixture)
+            return  # no single version computed these rows; they are fetched again
         end = payload.start + payload.num_rows
         new = _HeldRows(
             engine=engine,
@@ -157,7 +160,7 @@ class RoutingRows:
         )
         before = self._held[-1].end if self._held else 0
         if payload.start > before:
-            return  # it begins further on than it was asked to: there would be a gap
+            return  # it starts after the requested row, which would leave a gap
         if self._splices:
             self._held.append(new)
         elif payload.start == 0:
@@ -167,17 +170,17 @@ class RoutingRows:
             self._held = [new]
         elif payload.weight_version == self._held[-1].weight_version:
             self._held.append(new)
-        # Else the engine took new weights during the call and recomputed the rows before the delta: those
-        # that are held are another version's, and the next fetch, which sees that, starts from 0.
+        # Otherwise the engine loaded new weights during the call and recomputed the rows before the delta.
+        # The held rows are of another version, so the next fetch starts from 0.
 
-    async def build(self, token_ids: Int32Array) -> RoutingTrace:
-        """Decode what is held, merge it and check it against the tokens, in threads.
+    async def build_trace(self, token_ids: Int32Array) -> RoutingTrace:
+        """Decode and merge the held rows, and check them against the tokens, in threads.
 
         Args:
             token_ids: The finished trajectory, `[T] int32`.
 
         Raises:
-            AlignmentError: When it does not fit them; it has been counted.
+            AlignmentError: The rows do not fit the tokens; the rejection is counted.
         """
         try:
             traces = [await self._decode(held) for held in self._held]
@@ -203,10 +206,10 @@ class RoutingRows:
             self._strike(held.engine.engine_id, EngineError(str(error)))
             raise
         spans = trace.spans
-        if len(spans) > 1:  # an engine that knows the version of each row
+        if len(spans) > 1:  # the engine reports the version of each row
             versions = sorted({span.weight_version for span in spans})
             if self._interrupt != "in_place" and len(versions) > 1:
-                self._alarm(held.engine, f"rows of the versions {versions} in one response")
+                self._report_mixture(held.engine, f"rows of the versions {versions} in one response")
         elif len(held.spans) > 1:
             spans = held.spans
         return msgspec.structs.replace(trace, prefix_hash=held.prefix_hash, spans=spans)
@@ -237,11 +240,11 @@ class RoutingRows:
     # -- weight versions -------------------------------------------------------------------------------
 
     def _mixture(self, sampled: Sequence[VersionSpan], payload: RoutingPayload) -> str | None:
-        """What shows that the rows of one answer were not computed under one version, where they must be.
+        """Describe the mixture of versions in one answer, or return None if there is none.
 
         An update that flushes the prefix cache leaves nothing of the old weights in an engine: after `abort`
-        a call runs under one version, after `retract` the engine recomputes what it fed before. Only
-        `in_place` keeps old rows beside new ones, by intention.
+        a call runs under one version, after `retract` the engine recomputes all earlier rows. Only `in_place`
+        keeps old rows beside new ones, on purpose.
         """
         if self._interrupt == "in_place":
             return None
@@ -257,11 +260,11 @@ class RoutingRows:
     def _row_spans(
         self, sampled: Sequence[VersionSpan], payload: RoutingPayload, prompt: int
     ) -> tuple[VersionSpan, ...]:
-        """The version of each row, from that of the token it sampled where rows are not recomputed."""
+        """Return the version of each row: of the token that it sampled, unless rows are recomputed."""
         count, version = payload.num_rows, payload.weight_version
         if self._interrupt != "in_place" or not sampled:
             return _one_span(count, version)
-        # Row prompt - 1 sampled the first token; what came before it was prefilled under the same weights.
+        # Row prompt - 1 sampled the first token; the rows before it were prefilled under the same weights.
         offset = prompt - 1 - payload.start
         spans, begin = [], 0
         for span in sampled:
@@ -271,7 +274,7 @@ class RoutingRows:
                 begin = end
         return tuple(spans) if begin == count else _one_span(count, version)
 
-    def _alarm(self, engine: Engine, what: str) -> None:
+    def _report_mixture(self, engine: Engine, what: str) -> None:
         self._metrics.routing_mixed_versions_total.inc()
         problem = f"{engine.engine_id}: {what}, though updates flush its cache (weights.interrupt)"
         log.warning("trajectory %s: %s", self._trajectory_id, problem)
@@ -280,7 +283,7 @@ class RoutingRows:
     # -- flips -----------------------------------------------------------------------------------------
 
     async def _measure_flips(self, old: _HeldRows, trace: RoutingTrace) -> None:
-        """Compare replaced rows with those that took their place; only a measurement, so it cannot fail."""
+        """Compare replaced rows with their replacement; as a mere measurement, it never fails."""
         try:
             replaced = await self._decode(old)
         except AlignmentError as error:
@@ -289,9 +292,9 @@ class RoutingRows:
         self._observe_flips(old, replaced.rows[old.prompt - old.payload.start :], trace)
 
     def _observe_flips(self, old: _HeldRows, before: ExpertIdArray, trace: RoutingTrace) -> None:
-        """Compare the rows of what an answer sampled with those that a later one has there.
+        """Compare the rows that one answer sampled with the rows of a later answer for the same tokens.
 
-        Rows that were never trained on need not be right: those that do not fit are not compared.
+        Replaced rows are never trained on, so rows that do not fit are skipped.
         """
         after = trace.rows[old.prompt : old.end]
         if before.size and before.shape == after.shape:
@@ -302,6 +305,6 @@ def _one_span(count: int, version: int) -> tuple[VersionSpan, ...]:
     return (VersionSpan(start=0, end=count, weight_version=version),) if count else ()
 
 
-def _unit(name: str) -> float:
-    """A number in [0, 1) that is a function of a name, the same in every process."""
+def unit_hash(name: str) -> float:
+    """Map a name to a number in [0, 1), the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") / 2**64

@@ -1,57 +1,64 @@
-"""What there is of one trajectory: its tokens in order, who wrote them, how often writing was cut short."""
+"""The tokens of one trajectory, the interface of what writes them, and their text while a turn grows.
+
+```
+ Conversation ── append_context, write_turn, open_branch ──► TokenWriter ──► TokenLog
+                                                              Transcript:   calls engines, in the driver
+                                                              RemoteWriter: asks the driver, in a worker
+```
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, Protocol, Self
 
 import numpy as np
 
-from async_rl.config import RolloutConfig
-from async_rl.data.chat_format import ChatFormat
-from async_rl.observability.metrics import Metrics
-from async_rl.rollout.session.growing_text import Listener
-from async_rl.types import Segment
+from async_rl.types import Int32Array, Segment
+
+_INCOMPLETE: Final = "\N{REPLACEMENT CHARACTER}"
+"""How tokenizers decode the bytes of an incomplete character."""
 
 
 class TokenLog:
-    """What a conversation is written into, and what a transcript comes to.
+    """The segments of one trajectory, and the same tokens in one buffer.
 
-    Invariant: `segments` and the token buffer always describe the same sequence, also after a cancellation at
-    any await.
+    Invariant: `segments` and `token_ids` always describe the same sequence, also after a cancellation at any
+    await.
+
+    Example:
+        >>> log = TokenLog([], max_tokens=4096)
+        >>> log.append_segment(Context(token_ids=prompt))
+        >>> len(log), log.token_ids  # [T] int32
     """
 
-    def __init__(
-        self,
-        trajectory_id: str,
-        *,
-        chat: ChatFormat,
-        rollout: RolloutConfig,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        segments: list[Segment],
-    ) -> None:
-        """Begin with `segments` that a branch inherits, whose tokens `_inherit` brings; else with none."""
-        self.trajectory_id = trajectory_id
-        self._chat = chat
-        self._config = rollout
-        self._metrics = metrics
-        self._clock = clock
-        self._segments = segments
-        self._buffer = np.empty(min(1024, rollout.max_context_tokens), np.int32)
+    def __init__(self, segments: list[Segment], max_tokens: int) -> None:
+        """Start empty, or with the segments that a branch inherits, whose tokens `inherit_tokens` copies.
+
+        Args:
+            segments: The list to which segments are appended; the journal reads it as well.
+            max_tokens: The most tokens of a trajectory, which bounds the first allocation.
+        """
+        self.segments = segments
+        self._buffer = np.empty(min(1024, max_tokens), np.int32)
         self._length = 0
-        self._num_interruptions = 0
-        self._num_resumes = 0
-        self._num_failovers = 0
-        self._engine_s = 0.0
-        self._growing: Listener | None = None
-        """Told of the turn that is being written."""
+        self.num_interruptions = 0
+        self.num_resumes = 0
+        self.num_failovers = 0
+        self.engine_s = 0.0
+        """Seconds in engine calls."""
 
-    def _inherit(self, parent: Self) -> None:
-        """Begin with the tokens of another; its segments are there already."""
-        self._buffer, self._length = parent._buffer[: parent._length].copy(), parent._length
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return self._length
 
-    def _append(self, segment: Segment) -> None:
+    @property
+    def token_ids(self) -> Int32Array:
+        """A view of all tokens, `[T] int32`; it goes stale when the buffer grows."""
+        return self._buffer[: self._length]
+
+    def append_segment(self, segment: Segment) -> None:
+        """Append a segment and its tokens."""
         end = self._length + len(segment.token_ids)
         if end > len(self._buffer):
             grown = np.empty(max(end, 2 * len(self._buffer)), np.int32)
@@ -59,4 +66,79 @@ class TokenLog:
             self._buffer = grown
         self._buffer[self._length : end] = segment.token_ids
         self._length = end
-        self._segments.append(segment)
+        self.segments.append(segment)
+
+    def inherit_tokens(self, parent: TokenLog) -> None:
+        """Copy the tokens of a parent, whose segments this log has already."""
+        self._buffer, self._length = parent.token_ids.copy(), len(parent)
+
+
+class TokenListener(Protocol):
+    """Receives the tokens of a turn while they are sampled."""
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Receive more tokens."""
+        ...
+
+
+class TokenWriter(Protocol):
+    """Writes the tokens of one trajectory on behalf of its conversation."""
+
+    trajectory_id: str
+    tokens: TokenLog
+
+    def append_context(self, token_ids: Int32Array) -> None:
+        """Append tokens that the policy did not write."""
+        ...
+
+    async def write_turn(
+        self, budget: int, stop: Sequence[str], listener: TokenListener | None
+    ) -> Literal["stop", "length"]:
+        """Let the policy write one turn.
+
+        Args:
+            budget: The most tokens of the turn.
+            stop: Strings that end the turn.
+            listener: Receives the tokens as they are sampled.
+
+        Returns:
+            How the turn ended.
+        """
+        ...
+
+    def open_branch(self, trajectory_id: str, *, inherits: bool) -> Self:
+        """Return a writer for another trajectory of the same attempt, with all tokens so far or with none."""
+        ...
+
+
+class GrowingText:
+    """Passes on the text of tokens as it grows, in whole characters.
+
+    Only a few tokens are decoded at a time: the new ones, and those passed on last, on which the white space
+    of some tokenizers depends.
+
+    Source: incremental detokenisation of vLLM, `vllm/transformers_utils/detokenizer_utils.py`.
+
+    Example:
+        >>> text = GrowingText(chat.decode, print)
+        >>> text.add_tokens([104, 105])
+        hi
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], on_text: Callable[[str], None]) -> None:
+        self._decode = decode
+        self._on_text = on_text
+        self._reported: list[int] = []
+        """The tokens whose text was passed on last."""
+        self._new: list[int] = []
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Add tokens, and pass on their text once its last character is complete."""
+        self._new += (int(token_id) for token_id in token_ids)
+        text = self._decode(self._reported + self._new)
+        if text.endswith(_INCOMPLETE):
+            return
+        known = self._decode(self._reported)
+        self._reported, self._new = self._new, []
+        if len(text) > len(known):
+            self._on_text(text[len(known) :])

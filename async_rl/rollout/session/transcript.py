@@ -1,19 +1,19 @@
-"""The tokens of one trajectory: who wrote them, and how the policy comes to write more.
+"""The tokens of one trajectory in the driver: which engine calls write a turn, and what each of them adds.
 
 ```
  a turn ──► one or more engine calls ──► its tokens
-             │ abort: keep tokens, wait for an engine, call again with the rest
-             │ engine died: the same, elsewhere
-             └ stop / length: the turn is over
+             │ abort: keep the tokens, wait for an engine, call again with the rest
+             │ the engine failed: the same, on another engine
+             └ stop / length: the turn is complete
 ```
 
-Everything sampled is kept as a segment under its own weight version the moment its call ends, however it
-ends. Nothing the model sampled is ever tokenised again: a call gets the token ids so far and appends what
-comes back. The journal is told of all of it; after a restart the loop runs again and is given back what the
-journal has (`rollout.replay`).
+All sampled tokens become segments under their own weight version when their call ends, however it ends.
+Sampled tokens are never tokenised again: each call receives the token ids so far and appends its own. The
+journal records everything; after a restart the agent loop runs again and receives what the journal has
+(`session/restore.py`).
 
-Routing is gathered by `rollout.rows`: each call asks for the rows that are not held yet, and hands in what
-it reports. Rows that no call reported are recovered by a prefill without new tokens, or marked invalid.
+`session/routing_rows.py` collects the routing: each call requests the missing rows and adds those that it
+returns. Rows that no call returned are recovered by a prefill without new tokens, or marked invalid.
 """
 
 from __future__ import annotations
@@ -22,28 +22,24 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 import numpy as np
 
-from async_rl.config import RolloutConfig, RoutingConfig
-from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import (
     Chunk,
-    EngineFacts,
     Finish,
     GenerateRequest,
-    InterruptMode,
     SamplingParams,
     check_partition,
 )
-from async_rl.engines.pool import EnginePool, Lease
+from async_rl.engines.pool import Lease
 from async_rl.errors import EngineError
-from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal import Entry
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.restore import RestoredTurns
 from async_rl.rollout.session.routing_rows import RoutingRows
-from async_rl.rollout.session.tokens import TokenLog
+from async_rl.rollout.session.tokens import TokenListener, TokenLog, TokenWriter
 from async_rl.runtime.waits import waiting
 from async_rl.types import (
     Context,
@@ -51,20 +47,29 @@ from async_rl.types import (
     Int32Array,
     RoutingTrace,
     Sampled,
+    Segment,
     VersionSpan,
 )
 
 log = logging.getLogger(__name__)
 
-_MAX_UNASKED_ABORTS: Final = 8
-"""Calls in a row that may end without a token and without our doing, before the trajectory is given up."""
+_MAX_UNREQUESTED_ABORTS: Final = 8
+"""The attempt fails after this many calls in a row that ended without a token and without a weight update."""
 
 _MAX_RECOVERIES: Final = 4
-"""Tries to fetch missing routing rows; each can be cut short by a weight update."""
+"""The most attempts to fetch missing routing rows; a weight update can interrupt each of them."""
+
+OpenBranchEntry = Callable[[str, Sequence[Segment]], Entry]
+"""Makes the journal's entry of a branch, from its id and the segments that it inherits."""
+
+
+def entry_without_journal(trajectory_id: str, inherited: Sequence[Segment]) -> Entry:
+    """Make an entry that no journal writes."""
+    return Entry(trajectory_id, inherited=inherited)
 
 
 class _RunningCall:
-    """What one engine call has delivered so far."""
+    """The tokens that one engine call has delivered so far."""
 
     def __init__(self, engine_id: str, since_version: int) -> None:
         self.engine_id = engine_id
@@ -74,23 +79,25 @@ class _RunningCall:
         self.versions: list[VersionSpan] = []
         self.finish: Finish | None = None
 
-    def take(self, chunk: Chunk) -> None:
-        """Keep what came. Only the engine's own account says which weights sampled it: until there is one it
-        counts as old as the call, for a token may have been on its way while the weights changed.
+    def add_chunk(self, chunk: Chunk) -> None:
+        """Keep tokens that the engine delivered.
+
+        Only the engine's finish reports which weights sampled them. Until then they count as old as the call,
+        because a token may have been in transit while the weights changed.
         """
         self.token_ids += chunk.token_ids
         self.log_probs += chunk.log_probs
-        self._count()
+        self._set_versions()
 
-    def cut_unfit(self) -> None:
-        """Forget everything from the first log-prob on that is not finite."""
+    def cut_non_finite(self) -> None:
+        """Discard everything from the first log-prob on that is not finite."""
         fit = next((i for i, value in enumerate(self.log_probs) if not math.isfinite(value)), None)
         if fit is not None:
             del self.token_ids[fit:], self.log_probs[fit:]
-            self._count()
+            self._set_versions()
 
     def clear(self) -> None:
-        """Forget an answer that cannot be right."""
+        """Discard an invalid answer."""
         self.token_ids.clear()
         self.log_probs.clear()
         self.versions.clear()
@@ -98,149 +105,176 @@ class _RunningCall:
 
     @property
     def spans(self) -> Sequence[VersionSpan]:
-        """The engine's own account of versions, or the call's when it ended without one."""
+        """The versions that the engine reported, or the call's own version if it ended without a finish."""
         return self.finish.version_spans if self.finish is not None else self.versions
 
-    def _count(self) -> None:
+    def _set_versions(self) -> None:
         num = len(self.token_ids)
         self.versions = [VersionSpan(start=0, end=num, weight_version=self.since_version)] if num else []
 
 
-class Transcript(TokenLog):
-    """The tokens of one trajectory as engines write them, for its session, which is built on it."""
+class Transcript(TokenWriter):
+    """Writes the tokens of one trajectory by calling engines, and collects their routing rows."""
 
     def __init__(
         self,
-        trajectory_id: str,
-        *,
-        pool: EnginePool,
-        chat: ChatFormat,
-        facts: EngineFacts,
-        rollout: RolloutConfig,
-        routing_config: RoutingConfig,
-        interrupt: InterruptMode,
-        metrics: Metrics,
-        new_id: Callable[[], str],
-        clock: Callable[[], float],
-        entry: Entry | None,
+        context: SessionContext,
+        entry: Entry,
+        open_branch_entry: OpenBranchEntry = entry_without_journal,
     ) -> None:
-        self._entry = entry or Entry(trajectory_id)  # one that no journal reads costs nothing
-        TokenLog.__init__(
-            self,
-            trajectory_id,
-            chat=chat,
-            rollout=rollout,
-            metrics=metrics,
-            clock=clock,
-            segments=self._entry.segments,
-        )
-        self._pool = pool
-        self._facts = facts
-        self._routing = routing_config
-        self._new_id = new_id
-        self._replay = None if self._entry.replay is None else RestoredTurns(self._entry.replay)
+        """Start the transcript of the trajectory that a journal's entry names.
+
+        Args:
+            context: What all sessions of the run share.
+            entry: Records the trajectory, and holds what an earlier process sampled of it.
+            open_branch_entry: Makes the entry of a branch.
+        """
+        self.trajectory_id = entry.trajectory_id
+        self.tokens = TokenLog(entry.segments, context.rollout.max_context_tokens)
+        self._context = context
+        self._entry = entry
+        self._open_branch_entry = open_branch_entry
+        self._restored = None if entry.replay is None else RestoredTurns(entry.replay)
         self._rows = RoutingRows(
-            trajectory_id,
-            config=routing_config,
-            interrupt=interrupt,
-            facts=facts,
-            metrics=metrics,
-            strike=pool.strike,
+            entry.trajectory_id,
+            config=context.routing,
+            interrupt=context.interrupt,
+            facts=context.facts,
+            metrics=context.metrics,
+            strike=context.pool.record_strike,
         )
 
-    def _inherit(self, parent: Self) -> None:
-        TokenLog._inherit(self, parent)
-        self._rows = parent._rows.branch()
-        self._pool.share_home(parent.trajectory_id, self.trajectory_id)
+    def open_branch(self, trajectory_id: str, *, inherits: bool) -> Transcript:
+        """Return the transcript of another trajectory of the same attempt.
 
-    async def _write(self, budget: int, stop: Sequence[str]) -> Literal["stop", "length"]:
-        """Let the policy write a turn of so many tokens at most; how it ended."""
+        Args:
+            trajectory_id: Names the new trajectory.
+            inherits: Whether it begins with all tokens and routing rows so far, instead of none.
+        """
+        entry = self._open_branch_entry(trajectory_id, tuple(self.tokens.segments) if inherits else ())
+        other = Transcript(self._context, entry, self._open_branch_entry)
+        if inherits:
+            other.tokens.inherit_tokens(self.tokens)
+            other._rows = self._rows.branch()
+            self._context.pool.dispatcher.share_cached_prefix(self.trajectory_id, trajectory_id)
+        return other
+
+    def append_context(self, token_ids: Int32Array) -> None:
+        """Append tokens that the policy did not write, and compare them with what is being restored."""
+        if self._restored is not None:
+            self._restored.match_context(token_ids)
+            self._end_restore()
+        self.tokens.append_segment(Context(token_ids=token_ids))
+
+    def release_engine(self) -> None:
+        """Tell the pool that this trajectory makes no more turns."""
+        self._context.pool.dispatcher.forget_trajectory(self.trajectory_id)
+
+    async def write_turn(
+        self, budget: int, stop: Sequence[str], listener: TokenListener | None = None
+    ) -> Literal["stop", "length"]:
+        """Let the policy write one turn, over as many engine calls as it takes.
+
+        Args:
+            budget: The most tokens of the turn.
+            stop: Strings that end the turn, beside the chat format's stop tokens.
+            listener: Receives the tokens as they are sampled.
+
+        Returns:
+            How the turn ended.
+
+        Raises:
+            EngineError: Engines kept ending its calls without a token.
+        """
+        rollout, tokens = self._context.rollout, self.tokens
         sampling = SamplingParams(
-            temperature=self._config.temperature,
-            top_p=self._config.top_p,
-            top_k=self._config.top_k,
-            stop_token_ids=tuple(self._chat.stop_token_ids),
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=tuple(self._context.chat.stop_token_ids),
             stop=tuple(stop),
         )
-        begin, unasked = self._length, 0
-        reason = self._replay_turn(budget, stop)
-        last = self._length
+        begin, unrequested = len(tokens), 0
+        reason = self._restore_turn(budget, stop)
+        last = len(tokens)
         resumed = last > begin
-        if self._growing is not None and resumed:
-            self._growing.take(self._buffer[begin:last].tolist())
+        if listener is not None and resumed:
+            listener.add_tokens(tokens.token_ids[begin:last].tolist())
         while reason is None:
             if self._has_stopped(begin, sampling):
-                reason = "stop"  # its call was cut short after its last token, before it said so
+                reason = "stop"  # the call was cut short between its last token and its finish
                 break
-            if (left := budget - (self._length - begin)) <= 0:
+            if (left := budget - (len(tokens) - begin)) <= 0:
                 reason = "length"
                 break
-            ended, ours = await self._call(left, sampling, resumed=resumed)
+            ended, ours = await self._call_engine(left, sampling, listener, resumed=resumed)
             if ended == "stop" or ended == "length":
                 reason = ended
                 break
             resumed = True
-            unasked = 0 if ours or self._length > last else unasked + 1
-            last = self._length
-            if unasked > _MAX_UNASKED_ABORTS:
+            unrequested = 0 if ours or len(tokens) > last else unrequested + 1
+            last = len(tokens)
+            if unrequested > _MAX_UNREQUESTED_ABORTS:
                 raise EngineError(
-                    f"engines ended {unasked} calls of trajectory {self.trajectory_id} in a row, though "
-                    "nobody interrupted them: see the engines' logs"
+                    f"engines ended {unrequested} calls of trajectory {self.trajectory_id} in a row without "
+                    "an interruption by a weight update: see the engines' logs"
                 )
-        self._entry.end_turn(self._length, reason)
+        self._entry.end_turn(len(tokens), reason)
         return reason
 
-    async def _call(
-        self, budget: int, sampling: SamplingParams, *, resumed: bool
+    async def _call_engine(
+        self, budget: int, sampling: SamplingParams, listener: TokenListener | None, *, resumed: bool
     ) -> tuple[FinishReason, bool]:
-        """Make one engine call and keep what came of it.
+        """Make one engine call and keep its tokens.
 
         Returns:
-            Why it ended, and whether an abort was our own doing (a weight update).
+            Why the call ended, and whether a weight update aborted it.
         """
-        async with self._pool.lease(self.trajectory_id, self._length + budget, prompt=self._length) as lease:
+        tokens, metrics, clock = self.tokens, self._context.metrics, self._context.clock
+        prompt = len(tokens)
+        async with self._context.pool.lease(self.trajectory_id, prompt + budget, prompt=prompt) as lease:
             call = self._entry.call = _RunningCall(lease.engine.engine_id, lease.weight_version)
             if resumed:
-                self._num_resumes += 1
-                self._metrics.resumes_total.inc()
-            request = self._request(lease, self._length, budget, sampling)
-            prompt, began_s = self._length, self._clock()
+                tokens.num_resumes += 1
+                metrics.resumes_total.inc()
+            request = self._request(lease, prompt, budget, sampling)
+            began_s = clock()
             reason: FinishReason = "failover"
             try:
                 async with aclosing(lease.generate(request)) as stream:
                     async for event in stream:
                         if isinstance(event, Chunk):
-                            call.take(event)
-                            if self._growing is not None:
-                                self._growing.take(event.token_ids)
+                            call.add_chunk(event)
+                            if listener is not None:
+                                listener.add_tokens(event.token_ids)
                         else:
                             call.finish = event
                             reason = event.reason
             except EngineError:
                 reason = "failover"
             else:
-                if not self._is_right(call, lease):
+                if not self._check_answer(call, lease):
                     reason = "failover"
             finally:
-                # Also on cancellation: what was sampled is a segment before anybody can look.
-                self._keep(call, lease, reason, prompt)
+                # Also on cancellation: sampled tokens are a segment before any other task runs.
+                self._append_call(call, lease, reason, prompt)
                 self._entry.call = None
-                self._engine_s += self._clock() - began_s
+                tokens.engine_s += clock() - began_s
             ours = reason == "abort" and lease.interrupted
         if reason == "failover":
-            self._num_failovers += 1
-            self._metrics.failovers_total.inc()
+            tokens.num_failovers += 1
+            metrics.failovers_total.inc()
         if reason == "abort" or len(call.spans) > 1:
             count = max(1, len(call.spans) - 1) if reason != "abort" else 1
-            self._num_interruptions += count
-            self._metrics.interruptions_total.inc(count)
-            if reason != "abort":  # the engine itself went on (retract, in_place)
-                self._num_resumes += count
-                self._metrics.resumes_total.inc(count)
+            tokens.num_interruptions += count
+            metrics.interruptions_total.inc(count)
+            if reason != "abort":  # the engine resumed the call itself (retract, in_place)
+                tokens.num_resumes += count
+                metrics.resumes_total.inc(count)
         return reason, ours
 
-    def _is_right(self, call: _RunningCall, lease: Lease) -> bool:
-        """Whether an answer may be kept; otherwise it is forgotten and held against its engine."""
+    def _check_answer(self, call: _RunningCall, lease: Lease) -> bool:
+        """Return whether an answer is valid; discard an invalid one and report its engine."""
         engine_id = lease.engine.engine_id
         if call.finish is None:
             problem = f"engine {engine_id} ended a stream without a finish"
@@ -254,18 +288,18 @@ class Transcript(TokenLog):
         else:
             return True
         call.clear()
-        lease.suspicious(EngineError(problem))
+        lease.record_strike(EngineError(problem))
         return False
 
     def _request(
         self, lease: Lease, num_tokens: int, max_new_tokens: int, sampling: SamplingParams
     ) -> GenerateRequest:
-        """A call that is given the first `num_tokens`, and asked for the rows that are missing."""
-        token_ids, wanted, start = self._buffer[:num_tokens], self._routing.from_engine, 0
+        """Build a call that continues the first `num_tokens` tokens and requests the missing routing rows."""
+        token_ids, wanted, start = self.tokens.token_ids[:num_tokens], self._context.routing.from_engine, 0
         if wanted:
-            start = self._rows.start(token_ids, lease.engine.engine_id, lease.weight_version)
+            start = self._rows.next_start(token_ids, lease.engine.engine_id, lease.weight_version)
         return GenerateRequest(
-            request_id=self._new_id(),
+            request_id=self._context.new_id(),
             input_ids=token_ids,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
@@ -273,14 +307,14 @@ class Transcript(TokenLog):
             routing_start=start,
         )
 
-    def _keep(self, call: _RunningCall, lease: Lease, reason: FinishReason, prompt: int) -> None:
-        """Turn a call's tokens into segments, one for each weight version, and remember its routing."""
+    def _append_call(self, call: _RunningCall, lease: Lease, reason: FinishReason, prompt: int) -> None:
+        """Append a call's tokens as one segment for each weight version, and keep its routing rows."""
         if call.finish is None:
-            call.cut_unfit()  # it was cut short before anybody could judge it as a whole
+            call.cut_non_finite()  # a call that was cut short has not been checked as a whole
         for span in call.spans:
             if span.end <= span.start:
                 continue
-            self._append(
+            self.tokens.append_segment(
                 Sampled(
                     token_ids=np.array(call.token_ids[span.start : span.end], np.int32),
                     rollout_log_probs=np.array(call.log_probs[span.start : span.end], np.float32),
@@ -289,90 +323,96 @@ class Transcript(TokenLog):
                     finish_reason=reason,
                 )
             )
-        self._metrics.sampled_tokens_total.inc(len(call.token_ids))
+        self._context.metrics.sampled_tokens_total.inc(len(call.token_ids))
         if call.finish is not None:
-            self._rows.take(lease.engine, call.finish, self._buffer[: self._length], prompt)
+            self._rows.add_answer(lease.engine, call.finish, self.tokens.token_ids, prompt)
 
-    def _read(self, token_ids: Int32Array) -> None:
-        """Append what the policy did not write; a replay must go on with the same."""
-        if self._replay is not None:
-            self._replay.context(token_ids)
-            self._end_replay()
-        self._append(Context(token_ids=token_ids))
-
-    def _replay_turn(self, budget: int, stop: Sequence[str]) -> Literal["stop", "length"] | None:
-        """Append what the journal has of the turn that begins now; how it ended, or None to go on with it."""
-        self._entry.begin_turn(self._length, budget, stop)
-        if self._replay is None:
+    def _restore_turn(self, budget: int, stop: Sequence[str]) -> Literal["stop", "length"] | None:
+        """Append what the journal has of the turn that begins; return how it ended, or None if it had not."""
+        tokens = self.tokens
+        self._entry.begin_turn(len(tokens), budget, stop)
+        if self._restored is None:
             return None
-        sampled, ended = self._replay.turn(self._length, budget, stop)
+        sampled, ended = self._restored.next_turn(len(tokens), budget, stop)
         for segment in sampled:
-            self._append(segment)
-            self._num_interruptions += segment.finish_reason == "abort"
-            self._num_failovers += segment.finish_reason == "failover"
-        self._num_resumes += max(0, len(sampled) - 1)
-        self._metrics.resumed_tokens_total.inc(sum(len(segment.token_ids) for segment in sampled))
-        self._end_replay()
+            tokens.append_segment(segment)
+            tokens.num_interruptions += segment.finish_reason == "abort"
+            tokens.num_failovers += segment.finish_reason == "failover"
+        tokens.num_resumes += max(0, len(sampled) - 1)
+        self._context.metrics.resumed_tokens_total.inc(sum(len(segment.token_ids) for segment in sampled))
+        self._end_restore()
         return None if ended is None else ended.reason
 
-    def _end_replay(self) -> None:
-        """Go on live once nothing is left to replay."""
-        if self._replay is not None and self._replay.done:
-            if self._replay.num_discarded:
+    def _end_restore(self) -> None:
+        """Go on live once nothing is left to restore."""
+        if self._restored is not None and self._restored.is_exhausted:
+            if self._restored.num_discarded:
                 log.warning(
-                    "trajectory %s takes another course than before the restart: %d tokens are not used",
+                    "trajectory %s went another way than before the restart: %d tokens are discarded",
                     self.trajectory_id,
-                    self._replay.num_discarded,
+                    self._restored.num_discarded,
                 )
-                self._metrics.resume_discarded_tokens_total.inc(self._replay.num_discarded)
-            self._replay = None
+                self._context.metrics.resume_discarded_tokens_total.inc(self._restored.num_discarded)
+            self._restored = None
             self._entry.end_replay()
 
     def _has_stopped(self, begin: int, sampling: SamplingParams) -> bool:
-        """Whether the turn that began there has met a stop token or string."""
-        if self._length == begin:
+        """Return whether the turn that began at `begin` ends in a stop token or contains a stop string."""
+        token_ids = self.tokens.token_ids
+        if len(token_ids) == begin:
             return False
-        if int(self._buffer[self._length - 1]) in sampling.stop_token_ids:
+        if int(token_ids[-1]) in sampling.stop_token_ids:
             return True
         if not sampling.stop:
             return False
-        text = self._chat.decode(self._buffer[begin : self._length])
+        text = self._context.chat.decode(token_ids[begin:])
         return any(stop in text for stop in sampling.stop)
 
     # -- routing ---------------------------------------------------------------------------------------
 
-    async def _trace(self) -> RoutingTrace:
-        needed = self._rows_needed()
-        if self._rows.held(self._buffer[: self._length]) < needed:
+    async def build_trace(self) -> RoutingTrace | None:
+        """Return the routing of the finished trajectory, checked; None if the run does not use it.
+
+        Raises:
+            AlignmentError: The routing does not fit the tokens.
+        """
+        if not self._context.routing.from_engine:
+            return None
+        needed = self._num_rows_needed()
+        if self._rows.num_held(self.tokens.token_ids) < needed:
             await self._recover_rows(needed)
         with waiting("routing"):
-            return await self._rows.build(self._buffer[: self._length])
+            return await self._rows.build_trace(self.tokens.token_ids)
 
-    def _rows_needed(self) -> int:
-        """Rows up to the last sampled token; context after it is predicted by nobody."""
-        end = self._length
-        for segment in reversed(self._segments):
+    def _num_rows_needed(self) -> int:
+        """Return the number of rows up to the last sampled token; no loss uses a row after it."""
+        end = len(self.tokens)
+        for segment in reversed(self.tokens.segments):
             if isinstance(segment, Sampled):
                 break
             end -= len(segment.token_ids)
         return end - 1
 
     async def _recover_rows(self, needed: int) -> None:
-        """Prefill once more, sampling nothing, for the rows that no call reported (its last call died or was
-        aborted in a queue). They are of the weights served now, and the trace's spans say so.
+        """Prefill once more, without sampling, for rows that no call returned.
+
+        Rows are missing if the last call failed, or was aborted while it was queued. Recovered rows belong to
+        the weights that are served now, and the trace's spans record that.
         """
-        token_ids = self._buffer[: needed + 1]
+        token_ids = self.tokens.token_ids[: needed + 1]
         for _ in range(_MAX_RECOVERIES):
-            async with self._pool.lease(self.trajectory_id, needed + 1, prompt=needed + 1) as lease:
+            async with self._context.pool.lease(self.trajectory_id, needed + 1, prompt=needed + 1) as lease:
                 request = self._request(lease, needed + 1, 0, SamplingParams())
                 try:
                     async with aclosing(lease.generate(request)) as stream:
                         async for event in stream:
                             if isinstance(event, Finish):
-                                self._rows.take(lease.engine, event, token_ids, needed + 1, recovery=True)
+                                self._rows.add_answer(
+                                    lease.engine, event, token_ids, needed + 1, recovery=True
+                                )
                 except EngineError as error:
                     log.info("trajectory %s: its rows were not recovered: %s", self.trajectory_id, error)
-            if self._rows.held(token_ids) >= needed:
+            if self._rows.num_held(token_ids) >= needed:
                 return
-        # The rows stay invalid: the trainer replays those tokens natively, and they are counted.
+        # The rows stay invalid: the trainer routes these tokens itself, and metrics count them.
         log.warning("trajectory %s: its last routing rows could not be recovered", self.trajectory_id)

@@ -1,19 +1,20 @@
-"""Agent loops in processes of their own: rollout workers play, the driver decides and writes down.
+"""Rollout workers: agent loops in processes of their own, while the driver writes the tokens.
 
 ```
- driver                                              rollout worker (as many as rollout.num_workers)
+ driver                                                   rollout worker (as many as rollout.num_workers)
  RolloutManager: groups, slots, retries
-   │ play(task, session)        ── Play ──►          AgentLoop.run(task, session), tools, rewards
-   ▼                            ◄── Read, Grow ──    WorkerSession: messages, chat template, tokenizer
- DriverSession: transcript, journal,   ◄── Write ──
-   routing, engine calls        ── Wrote ──►         the turn, as text
-   │                            ◄── Ended ──         why it ended, rewards, notes
-   ▼                            ◄── Pulse ──         alive, what its loops wait for, what it counted
+   │ run_attempt(task, session)       ── StartAttempt ──► AgentLoop.run(task, session), tools, rewards
+   ▼                                  ◄─ AppendContext ── WorkerSession: messages, chat template, tokenizer
+ DriverSession: transcript, journal,  ◄─ WriteTurn ──────   RemoteWriter: a copy of the tokens
+   routing, engine calls              ── TurnWritten ───► the turn, as text
+   │                                  ◄─ AttemptEnded ─── stop reasons, rewards, metadata
+   ▼                                  ◄─ Heartbeat ────── waits, metric increments
  Trajectory
 ```
 
-The line is drawn where a conversation becomes tokens. Whatever must be exact stays where it was, in the
-driver: staleness, partial rollouts, weight updates, the journal, the ledger, routing. A worker holds nothing
-that cannot be had again, so when one dies its attempts are played again in another, each from the tokens that
-the driver has of it (`rollout.replay`), as after a restart of the driver.
+What goes over the link between the driver and a worker belongs here; how worker processes are placed belongs
+in `async_rl.placement`. Everything that must be exact stays in the driver: staleness, partial rollouts,
+weight updates, the journal, the ledger, routing. A worker holds nothing that cannot be restored: when one
+ends, its attempts run again in another worker, from the tokens that the driver has (`session/restore.py`), as
+after a restart of the driver.
 """

@@ -1,4 +1,4 @@
-"""A link over TCP: each side proves that it has the run's key, and after that messages go as frames.
+"""A link over TCP: each side proves that it has the worker's key, then messages go as frames.
 
 ```
  driver listens          worker connects
@@ -8,8 +8,8 @@
  length, frame   ◄─────► length, frame
 ```
 
-The key is made for one worker and one life of it, and travels the way in which the worker is started, never
-over the link. As with engines, what is said is not encrypted: let the network between hosts be your own.
+The key is made for one incarnation of one worker. It travels with the request that starts the worker, never
+over the link. As with engines, messages are not encrypted: use a private network between hosts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _NONCE_BYTES: Final = 32
 _HANDSHAKE_S: Final = 10.0
 
 _MAX_FRAME_BYTES: Final = 1 << 30
-"""A group of the longest trajectories with all their text; more is no message."""
+"""The size of a group of the longest trajectories with all their text; a larger frame is invalid."""
 
 _MAX_UNSENT_BYTES: Final = 1 << 30
-"""Of one link: whoever leaves so much unread does not read any more."""
+"""A link is closed when it has this much unsent data: its other end no longer reads."""
 
 _BUFFER_BYTES: Final = 1 << 20
 
@@ -45,47 +45,49 @@ class StreamLink(Link):
     """One end of a link over a stream of bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Both sides know each other already."""
-        self._reader = reader
-        self._writer = writer
+        """Wrap a connection whose ends have authenticated each other."""
+        self.reader = reader
+        self.writer = writer
 
     def post(self, message: Message) -> None:
-        """See `Link.post`."""
-        transport = self._writer.transport
+        """Implements `Link.post`."""
+        transport = self.writer.transport
         if transport.is_closing():
             return
         if transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
-            log.error("a rollout worker's link is given up: %d bytes of it are unread", _MAX_UNSENT_BYTES)
+            log.error(
+                "a rollout worker's link is closed: it has more than %d unread bytes", _MAX_UNSENT_BYTES
+            )
             transport.abort()
             return
         frame = b"".join(encode(message))
-        self._writer.write(_LENGTH.pack(len(frame)))
-        self._writer.write(frame)
+        self.writer.write(_LENGTH.pack(len(frame)))
+        self.writer.write(frame)
 
     async def receive(self) -> Message:
-        """See `Link.receive`."""
+        """Implements `Link.receive`."""
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            (length,) = _LENGTH.unpack(await self.reader.readexactly(_LENGTH.size))
             if length > _MAX_FRAME_BYTES:
                 raise WorkerLost(
-                    f"a message of {length} bytes came over its link, at most {_MAX_FRAME_BYTES}"
+                    f"its link delivered a message of {length} bytes, expected at most {_MAX_FRAME_BYTES}"
                 )
-            return decode(await self._reader.readexactly(length))
+            return decode(await self.reader.readexactly(length))
         except (OSError, asyncio.IncompleteReadError) as error:
-            raise WorkerLost("its process has ended, or cannot be reached any more") from error
+            raise WorkerLost("its process has ended, or is no longer reachable") from error
 
     def close(self) -> None:
-        """See `Link.close`."""
-        self._writer.close()
+        """Implements `Link.close`."""
+        self.writer.close()
 
 
-class Door:
-    """Waits for one worker, which has the key, and lets nobody else in.
+class LinkListener:
+    """Accepts the connection of one worker, which has the key, and refuses all others.
 
     Example:
-        >>> async with door("127.0.0.1") as listening:
-        ...     start_a_process(listening.port, listening.key)
-        ...     link = await listening.link()
+        >>> async with listen("127.0.0.1") as listener:
+        ...     start_a_process(listener.port, listener.key)
+        ...     link = await listener.accept_link()
     """
 
     def __init__(self) -> None:
@@ -93,64 +95,69 @@ class Door:
         self.port = 0
         self._link: asyncio.Future[StreamLink] = asyncio.get_running_loop().create_future()
 
-    async def link(self) -> StreamLink:
-        """The driver's end, once the worker is there."""
+    @property
+    def is_connected(self) -> bool:
+        """Whether the worker has connected."""
+        return self._link.done()
+
+    async def accept_link(self) -> StreamLink:
+        """Wait for the worker, and return the driver's end of the link."""
         return await self._link
 
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Somebody has connected."""
+    async def handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Authenticate a connection, and refuse it if the key is wrong or the worker is connected already."""
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 nonce = secrets.token_bytes(_NONCE_BYTES)
                 writer.write(nonce)
-                proof, asked = await _read(reader), await _read(reader)
+                proof, challenge = await _read_nonce(reader), await _read_nonce(reader)
                 if not hmac.compare_digest(proof, _proof(self.key, b"worker", nonce)):
                     raise PermissionError("the key is wrong")
-                writer.write(_proof(self.key, b"driver", asked))
+                writer.write(_proof(self.key, b"driver", challenge))
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             log.warning("a connection to the driver's port for a rollout worker was refused: %r", error)
             writer.close()
             return
-        if self._link.done():
+        if self.is_connected:
             writer.close()
         else:
             self._link.set_result(StreamLink(reader, writer))
 
 
 @asynccontextmanager
-async def door(host: str) -> AsyncIterator[Door]:
-    """Listen on a free port of an address while the block lasts; the link outlives it."""
-    opened = Door()
-    server = await asyncio.start_server(opened.answer, host, 0, limit=_BUFFER_BYTES)
-    opened.port = server.sockets[0].getsockname()[1]
+async def listen(host: str) -> AsyncIterator[LinkListener]:
+    """Listen on a free port of an address inside the block; an accepted link outlives it."""
+    listener = LinkListener()
+    server = await asyncio.start_server(listener.handle_connection, host, 0, limit=_BUFFER_BYTES)
+    listener.port = server.sockets[0].getsockname()[1]
     try:
-        yield opened
+        yield listener
     finally:
         server.close()
 
 
-async def connect(host: str, port: int, key: bytes) -> StreamLink:
-    """The worker's end of a link.
+async def connect_link(host: str, port: int, key: bytes) -> StreamLink:
+    """Connect to the driver, and return the worker's end of the link.
 
     Raises:
-        EnvironmentNotReady: The driver is not there, or somebody else is.
+        EnvironmentNotReady: The driver is unreachable, or another program listens there.
     """
     nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
-        async with asyncio.timeout(_HANDSHAKE_S), AsyncExitStack() as unless_known:
+        async with asyncio.timeout(_HANDSHAKE_S), AsyncExitStack() as unless_authenticated:
             reader, writer = await asyncio.open_connection(host, port, limit=_BUFFER_BYTES)
-            unless_known.callback(writer.close)
-            writer.write(_proof(key, b"worker", await _read(reader)) + nonce)
-            if not hmac.compare_digest(await _read(reader), _proof(key, b"driver", nonce)):
-                raise PermissionError("it has not the key")
-            unless_known.pop_all()
+            unless_authenticated.callback(writer.close)
+            writer.write(_proof(key, b"worker", await _read_nonce(reader)) + nonce)
+            if not hmac.compare_digest(await _read_nonce(reader), _proof(key, b"driver", nonce)):
+                raise PermissionError("it does not have the key")
+            unless_authenticated.pop_all()
     except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-        raise EnvironmentNotReady(f"the driver at {host}:{port} does not let us in: {error!r}") from error
+        raise EnvironmentNotReady(f"the driver at {host}:{port} refused the connection: {error!r}") from error
     return StreamLink(reader, writer)
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes:
+async def _read_nonce(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(_NONCE_BYTES)
 
 

@@ -1,18 +1,20 @@
-"""What driver and rollout workers tell each other, and the link that carries it.
+"""The messages between the driver and rollout workers, and the link that carries them.
 
-Messages of a link arrive whole and in order, or the link is lost. All that concerns one attempt carries the
-number of its `Play`: what comes of an attempt that is no more is not looked at.
+Messages of a link arrive whole and in order, or the link is lost. All messages of one attempt carry the
+`request_id` of its `StartAttempt`; messages of an attempt that has been cancelled are ignored.
 
 ```
- driver                                   worker
- Play ──────────────────────────────────► the loop starts
-        ◄──── Read, Grow ────────────────  whenever the conversation grows; nobody waits
-        ◄──── Write ─────────────────────  generate; one at a time of each session
- Growing ───────────────────────────────► only where the loop listens to the turn as it grows
-        ◄──── Cut ───────────────────────  whoever awaited the turn was cancelled
- Wrote ─────────────────────────────────► always one for each Write
-        ◄──── Ended | Failed ────────────
- Stop ──────────────────────────────────► instead: the attempt is no more
+ driver                                    worker
+ StartAttempt ───────────────────────────► the loop starts
+         ◄──── AppendContext, OpenBranch ─ whenever the conversation grows; neither side waits
+         ◄──── WriteTurn ───────────────── generate; one at a time for each session
+ TurnGrown ──────────────────────────────► only if the loop listens to the turn as it grows
+         ◄──── CancelTurn ──────────────── the task that awaited the turn was cancelled
+ TurnWritten ────────────────────────────► exactly one for each WriteTurn
+         ◄──── AttemptEnded | AttemptFailed
+ CancelRequest ──────────────────────────► the driver no longer wants the attempt, or the group's rewards
+ ScoreGroup ─────────────────────────────► the reward function of a group runs
+         ◄──── GroupScored
 ```
 """
 
@@ -30,42 +32,42 @@ from async_rl.types import Completion, Sampled, StopReason, Task, TurnRecord
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Anything that goes over a link."""
+    """Base class of everything that goes over a link."""
 
 
 # -- from the driver ---------------------------------------------------------------------------------------
 
 
-class Play(Message, frozen=True, kw_only=True, eq=False):
-    """Run the agent loop of a task."""
+class StartAttempt(Message, frozen=True, kw_only=True, eq=False):
+    """Asks the worker to run the agent loop of a task."""
 
-    play: int
+    request_id: int
     task: Task
     trajectory_id: str
 
 
-class Stop(Message, frozen=True, kw_only=True, eq=False):
-    """An attempt is no more, whatever it does."""
+class CancelRequest(Message, frozen=True, kw_only=True, eq=False):
+    """Ends an attempt or the scoring of a group, whatever its state."""
 
-    play: int
+    request_id: int
 
 
-class Growing(Message, frozen=True, kw_only=True, eq=False):
-    """More tokens of a turn that is being written, for those who listen."""
+class TurnGrown(Message, frozen=True, kw_only=True, eq=False):
+    """Carries more tokens of a turn that is being written."""
 
-    play: int
-    name: str
+    request_id: int
+    trajectory_id: str
     token_ids: np.ndarray  # [n] int32
 
 
-class Wrote(Message, frozen=True, kw_only=True, eq=False):
-    """What came of a `Write`. Counts are of the whole session so far."""
+class TurnWritten(Message, frozen=True, kw_only=True, eq=False):
+    """Answers a `WriteTurn`. Counts are of the whole session so far."""
 
-    play: int
-    name: str
+    request_id: int
+    trajectory_id: str
     segments: tuple[Sampled, ...]
-    reason: Literal["stop", "length", "cut"]
-    """`cut`: the turn is not whole, because of a `Cut` or of `error`."""
+    reason: Literal["stop", "length", "cancelled"]
+    """`cancelled`: the turn is incomplete, because of a `CancelTurn` or of `error`."""
     error: Failure | None = None
     num_interruptions: int = 0
     num_resumes: int = 0
@@ -73,10 +75,10 @@ class Wrote(Message, frozen=True, kw_only=True, eq=False):
     engine_s: float = 0.0
 
 
-class ScoreRequest(Message, frozen=True, kw_only=True, eq=False):
-    """Reward all trajectories of a group by one call."""
+class ScoreGroup(Message, frozen=True, kw_only=True, eq=False):
+    """Asks the worker to score all trajectories of a group by one call."""
 
-    ask: int
+    request_id: int
     task: Task
     completions: tuple[Completion, ...]
 
@@ -84,100 +86,101 @@ class ScoreRequest(Message, frozen=True, kw_only=True, eq=False):
 # -- from a worker -----------------------------------------------------------------------------------------
 
 
-class Read(Message, frozen=True, kw_only=True, eq=False):
-    """A session reads what the policy did not write."""
+class AppendContext(Message, frozen=True, kw_only=True, eq=False):
+    """Appends tokens to a session that the policy did not write."""
 
-    play: int
-    name: str
+    request_id: int
+    trajectory_id: str
     token_ids: np.ndarray  # [n] int32
 
 
-class Grow(Message, frozen=True, kw_only=True, eq=False):
-    """A session branches, or begins another conversation."""
+class OpenBranch(Message, frozen=True, kw_only=True, eq=False):
+    """Opens a branch of a session, or another conversation."""
 
-    play: int
-    parent: str
-    name: str
+    request_id: int
+    parent_id: str
+    trajectory_id: str
     inherits: bool
+    """Whether it begins with everything of its parent; a conversation begins empty."""
 
 
-class Write(Message, frozen=True, kw_only=True, eq=False):
-    """A session asks for a turn."""
+class WriteTurn(Message, frozen=True, kw_only=True, eq=False):
+    """Asks the driver to write one turn of a session."""
 
-    play: int
-    name: str
+    request_id: int
+    trajectory_id: str
     budget: int
-    """Tokens, at most."""
+    """The most tokens of the turn."""
     stop: tuple[str, ...]
     streams: bool
-    """Whether somebody listens to it as it grows."""
+    """Whether the loop listens to the turn as it grows."""
 
 
-class Cut(Message, frozen=True, kw_only=True, eq=False):
-    """Nobody wants the turn any more that a session asked for; what there is of it is kept."""
+class CancelTurn(Message, frozen=True, kw_only=True, eq=False):
+    """Cancels the turn that a session asked for; tokens sampled so far are kept."""
 
-    play: int
-    name: str
+    request_id: int
+    trajectory_id: str
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What the driver does not know of a session that has ended."""
+class SessionReport(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What only the worker knows of a session that has ended."""
 
-    name: str
+    trajectory_id: str
     stop_reason: StopReason
     turns: tuple[TurnRecord, ...]
     num_tool_calls: int
     num_tool_errors: int
     reward_source: str
-    """Whose last words it is rewarded for."""
+    """The trajectory for whose completion it is rewarded."""
     parts: dict[str, float] = {}
-    """Its reward; empty where that comes with its siblings'."""
+    """Its reward; empty if the whole group is scored by one call."""
     completion: Completion | None = None
-    """What the reward will see, where that comes with its siblings'."""
+    """What the group's reward function will receive."""
 
 
-class Ended(Message, frozen=True, kw_only=True, eq=False):
-    """An attempt came to its end: it and its branches that sampled something."""
+class AttemptEnded(Message, frozen=True, kw_only=True, eq=False):
+    """Reports an attempt that succeeded: its session, and the branches that sampled something."""
 
-    play: int
-    reports: tuple[Report, ...]
+    request_id: int
+    reports: tuple[SessionReport, ...]
 
 
-class Failed(Message, frozen=True, kw_only=True, eq=False):
-    """An attempt came to nothing."""
+class AttemptFailed(Message, frozen=True, kw_only=True, eq=False):
+    """Reports an attempt that failed."""
 
-    play: int
+    request_id: int
     failure: Failure
-    report: Report
+    report: SessionReport
 
 
-class Scored(Message, frozen=True, kw_only=True, eq=False):
-    """The rewards of a group."""
+class GroupScored(Message, frozen=True, kw_only=True, eq=False):
+    """Answers a `ScoreGroup`."""
 
-    ask: int
-    scores: tuple[Worth, ...] = ()
+    request_id: int
+    scores: tuple[TrajectoryScore, ...] = ()
     failure: Failure | None = None
-    """Of the call as a whole."""
+    """Why the whole call failed, if it did."""
 
 
-class Worth(msgspec.Struct, frozen=True, kw_only=True):
-    """The reward of one trajectory, or why there is none."""
+class TrajectoryScore(msgspec.Struct, frozen=True, kw_only=True):
+    """The reward of one trajectory, or why it has none."""
 
     parts: dict[str, float] = {}
     failure: Failure | None = None
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, eq=False):
-    """The event loop of a worker turns."""
+    """Shows that the worker's event loop responds."""
 
     waits: dict[str, str] = {}
-    """What trajectories have been waiting for, for longer than a moment, in words."""
-    counted: tuple[Count, ...] = ()
-    """What metrics counted since the last pulse."""
+    """What trajectories have been waiting for longer than a moment for, in words."""
+    increments: tuple[MetricIncrement, ...] = ()
+    """What the worker's metrics counted since the last heartbeat."""
 
 
-class Count(msgspec.Struct, frozen=True, kw_only=True):
-    """The increment of a counter, or of a histogram's buckets and sum."""
+class MetricIncrement(msgspec.Struct, frozen=True, kw_only=True):
+    """The increment of a counter, or of a histogram's sum and buckets."""
 
     name: str
     labels: tuple[str, ...]
@@ -186,21 +189,21 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An error of the other side."""
+    """An error that occurred on the other side of the link."""
 
     kind: str
-    """Name of its class in `async_rl.errors`; empty for an error of the program."""
+    """The name of its class in `async_rl.errors`; empty for any other class."""
     text: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """In words; where it is of a class of the user's own, as the one of ours that it is based on."""
+        """Describe an error; a user's class counts as the class of `async_rl.errors` that it derives from."""
         ours = next((c.__name__ for c in type(error).__mro__ if vars(errors_of).get(c.__name__) is c), "")
         return cls(kind=ours, text=str(error) if ours else f"{type(error).__name__}: {error}")
 
     @property
     def error(self) -> AsyncRLError:
-        """One to raise on this side."""
+        """The error to raise on this side."""
         kind = getattr(errors_of, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, AsyncRLError):
             return kind(self.text)
@@ -211,40 +214,40 @@ _KINDS: Final[dict[str, type[Message]]] = {kind.__name__: kind for kind in Messa
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """As one frame, in pieces; see `codec`."""
+    """Encode a message as one frame, in pieces, with `async_rl.codec`."""
     return codec.encode(message)
 
 
 def decode(frame: bytes | memoryview) -> Message:
-    """Read a frame.
+    """Decode a frame.
 
     Raises:
-        WorkerLost: It is not a message of this program.
+        WorkerLost: The frame is not a message of this program.
     """
     try:
         kind = _KINDS.get(codec.inspect(frame, verify=False).kind)
         if kind is None:
-            raise WorkerLost("a frame that is no message came over the link of a rollout worker")
+            raise WorkerLost("the link of a rollout worker delivered a frame that is not a message")
         return codec.decode(frame, kind)
     except CorruptFrame as error:
-        raise WorkerLost(f"a damaged message came over the link of a rollout worker: {error}") from error
+        raise WorkerLost(f"the link of a rollout worker delivered a damaged message: {error}") from error
 
 
 class Link(Protocol):
-    """One end of the way between the driver and a worker."""
+    """One end of the connection between the driver and a worker."""
 
     def post(self, message: Message) -> None:
-        """Send, without waiting. Nothing happens when the link is lost: whoever receives is told."""
+        """Send a message without waiting; a lost link ignores it, and `receive` raises."""
         ...
 
     async def receive(self) -> Message:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            WorkerLost: There is none, for ever.
+            WorkerLost: The link is lost.
         """
         ...
 
     def close(self) -> None:
-        """Lose the link; both ends are told."""
+        """Close the link; `receive` raises at both ends."""
         ...

@@ -1,6 +1,6 @@
-"""What metrics of a rollout worker counted, added to those of the driver.
+"""Adds what the metrics of a rollout worker counted to those of the driver.
 
-Only counters and histograms: they are sums, of whichever process. A gauge of a worker stays with it.
+Only counters and histograms are added, because they are sums over processes. Gauges stay in their worker.
 """
 
 from __future__ import annotations
@@ -9,56 +9,58 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from async_rl.observability.metrics import Metrics, declared
-from async_rl.rollout.workers.messages import Count
+from async_rl.rollout.workers.messages import MetricIncrement
 
-_Known = dict[tuple[str, tuple[str, ...]], tuple[float, ...]]
+_KnownValues = dict[tuple[str, tuple[str, ...]], tuple[float, ...]]
 
 
-class Increments:
-    """Tells what came since it was asked last.
+class IncrementCollector:
+    """Collects what metrics have counted since the last collection.
 
     Example:
-        >>> increments = Increments(metrics)
+        >>> collector = IncrementCollector(metrics)
         >>> metrics.tool_calls_total.labels("search", "ok").inc()
-        >>> add(increments.since_last(), driver_metrics)
+        >>> add_increments(collector.collect_increments(), driver_metrics)
     """
 
     def __init__(self, metrics: Metrics) -> None:
-        """Everything so far counts as new."""
+        """Start at zero: everything counted so far is part of the first collection."""
         self._metrics = metrics
-        self._told: _Known = {}
+        self._collected: _KnownValues = {}
 
-    def since_last(self) -> tuple[Count, ...]:
-        """What is new."""
-        news = []
+    def collect_increments(self) -> tuple[MetricIncrement, ...]:
+        """Return the increments since the last call."""
+        increments = []
         for name, labels, values in _sums(self._metrics):
-            before = self._told.get((name, labels), (0.0,) * len(values))
+            before = self._collected.get((name, labels), (0.0,) * len(values))
             if values != before:
-                self._told[name, labels] = values
+                self._collected[name, labels] = values
                 value, *buckets = (now - then for now, then in zip(values, before, strict=True))
-                news.append(Count(name=name, labels=labels, value=value, buckets=tuple(buckets)))
-        return tuple(news)
+                increments.append(
+                    MetricIncrement(name=name, labels=labels, value=value, buckets=tuple(buckets))
+                )
+        return tuple(increments)
 
 
-def add(counts: Iterable[Count], metrics: Metrics) -> None:
-    """Count it here as well."""
+def add_increments(increments: Iterable[MetricIncrement], metrics: Metrics) -> None:
+    """Add increments to the metrics of this process."""
     names = {name for name, _ in _summed(metrics)}
-    for count in counts:
-        if count.name not in names:
-            continue  # a worker of another version
-        instrument = getattr(metrics, count.name)
-        child = instrument.labels(*count.labels) if count.labels else instrument
-        if not count.buckets:
-            child.inc(count.value)
+    for increment in increments:
+        if increment.name not in names:
+            continue  # from a worker of another version
+        instrument = getattr(metrics, increment.name)
+        child = instrument.labels(*increment.labels) if increment.labels else instrument
+        if not increment.buckets:
+            child.inc(increment.value)
             continue
-        # There is no public way to add observations without their values.
-        child._sum.inc(count.value)
-        for bucket, value in zip(child._buckets, count.buckets, strict=True):
+        # prometheus_client has no public way to add observations without their values.
+        child._sum.inc(increment.value)
+        for bucket, value in zip(child._buckets, increment.buckets, strict=True):
             bucket.inc(value)
 
 
 def _sums(metrics: Metrics) -> Iterator[tuple[str, tuple[str, ...], tuple[float, ...]]]:
-    """Each counter's value; each histogram's sum and buckets, which are not cumulative there."""
+    """Yield each counter's value, and each histogram's sum and (non-cumulative) buckets."""
     for name, instrument in _summed(metrics):
         children = instrument._metrics.items() if instrument._labelnames else [((), instrument)]
         for labels, child in list(children):

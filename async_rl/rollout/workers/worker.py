@@ -1,13 +1,13 @@
-"""A rollout worker: agent loops, tools and rewards of the attempts that the driver hands it.
+"""A rollout worker: runs the agent loops, tools and rewards of the attempts that the driver starts.
 
 ```
- loop      consumes             waits for            unblocked by          produces
- run       messages             the next one         the driver; its end   plays, answers to sessions
- play      a task               turns, tools         the driver, time      reports
- pulse     waits, counts        a second             time                  a Pulse
+ loop       consumes             waits for            unblocked by          produces
+ run        messages             the next message     the driver; its end   attempts, answers to sessions
+ attempt    a task               turns, tools         the driver, time      reports
+ heartbeat  waits, metrics       a second             time                  a Heartbeat
 ```
 
-It ends when the link is lost, whoever lost it: nothing in it is of use to anybody else.
+A worker ends when its link is lost, at whichever end: its state is useless without the driver.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import AsyncRLError, RewardError, WorkerLost
 from async_rl.observability.diagnosis import phrase
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.attempt import play, score
+from async_rl.rollout.attempt import run_agent_loop, score_sources
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.rollout.session.context import ConversationContext
 from async_rl.rollout.workers.messages import (
-    Ended,
-    Failed,
+    AttemptEnded,
+    AttemptFailed,
+    CancelRequest,
     Failure,
-    Growing,
+    GroupScored,
     Heartbeat,
     Link,
     Message,
-    Play,
-    Scored,
-    ScoreRequest,
-    Stop,
-    Worth,
-    Wrote,
+    ScoreGroup,
+    StartAttempt,
+    TrajectoryScore,
+    TurnGrown,
+    TurnWritten,
 )
-from async_rl.rollout.workers.metric_counts import Increments
-from async_rl.rollout.workers.worker_session import WorkerChannel, WorkerSession
+from async_rl.rollout.workers.metric_counts import IncrementCollector
+from async_rl.rollout.workers.worker_session import RemoteWriter, WorkerChannel, WorkerSession
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import Waits, acting, waiting
 
 log = logging.getLogger(__name__)
 
-_PULSE_S: Final = 1.0
-_TELL_S: Final = 5.0
-"""A wait is told of once it has lasted so long."""
+_HEARTBEAT_S: Final = 1.0
+_MIN_REPORTED_WAIT_S: Final = 5.0
+"""A heartbeat reports waits that have lasted at least this long."""
 
 
 class RolloutWorker:
-    """Plays what comes over a link.
+    """Runs the attempts that the driver starts over a link.
 
     Example:
         >>> worker = RolloutWorker(config, chat=chat, metrics=Metrics(), clock=time.monotonic)
@@ -71,110 +72,112 @@ class RolloutWorker:
         """Load the agent loop and the rewards that the config names.
 
         Raises:
-            ConfigError: One cannot be loaded.
+            ConfigError: One of them cannot be loaded.
         """
         self._config = config
-        self._chat = chat
-        self._metrics = metrics
-        self._clock = clock
+        self._context = ConversationContext(chat=chat, rollout=config.rollout, metrics=metrics, clock=clock)
         self._loops = AgentLoops(config.rollout)
         self._rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=clock)
-        self._desks: dict[int, WorkerChannel] = {}
+        self._channels: dict[int, WorkerChannel] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waits = Waits(clock)
-        self._increments = Increments(metrics)
+        self._increments = IncrementCollector(metrics)
 
     async def run(self, link: Link) -> None:
-        """Play for the driver until the link is lost."""
+        """Serve the driver until the link is lost."""
         self._link = link
         try:
             with acting("run", waits=self._waits):
-                async with self._loops, services(pulse=self._pulse), Nursery() as plays:
+                async with self._loops, services(heartbeat=self._send_heartbeats), Nursery() as attempts:
                     try:
                         while True:
                             with waiting("idle"):
                                 message = await self._link.receive()
-                            self._heed(message, plays)
+                            self._handle_message(message, attempts)
                     finally:
-                        for desk in self._desks.values():
-                            desk.close()
-                        plays.cancel_tasks()
+                        for channel in self._channels.values():
+                            channel.close()
+                        attempts.cancel_tasks()
         except ExceptionGroup as errors:
             if not isinstance(first_error(errors), WorkerLost):
                 raise
         finally:
             await self._rewards.close()
 
-    def _heed(self, message: Message, plays: Nursery) -> None:
+    def _handle_message(self, message: Message, attempts: Nursery) -> None:
         match message:
-            case Play():
-                desk = self._desks[message.play] = WorkerChannel(message.play, self._link.post)
-                work = self._play(message, desk)
-                self._tasks[message.play] = plays.start_task(f"trajectory {message.trajectory_id}", work)
-            case Wrote() if message.play in self._desks:
-                self._desks[message.play].sessions[message.name].answer(message)
-            case Growing() if message.play in self._desks:
-                self._desks[message.play].sessions[message.name].hear(message.token_ids)
-            case ScoreRequest():
-                self._tasks[message.ask] = plays.start_task(f"reward {message.ask}", self._score(message))
-            case Stop():
-                if message.play in self._desks:
-                    self._desks.pop(message.play).close()
-                self._tasks.pop(message.play).cancel()
+            case StartAttempt():
+                channel = WorkerChannel(message.request_id, self._link.post)
+                self._channels[message.request_id] = channel
+                attempt = self._run_attempt(message, channel)
+                self._tasks[message.request_id] = attempts.start_task(
+                    f"trajectory {message.trajectory_id}", attempt
+                )
+            case TurnWritten() if message.request_id in self._channels:
+                self._channels[message.request_id].writers[message.trajectory_id].receive_turn(message)
+            case TurnGrown() if message.request_id in self._channels:
+                writer = self._channels[message.request_id].writers[message.trajectory_id]
+                writer.receive_tokens(message.token_ids)
+            case ScoreGroup():
+                scoring = self._score_group(message)
+                self._tasks[message.request_id] = attempts.start_task(f"reward {message.request_id}", scoring)
+            case CancelRequest():
+                if message.request_id in self._channels:
+                    self._channels.pop(message.request_id).close()
+                self._tasks.pop(message.request_id).cancel()
             case _:
-                pass  # of an attempt that is no more
+                pass  # of an attempt that was cancelled
 
-    async def _play(self, order: Play, desk: WorkerChannel) -> None:
-        """Run a loop to its end, and say how it was."""
-        task = order.task
-        with acting("trajectory", order.trajectory_id):
-            session = WorkerSession(
-                task,
-                order.trajectory_id,
-                desk,
-                chat=self._chat,
-                rollout=self._config.rollout,
-                metrics=self._metrics,
-                clock=self._clock,
-            )
+    async def _run_attempt(self, request: StartAttempt, channel: WorkerChannel) -> None:
+        """Run an agent loop to its end, score its sessions, and report to the driver."""
+        task, rollout = request.task, self._config.rollout
+        with acting("trajectory", request.trajectory_id):
+            writer = RemoteWriter(request.trajectory_id, channel, rollout.max_context_tokens)
+            session = WorkerSession(self._context, task, writer)
             try:
-                await play(task, session, self._loops, self._config.rollout)
+                await run_agent_loop(task, session, self._loops, rollout)
                 if self._rewards.scores_groups(task):
                     reports = [each.report({}, unscored=True) for each in session.tree]
                 else:
-                    parts = await score(task, session.tree, self._rewards)
+                    parts = await score_sources(task, session.tree, self._rewards)
                     reports = [each.report(parts[each.reward_source.trajectory_id]) for each in session.tree]
             except Exception as error:
                 cause = error.__cause__
                 if cause is not None and not isinstance(error, WorkerLost):
-                    log.info("trajectory %s: %s", order.trajectory_id, error, exc_info=cause)
-                failed = Failed(play=order.play, failure=Failure.of(error), report=session.report({}))
-                self._link.post(failed)
+                    log.info("trajectory %s: %s", request.trajectory_id, error, exc_info=cause)
+                failure, report = Failure.of(error), session.report({})
+                self._link.post(AttemptFailed(request_id=request.request_id, failure=failure, report=report))
             else:
-                self._link.post(Ended(play=order.play, reports=tuple(reports)))
+                self._link.post(AttemptEnded(request_id=request.request_id, reports=tuple(reports)))
 
-    async def _score(self, order: ScoreRequest) -> None:
-        with acting("reward", str(order.ask)):
+    async def _score_group(self, request: ScoreGroup) -> None:
+        with acting("reward", str(request.request_id)):
             try:
-                scores = await self._rewards.score_group(order.task, order.completions)
+                results = await self._rewards.score_group(request.task, request.completions)
             except AsyncRLError as error:
-                self._link.post(Scored(ask=order.ask, failure=Failure.of(error)))
+                self._link.post(GroupScored(request_id=request.request_id, failure=Failure.of(error)))
                 return
-            told = (
-                Worth(failure=Failure.of(s)) if isinstance(s, RewardError) else Worth(parts=s) for s in scores
-            )
-            self._link.post(Scored(ask=order.ask, scores=tuple(told)))
+            scores = [
+                TrajectoryScore(failure=Failure.of(result))
+                if isinstance(result, RewardError)
+                else TrajectoryScore(parts=result)
+                for result in results
+            ]
+            self._link.post(GroupScored(request_id=request.request_id, scores=tuple(scores)))
 
-    async def _pulse(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            self._link.post(Heartbeat(waits=self._told(), counted=self._increments.since_last()))
+            increments = self._increments.collect_increments()
+            self._link.post(Heartbeat(waits=self._long_waits(), increments=increments))
             with waiting("idle"):
-                await asyncio.sleep(_PULSE_S)
+                await asyncio.sleep(_HEARTBEAT_S)
 
-    def _told(self) -> dict[str, str]:
-        """What trajectories wait for, those that have for a while; of each the newest."""
+    def _long_waits(self) -> dict[str, str]:
+        """Return what trajectories have been waiting for, the newest wait of each."""
         return {
             wait.who.id: f"{phrase(wait.on, wait.target, wait.why)} for {wait.age_s:.0f} s"
             for wait in self._waits.open_waits()
-            if wait.who.kind == "trajectory" and wait.age_s >= _TELL_S and wait.on != "agent loop"
+            if wait.who.kind == "trajectory"
+            and wait.age_s >= _MIN_REPORTED_WAIT_S
+            and wait.on != "agent loop"
         }

@@ -1,14 +1,14 @@
-"""The driver's side of rollout workers: who plays what, and what becomes of it when a worker ends.
+"""The driver's side of rollout workers: distributes attempts, and replaces workers that end.
 
 ```
- loop        consumes            waits for             unblocked by             produces
- keeper      one worker          its messages          the worker; its end      answers, a restart
- watch       ticks               the next tick         time                     the end of a silent worker
- play        messages of one     the next of them      the worker; its end      turns, reports
+ loop       consumes                waits for           unblocked by          produces
+ keeper     one worker's messages   the next message    the worker; its end   inbox entries, a restart
+ watch      ticks                   the next tick       time                  the end of a silent worker
+ attempt    its inbox               the next message    the worker; its end   turns, reports
 ```
 
-A worker that ends, or says nothing for `rollout.worker_stall_s`, is started again. What it played raises
-`WorkerLost` at once, with everything that engines said so far in the sessions.
+A worker that ends, or sends nothing for `rollout.worker_stall_s`, is restarted. Its attempts raise
+`WorkerLost` at once; their sessions keep everything that engines have sampled so far.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from typing import Final, Self
 from async_rl.config import RolloutConfig
 from async_rl.errors import AgentLoopError, EnvironmentNotReady, RewardError, WorkerLost
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.attempt import Played
+from async_rl.rollout.attempt import AttemptResult
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.workers.driver_session import DriverSession
 from async_rl.rollout.workers.messages import (
-    Cut,
-    Ended,
-    Failed,
-    Grow,
+    AppendContext,
+    AttemptEnded,
+    AttemptFailed,
+    CancelRequest,
+    CancelTurn,
+    GroupScored,
     Heartbeat,
     Link,
     Message,
-    Play,
-    Read,
-    Scored,
-    ScoreRequest,
-    Stop,
-    Write,
+    OpenBranch,
+    ScoreGroup,
+    StartAttempt,
+    WriteTurn,
 )
-from async_rl.rollout.workers.metric_counts import add
+from async_rl.rollout.workers.metric_counts import add_increments
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import waiting
 from async_rl.types import Completion, Task
@@ -51,26 +51,27 @@ from async_rl.types import Completion, Task
 log = logging.getLogger(__name__)
 
 OpenWorker = Callable[[str], AbstractAsyncContextManager[Link]]
-"""Starts the worker of a name; it ends with the block, whatever state it is in."""
+"""Starts the worker of a name; the worker ends with the block, whatever its state."""
 
 _TICKS: Final = 8
-"""Silence is counted in so many ticks of the driver's own, so that a driver that stood still itself does not
-take its workers for dead."""
+"""Silence is counted in this many ticks of the driver, so that a driver that stalled itself does not take its
+workers for dead."""
 
 _MAX_FAILED_STARTS: Final = 3
-"""In a row, of one worker; then the run ends: user code that cannot be loaded will not load the next time."""
+"""The run ends after this many failed starts of one worker in a row: user code that cannot be loaded now
+cannot be loaded later."""
 
 _RESTART_DELAY_S: Final = 0.5
-"""Before a worker is started again; doubled for each life in a row in which it played nothing to its end."""
+"""Delay before a worker is restarted, doubled for each incarnation in a row that completed no attempt."""
 
 _MAX_DOUBLINGS: Final = 6
 
 _MAX_SCORE_TRIES: Final = 3
-"""Of a group's reward whose workers end."""
+"""How often a group's reward is requested if its workers end."""
 
 
 class _Inbox:
-    """What came of one attempt, or of one group's reward, and was not looked at yet."""
+    """Unread messages of one attempt, or of one group's reward."""
 
     def __init__(self) -> None:
         self._messages: asyncio.Queue[Message | WorkerLost] = asyncio.Queue()
@@ -78,15 +79,15 @@ class _Inbox:
     def __len__(self) -> int:
         return self._messages.qsize()
 
-    def put(self, message: Message | WorkerLost) -> None:
-        """One more."""
+    def put_message(self, message: Message | WorkerLost) -> None:
+        """Add a message, or the error that ends the inbox."""
         self._messages.put_nowait(message)
 
-    async def next(self) -> Message:
-        """The oldest.
+    async def next_message(self) -> Message:
+        """Wait for the oldest message.
 
         Raises:
-            WorkerLost: There will be none.
+            WorkerLost: The worker has ended.
         """
         message = await self._messages.get()
         if isinstance(message, WorkerLost):
@@ -94,8 +95,8 @@ class _Inbox:
         return message
 
 
-class _Worker:
-    """One life of a worker."""
+class WorkerHandle:
+    """One incarnation of a worker."""
 
     def __init__(self, name: str, link: Link) -> None:
         self.name = name
@@ -104,44 +105,46 @@ class _Worker:
         self.receive = link.receive
         self.inboxes: dict[int, _Inbox] = {}
         self.waits: dict[str, str] = {}
-        """What trajectories wait for, as it said last."""
+        """What trajectories wait for, according to the last heartbeat."""
         self.silent_ticks = 0
-        self.has_played = False
+        self.has_completed_attempt = False
 
-    def lose(self, cause: str) -> None:
-        """Everything that it was at has come to nothing."""
+    def fail_requests(self, cause: str) -> None:
+        """Fail everything that was requested of the worker."""
         for inbox in self.inboxes.values():
-            inbox.put(WorkerLost(cause))
+            inbox.put_message(WorkerLost(cause))
 
 
 class WorkerBackend(RolloutBackend):
-    """The rollout workers of a run.
+    """Runs attempts in the rollout workers of a run.
 
     Example:
-        >>> async with WorkerBackend(config.rollout, cluster.rollout_worker, metrics) as workers:
-        ...     played = await workers.play(task, session)
+        >>> async with WorkerBackend(config.rollout, cluster.rollout_worker, metrics) as backend:
+        ...     results = await backend.run_attempt(task, session)
     """
 
-    session = DriverSession
+    session_class = DriverSession
 
     def __init__(self, config: RolloutConfig, open_worker: OpenWorker, metrics: Metrics) -> None:
-        """Start nothing yet."""
+        """Prepare to start `rollout.num_workers` workers with `open_worker`."""
         self._config = config
-        self._open = open_worker
+        self._open_worker = open_worker
         self._metrics = metrics
-        self._live: dict[str, _Worker] = {}
-        self._joined = asyncio.Event()
-        self._numbers = count(1)
-        # Between two turns a session is made, reads once, asks once, cuts once; then it waits for an answer.
+        self.workers: dict[str, WorkerHandle] = {}
+        """The workers that are alive, by name."""
+        self._worker_joined = asyncio.Event()
+        self._request_ids = count(1)
+        # Between two turns a session opens, appends once, asks once and cancels once; then it awaits an
+        # answer.
         self._max_unread = 4 * (config.max_branches + 2)
         self._keepers = Nursery()
 
     async def __aenter__(self) -> Self:
-        """Start all of them; who plays waits for the first."""
+        """Start all workers; attempts wait for the first of them."""
         await self._keepers.__aenter__()
         for index in range(self._config.num_workers):
             name = f"rollout-worker-{index}"
-            self._keepers.start_task(name, self._keep(name))
+            self._keepers.start_task(name, self._keep_worker(name))
         return self
 
     async def __aexit__(
@@ -150,20 +153,20 @@ class WorkerBackend(RolloutBackend):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End all of them."""
+        """End all workers."""
         self._keepers.cancel_tasks()
         await self._keepers.__aexit__(kind, error, traceback)
 
-    # -- attempts ------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------
 
-    async def play(self, task: Task, session: RolloutSession) -> Sequence[Played]:
-        """See `Stage.play`."""
-        assert isinstance(session, DriverSession), "made as this stage's `session`"
-        worker = await self._seat()
-        number, inbox = next(self._numbers), _Inbox()
-        worker.inboxes[number] = inbox
+    async def run_attempt(self, task: Task, session: RolloutSession) -> Sequence[AttemptResult]:
+        """Implements `RolloutBackend.run_attempt`."""
+        assert isinstance(session, DriverSession), "made as this backend's `session_class`"
+        worker = await self._choose_worker()
+        request_id, inbox = next(self._request_ids), _Inbox()
+        worker.inboxes[request_id] = inbox
         name = task.agent_loop or self._config.agent_loop
-        worker.post(Play(play=number, task=task, trajectory_id=session.trajectory_id))
+        worker.post(StartAttempt(request_id=request_id, task=task, trajectory_id=session.trajectory_id))
         try:
             async with (
                 asyncio.timeout(None) as scope,
@@ -174,7 +177,7 @@ class WorkerBackend(RolloutBackend):
                     why=lambda: f"{worker.name}: {worker.waits.get(session.trajectory_id, 'at work')}",
                 ) as wait,
             ):
-                end = await self._attend(inbox, session, worker.post)
+                results = await self._serve_attempt(inbox, session, worker.post)
         except TimeoutError as error:
             if not wait.cut:
                 raise
@@ -182,66 +185,66 @@ class WorkerBackend(RolloutBackend):
                 f"agent loop {name} was ended by the stall doctor: bound the loop's own waits"
             ) from error
         finally:
-            del worker.inboxes[number]
-            worker.post(Stop(play=number))
-        worker.has_played = True
-        return end
+            del worker.inboxes[request_id]
+            worker.post(CancelRequest(request_id=request_id))
+        worker.has_completed_attempt = True
+        return results
 
-    async def _attend(
+    async def _serve_attempt(
         self, inbox: _Inbox, root: DriverSession, post: Callable[[Message], None]
-    ) -> Sequence[Played]:
-        """Do as the worker says until its loop has ended."""
+    ) -> Sequence[AttemptResult]:
+        """Carry out what the worker's sessions ask for, until the agent loop has ended."""
         sessions = {root.trajectory_id: root}
-        writers: dict[str, asyncio.Task[None]] = {}
+        turns: dict[str, asyncio.Task[None]] = {}
         try:
             async with Nursery() as writing:
                 while True:
-                    match await inbox.next():
-                        case Read() as message:
-                            sessions[message.name].read(message)
-                        case Grow() as message:
-                            other = sessions[message.parent].grow(inherits=message.inherits)
-                            assert other.trajectory_id == message.name, "both halves count branches alike"
-                            sessions[message.name] = other
-                        case Write() as message:
-                            writer = sessions[message.name].write(message, post)
-                            # The name tells whose call it is.
-                            writers[message.name] = writing.start_task(f"trajectory {message.name}", writer)
-                        case Cut() as message:
-                            writers[message.name].cancel()
-                        case Failed() as message:
-                            root.settle(message.report)
+                    match await inbox.next_message():
+                        case AppendContext() as message:
+                            sessions[message.trajectory_id].append_context(message)
+                        case OpenBranch() as message:
+                            sessions[message.trajectory_id] = sessions[message.parent_id].open_branch(message)
+                        case WriteTurn() as message:
+                            name = message.trajectory_id
+                            turn = sessions[name].write_turn(message, post)
+                            # The task's name tells which trajectory's call it is.
+                            turns[name] = writing.start_task(f"trajectory {name}", turn)
+                        case CancelTurn() as message:
+                            turns[message.trajectory_id].cancel()
+                        case AttemptFailed() as message:
+                            root.apply_report(message.report)
                             raise message.failure.error
-                        case Ended() as message:
+                        case AttemptEnded() as message:
                             break
-                writing.cancel_tasks()  # turns that nobody awaits
+                writing.cancel_tasks()  # turns that the loop did not await
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
-        played = []
+        results = []
         for report in message.reports:
-            sessions[report.name].settle(report)
-            played.append(
-                Played(
-                    session=sessions[report.name],
+            session = sessions[report.trajectory_id]
+            session.apply_report(report)
+            results.append(
+                AttemptResult(
+                    session=session,
                     reward_source=report.reward_source,
                     parts=report.parts or None,
                     completion=report.completion,
                 )
             )
-        return played
+        return results
 
     async def score_group(
         self, task: Task, completions: Sequence[Completion]
     ) -> Sequence[dict[str, float] | RewardError]:
-        """See `Stage.score_group`; asked of another worker when one ends."""
+        """Implements `RolloutBackend.score_group`; if its worker ends, it asks another one."""
         for left in reversed(range(_MAX_SCORE_TRIES)):
-            worker = await self._seat()
-            number, inbox = next(self._numbers), _Inbox()
-            worker.inboxes[number] = inbox
-            worker.post(ScoreRequest(ask=number, task=task, completions=tuple(completions)))
+            worker = await self._choose_worker()
+            request_id, inbox = next(self._request_ids), _Inbox()
+            worker.inboxes[request_id] = inbox
+            worker.post(ScoreGroup(request_id=request_id, task=task, completions=tuple(completions)))
             try:
                 with waiting("reward", worker.name):
-                    answer = await inbox.next()
+                    answer = await inbox.next_message()
             except WorkerLost as error:
                 if not left:
                     raise RewardError(
@@ -249,36 +252,36 @@ class WorkerBackend(RolloutBackend):
                     ) from error
                 continue
             finally:
-                del worker.inboxes[number]
-                worker.post(Stop(play=number))
-            assert isinstance(answer, Scored), "the only answer to a Score"
+                del worker.inboxes[request_id]
+                worker.post(CancelRequest(request_id=request_id))
+            assert isinstance(answer, GroupScored), "the only answer to a ScoreGroup"
             if answer.failure is not None:
                 raise answer.failure.error
-            return [RewardError(w.failure.text) if w.failure else w.parts for w in answer.scores]
+            return [RewardError(s.failure.text) if s.failure else s.parts for s in answer.scores]
         raise AssertionError("the last try raises or returns")
 
-    async def _seat(self) -> _Worker:
-        """The worker that does least, once there is one."""
-        while not self._live:
-            self._joined.clear()
+    async def _choose_worker(self) -> WorkerHandle:
+        """Wait until a worker is alive, and return the one with the fewest requests."""
+        while not self.workers:
+            self._worker_joined.clear()
             with waiting("rollout worker"):
-                await self._joined.wait()
-        return min(self._live.values(), key=lambda worker: len(worker.inboxes))
+                await self._worker_joined.wait()
+        return min(self.workers.values(), key=lambda worker: len(worker.inboxes))
 
     # -- workers -------------------------------------------------------------------------------------------
 
-    async def _keep(self, name: str) -> None:
-        """Start a worker, attend to it, and start it again when it ends."""
-        failed_starts = idle_lives = 0
+    async def _keep_worker(self, name: str) -> None:
+        """Start a worker, receive its messages, and restart it when it ends."""
+        failed_starts = idle_incarnations = 0
         while True:
-            worker: _Worker | None = None
+            worker: WorkerHandle | None = None
             cause = ""
             try:
                 async with AsyncExitStack() as stack:
                     with waiting("rollout worker", name):
-                        link = await stack.enter_async_context(self._open(name))
-                    worker = _Worker(name, link)
-                    cause = await self._live_through(worker)
+                        link = await stack.enter_async_context(self._open_worker(name))
+                    worker = WorkerHandle(name, link)
+                    cause = await self._receive_messages(worker)
             except EnvironmentNotReady as error:
                 failed_starts += 1
                 if failed_starts == _MAX_FAILED_STARTS:
@@ -287,25 +290,26 @@ class WorkerBackend(RolloutBackend):
                     ) from error
                 log.warning("%s did not start: %s", name, error)
             if worker is not None:
-                failed_starts, idle_lives = 0, 0 if worker.has_played else idle_lives + 1
+                failed_starts = 0
+                idle_incarnations = 0 if worker.has_completed_attempt else idle_incarnations + 1
                 self._metrics.rollout_worker_restarts_total.inc()
-                log.error("%s: it is started again, and what it played is played on by others", cause)
-            delay_s = _RESTART_DELAY_S * 2.0 ** min(failed_starts + idle_lives, _MAX_DOUBLINGS)
+                log.error("%s: it is restarted, and its attempts go on in other workers", cause)
+            doublings = min(failed_starts + idle_incarnations, _MAX_DOUBLINGS)
             with waiting("idle"):
-                await asyncio.sleep(delay_s)
+                await asyncio.sleep(_RESTART_DELAY_S * 2.0**doublings)
 
-    async def _live_through(self, worker: _Worker) -> str:
-        """Attend to a worker until it ends; why it did."""
-        self._live[worker.name] = worker
-        self._joined.set()
+    async def _receive_messages(self, worker: WorkerHandle) -> str:
+        """Receive a worker's messages until it ends, and return why it ended."""
+        self.workers[worker.name] = worker
+        self._worker_joined.set()
         cause = f"{worker.name} is ended with the run"
         try:
-            async with services(watch=lambda: self._watch(worker)):
+            async with services(watch=lambda: self._watch_silence(worker)):
                 while True:
                     with waiting("idle"):
                         message = await worker.receive()
                     worker.silent_ticks = 0
-                    self._deliver(worker, message)
+                    self._deliver_message(worker, message)
         except ExceptionGroup as errors:
             lost = first_error(errors)
             if not isinstance(lost, WorkerLost):
@@ -313,28 +317,29 @@ class WorkerBackend(RolloutBackend):
             cause = f"{worker.name}: {lost}"
             return cause
         finally:
-            del self._live[worker.name]
-            worker.lose(cause)
+            del self.workers[worker.name]
+            worker.fail_requests(cause)
             worker.close()
 
-    def _deliver(self, worker: _Worker, message: Message) -> None:
+    def _deliver_message(self, worker: WorkerHandle, message: Message) -> None:
         match message:
             case Heartbeat():
                 worker.waits = message.waits
-                add(message.counted, self._metrics)
-            case Read() | Grow() | Write() | Cut() | Ended() | Failed():
-                number = message.play
-            case Scored():
-                number = message.ask
+                add_increments(message.increments, self._metrics)
+                return
+            case AppendContext() | OpenBranch() | WriteTurn() | CancelTurn():
+                request_id = message.request_id
+            case AttemptEnded() | AttemptFailed() | GroupScored():
+                request_id = message.request_id
             case _:
-                raise WorkerLost(f"it said {type(message).__name__}, which is not for it to say")
-        if not isinstance(message, Heartbeat) and (inbox := worker.inboxes.get(number)) is not None:
+                raise WorkerLost(f"it sent {type(message).__name__}, which only the driver sends")
+        if (inbox := worker.inboxes.get(request_id)) is not None:
             if len(inbox) > self._max_unread:
-                raise WorkerLost(f"it said {len(inbox)} things of one attempt that nobody has asked for")
-            inbox.put(message)
+                raise WorkerLost(f"it sent {len(inbox)} messages of one attempt without waiting for answers")
+            inbox.put_message(message)
 
-    async def _watch(self, worker: _Worker) -> None:
-        """End a worker that says nothing."""
+    async def _watch_silence(self, worker: WorkerHandle) -> None:
+        """End a worker that sends nothing."""
         limit_s = self._config.worker_stall_s
         while True:
             with waiting("idle"):
@@ -342,6 +347,6 @@ class WorkerBackend(RolloutBackend):
             worker.silent_ticks += 1
             if worker.silent_ticks > _TICKS:
                 raise WorkerLost(
-                    f"it has said nothing for rollout.worker_stall_s = {limit_s}: code that blocks its event "
+                    f"it has sent nothing for rollout.worker_stall_s = {limit_s}: code that blocks its event "
                     "loop, which its log names, must be a plain function, which gets a thread, or await"
                 )

@@ -1,95 +1,190 @@
-"""The worker's half of a session: the conversation. The driver writes its tokens."""
+"""The worker's half of a session: its conversation. The driver writes the tokens."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
-from async_rl.config import RolloutConfig
-from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import WorkerLost
-from async_rl.observability.metrics import Metrics
 from async_rl.rollout.session.conversation import Conversation
-from async_rl.rollout.session.tokens import TokenLog
-from async_rl.rollout.workers.messages import Cut, Grow, Message, Read, Report, Write, Wrote
+from async_rl.rollout.session.tokens import TokenListener, TokenLog, TokenWriter
+from async_rl.rollout.workers.messages import (
+    AppendContext,
+    CancelTurn,
+    Message,
+    OpenBranch,
+    SessionReport,
+    TurnWritten,
+    WriteTurn,
+)
 from async_rl.runtime.supervision import finished
 from async_rl.runtime.waits import waiting
-from async_rl.types import Context, Int32Array, Segment, Task
+from async_rl.types import Context, Int32Array, Segment
 
-_CUT_S: Final = 30.0
-"""So long the driver may take to end a call that nobody wants any more: it has only to close a stream."""
+_CANCEL_S: Final = 30.0
+"""How long the driver may take to end a cancelled engine call: it only has to close a stream."""
 
 
 class WorkerChannel:
-    """One attempt's end of the link: posts for its sessions, and holds what comes for them."""
+    """One attempt's end of the link: posts for its sessions, and hands them the driver's answers."""
 
-    def __init__(self, play: int, post: Callable[[Message], None]) -> None:
-        """For the attempt of a `Play`."""
-        self.play = play
+    def __init__(self, request_id: int, post: Callable[[Message], None]) -> None:
+        """Open the channel of the attempt that a `StartAttempt` began."""
+        self.request_id = request_id
         self.post = post
-        self.sessions: dict[str, WorkerSession] = {}
-        """All that the loop has opened."""
+        self.writers: dict[str, RemoteWriter] = {}
+        """The token writers of all sessions that the loop has opened, by trajectory."""
         self.closed = False
-        """The attempt is no more: nothing will be answered."""
+        """Whether the attempt has ended, so that the driver answers no more."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End the attempt: turns that are being written get no answer."""
         self.closed = True
-        for session in self.sessions.values():
-            session.answer(None)
+        for writer in self.writers.values():
+            writer.receive_turn(None)
 
 
-class WorkerSession(Conversation):
-    """The session of a loop in a worker. It has the same tokens as the driver's half, one turn later."""
+class RemoteWriter(TokenWriter):
+    """Has the driver write the tokens of one trajectory, and keeps a copy that is at most one turn behind."""
 
     def __init__(
         self,
-        task: Task,
         trajectory_id: str,
-        desk: WorkerChannel,
-        *,
-        chat: ChatFormat,
-        rollout: RolloutConfig,
-        metrics: Metrics,
-        clock: Callable[[], float],
+        channel: WorkerChannel,
+        max_tokens: int,
         inherited: Sequence[Segment] = (),
     ) -> None:
-        TokenLog.__init__(
-            self,
-            trajectory_id,
-            chat=chat,
-            rollout=rollout,
-            metrics=metrics,
-            clock=clock,
-            segments=list(inherited),
-        )
-        Conversation.__init__(self, task)
-        self._desk = desk
+        """Start without tokens; a branch starts with the segments that it inherits.
+
+        Args:
+            trajectory_id: Names the trajectory at both ends of the link.
+            channel: The attempt's end of the link.
+            max_tokens: The most tokens of a trajectory.
+            inherited: Segments of a branch, whose tokens `open_branch` copies.
+        """
+        self.trajectory_id = trajectory_id
+        self.tokens = TokenLog(list(inherited), max_tokens)
+        self._channel = channel
+        self._max_tokens = max_tokens
+        self._listener: TokenListener | None = None
         self._answered = asyncio.Event()
-        self._answer: Wrote | None = None
-        desk.sessions[trajectory_id] = self
+        self._answer: TurnWritten | None = None
+        channel.writers[trajectory_id] = self
 
-    def hear(self, token_ids: Int32Array) -> None:
-        """Tokens of the turn that is being written."""
-        if self._growing is not None:
-            self._growing.take(token_ids.tolist())
+    def receive_tokens(self, token_ids: Int32Array) -> None:
+        """Pass on tokens of the turn that is being written."""
+        if self._listener is not None:
+            self._listener.add_tokens(token_ids.tolist())
 
-    def answer(self, wrote: Wrote | None) -> None:
-        """What came of the turn that was asked for; None when nothing will."""
-        self._answer = wrote
+    def receive_turn(self, answer: TurnWritten | None) -> None:
+        """Receive the driver's answer to the turn that was requested; None if there will be none."""
+        self._answer = answer
         self._answered.set()
 
-    def report(self, parts: dict[str, float], *, unscored: bool = False) -> Report:
-        """What the driver does not know of it, at its end.
+    def append_context(self, token_ids: Int32Array) -> None:
+        """Append tokens that the policy did not write, here and in the driver."""
+        self.tokens.append_segment(Context(token_ids=token_ids))
+        self._channel.post(
+            AppendContext(
+                request_id=self._channel.request_id, trajectory_id=self.trajectory_id, token_ids=token_ids
+            )
+        )
+
+    async def write_turn(
+        self, budget: int, stop: Sequence[str], listener: TokenListener | None
+    ) -> Literal["stop", "length"]:
+        """Have the driver write a turn; sampled tokens are kept here too, however the turn ends.
+
+        Raises:
+            AsyncRLError: The error with which the turn failed in the driver.
+            WorkerLost: The driver has ended the attempt.
+        """
+        channel, name = self._channel, self.trajectory_id
+        self._check_channel()
+        self._answered.clear()
+        self._listener = listener
+        channel.post(
+            WriteTurn(
+                request_id=channel.request_id,
+                trajectory_id=name,
+                budget=budget,
+                stop=tuple(stop),
+                streams=listener is not None,
+            )
+        )
+        try:
+            with waiting("turn"):
+                await self._answered.wait()
+        except asyncio.CancelledError:
+            if not self._answered.is_set():
+                channel.post(CancelTurn(request_id=channel.request_id, trajectory_id=name))
+                await finished(self._wait_for_answer(), limit_s=_CANCEL_S)
+            else:
+                self._append_answer()
+            raise
+        self._append_answer()
+        answer = self._answer
+        assert answer is not None, "_append_answer raises without an answer"
+        if answer.error is not None:
+            raise answer.error.error
+        if answer.reason == "cancelled":
+            raise WorkerLost(f"the driver cancelled a turn of {name} that this worker had not cancelled")
+        return answer.reason
+
+    def open_branch(self, trajectory_id: str, *, inherits: bool) -> RemoteWriter:
+        """Open another trajectory of the same attempt, here and in the driver."""
+        channel = self._channel
+        channel.post(
+            OpenBranch(
+                request_id=channel.request_id,
+                parent_id=self.trajectory_id,
+                trajectory_id=trajectory_id,
+                inherits=inherits,
+            )
+        )
+        inherited = self.tokens.segments if inherits else ()
+        other = RemoteWriter(trajectory_id, channel, self._max_tokens, inherited)
+        if inherits:
+            other.tokens.inherit_tokens(self.tokens)
+        return other
+
+    async def _wait_for_answer(self) -> None:
+        with waiting("turn"):
+            await self._answered.wait()
+        self._append_answer()
+
+    def _append_answer(self) -> None:
+        """Append what the driver wrote, so that both halves have the same tokens."""
+        answer, tokens = self._answer, self.tokens
+        if answer is None:
+            self._check_channel()
+            return
+        for segment in answer.segments:
+            tokens.append_segment(segment)
+        tokens.num_interruptions = answer.num_interruptions
+        tokens.num_resumes = answer.num_resumes
+        tokens.num_failovers = answer.num_failovers
+        tokens.engine_s = answer.engine_s
+
+    def _check_channel(self) -> None:
+        if self._channel.closed:
+            raise WorkerLost(f"the driver has ended trajectory {self.trajectory_id}")
+
+
+class WorkerSession(Conversation[RemoteWriter]):
+    """The session of an agent loop that runs in a rollout worker."""
+
+    def report(self, parts: dict[str, float], *, unscored: bool = False) -> SessionReport:
+        """Return what the driver does not know of this session, once it has ended.
 
         Args:
             parts: Its reward.
-            unscored: It comes later, from the completion as it is now.
+            unscored: Whether the reward comes later, from the completion as it is now.
         """
-        self._read_pending()
-        return Report(
-            name=self.trajectory_id,
+        self._append_pending()
+        return SessionReport(
+            trajectory_id=self.trajectory_id,
             stop_reason=self.stop_reason,
             turns=tuple(self._turns),
             num_tool_calls=self.num_tool_calls,
@@ -97,72 +192,4 @@ class WorkerSession(Conversation):
             reward_source=self.reward_source.trajectory_id,
             parts=parts,
             completion=self.completion if unscored else None,
-        )
-
-    # -- who writes the tokens -------------------------------------------------------------------------
-
-    def _read(self, token_ids: Int32Array) -> None:
-        self._append(Context(token_ids=token_ids))
-        self._desk.post(Read(play=self._desk.play, name=self.trajectory_id, token_ids=token_ids))
-
-    async def _write(self, budget: int, stop: Sequence[str]) -> Literal["stop", "length"]:
-        """Have the driver write a turn; what was sampled is kept here too, however it ends."""
-        desk, name = self._desk, self.trajectory_id
-        self._check_desk()
-        self._answered.clear()
-        streams = self._growing is not None
-        desk.post(Write(play=desk.play, name=name, budget=budget, stop=tuple(stop), streams=streams))
-        try:
-            with waiting("turn"):
-                await self._answered.wait()
-        except asyncio.CancelledError:
-            if not self._answered.is_set():
-                desk.post(Cut(play=desk.play, name=name))
-                await finished(self._settled(), limit_s=_CUT_S)
-            else:
-                self._take()
-            raise
-        self._take()
-        wrote = self._answer
-        assert wrote is not None, "a desk that is closed answers nothing, which raises"
-        if wrote.error is not None:
-            raise wrote.error.error
-        if wrote.reason == "cut":
-            raise WorkerLost(f"the driver cut a turn of {name} that nobody had cut here")
-        return wrote.reason
-
-    async def _settled(self) -> None:
-        with waiting("turn"):
-            await self._answered.wait()
-        self._take()
-
-    def _take(self) -> None:
-        """Have the same tokens as the driver's half."""
-        wrote = self._answer
-        if wrote is None:
-            self._check_desk()
-            return
-        for segment in wrote.segments:
-            self._append(segment)
-        self._num_interruptions = wrote.num_interruptions
-        self._num_resumes = wrote.num_resumes
-        self._num_failovers = wrote.num_failovers
-        self._engine_s = wrote.engine_s
-
-    def _check_desk(self) -> None:
-        if self._desk.closed:
-            raise WorkerLost(f"trajectory {self.trajectory_id} has been ended by the driver")
-
-    def _sibling(self, name: str, inherited: tuple[Segment, ...]) -> Self:
-        desk = self._desk
-        desk.post(Grow(play=desk.play, parent=self.trajectory_id, name=name, inherits=bool(inherited)))
-        return type(self)(
-            self.task,
-            name,
-            desk,
-            chat=self._chat,
-            rollout=self._config,
-            metrics=self._metrics,
-            clock=self._clock,
-            inherited=inherited,
         )

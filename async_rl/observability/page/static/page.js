@@ -1,7 +1,7 @@
 // The live page: a snapshot when it opens, then what is new as server-sent events.
-// Whatever a run says (names, errors, tasks) becomes text, never markup; only charts come as markup, from drawing.py.
+// Whatever a run says (names, errors, tasks) becomes text, never markup.
 
-import { readAgain } from "./charts.js";
+import { element, figure, redraw, showSections } from "./charts.js";
 
 const RETRY_MS = 3000;
 const STATES = { moving: "running", quiet: "quiet", overdue: "overdue", stalled: "stalled" };
@@ -11,27 +11,12 @@ function text(id, value) {
   if ($(id).textContent !== value) $(id).textContent = value;
 }
 
-/** An element with text or other elements in it. */
-function element(tag, className, ...children) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  made.append(...children);
-  return made;
-}
-
 function chip(id, label, kind = label) {
   text(id, label);
   $(id).className = `chip ${kind}`;
 }
 
-const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-
-function figure(value) {
-  if (value === null || value === undefined) return "n/a";
-  if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(1);
-  return Math.abs(value) >= 1000 ? whole.format(value) : number.format(value);
-}
 
 function duration(seconds) {
   if (seconds === null) return "";
@@ -59,20 +44,12 @@ function rows(id, all) {
   );
 }
 
-/** A bar beside a number: how much of the busiest engine's load this one has. */
-function load(calls, most) {
-  const NS = "http://www.w3.org/2000/svg";
-  const bar = document.createElementNS(NS, "svg");
-  bar.setAttribute("class", "load");
+/** A bar beside a number: its share of the most. */
+function load(count, most, tone) {
+  const bar = element("progress", `load ${tone}`);
+  bar.max = Math.max(1, most);
+  bar.value = count;
   bar.setAttribute("aria-hidden", "true");
-  for (const [name, width] of [["all", 100], ["some", (100 * calls) / Math.max(1, most)]]) {
-    const rect = document.createElementNS(NS, "rect");
-    rect.setAttribute("class", name);
-    rect.setAttribute("width", `${width}%`);
-    rect.setAttribute("height", "100%");
-    rect.setAttribute("rx", "3");
-    bar.append(rect);
-  }
   return bar;
 }
 
@@ -90,7 +67,11 @@ function showNow(now) {
   if (stalled) text("alarm-text", now.report);
   chip("moving", now.state);
   text("report", now.report);
-  if (now.flow) $("flow").innerHTML = now.flow;
+  const dispatched = now.stages.reduce((sum, stage) => sum + stage.count, 0);
+  text("dispatched", dispatched ? `${whole.format(dispatched)} dispatched` : "nothing is dispatched yet");
+  rows("stages", now.stages.map((stage) => [
+    [stage.label, "text"], load(stage.count, dispatched, `t${stage.tone}`), [whole.format(stage.count), "n"], [stage.share, "n"],
+  ]));
 
   const most = Math.max(...now.engines.map((engine) => engine.calls), 0);
   text("engines-states", Object.entries(now.engines_by_state).map(([state, count]) => `${count} ${state}`).join(", "));
@@ -98,7 +79,7 @@ function showNow(now) {
     element("code", "", engine.engine_id),
     element("span", `chip ${engine.state}`, engine.state),
     [engine.weight_version < 0 ? "none" : String(engine.weight_version), "n"],
-    element("span", "load-cell", load(engine.calls, most),
+    element("span", "load-cell", load(engine.calls, most, "t1"),
       `${engine.calls} ${engine.calls === 1 ? "call" : "calls"}`,
       engine.prefill_tokens ? `, ${whole.format(engine.prefill_tokens)} to prefill` : ""),
   ]));
@@ -126,17 +107,7 @@ function showSteps(steps) {
     value.id = `tile-${tile.name}`;
     return element("div", "tile", element("h2", "", tile.label), value, element("p", "note", tile.note));
   }));
-  $("charts").replaceChildren(...steps.sections.map((section) => {
-    const charts = element("div", "charts");
-    charts.innerHTML = section.charts.join("");
-    const title = element("h2", "", section.title);
-    title.id = `title-${section.name}`;
-    const card = element("section", "card", title, charts);
-    card.id = `section-${section.name}`;
-    card.setAttribute("aria-labelledby", title.id);
-    return card;
-  }));
-  readAgain();
+  showSections($("charts"), steps.sections);
   rows("recent", steps.recent.map((row) => [
     [String(row.step), "n"], ...[row.reward, row.ppo_kl, row.staleness_p95, row.tokens_per_s, row.wait_s, row.step_s, row.sync_s]
       .map((value) => [figure(value), "n"]),
@@ -190,6 +161,7 @@ function theme(name) {
   text("theme", THEMES[name]);
   $("theme").setAttribute("aria-label", `Colours: ${name}`);
   localStorage.setItem("theme", name);
+  redraw();
 }
 
 $("theme").addEventListener("click", () => {

@@ -1,7 +1,7 @@
-"""A folder of whole weights on an engine's host that follows the trainer's by deltas.
+"""A folder of whole weights on an engine's host that is brought from version to version by deltas.
 
-The next version is made beside the one that is held, and takes its name when every tensor of it sums to what
-the trainer has. It lies in memory (`weights.local_dir`), from where an engine loads as from any other folder.
+The next version is written beside the current one, and replaces it when the sum over each of its tensors
+equals the trainer's. The folder is in memory (`weights.local_dir`); engines load from it as from any other.
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ import numpy as np
 from async_rl.weights.delta import Change, DeltaHeader, DeltaRefused, Raw, decode, read_header
 
 
-class Follower:
-    """A folder of whole weights on this host, brought from version to version; from any thread.
+class WeightFolder:
+    """A folder of whole weights on this host. Can be used from any thread.
 
     Example:
-        >>> follower = Follower(Path("/dev/shm/weights"))
-        >>> follower.hold("/shared/version_4", 4)
+        >>> folder = WeightFolder(Path("/dev/shm/weights"))
+        >>> folder.copy_version("/shared/version_4", 4)
         '/dev/shm/weights/version_4'
-        >>> follower.apply("/shared/delta_5")
+        >>> folder.apply_delta("/shared/delta_5")
         '/dev/shm/weights/version_5'
     """
 
     def __init__(self, root: Path) -> None:
-        """Hold nothing yet; what an earlier life left under `root` is removed."""
+        """Start empty; what an earlier incarnation left under `root` is removed."""
         self._root = root
         self._held: tuple[int, Path] | None = None
         self._lock = threading.Lock()
-        self.clear()
+        self.clear_folder()
 
-    def hold(self, path: str, version: int) -> str:
+    def copy_version(self, path: str, version: int) -> str:
         """Copy a folder of whole weights here.
 
         Returns:
-            Where it is now.
+            The path of the copy.
 
         Raises:
-            DeltaRefused: When there is no room.
+            DeltaRefused: When there is not enough space.
         """
         with self._lock:
-            self.clear()
+            self.clear_folder()
             try:
-                return self._put(Path(path), version, None)
+                return self._write_version(Path(path), version, None)
             except OSError as error:
-                self.clear()
+                self.clear_folder()
                 raise DeltaRefused(f"cannot copy {path} to {self._root}: {error}", "failed") from error
 
-    def apply(self, path: str) -> str:
-        """Make the next version of what is held.
+    def apply_delta(self, path: str) -> str:
+        """Create the next version from the current one.
 
         Returns:
-            Its folder; the one before is gone.
+            The path of the new version, which replaces the current one.
 
         Raises:
-            DeltaRefused: When it is not what the delta is of, the file is damaged or there is no room. What
-                was held stays.
+            DeltaRefused: When the delta is of another version, the file is damaged or there is not enough
+                space. The current version stays.
         """
         with self._lock:
             try:
@@ -71,16 +71,16 @@ class Follower:
                 if self._held is None or self._held[0] != header.base:
                     held = "nothing" if self._held is None else f"version {self._held[0]}"
                     raise DeltaRefused(f"{path} is of version {header.base}; held is {held}", "base")
-                return self._put(self._held[1], header.version, (header, data))
+                return self._write_version(self._held[1], header.version, (header, data))
             except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
                 raise DeltaRefused(f"cannot apply {path} in {self._root}: {error}", "failed") from error
 
-    def clear(self) -> None:
-        """Give the memory back."""
+    def clear_folder(self) -> None:
+        """Remove all versions, which frees the memory."""
         self._held = None
         shutil.rmtree(self._root, ignore_errors=True)
 
-    def _put(self, source: Path, version: int, delta: tuple[DeltaHeader, Raw] | None) -> str:
+    def _write_version(self, source: Path, version: int, delta: tuple[DeltaHeader, Raw] | None) -> str:
         final = self._root / f"version_{version}"
         scratch = self._root / f".version_{version}.tmp"
         shutil.rmtree(scratch, ignore_errors=True)
@@ -103,7 +103,8 @@ def patch(folder: Path, header: DeltaHeader, data: Raw) -> None:
     """Change the safetensors of a folder in place.
 
     Raises:
-        DeltaRefused: When they are not the base, or the result is not the trainer's; some are changed then.
+        DeltaRefused: When they are not the base of the delta, or the result differs from the trainer's; some
+            tensors are changed then.
     """
     missing = {change.name: change for change in header.changes}
     for path in sorted(folder.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""Whose turn it is on shared devices: what may follow what, and who waits for whom."""
+"""The time-sharing phases of shared devices: which may follow which, and what waits for what."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import get_args
 
 import pytest
 
-from async_rl.engines.device_phases import DevicePhases, Turn
+from async_rl.engines.device_phases import DevicePhases, Phase
 from async_rl.errors import InvariantError
 from async_rl.simulation.virtual_time import in_virtual_time
 
-WAY_TO: dict[Turn, tuple[Turn, ...]] = {
+WAY_TO: dict[Phase, tuple[Phase, ...]] = {
     "engines": (),
     "to trainer": ("to trainer",),
     "trainer": ("to trainer", "trainer"),
@@ -28,48 +28,46 @@ MAY_FOLLOW = {
 }
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(get_args(Turn), repeat=2)))
-def test_a_turn_follows_only_where_nobody_is_left_holding_what_another_takes(
-    before: Turn, after: Turn
-) -> None:
-    turns = DevicePhases()
-    for turn in WAY_TO[before]:
-        turns.move(turn)
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(get_args(Phase), repeat=2)))
+def test_a_phase_follows_only_where_no_side_holds_what_the_other_takes(before: Phase, after: Phase) -> None:
+    phases = DevicePhases()
+    for phase in WAY_TO[before]:
+        phases.enter_phase(phase)
     if (before, after) in MAY_FOLLOW:
-        turns.move(after)
-        assert turns.turn == after
+        phases.enter_phase(after)
+        assert phases.phase == after
     else:
         with pytest.raises(InvariantError, match=f"'{after}' does not follow '{before}'"):
-            turns.move(after)
-        assert turns.turn == before
+            phases.enter_phase(after)
+        assert phases.phase == before
 
 
 @in_virtual_time
-async def test_a_guest_waits_for_the_engines_turn() -> None:
-    turns, order = DevicePhases(), list[str]()
+async def test_a_lease_holder_waits_for_the_engines_phase() -> None:
+    phases, order = DevicePhases(), list[str]()
 
     async def start_an_engine() -> None:
-        async with turns.guest():
+        async with phases.lease_engines():
             order.append("engine")
 
-    turns.move("to trainer")
-    turns.move("trainer")
+    phases.enter_phase("to trainer")
+    phases.enter_phase("trainer")
     async with asyncio.TaskGroup() as group:
         group.create_task(start_an_engine())
         await asyncio.sleep(100.0)
         order.append("trained")
-        turns.move("to engines")
-        turns.move("engines")
+        phases.enter_phase("to engines")
+        phases.enter_phase("engines")
     assert order == ["trained", "engine"]
 
 
 @in_virtual_time
 @pytest.mark.parametrize("ends", ["well", "by an error"])
-async def test_the_trainer_waits_for_the_guests_that_are_there(ends: str) -> None:
-    turns, order = DevicePhases(), list[str]()
+async def test_the_trainer_waits_for_the_lease_holders(ends: str) -> None:
+    phases, order = DevicePhases(), list[str]()
 
     async def start_an_engine(seconds: float) -> None:
-        async with turns.guest():
+        async with phases.lease_engines():
             await asyncio.sleep(seconds)
             order.append(f"engine after {seconds:.0f} s")
             if ends == "by an error":
@@ -79,12 +77,12 @@ async def test_the_trainer_waits_for_the_guests_that_are_there(ends: str) -> Non
         for seconds in (5.0, 9.0):
             group.create_task(_caught(start_an_engine(seconds)))
         await asyncio.sleep(1.0)
-        turns.move("to trainer")
+        phases.enter_phase("to trainer")
         late = group.create_task(_caught(start_an_engine(0.0)))
-        with pytest.raises(InvariantError, match="2 guests"):
-            turns.move("trainer")
-        await turns.without_guests()
-        turns.move("trainer")
+        with pytest.raises(InvariantError, match="2 lease holders"):
+            phases.enter_phase("trainer")
+        await phases.wait_for_lease_holders()
+        phases.enter_phase("trainer")
         order.append("trainer")
         late.cancel()
     assert order == ["engine after 5 s", "engine after 9 s", "trainer"]
@@ -98,17 +96,17 @@ async def _caught(starting: object) -> None:
 
 
 @in_virtual_time
-async def test_the_end_of_the_engines_turn_is_heard_while_guests_are_left() -> None:
-    turns, order = DevicePhases(), list[str]()
+async def test_the_end_of_the_engines_phase_is_seen_while_lease_holders_are_left() -> None:
+    phases, order = DevicePhases(), list[str]()
 
     async def evaluate() -> None:
-        async with turns.guest():
-            await turns.end_of_engines()
+        async with phases.lease_engines():
+            await phases.wait_for_engines_phase_end()
             order.append("heard")
 
     async def hand_over() -> None:
-        turns.move("to trainer")
-        await turns.without_guests()
+        phases.enter_phase("to trainer")
+        await phases.wait_for_lease_holders()
         order.append("handed over")
 
     async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""`weights.transport: delta`: what brings a version into a folder on each engine's host.
+"""`weights.transport: delta`: delivers each version to a folder on each engine's host.
 
 ```
  trainer ─ publish ─► delta_n ─► each host: version n-1 ─► version n       its engine loads that
@@ -24,19 +24,19 @@ from async_rl.weights.delta import DeltaRefused, Refusal
 log = logging.getLogger(__name__)
 
 
-class LocalFolder(Protocol):
-    """A `Follower` on an engine's host."""
+class HostFolder(Protocol):
+    """A `WeightFolder` on an engine's host."""
 
-    async def hold(self, path: str, version: int) -> str:
-        """See `Follower.hold`."""
+    async def copy_version(self, path: str, version: int) -> str:
+        """See `WeightFolder.copy_version`."""
         ...
 
-    async def apply(self, path: str) -> str:
-        """See `Follower.apply`."""
+    async def apply_delta(self, path: str) -> str:
+        """See `WeightFolder.apply_delta`."""
         ...
 
 
-class LocalWeights:
+class DeltaDelivery:
     """Delivers one version after the other to the hosts of engines."""
 
     def __init__(
@@ -46,44 +46,44 @@ class LocalWeights:
         trainer: Trainer,
         directory: Path,
         metrics: Metrics,
-        folder_of: Callable[[str], LocalFolder | None],
-        whole: Callable[[int], Awaitable[Path]],
+        folder_of: Callable[[str], HostFolder | None],
+        ensure_files: Callable[[int], Awaitable[Path]],
     ) -> None:
         """Deliver nothing yet.
 
         Args:
-            config: How often whole versions go out, and how long one delivery may take.
+            config: How often whole versions are sent, and how long one delivery may take.
             trainer: Writes deltas.
-            directory: Where.
-            metrics: Fallbacks are counted there.
-            folder_of: The folder of an engine's host, by engine; None where nobody keeps one.
-            whole: Publishes whole files of a version unless they are there. Not called twice at a time.
+            directory: Folder for the deltas.
+            metrics: Counts fallbacks to whole versions.
+            folder_of: Returns the folder on an engine's host, by engine; None where the host has none.
+            ensure_files: Publishes whole files of a version unless they exist. Not called concurrently.
         """
         self._config = config
         self._trainer = trainer
         self._directory = directory
         self._metrics = metrics
         self._folder_of = folder_of
-        self._whole = whole
+        self._ensure_files = ensure_files
         self._lock = NamedLock("publish")
-        self._last: int | None = None
-        """The version that hosts have."""
-        self._deltas = 0
-        """Since the last whole version."""
+        self._last_version: int | None = None
+        """The version that the hosts have."""
+        self._num_deltas = 0
+        """Deltas since the last whole version."""
         self._path: Path | None = None
 
-    async def publish(self, version: int) -> None:
-        """Write the delta of a version, unless it is to go out whole."""
-        whole = self._deltas >= self._config.full_every
-        path, base = self._directory / f"delta_{version}", None if whole else self._last
+    async def publish_delta(self, version: int) -> None:
+        """Let the trainer write the delta of a version, unless it is due to be sent whole."""
+        whole = self._num_deltas >= self._config.full_every
+        path, base = self._directory / f"delta_{version}", None if whole else self._last_version
         with waiting("publish", f"delta of version {version}"):
             written = await self._trainer.publish_delta(str(path), base, version)
-        self._last = version
+        self._last_version = version
         self._path = path if written else None
-        self._deltas = self._deltas + 1 if written else 0
+        self._num_deltas = self._num_deltas + 1 if written else 0
 
-    async def bring(self, engine_id: str, version: int) -> str:
-        """Bring the published version to an engine's host, as a delta or else whole.
+    async def deliver_version(self, engine_id: str, version: int) -> str:
+        """Deliver the published version to an engine's host, as a delta or else whole.
 
         Returns:
             The folder to load.
@@ -93,29 +93,29 @@ class LocalWeights:
         """
         folder = self._folder_of(engine_id)
         if folder is None:
-            self._fall_back(engine_id, "no_actor", "nobody on its host keeps a folder")
-            return await self._whole_path(version)
+            self._record_fallback(engine_id, "no_actor", "its host has no folder for weights")
+            return await self._publish_whole(version)
         if self._path is not None:
             try:
-                return await self._bounded(engine_id, folder.apply(str(self._path)))
+                return await self._bounded(engine_id, folder.apply_delta(str(self._path)))
             except DeltaRefused as error:
-                self._fall_back(engine_id, error.reason, str(error))
-        path = await self._whole_path(version)
+                self._record_fallback(engine_id, error.reason, str(error))
+        path = await self._publish_whole(version)
         try:
-            return await self._bounded(engine_id, folder.hold(path, version))
+            return await self._bounded(engine_id, folder.copy_version(path, version))
         except DeltaRefused as error:
-            self._fall_back(engine_id, error.reason, str(error))
+            self._record_fallback(engine_id, error.reason, str(error))
             return path
 
-    async def clear_away(self) -> None:
-        """Remove the delta, which nobody reads any more."""
+    async def remove_delta(self) -> None:
+        """Remove the delta once every host has read it."""
         if self._path is not None:
             await asyncio.to_thread(self._path.unlink, missing_ok=True)
             self._path = None
 
-    async def _whole_path(self, version: int) -> str:
+    async def _publish_whole(self, version: int) -> str:
         async with self._lock:
-            return str(await self._whole(version))
+            return str(await self._ensure_files(version))
 
     async def _bounded(self, engine_id: str, call: Awaitable[str]) -> str:
         limit_s = self._config.timeout_s
@@ -129,6 +129,6 @@ class LocalWeights:
         except EngineError as error:
             raise DeltaRefused(str(error), "failed") from error
 
-    def _fall_back(self, engine_id: str, reason: Refusal, why: str) -> None:
+    def _record_fallback(self, engine_id: str, reason: Refusal, why: str) -> None:
         self._metrics.weight_delta_fallbacks_total.labels(reason).inc()
         log.warning("engine %s loads whole weights in place of a delta: %s", engine_id, why)

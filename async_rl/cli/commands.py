@@ -1,0 +1,430 @@
+"""The commands of `async-rl`: their arguments, their help texts, and what they start.
+
+`--help` imports this module and must answer at once, so nothing heavy is imported at its top: each command
+imports what it needs when it runs. To add a command, write `_add_NAME_options` and `_run_NAME`, and append a
+`Command` to `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Command(NamedTuple):
+    """One subcommand.
+
+    Example:
+        >>> GREET = Command("greet", "say hello", "Says it on stdout.", add_options, run)
+    """
+
+    name: str
+    summary: str
+    """One line in `async-rl --help`, without a capital and a full stop."""
+    details: str
+    """Sentences after it in `async-rl NAME --help`."""
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    """Takes the parsed options and returns the exit code; `main` prints `AsyncRLError`s."""
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments `config` and `overrides`, for `load_config(parsed.config, parsed.overrides)`."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; see docs/reference/config.md")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="dotted.key=value",
+        help="changes to the config; values are YAML, for example rollout.max_staleness=2",
+    )
+
+
+# -- train, check, sft ------------------------------------------------------------------------------------
+
+
+def _run_train(parsed: argparse.Namespace) -> int:
+    from async_rl.cli.train import train
+
+    return train(parsed.config, parsed.overrides)
+
+
+def _run_check(parsed: argparse.Namespace) -> int:
+    from async_rl.config import load_config
+    from async_rl.config.reference import resolved_yaml
+    from async_rl.run.preflight import check, check_trainer
+
+    config = load_config(parsed.config, parsed.overrides)
+    check_trainer(config, config.trainer.worker, "trainer.worker")
+    findings = check(config)
+    sys.stdout.write(resolved_yaml(config))
+    for finding in findings:
+        print(f"# {finding}")
+    return 0
+
+
+def _run_sft(parsed: argparse.Namespace) -> int:
+    from async_rl.sft.sft_run import sft
+
+    return sft(parsed.config, parsed.overrides)
+
+
+# -- new-loop ---------------------------------------------------------------------------------------------
+
+
+def _add_new_loop_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="name of the folder and Python package, such as my_loop")
+    parser.add_argument(
+        "--dir", type=Path, default=Path(), metavar="D", help="its parent folder; default: the current one"
+    )
+
+
+def _run_new_loop(parsed: argparse.Namespace) -> int:
+    from async_rl.cli.new_loop import new_loop
+
+    folder = new_loop(parsed.name, parsed.dir)
+    where = "" if parsed.dir == Path() else f"cd {parsed.dir}\n"
+    print(
+        f"wrote {folder}; next:\n\n{where}"
+        f"pytest {parsed.name}\n"
+        f"async-rl rollout {parsed.name}/config.yaml --n 3 model.path=FOLDER_OF_A_MODEL"
+    )
+    return 0
+
+
+# -- plan -------------------------------------------------------------------------------------------------
+
+_WORKLOAD_FLAGS = (
+    ("prompt-tokens", int, "tokens of a prompt"),
+    ("mean-tokens", float, "mean of a lognormal answer before it is cut; default: a quarter of the longest"),
+    ("sigma", float, "standard deviation of its logarithm; 0 makes all answers equal"),
+    ("max-tokens", int, "longest answer; default: rollout.max_new_tokens for each turn"),
+    ("turns", int, "turns of an answer"),
+    ("tool-tokens", int, "tokens read between two turns"),
+    ("tool-s", float, "seconds between two turns"),
+    ("decode-base-s", float, "seconds of a decode step, beside ..."),
+    ("decode-per-call-s", float, "... these for each running call"),
+    ("prefill-tokens-per-s", float, "prefill speed of an engine"),
+    ("sync-s", float, "pause of an engine in a weight update, seconds"),
+    ("publish-s", float, "seconds in which the trainer writes weights while engines continue"),
+    ("snapshot-s", float, "seconds in which the trainer pauses to copy them (weights.overlap)"),
+    ("train-tokens-per-s", float, "trainer speed; default: 0.9 of a batch's fluid generation time a step"),
+    ("train-base-s", float, "seconds of a trainer step of any size"),
+    (
+        "routing-row-bytes",
+        int,
+        "bytes of one token's routing; default: computed from model.path, if it exists",
+    ),
+)
+"""Flags that are fields of `simulation.workload.Workload`."""
+
+_SIMULATION_FLAGS = (
+    ("versions", "steps that are measured"),
+    ("warmup", "steps before them"),
+    ("seed", "seed of the lengths"),
+    ("coarsen", "real trajectories that one simulated one stands for"),
+)
+"""Flags that are fields of `simulation.planned_job.PlannedRun`."""
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--engines", nargs="+", type=int, default=[], metavar="N", help="numbers of engines to compare"
+    )
+    parser.add_argument("--grow", action="store_true", help="batch and trainer grow with the engines")
+    parser.add_argument(
+        "--from", dest="run_dir", type=Path, metavar="RUN_DIR", help="take figures from a past run's folder"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    for flag, kind, text in _WORKLOAD_FLAGS:
+        parser.add_argument(f"--{flag}", type=kind, help=text)
+    for flag, text in _SIMULATION_FLAGS:
+        parser.add_argument(f"--{flag}", type=int, help=text)
+
+
+def _run_plan(parsed: argparse.Namespace) -> int:
+    from async_rl.cli.plan import plan
+
+    def given(flags: Iterable[str]) -> dict[str, Any]:
+        values = ((name, getattr(parsed, name)) for name in (flag.replace("-", "_") for flag in flags))
+        return {name: value for name, value in values if value is not None}
+
+    return plan(
+        parsed.config,
+        parsed.overrides,
+        engines=parsed.engines,
+        grow=parsed.grow,
+        run_dir=parsed.run_dir,
+        figures=given(flag for flag, *_ in _WORKLOAD_FLAGS),
+        simulation=given(flag for flag, _ in _SIMULATION_FLAGS),
+        as_json=parsed.json,
+    )
+
+
+# -- rollout, evaluate, inspect ---------------------------------------------------------------------------
+
+
+def _add_rollout_options(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--n", type=int, default=5, metavar="N", help="trajectories; default: 5")
+    parser.add_argument(
+        "--task", metavar="ID", help="run all of them on this task; default: each on the next task"
+    )
+    parser.add_argument("--special", action="store_true", help="show special tokens")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each trajectory")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write these lines into a file (.jsonl)")
+
+
+def _run_rollout(parsed: argparse.Namespace) -> int:
+    from async_rl.cli.inspection.try_out import rollout
+
+    return rollout(
+        parsed.config,
+        parsed.overrides,
+        number=parsed.n,
+        task_id=parsed.task,
+        special=parsed.special,
+        as_json=parsed.json,
+        save=parsed.save,
+    )
+
+
+def _add_evaluate_options(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="Hugging Face folder; default: model.path of the config"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="keep the record and the answers, for async-rl inspect"
+    )
+    parser.add_argument("--json", action="store_true", help="print the record as JSON")
+
+
+def _run_evaluate(parsed: argparse.Namespace) -> int:
+    from async_rl.cli.evaluate import evaluate
+
+    return evaluate(parsed.config, parsed.overrides, model=parsed.model, out=parsed.out, as_json=parsed.json)
+
+
+def _add_inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, or its name in runs/")
+    parser.add_argument(
+        "trajectory", nargs="?", metavar="TRAJECTORY", help="an id or its beginning; without, a table"
+    )
+    table = parser.add_argument_group("the table")
+    table.add_argument("--status", choices=("ended", "queued", "trained", "dropped", "failed"))
+    table.add_argument("--reason", metavar="TEXT", help="the reason or error contains this text")
+    table.add_argument("--task", metavar="ID", help="trajectories of this task")
+    table.add_argument("--min-reward", type=float, metavar="X")
+    table.add_argument("--max-reward", type=float, metavar="X")
+    table.add_argument(
+        "--sort",
+        choices=("newest", "longest", "most-interrupted", "reward", "slowest"),
+        default="newest",
+        help="reward has the worst first; default: newest",
+    )
+    table.add_argument("--limit", type=int, default=20, metavar="N", help="most lines; 0 for all")
+    parser.add_argument("--special", action="store_true", help="show special tokens")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run_inspect(parsed: argparse.Namespace) -> int:
+    from async_rl.cli.inspection.browse import Filter, inspect
+
+    return inspect(
+        parsed.run,
+        parsed.trajectory,
+        chosen=Filter(
+            status=parsed.status,
+            reason=parsed.reason,
+            task=parsed.task,
+            min_reward=parsed.min_reward,
+            max_reward=parsed.max_reward,
+        ),
+        order=parsed.sort,
+        limit=parsed.limit,
+        special=parsed.special,
+        as_json=parsed.json,
+    )
+
+
+# -- report, export, doctor, schema -----------------------------------------------------------------------
+
+
+def _add_report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run's folder")
+
+
+def _run_report(parsed: argparse.Namespace) -> int:
+    from async_rl.observability.page.html_report import write_report
+
+    print(write_report(parsed.run_dir, parsed.out))
+    return 0
+
+
+def _add_export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="a checkpoint, or a run's folder: its newest complete one",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to create")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="folder with config and tokenizer; default: model.path of the run",
+    )
+    parser.add_argument(
+        "--max-shard-bytes", type=int, metavar="N", help="size of a safetensors file; default: 4 GiB"
+    )
+
+
+def _run_export(parsed: argparse.Namespace) -> int:
+    from async_rl.runtime.loading import load_object
+
+    # By its dotted path: no module of this package imports the trainer.
+    export = load_object("trainer.checkpoints.hf_export:export_checkpoint", what="exporter")
+    done = export(parsed.checkpoint, parsed.out, model=parsed.model, max_shard_bytes=parsed.max_shard_bytes)
+    for flaw in done.passed_over:
+        print(f"skipped: {flaw}")
+    print(f"{parsed.out}: the weights of step {done.step}, from {done.checkpoint}")
+    return 0
+
+
+def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="URL|RUN_DIR", help="the job's metrics URL, or its run folder")
+
+
+def _run_doctor(parsed: argparse.Namespace) -> int:
+    from async_rl.observability.discovery import ask_health
+
+    text, code = ask_health(parsed.job)
+    print(text)
+    return code
+
+
+def _add_schema_options(parser: argparse.ArgumentParser) -> None:
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--markdown", action="store_true", help="as the tables of docs/reference/config.md instead of JSON"
+    )
+    shown.add_argument(
+        "--metrics", action="store_true", help="every metric, as the page docs/reference/metrics.md"
+    )
+
+
+def _run_schema(parsed: argparse.Namespace) -> int:
+    if parsed.metrics:
+        from async_rl.cli import metrics_reference
+
+        sys.stdout.write(metrics_reference.markdown())
+        return 0
+    from async_rl.config import reference
+
+    sys.stdout.write(reference.markdown() if parsed.markdown else reference.json_schema())
+    return 0
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        "new-loop",
+        "write a starting point for an agent loop",
+        "Creates a folder with a loop, a tool, a reward, a dataset, a config and passing tests.",
+        _add_new_loop_options,
+        _run_new_loop,
+    ),
+    Command(
+        "sft",
+        "train on conversations (supervised), or continue that",
+        "Reads the section `sft` of the config; layout, memory and checkpoints are those of `trainer`. "
+        "Writes a Hugging Face folder, for model.path of `async-rl train`. The first Ctrl-C writes a "
+        "checkpoint.",
+        _add_config,
+        _run_sft,
+    ),
+    Command(
+        "train",
+        "run a config to its end, or continue it",
+        "The run's files are in <run.dir>/<run.name>. The first Ctrl-C lets running work end and writes "
+        "a checkpoint, the second aborts.",
+        _add_config,
+        _run_train,
+    ),
+    Command(
+        "check",
+        "say whether a config can work; start nothing",
+        "Checks the config, the model's folder, every row of the dataset and all dotted paths, and "
+        "prints the resolved config with the bounds that follow from it.",
+        _add_config,
+        _run_check,
+    ),
+    Command(
+        "plan",
+        "simulate a config's job and say what to expect of it",
+        "Runs the scheduler in virtual time: throughput, idle shares, staleness, memory and the "
+        "bottleneck, before there is a machine. Needs neither model nor data; see docs/guide/scaling-up.md.",
+        _add_plan_options,
+        _run_plan,
+    ),
+    Command(
+        "rollout",
+        "try a config's agent loop without training",
+        "Starts one engine as the config says, or takes engine.urls or the simulated engine, runs the loop "
+        "on the first tasks and shows the trajectories as they end. Exit code 1 when one failed.",
+        _add_rollout_options,
+        _run_rollout,
+    ),
+    Command(
+        "evaluate",
+        "answer a config's validation sets with any model",
+        "Starts one engine as the config says, or takes engine.urls or the simulated engine, has every task "
+        "of data.validation answered evaluation.samples times, and shows reward and pass@k with intervals.",
+        _add_evaluate_options,
+        _run_evaluate,
+    ),
+    Command(
+        "inspect",
+        "show trajectories of a run",
+        "A table of the newest finished ones, or one in full: its segments with engine and weight version, "
+        "interruptions, routing, log-probs, reward and history. Reads only; the run may be running.",
+        _add_inspect_options,
+        _run_inspect,
+    ),
+    Command(
+        "report",
+        "write a run down as one HTML file with its curves",
+        "Works for running, finished and crashed runs. The file needs nothing else: no server, no network.",
+        _add_report_options,
+        _run_report,
+    ),
+    Command(
+        "export",
+        "write a checkpoint's weights as a Hugging Face folder",
+        "Safetensors with config and tokenizer, for transformers, SGLang or model.path. One process reads a "
+        "checkpoint of any layout, also of a running run; it needs memory for the weights alone.",
+        _add_export_options,
+        _run_export,
+    ),
+    Command(
+        "doctor",
+        "say what a running job waits for",
+        "Prints the chain of waits from the train loop to its likely cause; exit code 4 if it is stalled.",
+        _add_doctor_options,
+        _run_doctor,
+    ),
+    Command(
+        "schema",
+        "print every setting, or every metric",
+        "Prints a JSON schema of the settings, for editors, unless an option selects another format.",
+        _add_schema_options,
+        _run_schema,
+    ),
+)
+"""In the order of `async-rl --help`, which is that of a day's work."""

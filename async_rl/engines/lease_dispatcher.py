@@ -1,0 +1,212 @@
+"""Gives calls to engines: which engine serves a call, and in which order calls wait for one.
+
+```
+ lease(trajectory) ─► an engine below its load bound? ──yes──► Lease
+                        └ no ─► waiting line, smallest key first ─► admitted when an engine has capacity
+```
+
+Calls are given only to engines that serve a verified weight version; `balancing` chooses between them. Each
+trajectory has a sticky engine, the one of its last call, because its prefix is cached there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Final
+
+from async_rl.engines.balancing import Balancer
+from async_rl.engines.lease import (
+    CachedPrefix,
+    EngineFailureListener,
+    EngineSlot,
+    EngineState,
+    Lease,
+    Recomputed,
+)
+from async_rl.observability.metrics import Metrics
+from async_rl.runtime.waits import waiting
+
+_MAX_CACHED_PREFIXES: Final = 65536
+"""Remembered sticky engines; the oldest are forgotten first, which costs a prefix-cache hit, no more."""
+
+_NAMED_STATES: Final = 8
+"""Engines listed by name in the reason for which a call waits; more engines are counted by state."""
+
+
+class LeaseDispatcher:
+    """Dispatches the calls of all trajectories to the engines of a pool."""
+
+    def __init__(
+        self,
+        slots: Mapping[str, EngineSlot],
+        balancer: Balancer,
+        failures: EngineFailureListener,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        """Start without calls.
+
+        Args:
+            slots: The engines of the pool by id; the pool adds and removes them.
+            balancer: The loads of the same engines; the pool says which of them serve.
+            failures: Notified of engines and calls that fail.
+            metrics: Waiting times, running calls and recomputed tokens.
+            clock: Monotonic seconds.
+        """
+        self._slots = slots
+        self._balancer = balancer
+        self._failures = failures
+        self._metrics = metrics
+        self._clock = clock
+        self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
+        self._num_asked = self._num_placed = 0
+        self._waiting_line: list[tuple[str, int, Lease, asyncio.Future[None]]] = []
+
+    @asynccontextmanager
+    async def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AsyncIterator[Lease]:
+        """Wait for an engine and reserve capacity on it.
+
+        Args:
+            key: Trajectory id. Calls of one trajectory prefer one engine. The smallest key is admitted first:
+                ids that grow with time let the oldest trajectory in first.
+            tokens: Tokens that the call holds on the engine at most, prompt and answer.
+            prompt: Of these, tokens of the prompt.
+        """
+        lease = Lease(self, self._failures, self._clock, key, tokens, prompt, self._cached_prefixes.get(key))
+        self._num_asked += 1
+        if self._waiting_line or not self._place_lease(lease):
+            await self._wait_for_engine(lease)
+        try:
+            yield lease
+        finally:
+            self._end_lease(lease)
+
+    def admit_waiting(self) -> None:
+        """Give engines to the calls that wait, in order, until one finds no capacity."""
+        while self._waiting_line:
+            *_, lease, admitted = self._waiting_line[0]
+            if not admitted.done():
+                if not self._place_lease(lease):
+                    return
+                admitted.set_result(None)
+            heapq.heappop(self._waiting_line)
+
+    def share_cached_prefix(self, key: str, other: str) -> None:
+        """Make the trajectory `other` prefer the engine of `key`, because it begins with the same tokens."""
+        if (prefix := self._cached_prefixes.get(key)) is not None:
+            self._cached_prefixes[other] = prefix
+
+    def forget_trajectory(self, key: str) -> None:
+        """Forget the sticky engine of a trajectory that has ended."""
+        self._cached_prefixes.pop(key, None)
+
+    def drop_silent_call(self, engine_id: str, why: str) -> None:
+        """End the call of an engine that has been silent longest; its session continues with its tokens."""
+        for call in [*self._slots[engine_id].streaming][:1]:
+            call.drop(why)
+
+    def drop_overtaken_call(self, engine_id: str, why: str) -> None:
+        """End the oldest call of an engine that has not received a token."""
+        for call in [*self._slots[engine_id].prefilling][:1]:
+            call.drop(why)
+
+    # -- what leases report -------------------------------------------------------------------------------
+
+    def record_first_token(self, lease: Lease, waited_s: float) -> None:
+        """Implements `LeaseListener.record_first_token`."""
+        engine_id = lease.engine.engine_id
+        if self._slots.get(engine_id) is lease.slot:
+            self._balancer.end_prefill(engine_id, lease.prefill_tokens)
+        kind = "new" if lease.cached_prefix is None else "again" if lease.cause is not None else "next"
+        self._metrics.first_token_seconds.labels(kind).observe(waited_s)
+        self.admit_waiting()
+
+    def record_recomputed_tokens(self, tokens: int, cause: Recomputed) -> None:
+        """Implements `LeaseListener.record_recomputed_tokens`."""
+        self._metrics.prefilled_again_tokens_total.labels(cause).inc(tokens)
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    async def _wait_for_engine(self, lease: Lease) -> None:
+        """Wait in line; the line advances when an engine serves, a call has its first token, or one ends."""
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting_line, (lease.key, self._num_asked, lease, admitted))
+        self.admit_waiting()
+        try:
+            with waiting("engine", why=self._describe_states):
+                await admitted
+        except BaseException:
+            if lease.placed:  # cancelled at the moment it was admitted
+                self._end_lease(lease)
+            else:
+                admitted.cancel()
+            raise
+        self._metrics.stage_wait_seconds.labels("engine").observe(self._clock() - lease.asked_s)
+
+    def _place_lease(self, lease: Lease) -> bool:
+        """Give a lease an engine; False when none has capacity."""
+        prefix, held = lease.cached_prefix, 0
+        slot = self._slots.get(prefix.engine_id) if prefix is not None else None
+        cause: Recomputed | None = None
+        if prefix is not None:
+            if (
+                slot is None
+                or slot.restart_count != prefix.restart_count
+                or slot.state is EngineState.QUARANTINED
+            ):
+                cause = "failover"
+            elif slot.epoch != prefix.epoch:
+                cause = "update"
+            else:
+                held = min(prefix.tokens, lease.prompt)
+        cached = prefix is not None and cause is None and 2 * held >= lease.prompt
+        sticky = prefix.engine_id if prefix is not None else None
+        chosen = self._balancer.choose_engine(sticky=sticky, cached=cached)
+        if chosen is None:
+            return False
+        if prefix is not None and cause is None and chosen != prefix.engine_id:
+            cause, held = "moved", 0
+        slot, prefill_tokens = self._slots[chosen], lease.prompt - held
+        slot.end_idle_time(self._clock())
+        self._balancer.begin_call(chosen, tokens=lease.tokens, prefill_tokens=prefill_tokens)
+        self._num_placed += 1
+        lease.place(slot, self._num_placed, prefill_tokens, cause)
+        self._metrics.engine_running_requests.labels(chosen).set(slot.num_calls)
+        return True
+
+    def _end_lease(self, lease: Lease) -> None:
+        slot, engine_id = lease.slot, lease.engine.engine_id
+        prefilled = lease in slot.streaming
+        del (slot.streaming if prefilled else slot.prefilling)[lease]
+        if not slot.num_calls:
+            slot.idle_since = self._clock()
+            slot.empty.set()
+        if self._slots.get(engine_id) is not slot:
+            return  # the engine was removed, with its load
+        if not prefilled:
+            self._balancer.end_prefill(engine_id, lease.prefill_tokens)
+        if prefilled or lease.cached_prefix is None:
+            self._remember_prefix(lease, lease.prompt + lease.received if prefilled else 0)
+        self._balancer.end_call(engine_id, lease.tokens)
+        self._metrics.engine_running_requests.labels(engine_id).set(slot.num_calls)
+        self.admit_waiting()
+
+    def _remember_prefix(self, lease: Lease, tokens: int) -> None:
+        """Remember which engine has cached the trajectory's tokens. The last one sampled was never fed."""
+        engine_id = lease.slot.engine.engine_id
+        prefix = CachedPrefix(engine_id, lease.restart_count, lease.epoch, max(0, tokens - 1))
+        self._cached_prefixes[lease.key] = prefix
+        self._cached_prefixes.move_to_end(lease.key)
+        if len(self._cached_prefixes) > _MAX_CACHED_PREFIXES:
+            self._cached_prefixes.popitem(last=False)
+
+    def _describe_states(self) -> str:
+        if len(self._slots) > _NAMED_STATES:
+            counts = Counter(slot.state for slot in self._slots.values())
+            return ", ".join(f"{count} {state}" for state, count in counts.items())
+        names = (f"{engine_id} {slot.state}" for engine_id, slot in self._slots.items())
+        return ", ".join(names) or "no engine yet"

@@ -1,0 +1,42 @@
+"""What sessions share: one frozen context for all sessions of a run or of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from async_rl.config import RolloutConfig, RoutingConfig
+from async_rl.data.chat_format import ChatFormat
+from async_rl.engine_protocol import EngineFacts, InterruptMode
+from async_rl.engines.pool import EnginePool
+from async_rl.observability.metrics import Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationContext:
+    """What a conversation needs in any process."""
+
+    chat: ChatFormat
+    rollout: RolloutConfig
+    metrics: Metrics
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionContext(ConversationContext):
+    """What a session needs in the driver, where it also calls engines.
+
+    Example:
+        >>> context = SessionContext(chat=chat, rollout=config.rollout, metrics=metrics, clock=clock,
+        ...     pool=pool, facts=facts, routing=config.routing, interrupt="abort", new_id=new_id)
+        >>> transcript = Transcript(context, Entry(trajectory_id))
+    """
+
+    pool: EnginePool
+    facts: EngineFacts
+    routing: RoutingConfig
+    interrupt: InterruptMode
+    """How weight updates interrupt engine calls."""
+    new_id: Callable[[], str]
+    """Returns a unique id for each engine request."""

@@ -1,0 +1,200 @@
+"""Brings single engines to the current weight version, while updates of the other engines go on.
+
+An engine that joins, was restarted or comes back from an evaluation loads the current version from files. It
+serves only if that is still the current version when it has loaded it; else it loads again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from async_rl.config import WeightsConfig
+from async_rl.engine_protocol import DiskUpdate, Engine
+from async_rl.engines.lease import EngineSnapshot
+from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.errors import EngineError, WeightSyncError
+from async_rl.runtime.supervision import Nursery
+from async_rl.runtime.waits import NamedLock, waiting
+from async_rl.weights.checksums import VersionVerifier
+from async_rl.weights.engine_groups import EngineGroups
+from async_rl.weights.publisher import WeightPublisher, absolute
+
+_MAX_RETRIES: Final = 2
+"""Loads of an engine that new versions may overtake; during the load after these, updates wait."""
+
+
+class EngineCatchUp:
+    """Loads the current version into engines that do not have it, and lets them serve."""
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        *,
+        pool: EnginePool,
+        publisher: WeightPublisher,
+        verifier: VersionVerifier,
+        groups: EngineGroups | None,
+        sync_lock: NamedLock,
+        trainer_busy: NamedLock,
+        trainer_restarted: bool,
+    ) -> None:
+        """Wire the parts.
+
+        Args:
+            config: Transport, interruption and time limit.
+            pool: The engines.
+            publisher: Knows the current version and its files.
+            verifier: Verifies the version that an engine serves.
+            groups: Weight-update groups that engines join before they serve; None for other transports.
+            sync_lock: Held while engines are updated to a new version.
+            trainer_busy: Held while the trainer's weights are ahead of the current version.
+            trainer_restarted: Whether engines may have part of what an earlier trainer sent.
+        """
+        self._config = config
+        self._pool = pool
+        self._publisher = publisher
+        self._verifier = verifier
+        self._groups = groups
+        self._sync_lock = sync_lock
+        self._trainer_busy = trainer_busy
+        self._trainer_restarted = trainer_restarted
+        self._publishes_on_demand = config.transport != "disk"
+        """Whether there are no files of every version."""
+
+    async def catch_up_joining_engines(self) -> None:
+        """Bring all engines that have joined to the current version.
+
+        Raises:
+            EngineError: When one fails at the start of a run; after a trainer restart it is quarantined.
+        """
+
+        async def catch_up(engine: Engine) -> None:
+            try:
+                await self._serve(engine, await self._load_files(engine, self._publisher.current_version))
+            except EngineError as error:
+                if not self._trainer_restarted:
+                    raise
+                self._pool.quarantine_engine(engine.engine_id, error)
+
+        async with Nursery() as nursery:
+            for engine in self._pool.engines(EngineState.JOINING):
+                if not self._pool.needs_repair(engine.engine_id):
+                    nursery.start_task(f"catch up {engine.engine_id}", catch_up(engine))
+
+    async def catch_up_engine(self, engine_id: str) -> None:
+        """Bring an engine that has (re)joined to the current version, from files, and let it serve.
+
+        Raises:
+            EngineError: When it fails; it stays out of service.
+        """
+        engine = next((e for e in self._pool.engines() if e.engine_id == engine_id), None)
+        if engine is None:
+            return  # it has left
+        snapshot = self._pool.snapshot_of(engine_id)
+        if snapshot is not None and snapshot.state is EngineState.SERVING:
+            return  # it joined early enough for `catch_up_joining_engines`
+        publisher = self._publisher
+        for _ in range(_MAX_RETRIES):
+            if self._publishes_on_demand:
+                async with self._trainer_busy:
+                    version = await self._ensure_current_files()
+            else:
+                version = publisher.current_version
+            loaded = await self._load_files(engine, version)
+            if self._publishes_on_demand:
+                async with self._trainer_busy:
+                    if version == publisher.current_version:
+                        await self._serve(engine, loaded)
+                        break
+            elif version == publisher.current_version:
+                await self._serve(engine, loaded)
+                break
+        else:
+            async with self._trainer_busy if self._publishes_on_demand else self._sync_lock:
+                loaded = await self._load_files(engine, await self._ensure_current_files())
+                await self._serve(engine, loaded)
+        await publisher.remove_old_files()
+
+    def take_back_engine(self, engine_id: str) -> bool:
+        """End the loan of an engine to an evaluation.
+
+        Returns:
+            Whether it has to catch up; False when it serves the current version at once, or has failed.
+        """
+        snapshot = self._pool.snapshot_of(engine_id)
+        if snapshot is None or snapshot.state is not EngineState.EVALUATING:
+            return False  # it failed meanwhile
+        if snapshot.weight_version == self._publisher.current_version:
+            self._pool.serve_engine(engine_id, snapshot.weight_version, keeps_cache=True)
+            return False
+        self._pool.recall_engine(engine_id)
+        return True
+
+    async def load_current_version(self, engine: Engine) -> None:
+        """Load the current version into an engine whose weights were lost, and verify it.
+
+        Raises:
+            EngineError: When the engine does not take it. The caller bounds the time.
+        """
+        version = self._publisher.current_version
+        with self._publisher.reading_files(version) as path:
+            await engine.update_weights(DiskUpdate(weight_version=version, path=str(path)), flush=True)
+        await self._verifier.verify_version(engine, version, from_files=True)
+
+    async def _ensure_current_files(self) -> int:
+        """Publish the current version and return it. The caller keeps the trainer from training meanwhile."""
+        version = self._publisher.current_version
+        await self._publisher.ensure_files(version)
+        return self._publisher.current_version
+
+    async def _load_files(self, engine: Engine, version: int) -> EngineSnapshot | None:
+        """Load a published version into an engine that serves no calls, and verify it.
+
+        Returns:
+            The engine's state before that.
+
+        Raises:
+            EngineError: When it fails; it stays out of service.
+        """
+        snapshot = self._pool.snapshot_of(engine.engine_id)
+        with self._publisher.reading_files(version) as path:
+            async with self._bounded(engine):
+                if self._trainer_restarted:  # the update before this one may have been cut short
+                    await engine.resume_generation(self._config.interrupt)
+                health = await engine.health()
+                same_model = not health.model_path or absolute(health.model_path) == path
+                fresh = version == health.weight_version == 0 and same_model
+                if self._trainer_restarted or not fresh:
+                    await engine.interrupt("abort")  # a server started by others may still run our calls
+                    await engine.update_weights(
+                        DiskUpdate(weight_version=version, path=str(path)), flush=True
+                    )
+                await self._verifier.verify_version(engine, version, from_files=True)
+        return snapshot
+
+    async def _serve(self, engine: Engine, loaded: EngineSnapshot | None) -> None:
+        """Let an engine serve the current version, which it has loaded and which does not change meanwhile.
+
+        An engine that was restarted since has lost what it loaded: its restart brings it to the version.
+        """
+        if self._groups is not None:
+            async with self._bounded(engine):
+                await self._groups.open_group(engine)
+        if self._pool.snapshot_of(engine.engine_id) == loaded:
+            self._pool.serve_engine(engine.engine_id, self._publisher.current_version)
+
+    @asynccontextmanager
+    async def _bounded(self, engine: Engine) -> AsyncIterator[None]:
+        limit_s = self._config.timeout_s
+        try:
+            async with (
+                asyncio.timeout(limit_s) as scope,
+                waiting("engine update", engine.engine_id, scope=scope),
+            ):
+                yield
+        except TimeoutError as error:
+            message = f"engine {engine.engine_id} did not take weights within weights.timeout_s = {limit_s}"
+            raise WeightSyncError(message) from error

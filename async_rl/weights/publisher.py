@@ -1,0 +1,95 @@
+"""Publishes weight versions as files, and keeps the files while engines read them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from async_rl.runtime.waits import waiting
+from async_rl.trainer_protocol import Trainer
+
+
+class WeightPublisher:
+    """Knows the current version and the files of recent versions; the trainer writes the files.
+
+    Example:
+        >>> publisher = WeightPublisher(trainer, run_dir / "weights", keep_versions=2)
+        >>> await publisher.publish_files(7)
+        >>> publisher.current_version = 7
+        >>> with publisher.reading_files(7) as path: ...
+    """
+
+    def __init__(self, trainer: Trainer, directory: Path, *, keep_versions: int) -> None:
+        """Publish nothing yet.
+
+        Args:
+            trainer: Writes the files.
+            directory: Folder for published versions.
+            keep_versions: The newest versions that `remove_old_files` keeps.
+        """
+        self.current_version = -1
+        """The version that engines have to serve."""
+        self.directory = absolute(directory)
+        self._trainer = trainer
+        self._keep_versions = keep_versions
+        self._paths: dict[int, Path] = {}
+        self._num_readers = Counter[int]()
+        """By version: engines that load its files now."""
+
+    async def remove_leftovers(self) -> None:
+        """Remove what an earlier incarnation of the run published."""
+        for folder in sorted(self.directory.glob("version_*")):
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        for file in sorted(self.directory.glob("*delta_*")):
+            file.unlink()
+
+    def adopt_files(self, version: int, path: Path) -> None:
+        """Use existing files of a version, such as the model that version 0 is."""
+        self._paths[version] = absolute(path)
+
+    async def publish_files(self, version: int) -> None:
+        """Let the trainer write the files of a version."""
+        path = self.directory / f"version_{version}"
+        with waiting("publish", f"version {version}"):
+            await self._trainer.publish(str(path), version)
+        self._paths[version] = path
+
+    async def ensure_files(self, version: int) -> Path:
+        """Returns the folder of a version; publishes it first if it has none."""
+        if version not in self._paths:
+            await self.publish_files(version)
+        return self._paths[version]
+
+    def path_of(self, version: int) -> Path:
+        """Returns the folder of a published version."""
+        return self._paths[version]
+
+    @contextmanager
+    def reading_files(self, version: int) -> Iterator[Path]:
+        """Yields the folder of a version, which is kept until the block ends."""
+        self._num_readers[version] += 1
+        try:
+            yield self._paths[version]
+        finally:
+            self._num_readers[version] -= 1
+
+    async def remove_old_files(self) -> None:
+        """Remove versions that are neither new nor being read.
+
+        Do not call it while a version is being published: until that is the current version, engines load
+        the one before.
+        """
+        old = sorted(self._paths)[: -self._keep_versions]
+        unread = [version for version in old if not self._num_readers[version]]
+        for path in [self._paths.pop(version) for version in unread]:
+            if path.parent == self.directory:
+                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
+
+def absolute(path: Path | str) -> Path:
+    """Returns a path that servers with other working folders understand."""
+    return Path(path).absolute()
