@@ -1,7 +1,7 @@
 """Supervised training on the trainer's own model: one rank of `async-rl sft`.
 
-The loss of a step is the mean negative log-prob of its trained tokens, over all ranks and micro-batches, so
-that it does not depend on how the step was cut. Experts are routed by the model itself.
+The loss of a step is the mean negative log-prob of its trained tokens over all ranks and micro-batches, so
+that it does not depend on how the batch was split. The model routes experts natively.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from trainer.worker import TrainerWorker
 
 
 class SftWorker(TrainerWorker):
-    """`async_rl.trainer_protocol.TrainerRank` whose batches are `SftBatch`es."""
+    """Implements `async_rl.trainer_protocol.TrainerRank` for batches of type `SftBatch`."""
 
     def train_step(self, batch_path: str, step: int) -> StepResult:
-        """Consume the `SftBatch` frame at a path; see `fit`."""
+        """Reads the `SftBatch` frame at a path and trains on it (`train_on_conversations`)."""
         with raise_on_all_ranks(doing=f"cannot read the batch {batch_path}"):
             batch = read_frame(batch_path, SftBatch)
         return self.train_on_conversations(batch, step)
 
     def train_on_conversations(self, batch: SftBatch, step: int) -> StepResult:
-        """Take one optimizer step, or only measure the loss.
+        """Takes one optimizer step, or only measures the loss.
 
         Args:
-            batch: The same on every rank.
+            batch: The batch, the same on every rank.
             step: The number of this step, from 1; reported back.
 
         Returns:
-            The same on every rank: `loss`, the mean over trained tokens before the step, in nats.
+            Metrics, the same on every rank. `loss` is the mean over trained tokens before the step, in nats.
 
         Raises:
-            NonFiniteLoss: See `TrainerWorker.train_on`.
+            NonFiniteLoss: As `TrainerWorker.train_on`.
         """
         begin = time.perf_counter()
         wanted = make_targets(batch.rows)
@@ -61,7 +61,7 @@ class SftWorker(TrainerWorker):
         norm: float | None = math.nan
         if batch.train:
             norm = self._take_optimizer_step(mean, batch.learning_rate, step, batch.rows)
-            self._steps += 1
+            self.num_steps += 1
         return StepResult(
             step=step,
             metrics={

@@ -1,6 +1,7 @@
-"""Whether the trainer knows a model and can lay it out: what config.json alone can say. Pure, without torch.
+"""Checks, by config.json alone, that the trainer supports a model and its parallel layout. Pure, without
+torch.
 
-`async-rl check` and `train` ask before anything is started; every rank asks again.
+`async-rl check` and `async-rl train` check before they start anything, and every rank checks again.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ KNOWN_MODEL_TYPES = (
     "qwen3",
     "qwen3_moe",
 )
-"""Values of `model_type`: see `trainer.megatron.architectures`."""
+"""Supported values of `model_type`, those of `trainer.megatron.architectures`."""
 
 
 class ModelSizes(NamedTuple):
-    """What of a model is shared out over ranks."""
+    """The dimensions of a model that a layout splits over ranks."""
 
     layers: int
     heads: int
     groups: int
-    """Of attention heads with keys and values of their own."""
+    """Query groups: heads of one group share keys and values."""
     vocabulary: int
     experts: int
-    """Of each layer that has some; 0 for a dense model."""
+    """Experts of each MoE layer; 0 for a dense model."""
 
 
 def check(config: Config) -> None:
-    """Check that the trainer can be started with this model and layout.
+    """Checks that the trainer can start with the config's model and layout.
 
     Raises:
         ConfigError: When it cannot.
@@ -55,10 +56,10 @@ def check(config: Config) -> None:
 
 
 def check_model_type(kind: str, path: str) -> None:
-    """Refuse a model of another type.
+    """Checks that the trainer supports a model type.
 
     Raises:
-        ConfigError: With the types that are known.
+        ConfigError: When it does not; the message lists the supported types.
     """
     if kind not in KNOWN_MODEL_TYPES:
         raise ConfigError(
@@ -68,10 +69,10 @@ def check_model_type(kind: str, path: str) -> None:
 
 
 def check_layout(layout: LayoutConfig, model: ModelSizes) -> None:
-    """Check that a model can be cut as a layout says.
+    """Checks that a layout can split a model.
 
     Raises:
-        ConfigError: With the setting, what it is, and what it must divide.
+        ConfigError: When it cannot; the message names the setting, its value, and what it must divide.
     """
     tp, ep, etp = layout.tp, layout.ep, layout.etp
     if model.heads % tp or model.groups % tp:
@@ -90,7 +91,7 @@ def check_layout(layout: LayoutConfig, model: ModelSizes) -> None:
             f"trainer.layout.ep is {ep}, but the model has {model.experts} experts: ep must divide them"
         )
     if model.experts and ep == 1 and etp != tp:
-        # Megatron then takes experts for dense parameters and does not add up tensor ranks' gradients.
+        # Megatron would treat experts as dense parameters and not add up the gradients of tensor ranks.
         raise ConfigError(
             f"trainer.layout has ep=1, tp={tp} and etp={etp}: without expert parallelism set etp={tp}"
         )

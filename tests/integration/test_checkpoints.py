@@ -68,7 +68,7 @@ def test_newest_whole_checkpoint_is_taken_when_newer_ones_are_damaged(moe, folde
         with pytest.raises(CheckpointError, match=r"step_00000002/__0_0.distcp is damaged"):
             loading.find_checkpoint(folder / "step_00000002")  # one that is named is not replaced by another
         (folder / "step_00000001" / "manifest.json").unlink()
-        with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*Restore one of them"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete: .*Restore one of them"):
             loading.find_checkpoint(folder)
 
 
@@ -221,7 +221,7 @@ def test_exported_weights_are_those_of_the_checkpoint_when_it_is_read_by_one_pro
         )
     # What is there already stays, and a run without a checkpoint is told.
     assert main(arguments) == 2
-    assert "which is there already: name a folder that is to be made" in capsys.readouterr().err
+    assert "which already exists: name a new folder" in capsys.readouterr().err
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     arguments[2], arguments[4] = str(tmp_path / "empty"), str(tmp_path / "none")
     assert main(arguments) == 1

@@ -57,7 +57,7 @@ def test_no_manifest_and_half_of_one_are_flaws(tmp_path):
         (path / "manifest.json").write_bytes(data[:end])
         assert "cannot be read" in find_flaw(path)
     (path / "manifest.json").unlink()
-    assert find_flaw(path) == f"{path} has no manifest.json: it was never finished"
+    assert find_flaw(path) == f"{path} has no manifest.json: it was never completed"
     (path / "manifest.json").write_bytes(data.replace(b'"format": 2', b'"format": 7'))
     with pytest.raises(CheckpointError, match=r"format 7; this version reads format 2"):
         read_manifest(path)

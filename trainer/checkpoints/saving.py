@@ -1,14 +1,14 @@
-"""Checkpoints are written beside the training: it stands still only while its state is copied.
+"""Writes checkpoints in the background: training pauses only while its state is copied.
 
 ```
 trainer   step ─ copy ─ step ─ step ─ step ─ copy ─ ...
 thread           └ write ─ fsync ─ manifest ─ rename ─ remove old ones
 ```
 
-The copy goes into memory of the host that is kept for the next one. What follows runs in a thread, with a
-process group of its own, so that its exchanges never meet those of a step. (Megatron's own way is to fork a
-writer; a process with Gloo's, Ray's and CUDA's threads in it may not, its child can hang on a lock that
-none of its threads holds.)
+The copy goes into host memory, which is reused for the next checkpoint. The rest runs in a thread with its
+own process group, so that its exchanges do not interfere with those of a step. (Megatron forks a writer
+process instead. A process with threads of Gloo, Ray and CUDA must not fork: the child can deadlock on a lock
+that was held by a thread which does not exist in it.)
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from trainer.megatron.model import MegatronModel
 log = logging.getLogger(__name__)
 
 _ALIGNMENT: Final = 64
-"""Bytes; a multiple of every element's size."""
+"""Alignment of staged tensors in bytes, a multiple of every element size."""
 
 _PACKAGES: Final = ("async-rl", "torch", "megatron-core")
 
 
 def make_saver(config: Config, model: MegatronModel, layout: dict[str, int | None]) -> CheckpointSaver:
-    """The one that a config asks for; called on all ranks.
+    """Builds the saver that a config describes; called on all ranks.
 
     Args:
-        config: Of the run.
-        model: Whose state is saved.
-        layout: Its ranks and parallel sizes.
+        config: The run's config.
+        model: The model whose state is saved.
+        layout: The model's number of ranks and parallel sizes.
     """
     trainer = config.trainer
     about = Manifest(
@@ -68,33 +68,33 @@ def make_saver(config: Config, model: MegatronModel, layout: dict[str, int | Non
 
 
 class _RankFiles(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has written."""
+    """The tensors and files that one rank wrote."""
 
     tensors: list[storage.WrittenPart]
     files: dict[str, FileRecord]
 
 
 class CheckpointSaver:
-    """Writes the checkpoints of one model. Every method but `saved` is called on all ranks.
+    """Writes the checkpoints of one model. Every method but `poll_saved` is called on all ranks.
 
     Invariant: at most one checkpoint is being written.
 
     Example:
-        >>> saver.save(Path("checkpoints"), step=40, extra={})
-        >>> saver.saved(wait=False)  # between steps
-        >>> saver.saved(wait=True)  # at the end
+        >>> saver.start_save(Path("checkpoints"), step=40, extra={})
+        >>> saver.poll_saved(wait=False)  # between steps
+        >>> saver.poll_saved(wait=True)  # at the end
     """
 
     def __init__(
         self, model: MegatronModel, about: Manifest, *, keep: int, keep_every: int | None, timeout_s: float
     ) -> None:
-        """Open the process group of the writing thread.
+        """Opens the process group of the writing thread.
 
         Args:
-            model: Whose state is saved.
-            about: Of every checkpoint: all but its steps, `extra` and files.
-            keep: Newest checkpoints that stay.
-            keep_every: Those of steps that are multiples of this stay for ever.
+            model: The model whose state is saved.
+            about: Template of every manifest: all but steps, `extra` and files.
+            keep: The number of newest checkpoints to keep.
+            keep_every: Checkpoints whose step is a multiple of this are never removed.
             timeout_s: Longest wait for another rank, seconds.
         """
         self._model, self._about = model, about
@@ -106,9 +106,9 @@ class CheckpointSaver:
         self._saved = Saved()
 
     def start_save(self, directory: Path, step: int, extra: dict[str, Any]) -> None:
-        """Copy the state, and write `step_<step>` of it in the background.
+        """Copies the state and starts to write it to `step_<step>` in the background.
 
-        Waits first for the one before, if that is still being written.
+        It first waits for the previous checkpoint if that is still being written.
         """
         self.poll_saved(wait=True)
         begin = time.perf_counter()
@@ -127,10 +127,10 @@ class CheckpointSaver:
         self.pending_write = self._thread.submit(self._write, directory, manifest, parts)
 
     def poll_saved(self, *, wait: bool) -> Saved:
-        """What became of the last one.
+        """Returns the state of the last save.
 
         Args:
-            wait: Until it stands or has failed.
+            wait: Whether to wait until it has been completed or has failed.
         """
         if self.pending_write is not None and (wait or self.pending_write.done()):
             error = self.pending_write.exception()
@@ -141,19 +141,19 @@ class CheckpointSaver:
         return msgspec.structs.replace(self._saved, writing=self.pending_write is not None)
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Waits for the checkpoint that is being written."""
         self._thread.shutdown()
 
     def _stage(self, parts: Sequence[shards.TensorPart]) -> list[shards.TensorPart]:
-        """The same parts, with copies in the host's memory."""
+        """Returns the same parts with their data copied to host memory."""
         sizes = [-(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
         if len(self.staging_buffer) < sum(sizes):
             pinned = self._model.device.type == "cuda"
             self.staging_buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         staged, position = [], 0
         for part, size in zip(parts, sizes, strict=True):
-            room = self.staging_buffer[position : position + part.data.nbytes]
-            copy = room.view(part.dtype).view(part.data.shape)
+            region = self.staging_buffer[position : position + part.data.nbytes]
+            copy = region.view(part.dtype).view(part.data.shape)
             copy.copy_(part.data, non_blocking=True)
             staged.append(replace(part, data=copy))
             position += size
@@ -161,7 +161,7 @@ class CheckpointSaver:
         return staged
 
     def _write(self, directory: Path, manifest: Manifest, parts: Sequence[shards.TensorPart]) -> None:
-        """In the thread: write, publish, and remove what is no longer kept."""
+        """Runs in the thread: writes and publishes the checkpoint, and removes old ones."""
         begin = time.perf_counter()
         doing = f"cannot write checkpoint {folder.final_path(directory, manifest.step)}"
         agreed = partial(raise_on_all_ranks, CheckpointError, doing, self._group)
@@ -175,24 +175,24 @@ class CheckpointSaver:
             with agreed():
                 tensors = storage.write_parts(scratch, parts, rank)
                 files = {name: record_file(scratch / name) for name in {each.file for each in tensors}}
-            told = gather_bytes(msgspec.msgpack.encode(_RankFiles(tensors, files)), self._group)
+            of_ranks = gather_bytes(msgspec.msgpack.encode(_RankFiles(tensors, files)), self._group)
             with agreed():
                 if rank == 0:
                     self._publish(
-                        directory, manifest, [msgspec.msgpack.decode(t, type=_RankFiles) for t in told]
+                        directory, manifest, [msgspec.msgpack.decode(t, type=_RankFiles) for t in of_ranks]
                     )
         except CheckpointError:
             if rank == 0:
-                folder.remove_leftovers(directory)  # it may be what fills the disk
+                folder.remove_leftovers(directory)  # the unfinished checkpoint may be what fills the disk
             raise
         self._saved = msgspec.structs.replace(
             self._saved, step=manifest.step, write_s=time.perf_counter() - begin
         )
 
-    def _publish(self, directory: Path, manifest: Manifest, told: Sequence[_RankFiles]) -> None:
+    def _publish(self, directory: Path, manifest: Manifest, of_ranks: Sequence[_RankFiles]) -> None:
         scratch = folder.scratch_path(directory, manifest.step)
-        common = storage.write_metadata(scratch, [of_rank.tensors for of_rank in told])
-        files = {name: each for of_rank in told for name, each in of_rank.files.items()}
+        common = storage.write_metadata(scratch, [of_rank.tensors for of_rank in of_ranks])
+        files = {name: each for of_rank in of_ranks for name, each in of_rank.files.items()}
         files |= {name: record_file(scratch / name) for name in common}
         write_manifest(scratch, msgspec.structs.replace(manifest, files=files))
         folder.publish_checkpoint(directory, manifest.step)
