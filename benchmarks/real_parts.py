@@ -162,17 +162,17 @@ def trainer_log_probs(worker: TrainerWorker, batch: TrainBatch) -> Float32Array:
 
     They are those of the update: under R2 of a second pass, which replays what the first one recorded.
     """
-    found, placed = worker._old_log_probs(place(worker, batch), batch.num_tokens)
-    if worker._config.routing.replay == "r2":
+    found, placed = worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)
+    if worker.config.routing.replay == "r2":
         recorded = placed
 
         def keep(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, None]:
-            log_probs, _ = worker._log_probs(recorded[index], logits)
-            found[recorded[index].tokens] = log_probs.cpu().numpy()
+            log_probs, _ = worker.log_probs_and_entropy(recorded[index], logits)
+            found[recorded[index].token_indices] = log_probs.cpu().numpy()
             return log_probs.sum(), 0, None
 
         found[:] = 0
-        worker.model.run([p.inputs for p in recorded], keep, forward_only=True)
+        worker.model.run_schedule([p.inputs for p in recorded], keep, forward_only=True)
     return np.roll(found, 1)  # they come at the positions that predict the tokens
 
 

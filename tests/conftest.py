@@ -1,5 +1,6 @@
 """What several kinds of tests share."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["tests.support.environment"]
 
+GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "calculator"
 
 
@@ -17,6 +19,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--case", type=int, action="append", help="run only this acceptance case of routing replay"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs before torch is imported, unless only tests/gpu runs: other tests expect a CPU's results."""
+    folders = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    if not all(folder.resolve().is_relative_to(GPU_TESTS) for folder in folders):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ from tests.gpu.models import build, serving
 from tests.support.engine_calls import call
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config, training_state
-from trainer.megatron.offload import Offload, memory_saver
+from trainer.megatron.offload import TrainerOffload, memory_saver
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 PROMPT = list(range(40, 72))
@@ -42,15 +42,17 @@ def test_the_trainer_leaves_the_device_and_comes_back(way: str, tmp_path: Path, 
 
     with started(config) as worker:
         worker.train_on(batches[0], 1)
-        offload = Offload(worker.model, memory_saver() if way == "regions" else None)
+        offload = TrainerOffload(worker.model, memory_saver() if way == "regions" else None)
         torch.cuda.empty_cache()
         before, expected = used_gib(), digest(worker)
-        away_s, during = timed(offload.offload)
+        away_s, during = timed(offload.offload_state)
         moved = offload.num_bytes / 2**30
-        back_s, after = timed(offload.reload)
+        back_s, after = timed(offload.reload_state)
         found = [digest(worker)]
-        again_s, during_again = timed(offload.offload)  # into host memory that it has from the first time
-        back_again_s, _ = timed(offload.reload)
+        again_s, during_again = timed(
+            offload.offload_state
+        )  # into host memory that it has from the first time
+        back_again_s, _ = timed(offload.reload_state)
         found.append(digest(worker))
         norm = worker.train_on(batches[1], 2).metrics["grad_norm"]
     with started(config) as worker:

@@ -44,11 +44,11 @@ async def test_an_engine_takes_weights_through_shared_memory(tmp_path: Path, mea
     export = WeightExport(
         lambda: iter(tensors), 0, torch.device("cuda"), check=lambda specs: None, group_timeout_s=60
     )
-    buckets = export.plan(BUCKET_BYTES)
+    buckets = export.plan_buckets(BUCKET_BYTES)
 
     async def shared() -> AsyncGenerator[Sequence[bytes], None]:
         for number in range(len(buckets)):
-            yield await asyncio.to_thread(export.share, number, BUCKET_BYTES, 1)
+            yield await asyncio.to_thread(export.share_bucket, number, BUCKET_BYTES, 1)
 
     async with serving(old, tmp_path) as engine:
         begin = time.perf_counter()

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 import torch.multiprocessing as mp
-from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 
 from async_rl.errors import AlignmentError
 from async_rl.weights.buckets import size_of
+from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 from tests.support.live_bytes import LiveBytes
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
@@ -215,7 +215,7 @@ class _Look:
             seen["broken"] = worker.train_on(broken(), 3).metrics
             after = weights(worker)
             seen["stayed"] = all(torch.equal(after[name], w) for name, w in seen["r3"]["weights"].items())
-            worker._steps -= 1
+            worker.num_steps -= 1
         if self.name in RESUMED:
             worker.save_checkpoint(f"{self.out}/checkpoints {self.name}", {})
             self.trained = seen["r3"]["weights"]
@@ -237,7 +237,7 @@ class _Look:
 
         with pytest.MonkeyPatch.context() as wrong, RouterWitness().watching(worker) as control:
             wrong.setattr(megatron_model, "local_rows", cut_wrongly)
-            worker._old_log_probs(place(worker, batch), batch.num_tokens)
+            worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)
         with RouterWitness().watching(worker) as checker:
             first = worker.train_on(batch, 1)
         metrics = [first.metrics]
@@ -260,20 +260,20 @@ class _Look:
         batch = without_rows(batches()[0])
         placed = place(worker, batch)
         with RouterWitness().watching(worker) as recorded:
-            old, placed = worker._old_log_probs(placed, batch.num_tokens)
+            old, placed = worker.compute_old_log_probs(placed, batch.num_tokens)
         routers = [m for c in worker.model.chunks for m in c.modules() if isinstance(m, TopKRouter)]
         kept = [router.weight.data.clone() for router in routers]
         for router in routers:
             router.weight.data.copy_(router.weight.data.flip(0))
-        from trainer.megatron.packing import targets
+        from trainer.megatron.packing import make_targets
         from trainer.worker import UpdateInputs
 
-        wanted = targets(batch)
+        wanted = make_targets(batch)
         goal = UpdateInputs(wanted, batch.rewards[wanted.trajectory], old, None)
         with RouterWitness().watching(worker) as replayed:
-            worker._forward_backward(placed, range(batch.num_trajectories), goal)
+            worker.accumulate_gradients(placed, range(batch.num_trajectories), goal)
         with RouterWitness().watching(worker) as changed:
-            worker._old_log_probs(placed, batch.num_tokens)
+            worker.compute_old_log_probs(placed, batch.num_tokens)
         for router, weight in zip(routers, kept, strict=True):
             router.weight.data.copy_(weight)
         return {
@@ -314,7 +314,7 @@ class _Look:
         for number, bucket in enumerate(plan):
             counts.add(len(worker.share_bucket(number, BUCKET_BYTES, 2)))
             if self.rank == 0:
-                buffer, end = worker.weights._buffers[number % 2], 0
+                buffer, end = worker.weights.shared_buffers[number % 2], 0
                 for spec in bucket:
                     begin, end = end, end + size_of(spec)
                     data = buffer[begin:end].view(getattr(torch, spec.dtype))

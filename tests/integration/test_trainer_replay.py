@@ -169,9 +169,9 @@ def call(router, tokens, top_k=2):
 @pytest.mark.case(32)
 def test_schedule_fails_when_a_target_is_left_for_the_backward_pass(worker):
     replay = worker.model.replay
-    with pytest.raises(AlignmentError, match=r"after a schedule .* left over"), replay.schedule():
+    with pytest.raises(AlignmentError, match=r"after a schedule .* left over"), replay.guard_schedule():
         replay.routers[0].set_target_indices(torch.zeros(3, 2, dtype=torch.uint8), recomputed=True)
-    with replay.schedule():  # nothing leaks into the next one
+    with replay.guard_schedule():  # nothing leaks into the next one
         pass
 
 
@@ -197,21 +197,21 @@ def test_router_refuses_when_its_target_is_missing_or_of_other_tokens(worker):
     replay = worker.model.replay
     (router, other) = replay.routers
     with pytest.raises(AlignmentError, match=r"sees 5 tokens .* target is \(4, 2\)"):
-        with replay.micro_batch(0, rows_of(4)):
+        with replay.replay_micro_batch(0, rows_of(4)):
             call(router, 5)
     with pytest.raises(AlignmentError, match=r"picks 3 experts, but its replay target is \(4, 2\)"):
-        with replay.micro_batch(0, rows_of(4)):
+        with replay.replay_micro_batch(0, rows_of(4)):
             call(router, 4, top_k=3)
     with pytest.raises(AlignmentError, match=r"sees 4 tokens .* target is \(0, 2\)"):
-        with replay.micro_batch(0, rows_of(0)):
+        with replay.replay_micro_batch(0, rows_of(0)):
             call(router, 4)
     with pytest.raises(AlignmentError, match=r"2 routers, but its rows are of 3 layers"):
-        with replay.micro_batch(0, rows_of(4, layers=3)):
+        with replay.replay_micro_batch(0, rows_of(4, layers=3)):
             pass
     with pytest.raises(AlignmentError, match=r"layers \[3\] were not called"):
-        with replay.micro_batch(0, rows_of(4)):
+        with replay.replay_micro_batch(0, rows_of(4)):
             call(router, 4)
-    with replay.schedule(), replay.micro_batch(0, rows_of(4, value=5)):
+    with replay.guard_schedule(), replay.replay_micro_batch(0, rows_of(4, value=5)):
         for each in (router, other):
             assert call(each, 4).tolist() == [[5, 6]] * 4
             with pytest.raises(AlignmentError, match=r"without a replay target"):
@@ -229,10 +229,12 @@ def test_reference_pass_routes_natively_when_actors_replay_around_it(moe, recomp
         expected = gradients(worker)
     with started(trainer_config(moe, recompute=recompute, micro_batch_tokens=40)) as worker:
         placed = place(worker, batch)
-        replayed = worker._old_log_probs(placed, batch.num_tokens)[0]
+        replayed = worker.compute_old_log_probs(placed, batch.num_tokens)[0]
         reference = [replaced(p, inputs=p.inputs._replace(routing=None)) for p in placed]
-        np.testing.assert_allclose(worker._old_log_probs(reference, batch.num_tokens)[0], native, atol=1e-5)
-        np.testing.assert_array_equal(worker._old_log_probs(placed, batch.num_tokens)[0], replayed)
+        np.testing.assert_allclose(
+            worker.compute_old_log_probs(reference, batch.num_tokens)[0], native, atol=1e-5
+        )
+        np.testing.assert_array_equal(worker.compute_old_log_probs(placed, batch.num_tokens)[0], replayed)
         assert np.abs(replayed - native).mean() > 0.01
         worker.train_on(batch, 1)
         assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(worker).items())

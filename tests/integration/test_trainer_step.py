@@ -15,7 +15,7 @@ from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import gradients, log_probs_of, place, started, trainer_config, weights
 from trainer import logprob_mismatch
-from trainer.losses.policy_loss import TrainedTokens, means, policy_sums
+from trainer.losses.policy_loss import TrainedTokens, mean_metrics, policy_sums
 from trainer.losses.sequences import Sequences
 from trainer.megatron.packing import Targets, plan_micro_batches
 
@@ -113,7 +113,7 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
     one = Sequences(torch.zeros(3, dtype=torch.int64), torch.tensor([3]))
     tokens = TrainedTokens(rollout if bypass else old, rollout, ones, ones, one)
     _, sums = policy_sums(LossConfig(), current, ones, tokens)
-    metrics = means(sums.tolist(), 3, bypass=bypass, reference=False)
+    metrics = mean_metrics(sums.tolist(), 3, bypass=bypass, reference=False)
     wanted = Targets(
         labels=np.zeros(3, np.int32),
         mask=np.ones(3, bool),
@@ -121,7 +121,7 @@ def test_kl_metrics_match_the_hand_computed_case_when_three_tokens_differ(bypass
         lag=np.array([0, 1, 3], np.int32),
         trajectory=np.zeros(3, np.int64),
     )
-    metrics |= logprob_mismatch.measure(wanted, (current if bypass else old).numpy(), None)
+    metrics |= logprob_mismatch.measure_mismatch(wanted, (current if bypass else old).numpy(), None)
     if bypass:  # 0.2, 0 and -0.4
         assert metrics["ppo_kl_bypass"] == pytest.approx(-0.2 / 3, abs=1e-6)
         assert math.isnan(metrics["ppo_kl"])
@@ -149,13 +149,13 @@ def test_ppo_kl_is_zero_when_the_update_repeats_the_old_pass(moe, monkeypatch, r
     with started(config) as worker:
         assert abs(worker.train_on(batch, 1).metrics["ppo_kl"]) < 1e-9
         # Control: other rows in the update than in the pass before it.
-        honest = worker._old_log_probs
+        honest = worker.compute_old_log_probs
 
         def then_others(placed, num_tokens):
             old, placed = honest(placed, num_tokens)
             return old, [with_other_rows(p) for p in placed]
 
-        monkeypatch.setattr(worker, "_old_log_probs", then_others)
+        monkeypatch.setattr(worker, "compute_old_log_probs", then_others)
         assert abs(worker.train_on(batch, 2).metrics["ppo_kl"]) > 1e-5
 
 
@@ -213,7 +213,7 @@ def test_weights_stay_when_the_gradient_is_not_finite(moe):
         stepped = weights(worker)
         parameter = next(worker.model.chunks[0].parameters())
         parameter.main_grad[0] = math.inf
-        assert worker.model.step(1e-3) == math.inf
+        assert worker.model.take_optimizer_step(1e-3) == math.inf
         after = weights(worker)
     assert any(not torch.equal(before[name], stepped[name]) for name in before)
     assert all(torch.equal(after[name], stepped[name]) for name in stepped)
@@ -253,7 +253,7 @@ def test_training_goes_on_bit_for_bit_when_resumed(moe, tmp_path):
         expected_weights = weights(worker)
     for folder in (tmp_path, tmp_path / "step_00000002"):
         with started(config, folder) as worker:
-            assert worker._steps == 2
+            assert worker.num_steps == 2
             for step, metrics in zip((3, 4), expected, strict=True):
                 again = worker.train_on(batches[step - 1], step).metrics
                 assert {k: v for k, v in again.items() if k != "step_s"} == {

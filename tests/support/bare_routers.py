@@ -35,7 +35,7 @@ def bare_adapter(
 ) -> RouterReplayAdapter:
     """An adapter of the two routers of `bare_config`, on a device."""
     routers = [SimpleNamespace(layer_number=n, router_replay=RouterReplay()) for n in (2, 5)]
-    patch.setattr(replay, "_routers", lambda chunk: routers)
+    patch.setattr(replay, "decoder_routers", lambda chunk: routers)
     return RouterReplayAdapter([torch.nn.Module()], config, torch.device(device))  # type: ignore[arg-type]
 
 

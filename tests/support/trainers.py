@@ -19,7 +19,7 @@ import torch.distributed as dist
 from async_rl.config import parse_config
 from async_rl.types import TrainBatch
 from trainer.megatron import cpu
-from trainer.megatron.packing import targets
+from trainer.megatron.packing import make_targets
 from trainer.worker import TrainerWorker
 
 _MANY_THREADS = 200
@@ -66,20 +66,20 @@ def trial(worker: TrainerWorker, config: dict[str, Any]) -> Iterator[None]:
 
     To set up another worker takes longer than all that is looked at.
     """
-    kept = worker._config, worker._steps
-    worker._config = parse_config(config)
-    if worker._config.trainer.loss.kl.coefficient and not hasattr(worker.model, "_reference"):
+    kept = worker.config, worker.num_steps
+    worker.config = parse_config(config)
+    if worker.config.trainer.loss.kl.coefficient and not worker.model.has_reference:
         worker.model.keep_reference()
     try:
         with mock.patch.object(worker.model.optimizer, "step_with_ready_grads", return_value=True):
             yield
     finally:
-        worker._config, worker._steps = kept
+        worker.config, worker.num_steps = kept
 
 
 def log_probs_of(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
     """The trainer's log-probs of the trained tokens, at the predicting positions, `[S]`."""
-    return worker._old_log_probs(place(worker, batch), batch.num_tokens)[0]
+    return worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)[0]
 
 
 def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
@@ -89,7 +89,9 @@ def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
     numbered = np.arange(batch.num_tokens, dtype=np.int32)
     placed = place(worker, batch)
     order = [p.inputs.token_ids[0] for p in place(worker, msgspec.structs.replace(batch, token_ids=numbered))]
-    _, recorded = model.record([p.inputs for p in placed], lambda index, logits: (logits.sum(), 0, None))
+    _, recorded = model.record_routing(
+        [p.inputs for p in placed], lambda index, logits: (logits.sum(), 0, None)
+    )
     rows = np.zeros((batch.num_tokens, *recorded[0].routing[0].ids.shape[1:]), np.uint8)
     for tokens, inputs in zip(order, recorded, strict=True):
         rows[tokens.cpu().numpy()] = inputs.routing[0].ids.cpu().numpy()
@@ -98,7 +100,7 @@ def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
 
 def place(worker: TrainerWorker, batch: TrainBatch) -> list:
     """This rank's micro-batches of a batch."""
-    return worker._place(batch, targets(batch), range(batch.num_trajectories))
+    return worker.place_micro_batches(batch, make_targets(batch), range(batch.num_trajectories))
 
 
 def training_state(worker: TrainerWorker) -> list[torch.Tensor]:
@@ -142,4 +144,4 @@ def gathered_gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
 
 def weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:
     """The weights under their Hugging Face names."""
-    return {name: tensor.clone() for name, tensor in worker._export()}
+    return {name: tensor.clone() for name, tensor in worker.export_weights()}

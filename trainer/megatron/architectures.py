@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from async_rl.errors import ConfigError
 from trainer.megatron.attention import PackedAttention
 from trainer.megatron.cpu import fuses_layers
-from trainer.validate import check_known
+from trainer.validate import check_model_type
 
 
 class _Spec:
@@ -275,7 +275,7 @@ def bridge_for(hf_config: Any, path: str, dtype: torch.dtype, fields: dict[str, 
         ConfigError: For a model, or a field of it, that the trainer does not know.
     """
     kind = hf_config.model_type
-    check_known(kind, path)
+    check_model_type(kind, path)
     for field, actual, allowed in _EXPECTED[kind](hf_config):
         if actual not in allowed:
             raise ConfigError(

@@ -53,7 +53,7 @@ class _TransformerEngineNames:
         moe_layers = {name.split(".")[2] for name in self._names if name.endswith(".mlp.router.weight")}
         latent = any(name.endswith(".linear_kv_down_proj.weight") for name in self._names)
         for name in self._names:
-            self._names[name] = _te_name(name, moe_layers, latent)
+            self._names[name] = transformer_engine_name(name, moe_layers, latent)
         self._state = {self._names[n]: t for n, t in model.state_dict().items() if n in self._names}
         self._parameters = [(self._names[n], p) for n, p in model.named_parameters()]
 
@@ -64,7 +64,14 @@ class _TransformerEngineNames:
         return self._parameters
 
 
-def _te_name(name: str, moe_layers: set[str], latent: bool) -> str:
+def transformer_engine_name(name: str, moe_layers: set[str], latent: bool) -> str:
+    """Returns the name that a parameter of the local spec has in the TransformerEngine spec.
+
+    Args:
+        name: The parameter's name in the local spec.
+        moe_layers: The numbers of the layers with experts.
+        latent: Whether the model uses multi-head latent attention.
+    """
     layer = re.match(r"^(decoder\.layers\.\d+\.)(.+)$", name)
     if latent and layer and layer.group(2) in _MLA_INPUT_NORMS:
         return layer.group(1) + _MLA_INPUT_NORMS[layer.group(2)]
@@ -113,7 +120,7 @@ class HFBridge:
         """Megatron's `TransformerConfig`."""
         return self._bridge.config
 
-    def build(self) -> list[torch.nn.Module]:
+    def build_chunks(self) -> list[torch.nn.Module]:
         """This rank's chunks of the model, uninitialised in the sense that `load_hf` overwrites them."""
         provide = self._bridge._model_provider([])
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -172,10 +179,10 @@ class HFBridge:
         scratch.mkdir(parents=True)
         shards = _ShardWriter(scratch, self.shard_bytes)
         for name, tensor in tensors:
-            shards.add(name, tensor)
+            shards.add_tensor(name, tensor)
         for name, tensor in self._prediction_weights():
-            shards.add(name, tensor)
-        shards.finish()
+            shards.add_tensor(name, tensor)
+        shards.write_index()
         self._copy_companions(scratch)
         if final.exists():
             shutil.rmtree(final)
@@ -219,7 +226,7 @@ class _ShardWriter:
         self._pending_bytes = 0
         self._total_bytes = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
             self._flush()
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
@@ -231,7 +238,7 @@ class _ShardWriter:
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
-    def finish(self) -> None:
+    def write_index(self) -> None:
         self._flush()
         if len(self._shards) == 1:
             (self.directory / "0.part").rename(self.directory / "model.safetensors")

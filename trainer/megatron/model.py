@@ -24,24 +24,23 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
-from trainer.megatron.cost import sequence_cost
 from trainer.megatron.cpu import fuses_layers
 from trainer.megatron.layout import transformer_config
-from trainer.megatron.packing import Packing
-from trainer.megatron.padding import count_real_tokens, mask_for
+from trainer.megatron.packing import Packing, sequence_cost
 from trainer.megatron.replay import ReplayRows, RouterReplayAdapter, local_rows, moe_layer_numbers
-from trainer.validate import Sizes, check_layout
+from trainer.validate import ModelSizes, check_layout
 
 Result = TypeVar("Result")
 
 
-class Inputs(NamedTuple):
+class MicroBatchInputs(NamedTuple):
     """One micro-batch on this rank, all but its routing on the device."""
 
     token_ids: torch.Tensor  # [1, t] int64, this context rank's part
@@ -78,11 +77,12 @@ class MegatronModel:
             ConfigError: When model, layout and replay do not go together.
         """
         self.device = device
+        self._reference: list[torch.Tensor] | None = None
         layout = layout or LayoutConfig()
         fields = transformer_config(layout, recompute, replay, fused=fuses_layers(dtype))
         self.bridge = HFBridge(path, dtype, **fields)
         config, vocabulary = self.bridge.config, self.bridge.hf_config.vocab_size
-        sizes = Sizes(
+        sizes = ModelSizes(
             layers=config.num_layers,
             heads=config.num_attention_heads,
             groups=config.num_query_groups,
@@ -92,7 +92,7 @@ class MegatronModel:
         check_layout(layout, sizes)
         self.config = config
         self.cost = sequence_cost(config, vocabulary, len(moe_layer_numbers(config)))
-        modules = self.bridge.build()
+        modules = self.bridge.build_chunks()
         for module in modules:
             for parameter in module.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -192,15 +192,22 @@ class MegatronModel:
             dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
         return values
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether `keep_reference` was called."""
+        return self._reference is not None
+
     def keep_reference(self) -> None:
-        """Remember the weights as they are, on the host: those of the reference policy."""
-        self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
+        """Copies the current weights to the host, as those of the reference policy."""
+        reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
         if self.device.type == "cuda":  # from pinned memory the copies back need not wait for each other
-            self._reference = [p.pin_memory() for p in self._reference]
+            reference = [p.pin_memory() for p in reference]
+        self._reference = reference
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:
         """The model with the reference policy's weights; forward passes only."""
+        assert self._reference is not None, "keep_reference comes first"
         kept = [p.detach().clone() for p in self._parameters()]
         try:
             self._overwrite(self._reference)
@@ -242,13 +249,13 @@ class MegatronModel:
         tp, cp = self.config.tensor_model_parallel_size, self.config.context_parallel_size
         return tp * (2 * cp if cp > 1 else 1)
 
-    def place(
+    def place_inputs(
         self,
         packing: Packing,
         token_ids: Int32Array,
         rows: ExpertIdArray | None = None,
         valid: BoolArray | None = None,
-    ) -> tuple[Inputs, Int64Array]:
+    ) -> tuple[MicroBatchInputs, Int64Array]:
         """Bring this rank's part of a packed micro-batch to its device.
 
         Args:
@@ -276,15 +283,19 @@ class MegatronModel:
                 local_rows(rows, valid, mine, columns, self.device) for columns in self.replay.columns
             )
             counted &= valid[np.maximum(source, 0)]
-        return Inputs(
+        return MicroBatchInputs(
             token_ids=torch.from_numpy(ids)[None].to(self.device),
             packed=PackedTrajectories.of(packing.lengths, self.device),
             excluded=torch.from_numpy(~counted)[None].to(self.device),
             routing=routing,
         ), source
 
-    def run(
-        self, micro_batches: Sequence[Inputs], loss: LossFunction[Result], *, forward_only: bool = False
+    def run_schedule(
+        self,
+        micro_batches: Sequence[MicroBatchInputs],
+        loss: LossFunction[Result],
+        *,
+        forward_only: bool = False,
     ) -> list[Result]:
         """Run one schedule over micro-batches; gradients are summed and divided by all trained tokens.
 
@@ -302,14 +313,14 @@ class MegatronModel:
             routing = micro_batches[index].routing
             if routing is None or self.replay is None:
                 return forward()
-            with self.replay.micro_batch(chunk, routing[chunk]):
+            with self.replay.replay_micro_batch(chunk, routing[chunk]):
                 return forward()
 
         return self._schedule(micro_batches, loss, through, forward_only=forward_only)
 
-    def record(
-        self, micro_batches: Sequence[Inputs], loss: LossFunction[Result]
-    ) -> tuple[list[Result], list[Inputs]]:
+    def record_routing(
+        self, micro_batches: Sequence[MicroBatchInputs], loss: LossFunction[Result]
+    ) -> tuple[list[Result], list[MicroBatchInputs]]:
         """Run one schedule without gradients and record which experts it takes.
 
         Args:
@@ -325,7 +336,7 @@ class MegatronModel:
 
         def through(index: int, chunk: int, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
             tokens = micro_batches[index].token_ids.shape[1] // self.config.tensor_model_parallel_size
-            output, rows[index][chunk] = replay.record(chunk, tokens, forward)
+            output, rows[index][chunk] = replay.record_micro_batch(chunk, tokens, forward)
             return output
 
         results = self._schedule(micro_batches, loss, through, forward_only=True)
@@ -336,7 +347,7 @@ class MegatronModel:
 
     def _schedule(
         self,
-        micro_batches: Sequence[Inputs],
+        micro_batches: Sequence[MicroBatchInputs],
         loss: LossFunction[Result],
         through: Callable[[int, int, Callable[[], torch.Tensor]], torch.Tensor],
         *,
@@ -347,7 +358,7 @@ class MegatronModel:
         def forward(order: Iterator[int], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             index = next(order)
             inputs = micro_batches[index]
-            mask = mask_for(
+            mask = padding_mask_for(
                 inputs.excluded,
                 first_stage=get_attr_wrapped_model(chunk, "pre_process"),
                 tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -376,7 +387,7 @@ class MegatronModel:
         # Interleaved, each chunk goes through the micro-batches at its own pace.
         orders = [iter(range(len(micro_batches))) for _ in self.chunks]
         context_ranks = self.config.context_parallel_size
-        scheduled = self.replay.schedule() if self.replay else contextlib.nullcontext()
+        scheduled = self.replay.guard_schedule() if self.replay else contextlib.nullcontext()
         with scheduled, torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=forward,
@@ -388,7 +399,7 @@ class MegatronModel:
                 forward_only=forward_only,
             )
 
-    def step(self, learning_rate: float, *, skip_above: float | None = None) -> float:
+    def take_optimizer_step(self, learning_rate: float, *, skip_above: float | None = None) -> float:
         """Clip the gradients and take one optimizer step, if they are finite and no spike.
 
         Returns:
@@ -406,3 +417,33 @@ class MegatronModel:
                 group["lr"] = learning_rate * group["lr_mult"]
         self.optimizer.step_with_ready_grads()
         return norm
+
+
+def count_real_tokens(chunk: torch.nn.Module) -> None:
+    """Let the routers of a chunk leave masked tokens out of their counters."""
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            module._apply_expert_bias = partial(_count, module._apply_expert_bias)
+
+
+def _count(megatrons: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    if padding_mask is not None:
+        routing_map = routing_map.masked_fill(padding_mask[:, None], 0)
+    megatrons(routing_map)
+
+
+def padding_mask_for(
+    excluded: torch.Tensor, *, first_stage: bool, tensor_rank: int, tensor_size: int
+) -> torch.Tensor:
+    """What a chunk takes as `padding_mask`, `[1, t]` or its part, from the whole of it.
+
+    Args:
+        excluded: `[1, t]` bool, True where a token does not count.
+        first_stage: Whether the chunk holds the embedding.
+        tensor_rank: Among the ranks that share the sequence.
+        tensor_size: How many they are.
+    """
+    if first_stage:
+        return excluded
+    part = excluded.shape[1] // tensor_size
+    return excluded[:, tensor_rank * part : (tensor_rank + 1) * part]

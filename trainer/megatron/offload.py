@@ -86,7 +86,7 @@ def memory_saver() -> MemorySaver:
     return found
 
 
-class Offload:
+class TrainerOffload:
     """See the module.
 
     Example:
@@ -104,15 +104,15 @@ class Offload:
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._gradients_away: list[torch.UntypedStorage] = []
-        self.is_away = False
+        self.is_offloaded = False
         self.num_bytes = 0
         """Kept on the host now."""
 
-    def offload(self) -> None:
+    def offload_state(self) -> None:
         """Move everything to the host; once more it changes nothing."""
-        if self.is_away:
+        if self.is_offloaded:
             return
-        self.is_away = True
+        self.is_offloaded = True
         gradients = dict(self._storages(self._gradients()))
         kept = {place: s for place, s in self._storages(self._state()) if place not in gradients}
         self.num_bytes = sum(storage.nbytes() for storage in kept.values())
@@ -130,15 +130,15 @@ class Offload:
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()  # other processes see only what the allocator gives back
 
-    def reload(self) -> None:
+    def reload_state(self) -> None:
         """Bring it back; once more it changes nothing.
 
         Raises:
             TrainerError: When the device has too little memory for it; nothing was changed.
         """
-        if not self.is_away:
+        if not self.is_offloaded:
             return
-        self._check_room()
+        self._check_free_memory()
         if self._saver is not None:
             self._saver.resume(_STATE)
             self._saver.resume(_GRADIENTS)
@@ -155,7 +155,7 @@ class Offload:
         if self._saver is not None:
             self._settled |= {storage.data_ptr() for storage, _ in (*self._moved, *self._dropped)}
         self._moved, self._dropped, self._gradients_away = [], [], []
-        self.num_bytes, self.is_away = 0, False
+        self.num_bytes, self.is_offloaded = 0, False
 
     def _is_new(self, place: int) -> bool:
         """Whether a storage is still where somebody else allocated it."""
@@ -166,13 +166,13 @@ class Offload:
             return contextlib.nullcontext()
         return self._saver.region(tag, enable_cpu_backup=backed_up)
 
-    def _check_room(self) -> None:
+    def _check_free_memory(self) -> None:
         if self._model.device.type != "cuda":
             return
         dropped = sum(size for _, size in self._dropped)
         settled = sum(s.nbytes() for s in self._gradients_away)
         free, total = torch.cuda.mem_get_info(self._model.device)
-        check_room(self.num_bytes + dropped + settled, free, total)
+        check_free_memory(self.num_bytes + dropped + settled, free, total)
 
     def _state(self) -> Iterator[torch.Tensor]:
         """All that a step needs of the one before."""
@@ -211,7 +211,7 @@ class Offload:
             torch.cuda.synchronize(self._model.device)
 
 
-def check_room(needed: int, free: int, total: int) -> None:
+def check_free_memory(needed: int, free: int, total: int) -> None:
     """Refuse to come back to a device that is not empty enough; all in bytes.
 
     Raises:

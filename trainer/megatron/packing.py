@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class Packing:
     lengths: tuple[int, ...]  # padded lengths, sum t
 
     @property
-    def real(self) -> BoolArray:
+    def is_token(self) -> BoolArray:
         """`[t]` True where there is a token."""
         return self.source >= 0
 
@@ -144,7 +145,7 @@ def _even_fit(
     return bins
 
 
-def pack(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packing:
+def pack_micro_batch(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packing:
     """Lay trajectories one after the other, each padded on its right to a multiple of `align`.
 
     On the right of a causal sequence padding changes nothing for the real tokens. An empty micro-batch
@@ -162,7 +163,7 @@ def pack(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packin
     return Packing(source=np.concatenate(parts), lengths=tuple(lengths))
 
 
-def level(packings: Sequence[Packing]) -> list[Packing]:
+def level_packings(packings: Sequence[Packing]) -> list[Packing]:
     """Pad packings to the longest of them, each by one more sequence of padding.
 
     The padding keeps the alignment, because all packings have it.
@@ -178,7 +179,7 @@ def level(packings: Sequence[Packing]) -> list[Packing]:
     return result
 
 
-def targets(batch: TrainBatch) -> Targets:
+def make_targets(batch: TrainBatch) -> Targets:
     """Bring a batch's per-token arrays to the predicting positions."""
     ends = batch.offsets[1:][np.diff(batch.offsets) > 0] - 1
     trajectory = np.repeat(np.arange(batch.num_trajectories), np.diff(batch.offsets))
@@ -199,8 +200,57 @@ def shift_left(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return moved
 
 
-def take(values: np.ndarray, packing: Packing) -> np.ndarray:
+def gather_packed(values: np.ndarray, packing: Packing) -> np.ndarray:
     """`values` `[S, ...]` at the packed positions, 0 where padded."""
     picked = values[np.maximum(packing.source, 0)]
-    picked[~packing.real] = 0
+    picked[~packing.is_token] = 0
     return picked
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceCost:
+    """Work of a sequence, in that of one token's weights.
+
+    Example:
+        >>> SequenceCost(even=1000.0)(500)
+        750.0
+    """
+
+    even: float
+    """Length, in tokens, at which attention costs as much as the weights."""
+
+    def __call__(self, tokens: int) -> float:
+        """Of a sequence of so many tokens, which grows more than linearly."""
+        return tokens * (1 + tokens / self.even)
+
+
+def sequence_cost(config: Any, vocab_size: int, moe_layers: int) -> SequenceCost:
+    """From the sizes of a model.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        vocab_size: Rows of the output layer.
+        moe_layers: How many layers have experts.
+
+    Source: two operations a weight and token (arXiv 2001.08361, section 2.1); causal attention of n queries
+    takes n² · heads · (size of keys + size of values) a layer, half of the full product.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if config.multi_latent_attention:
+        keys, values = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+        queries = (
+            config.q_lora_rank * (hidden + heads * keys) if config.q_lora_rank else hidden * heads * keys
+        )
+        compressed = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        expanded = config.kv_lora_rank * heads * (config.qk_head_dim + values)
+        attention = queries + compressed + expanded + heads * values * hidden
+    else:
+        keys = values = config.kv_channels
+        attention = hidden * keys * 2 * (heads + config.num_query_groups)
+    weights = config.num_layers * attention + vocab_size * hidden
+    weights += (config.num_layers - moe_layers) * 3 * hidden * config.ffn_hidden_size
+    if moe_layers:
+        chosen = config.moe_router_topk * config.moe_ffn_hidden_size
+        shared = config.moe_shared_expert_intermediate_size or 0
+        weights += moe_layers * hidden * (3 * (chosen + shared) + config.num_moe_experts)
+    return SequenceCost(even=2 * weights / (config.num_layers * heads * (keys + values)))

@@ -53,7 +53,7 @@ class ReplayRows(NamedTuple):
     known: torch.Tensor | None  # [tokens] bool, which have a row; None: all of them
 
 
-class Target(NamedTuple):
+class ReplayTarget(NamedTuple):
     """What one router is to repeat, on the device; narrow until it does."""
 
     ids: torch.Tensor  # [tokens, K] unsigned
@@ -75,7 +75,7 @@ class MaskedRouterReplay(RouterReplay):
         self, topk_indices: torch.Tensor, known: torch.Tensor | None = None, *, recomputed: bool = False
     ) -> None:
         """Take `[tokens, K]` ids for the next forward pass and, if there will be one, its recomputation."""
-        self.target_topk_idx = Target(topk_indices, known)
+        self.target_topk_idx = ReplayTarget(topk_indices, known)
         if recomputed:
             self.replay_backward_list.append(self.target_topk_idx)
 
@@ -126,8 +126,8 @@ class RouterReplayAdapter:
     """Feeds the routers of one rank's model chunks.
 
     Example:
-        >>> with replay.schedule():                            # around forward_backward_func
-        ...     with replay.micro_batch(number, rows[number]):   # around one chunk's forward pass
+        >>> with replay.guard_schedule():                             # around forward_backward_func
+        ...     with replay.replay_micro_batch(number, rows[number]):   # around one chunk's forward pass
         ...         logits = chunk(...)
     """
 
@@ -147,7 +147,7 @@ class RouterReplayAdapter:
         check_replayable(config)
         self._config, self._device = config, device or torch.device("cpu")
         column = {number: i for i, number in enumerate(moe_layer_numbers(config))}
-        self._chunks = [[self._take_over(router) for router in _routers(chunk)] for chunk in chunks]
+        self._chunks = [[self._take_over(router) for router in decoder_routers(chunk)] for chunk in chunks]
         self.columns = tuple(_span([column[r.layer_number] for r in routers]) for routers in self._chunks)
         """Which of the model's MoE layers each chunk holds."""
 
@@ -165,7 +165,7 @@ class RouterReplayAdapter:
         return tuple(router for routers in self._chunks for router in routers)
 
     @contextlib.contextmanager
-    def micro_batch(self, chunk: int, rows: ReplayRows) -> Iterator[None]:
+    def replay_micro_batch(self, chunk: int, rows: ReplayRows) -> Iterator[None]:
         """Replay during one forward pass of a chunk.
 
         Raises:
@@ -192,7 +192,9 @@ class RouterReplayAdapter:
                 # Until the next forward pass only a recomputation can call the router.
                 router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
-    def record(self, chunk: int, tokens: int, forward: Callable[[], Output]) -> tuple[Output, ReplayRows]:
+    def record_micro_batch(
+        self, chunk: int, tokens: int, forward: Callable[[], Output]
+    ) -> tuple[Output, ReplayRows]:
         """Record what the routers of a chunk choose in one forward pass without gradients.
 
         The choices narrow on the device, all layers into one tensor, which leaves it by one copy that nobody
@@ -223,7 +225,7 @@ class RouterReplayAdapter:
         return output, ReplayRows(_to_host(staged), None)
 
     @contextlib.contextmanager
-    def schedule(self) -> Iterator[None]:
+    def guard_schedule(self) -> Iterator[None]:
         """Enclose all forward and backward passes of one schedule.
 
         Raises:
@@ -394,7 +396,7 @@ def _routes_again(config: TransformerConfig) -> bool:
     return config.recompute_granularity == "full"
 
 
-def _routers(chunk: torch.nn.Module) -> list[TopKRouter]:
+def decoder_routers(chunk: torch.nn.Module) -> list[TopKRouter]:
     """The routers of a chunk's decoder; those of multi-token prediction are not the engine's."""
     layers = get_attr_wrapped_model(chunk, "decoder").layers
     return [layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer)]

@@ -10,7 +10,7 @@ random.<generator>                                           `[ranks, n]`, of us
 Megatron's model says of each parameter which part it is of which tensor (`sharded_state_dict`). With one
 tensor a layer and an expert neither pipeline stages nor expert ranks show in a name. The distributed
 optimizer holds flat ranges of parameters: each rank writes the boxes that make up its own
-(`trainer.megatron.boxes`), parameters included, so that the work is shared out and nothing is gathered.
+(`boxes`), parameters included, so that the work is shared out and nothing is gathered.
 Megatron's own formats for it gather whole buffers on each rank (`fully_reshardable`), or fit only the layout
 that wrote them (`dp_reshardable`).
 """
@@ -36,12 +36,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from async_rl.errors import CheckpointError
-from trainer.megatron.boxes import boxes
 from trainer.megatron.model import MegatronModel
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-Part = ShardedTensor
+TensorPart = ShardedTensor
 """A part of a global tensor: `key`, `data`, `global_shape`, `global_offset`."""
 Sharded = ShardedTensor | ShardedTensorFactory
 
@@ -59,15 +58,15 @@ class _HeldShard(NamedTuple):
     """Whether the other data-parallel ranks hold the rest, or the same."""
 
 
-def parameters(chunks: Sequence[torch.nn.Module]) -> list[Part]:
+def parameter_parts(chunks: Sequence[torch.nn.Module]) -> list[TensorPart]:
     """This rank's parameters and buffers, as they are; views."""
     return [part for sharded in _sharded(chunks) for part in _parts(sharded, sharded.data)]
 
 
-def to_save(model: MegatronModel) -> list[Part]:
+def parts_to_save(model: MegatronModel) -> list[TensorPart]:
     """What this rank is to write, so that all ranks together write everything once; views."""
     held = {id(each.parameter): each for each in _held(model)}
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for sharded in _sharded(model.chunks):
         each = held.get(id(sharded.data))
         if each is None or not each.ranged:
@@ -80,9 +79,9 @@ def to_save(model: MegatronModel) -> list[Part]:
     return [part for part in parts if is_main_replica(part.replica_id)] + list(random_state().values())
 
 
-def to_load(model: MegatronModel, *, optimizer: bool) -> list[Part]:
+def parts_to_load(model: MegatronModel, *, optimizer: bool) -> list[TensorPart]:
     """What this rank needs, to be overwritten; with `optimizer` its state too, made where there is none."""
-    parts = parameters(model.chunks)
+    parts = parameter_parts(model.chunks)
     if optimizer:
         for each in _held(model):
             for name in _MOMENTS:
@@ -114,7 +113,7 @@ def set_optimizer_step(model: MegatronModel, step: int) -> None:
         )
 
 
-def random_state() -> dict[str, Part]:
+def random_state() -> dict[str, TensorPart]:
     """A copy of the generators' states, by name; overwritten, it is for `set_random_state`."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -123,7 +122,7 @@ def random_state() -> dict[str, Part]:
         states[f"megatron.{name}"] = state
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return {
-        name: Part(
+        name: TensorPart(
             f"random.{name}",
             state[None].clone(),
             torch.uint8,
@@ -136,7 +135,7 @@ def random_state() -> dict[str, Part]:
     }
 
 
-def set_random_state(model: MegatronModel, states: dict[str, Part]) -> None:
+def set_random_state(model: MegatronModel, states: dict[str, TensorPart]) -> None:
     """Take up the generators as they were."""
     bytes_of = {name: part.data[0].cpu() for name, part in states.items()}
     torch.set_rng_state(bytes_of.pop("cpu"))
@@ -178,9 +177,9 @@ def _held(model: MegatronModel) -> Iterator[_HeldShard]:
             yield _HeldShard(parameter, main, start, part.optimizer, ranged=True)
 
 
-def _optimizer_state(model: MegatronModel) -> list[Part]:
+def _optimizer_state(model: MegatronModel) -> list[TensorPart]:
     sharded_of = {id(sharded.data): sharded for sharded in _sharded(model.chunks)}
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for each in _held(model):
         state = each.optimizer.state[each.main]
         tensors = {name: state[name] for name in _MOMENTS}
@@ -194,7 +193,7 @@ def _optimizer_state(model: MegatronModel) -> list[Part]:
     return parts
 
 
-def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = None) -> list[Part]:
+def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = None) -> list[TensorPart]:
     """A tensor of a parameter's shape as parts of global tensors, or what is held of one.
 
     Args:
@@ -222,7 +221,7 @@ def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = Non
             data = flat[position : position + size].view(box.sizes)
             position += size
             parts.append(
-                Part(
+                TensorPart(
                     each.key,
                     data,
                     data.dtype,
@@ -234,3 +233,43 @@ def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = Non
                 )
             )
     return parts
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cut `[start, stop)` of a flattened tensor into boxes, at most `2 len(shape) - 1` of them.
+
+    Args:
+        shape: Of the tensor.
+        start: First element, row by row.
+        stop: One behind the last.
+
+    Yields:
+        Boxes in the order of their elements, of which each holds a range without a gap.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # rows that are whole
+    if first > last:  # all of it is inside of one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+    begin = index * math.prod(shape[1:])
+    for box in boxes(shape[1:], start - begin, stop - begin):
+        yield Box((index, *box.offsets), (1, *box.sizes))

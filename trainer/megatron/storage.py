@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from async_rl.errors import CheckpointError
-from trainer.megatron.shards import Part
+from trainer.megatron.shards import TensorPart
 
 METADATA: Final = ".metadata"
 _OF_MEGATRON: Final = ("common.pt", "metadata.json")
@@ -66,7 +66,7 @@ _KNOWN: Final = {
 """All that a `.metadata` consists of."""
 
 
-class Written(msgspec.Struct, frozen=True, array_like=True):
+class WrittenPart(msgspec.Struct, frozen=True, array_like=True):
     """One part of a tensor that a rank has written."""
 
     key: str
@@ -80,7 +80,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
 
 
-def write(folder: Path, parts: Sequence[Part], rank: int) -> list[Written]:
+def write_parts(folder: Path, parts: Sequence[TensorPart], rank: int) -> list[WrittenPart]:
     """Write this rank's parts, which lie in the host's memory; no exchange with others.
 
     Raises:
@@ -110,7 +110,7 @@ def write(folder: Path, parts: Sequence[Part], rank: int) -> list[Written]:
         result = results[part.key, tuple(part.global_offset)]
         info = result.storage_data
         written.append(
-            Written(
+            WrittenPart(
                 part.key,
                 str(part.dtype).removeprefix("torch."),
                 tuple(part.global_shape),
@@ -124,7 +124,7 @@ def write(folder: Path, parts: Sequence[Part], rank: int) -> list[Written]:
     return written
 
 
-def write_metadata(folder: Path, of_ranks: Sequence[Sequence[Written]]) -> tuple[str, ...]:
+def write_metadata(folder: Path, of_ranks: Sequence[Sequence[WrittenPart]]) -> tuple[str, ...]:
     """Say which part lies where; by one rank, when all have written.
 
     Returns:
@@ -174,13 +174,13 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     """Of all tensors, by key."""
     tensors = metadata.state_dict_metadata.items()
     return {key: tuple(value.size) for key, value in tensors if isinstance(value, TensorStorageMetadata)}
 
 
-def read(folder: Path, metadata: Metadata, parts: Sequence[Part]) -> None:
+def read_parts(folder: Path, metadata: Metadata, parts: Sequence[TensorPart]) -> None:
     """Overwrite the parts' data, whatever parts they were written in; no exchange with others."""
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner(False, False)
     planner.set_up_planner(_by_key(parts), metadata, is_coordinator=False)
@@ -205,7 +205,7 @@ def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
     return _MEM_FORMAT_ENCODING[name]
 
 
-def _by_key(parts: Sequence[Part]) -> dict[str, Any]:
+def _by_key(parts: Sequence[TensorPart]) -> dict[str, Any]:
     """Torch wants one object a tensor, which may stand for several parts."""
     by_key = defaultdict(list)
     for part in parts:
@@ -222,7 +222,7 @@ def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset or ())
 
 
-def _write_item(each: Written) -> WriteItem:
+def _write_item(each: WrittenPart) -> WriteItem:
     offsets = torch.Size(each.offsets)
     return WriteItem(
         index=MetadataIndex(each.key, offsets),
