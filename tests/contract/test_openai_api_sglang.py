@@ -10,10 +10,10 @@ import pytest
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import DiskUpdate, Engine
 from async_rl.openai_api.endpoint import Endpoint
-from async_rl.routing import verify
 from tests.support.api import client_of, reply
 from tests.support.sessions import Bench
 from tests.support.talk import ByteTokenizer
+from tests.support.trajectories import verify
 
 pytestmark = pytest.mark.sglang
 

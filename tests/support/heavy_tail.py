@@ -23,11 +23,10 @@ from async_rl.data.order import TaskOrder
 from async_rl.engine_protocol import DiskUpdate, EngineFacts
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.holdings import QueueStatistics
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool
-from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.api import Session

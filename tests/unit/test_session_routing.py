@@ -14,11 +14,12 @@ from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import AlignmentError, EngineError
-from async_rl.routing import invalid_rows, verify
+from async_rl.routing import invalid_rows
 from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Context, Sampled, Trajectory, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import FACTS, PROMPT, Bench, Watched, row_versions, rows_under, simulated
+from tests.support.trajectories import verify
 
 LONG = {"max_context_tokens": 512, "max_new_tokens": 200}
 
