@@ -60,7 +60,7 @@ def test_calls_are_read_back_when_they_are_written_in_a_format(
         content = ""  # without a tag, only a whole answer is a call
     tools = [schema(function, arguments) for function, arguments in calls.items()]
     rendered = render(list(calls.items()))
-    assume(thought or "</think>" not in rendered)  # nobody could tell it from the end of a thought
+    assume(thought or "</think>" not in rendered)  # it is indistinguishable from the end of a thought
     parsed = load_parser(name).parse(thought + content + rendered, tools)
     assert parsed.calls == [ToolCall(name=f, arguments=arguments) for f, arguments in calls.items()]
     assert parsed.content == thought + content

@@ -173,7 +173,7 @@ def spans_of(versions: list[int]) -> tuple[VersionSpan, ...]:
 
 
 async def live(world: World, engine: Fate) -> Trajectory:
-    """A trajectory of as many turns as the context has room for."""
+    """A trajectory with as many turns as fit into the context."""
     bench = Bench(
         engine,  # type: ignore[arg-type]
         merge=world.merge,

@@ -76,7 +76,7 @@ async def group_rm(args, samples):  # type: ignore[no-untyped-def]
 
 
 async def relative(task: Task, completions: Sequence[Completion]) -> list[Any]:
-    """Of a group: who is longest; no number for who says nothing."""
+    """Reward the longest completion of a group; an empty completion gets no number."""
     most = max(len(completion.text) for completion in completions)
     return [float("nan") if not c.text else {"reward": len(c.text) / most, "most": most} for c in completions]
 

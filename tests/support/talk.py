@@ -108,7 +108,7 @@ def talking(
     entry: Entry | None = None,
     **engine: Any,
 ) -> tuple[Bench, Talker]:
-    """A bench whose policy follows a script, with room for long conversations."""
+    """A bench whose policy follows a script, with a context for long conversations."""
     talker = Talker(script)
     config = SimulatedEngines(**{"decode_step_s": 0.0, "vocab_size": 300, **engine})
     simulated = SimulatedEngine("engine-0", config, seed=1, policy=talker, facts=FACTS)
