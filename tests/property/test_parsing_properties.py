@@ -42,7 +42,7 @@ def test_no_text_makes_a_parser_raise(name: str, text: str) -> None:
             assert call.error
         else:
             assert call.name.strip() == call.name != ""
-            repr(call.arguments).encode()  # whatever is in them can be sent on
+            repr(call.arguments).encode()  # all values can be encoded
 
 
 @pytest.mark.parametrize("written", RENDERERS)

@@ -57,7 +57,7 @@ class _Chat:
 
 
 class OneAnswer:
-    """An agent loop of one turn, as long as its task says or, without that, as drawn."""
+    """An agent loop of one turn, with the length that its task sets, or else with a drawn length."""
 
     def __init__(self, median: float, sigma: float, most: int, seed: int = 0) -> None:
         self._median, self._sigma, self._most = median, sigma, most

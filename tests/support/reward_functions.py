@@ -83,7 +83,7 @@ async def relative(task: Task, completions: Sequence[Completion]) -> list[Any]:
 
 @in_processes(1)
 def pid(task: Task, completion: Completion) -> float:
-    """In a process; hangs, holding the interpreter's lock, when told so once."""
+    """Runs in a process; hangs once, holding the interpreter's lock, if the test asks for it."""
     if completion.text == "die":
         os._exit(3)
     if completion.text.startswith("hang in "):
