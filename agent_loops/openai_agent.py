@@ -147,12 +147,12 @@ class OpenAIAgentLoop(AgentLoop):
         self._reader = None if parser is None else CallReader(load_parser(parser))
         self._parser_name = parser
         self._opens_thought = opens_thought
-        self._endpoint = Endpoint(host, port, model=model, max_body_bytes=max_body_bytes)
+        self.endpoint = Endpoint(host, port, model=model, max_body_bytes=max_body_bytes)
         self._serving = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         """Serve until the end of the run, so that late requests of a finished trajectory get an answer."""
-        await self._serving.enter_async_context(self._endpoint.serving())
+        await self._serving.enter_async_context(self.endpoint.serving())
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -171,7 +171,7 @@ class OpenAIAgentLoop(AgentLoop):
         if self._reader is None:
             with suppress(ConfigError):  # an agent without tools needs none
                 self._reader = CallReader(load_parser(recognise(session.chat_template)))
-        opened = self._endpoint.open_trajectory(
+        opened = self.endpoint.open_trajectory(
             session, reader=self._reader, opens_thought=self._opens_thought
         )
         async with opened as access:

@@ -1,4 +1,4 @@
-"""What one generate call costs on our side: session and engine client beside a plain aiohttp loop, in turns.
+"""Measures our cost of one generate call: session and engine client against a plain aiohttp loop.
 
     python benchmarks/generate_path.py [--quick] [--json FILE]
 

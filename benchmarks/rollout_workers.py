@@ -1,4 +1,4 @@
-"""What agent loops cost the driver: in it, beside one worker and beside two, in turns.
+"""Measures what agent loops cost the driver: without workers, with one and with two, alternately.
 
     python benchmarks/rollout_workers.py [--quick] [--json FILE]
 
@@ -61,7 +61,7 @@ class Computing:
     """Three turns; computes after each of them."""
 
     async def run(self, task: Task, session: Session) -> None:
-        """See `agent_loops`."""
+        """Implements `AgentLoop.run`."""
         session.start(task.messages)
         for _ in range(TURNS):
             await session.generate(max_new_tokens=16)
@@ -77,15 +77,15 @@ async def reward(task: Task, completion: Completion) -> float:
 
 
 class Cost(msgspec.Struct):
-    """Of one run."""
+    """The cost of one run."""
 
     cpu_us: float
-    """Of the driver, a turn."""
+    """Processor time of the driver for each turn."""
     turns_per_s: float
 
 
 def config_of(workers: int) -> Config:
-    """Of a run with so many workers."""
+    """Return the config of a run with this many workers."""
     return parse_config(
         {
             "model": {"path": "unused"},

@@ -138,6 +138,11 @@ class Endpoint:
 
     # -- the server ------------------------------------------------------------------------------------
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the server is up."""
+        return self._runner is not None
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         """Run the server while at least one block is open, and return its URL."""

@@ -1,4 +1,4 @@
-"""The policy behind OpenAI's API, and OpenAI's own client to ask it."""
+"""The policy behind OpenAI's API, and OpenAI's own client for requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.talk import Script, Talker, talking
 
 
 class Asked:
-    """One trajectory that is open to requests."""
+    """One trajectory that accepts requests."""
 
     def __init__(
         self, bench: Bench, talker: Talker, access: EndpointAccess, client: openai.AsyncOpenAI
@@ -29,7 +29,7 @@ class Asked:
         self.client = client
 
     async def say(self, *messages: dict[str, Any] | str, **request: Any) -> Any:
-        """Ask for a completion; a string is what the user says."""
+        """Request a completion; a string is a user message."""
         asked = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
         return await self.client.chat.completions.create(model="policy", messages=asked, **request)
 
@@ -38,11 +38,11 @@ class Asked:
         return [chunk async for chunk in await self.say(*messages, stream=True, **request)]
 
     async def trajectory(self) -> Trajectory:
-        """What has become of it."""
+        """Return the finished trajectory."""
         return await self.bench.session.finish_trajectory("completed", {"reward": 1.0})
 
     async def trajectories(self) -> list[Trajectory]:
-        """What has become of all its conversations, once it is closed."""
+        """Return the trajectories of all its conversations, once it is closed."""
         tree = self.bench.session.tree
         return [await session.finish_trajectory("completed", {"reward": 1.0}) for session in tree]
 
@@ -66,7 +66,7 @@ async def asked(
 async def client_of(
     access: EndpointAccess, *, transport: httpx.AsyncBaseTransport | None = None, **options: Any
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    """OpenAI's client with a key of ours, and nothing of the environment's."""
+    """OpenAI's client with our key, independent of the environment."""
     settings = {"base_url": access.base_url, "api_key": access.api_key, **options}
     async with (
         httpx.AsyncClient(trust_env=False, transport=transport) as http,

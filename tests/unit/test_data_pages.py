@@ -1,4 +1,4 @@
-"""docs/guide/own-task.md: the examples of datasets and rewards work as the page says."""
+"""docs/guide/own-task.md: the examples of datasets and rewards work as the page describes."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ async def test_the_server_is_gone_when_the_trajectory_was_cancelled(monkeypatch:
         running = nursery.start_task("trajectory", loop.run(make_task(), bench.session))
         await Hanging.began.wait()
         running.cancel()
-    assert loop._endpoint._runner is None
+    assert not loop.endpoint.is_running
     assert (await bench.finish()).num_sampled_tokens == 2
 
 

@@ -202,7 +202,7 @@ async def test_models_are_listed_and_a_key_in_the_path_is_enough():
         assert answer.choices[0].message.content == "Hello."
 
 
-async def test_a_key_opens_its_own_trajectory_only_and_only_while_it_lives():
+async def test_a_key_opens_only_its_own_trajectory_and_only_while_it_is_open():
     endpoint = Endpoint()
     async with asked(lines("of the first"), endpoint=endpoint) as first:
         async with asked(lines("of the second"), endpoint=endpoint) as second:
@@ -238,7 +238,7 @@ async def test_an_agent_is_told_when_its_context_is_full():
         assert (await a.say("Hi")).choices[0].message.content == "Hello."
 
 
-async def test_sampling_parameters_are_not_heeded_and_that_is_said_once(caplog: pytest.LogCaptureFixture):
+async def test_sampling_parameters_are_ignored_and_that_is_logged_once(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.WARNING)
     async with asked(lines("Hello.", "Again.")) as a:
         first = await a.say("Hi", temperature=0.1, seed=4, presence_penalty=0, top_p=1)
@@ -297,7 +297,7 @@ async def test_a_client_that_tries_again_gets_the_same_answer_and_nothing_is_sam
     assert trajectory.num_sampled_tokens == len("Hello.") + 1
 
 
-async def test_an_agent_that_gave_up_waiting_and_asks_anew_gets_the_answer_that_nobody_took():
+async def test_an_agent_that_stopped_waiting_and_asks_again_gets_the_undelivered_answer():
     async with asked(lines("Hello."), decode_step_s=0.001) as a, Nursery() as nursery:
         impatient = nursery.start_task("impatient", a.say("Hi"))
         await a.talker.has_said(2)
@@ -378,7 +378,7 @@ async def test_a_weight_update_is_invisible_when_it_comes_in_the_middle_of_a_str
             said += chunk.choices[0].delta.content or ""
             if len(said) >= 5 and not updated:
                 updated = True
-                assert len(said) < len(text)  # it is told as it grows
+                assert len(said) < len(text)  # the text was reported as it grew
                 await a.bench.bump(1)
         trajectory = await a.trajectory()
     assert said == text

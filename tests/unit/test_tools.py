@@ -118,7 +118,7 @@ async def test_async_tool_is_cancelled_when_it_runs_past_its_time():
     cancelled = asyncio.Event()
 
     async def hang() -> str:
-        """Wait for ever."""
+        """Wait forever."""
         try:
             await asyncio.Event().wait()
         finally:
