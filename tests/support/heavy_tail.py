@@ -164,7 +164,7 @@ class World:
             retry_task=retries.retry_task,
             clock=clock,
         )
-        self.position = self.queue.restore()
+        self.position = self.queue.restore_groups()
         chat = cast(ChatFormat, _Chat())
         self._backend = LocalBackend(self.config, chat=chat, metrics=self.metrics, clock=clock)
         self.manager = RolloutManager(
@@ -196,7 +196,7 @@ class World:
         """Tokens of all answers that ended, whatever became of them."""
         self.position_of_groups: dict[str, int] = {}
         """Of all groups that were dispatched in this incarnation."""
-        self.queue.dispatched = self._see_dispatch(self.queue.dispatched)  # type: ignore[method-assign]
+        self.queue.dispatch_group = self._see_dispatch(self.queue.dispatch_group)  # type: ignore[method-assign]
         self.queue._drift.ended = self._see_end(self.queue._drift.ended)  # type: ignore[method-assign]
 
     def _see_dispatch(self, told: Any) -> Any:
@@ -232,7 +232,7 @@ class World:
     async def _step(self) -> bool:
         clock = asyncio.get_running_loop().time
         begin = clock()
-        batch = await self.queue.take(self.version)
+        batch = await self.queue.next_batch(self.version)
         if batch is None:
             return False
         self.waited_s += clock() - begin
@@ -240,14 +240,14 @@ class World:
         self.batches.append(batch)
         await asyncio.sleep(self.step_s)
         self.version += 1
-        self.queue.settle(batch, self.version)
+        self.queue.settle_batch(batch, self.version)
         for engine in self.engines:
             self.pool.hold_engine(engine.engine_id)
         for engine in self.engines:
             await engine.interrupt("abort")
             await self._update(engine)
             await engine.resume_generation("abort")
-        self.queue.advance(self.version)
+        self.queue.advance_version(self.version)
         return True
 
     async def _update(self, engine: CoarseEngine) -> None:

@@ -26,7 +26,7 @@ class Exported(NamedTuple):
 
     checkpoint: Path
     step: int
-    passed_over: tuple[str, ...]
+    skipped_checkpoints: tuple[str, ...]
 
 
 def export(
@@ -73,4 +73,4 @@ def export(
         bridge.save_hf(chunks, out)
     finally:
         stop_process_groups()
-    return Exported(found.path, found.manifest.step, found.passed_over)
+    return Exported(found.path, found.manifest.step, found.skipped_checkpoints)
