@@ -163,7 +163,7 @@ class World:
     def answers(self, version: int) -> list[Trajectory]:
         reader = ArchiveReader(self.run_dir / "evaluations" / f"version_{version:08d}" / FILE)
         try:
-            return [reader.read(row.trajectory_id)[0].trajectory for row in reader.rows()]
+            return [reader.read_trajectory(row.trajectory_id)[0].trajectory for row in reader.find_rows()]
         finally:
             reader.close()
 
