@@ -146,7 +146,7 @@ class EngineActor(NodeActor):
     async def wait(self) -> str:
         """Wait until the server process ends; its last words."""
         await self._server.wait()
-        return self._server.last_words()
+        return self._server.exit_reason()
 
     async def died(self) -> str | None:
         """Its last words when it has ended, else None."""

@@ -52,7 +52,7 @@ def test_a_pass_ends_with_the_tensors_of_its_bucket_when_one_is_not_the_planned_
     changing.plan(1000)
     passed.clear()
     changing._specs = [changing._specs[0], changing._specs[2], changing._specs[1]]
-    with pytest.raises(WeightSyncError, match="the engines were told of"):
+    with pytest.raises(WeightSyncError, match="the engines expect"):
         changing.share(0, 1000, 1)
     assert passed == ["a", "b", "c"]
     changing.close()
