@@ -31,7 +31,7 @@ def external_keys(url: str) -> tuple[str | None, str | None]:
 def check_shares_memory(engine: str, node: str, trainer_node: str, addresses: Mapping[str, str]) -> None:
     """Refuse an engine that cannot open the memory by which `weights.transport: tensor` sends weights.
 
-    A server that is told to open memory which does not exist on its node dies.
+    A server dies when it has to open memory that does not exist on its node.
 
     Args:
         engine: The engine's name.
