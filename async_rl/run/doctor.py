@@ -113,7 +113,8 @@ class Doctor:
         """
         self._config = config.doctor
         self._engine = config.engine
-        self._limits = wait_limits(config)
+        self.limits_s = wait_limits(config)
+        """Longest duration of each kind of wait, seconds; kinds without a limit are missing."""
         self._waits = waits
         self._pool = pool
         self._metrics = metrics
@@ -152,7 +153,7 @@ class Doctor:
         for on in WAIT_KINDS:
             if on != "idle":
                 self._metrics.oldest_wait_seconds.labels(on).set(oldest_s.get(on, 0.0))
-        overdue = any(age_s > self._limits.get(on, age_s) for on, age_s in oldest_s.items())
+        overdue = any(age_s > self.limits_s.get(on, age_s) for on, age_s in oldest_s.items())
         if quiet_s < self._config.stall_s and not overdue:
             self._reset()
             return
@@ -182,7 +183,7 @@ class Doctor:
                 stall_s=self._config.stall_s,
                 waits=waits.open_waits(),
                 actors=waits.actors(),
-                limits_s=self._limits,
+                limits_s=self.limits_s,
                 longest_s=waits.longest_s,
                 unheard_s={engine_id: now - heard_s for engine_id, heard_s in waits.heard_s.items()},
                 engines=self._engines(),

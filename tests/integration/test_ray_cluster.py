@@ -52,7 +52,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     plan.write_text("[]")
     with RayNodes(**{PLAN: str(plan)}) as nodes:
         nodes.start()  # the driver's
-        for _ in range(2):  # room for one engine on each, and for all ranks
+        for _ in range(2):  # capacity for one engine on each, and for all ranks
             nodes.start(engines=1, trainer=2)
         yield nodes
 

@@ -281,7 +281,7 @@ def test_the_trainer_has_its_turn_when_the_last_engine_dies_in_an_evaluation(tmp
 
 
 def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp_path):
-    """Its only engine fails while it ends its calls, and by then the trainer's turn has been asked for."""
+    """Its only engine fails while it ends its calls, and by then the trainer waits for the devices."""
     world = World(on_shared_devices(make_config(tmp_path, num_engines=1, at_start=True)))
     (engine,) = world.cluster.engines
     interrupt, asked = engine.interrupt, list[str]()
@@ -299,11 +299,11 @@ def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp
     world.run()
     assert asked == ["engines"]
     assert [(r.weight_version, r.status) for r in world.records] == [(0, "missing")]
-    assert "any more in the engines' turn" in world.records[0].reason
+    assert "any more, and the trainer waits for the devices" in world.records[0].reason
 
 
 def test_a_stop_does_not_wait_for_an_evaluation_when_devices_are_shared(tmp_path):
-    """The engine that answered is given back first, and the checkpoint is written in the trainer's turn."""
+    """The engine that answered is given back first, and the checkpoint is written in the trainer's phase."""
     world = World(on_shared_devices(make_config(tmp_path, max_concurrent=1, timeout_s=1e6)))
 
     def called(engine: SimulatedEngine, evaluates: bool) -> None:

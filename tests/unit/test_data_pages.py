@@ -88,7 +88,7 @@ def test_a_config_of_the_page_passes_all_checks(folder: Path, text: str) -> None
     for dataset in changes["data"].get("datasets", ()):
         assert dataset.get("name", dataset["path"].removesuffix(".jsonl")) in said
     for dataset in changes["data"].get("validation", ()):
-        assert f"validation: {dataset['path'].removesuffix('.jsonl')}: 1 plain rows" in said
+        assert f"validation: {dataset['path'].removesuffix('.jsonl')}: 1 plain examples" in said
     for name in changes.get("rollout", {}).get("agent_loops", ()):
         assert name != "tool_agent" or "agent loop: tool_agent, of 1 tasks" in said
 

@@ -61,10 +61,10 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("my-loop", "no name of a Python package"),
-        ("class", "no name of a Python package"),
-        ("Loop", "no name of a Python package"),
-        ("../escape", "no name of a Python package"),
+        ("my-loop", "not a valid name of a Python package"),
+        ("class", "not a valid name of a Python package"),
+        ("Loop", "not a valid name of a Python package"),
+        ("../escape", "not a valid name of a Python package"),
         ("json", "a Python module 'json'"),
         ("agent_loops", "a Python module 'agent_loops'"),
     ],

@@ -152,7 +152,7 @@ def test_file_and_line_are_named_when_a_row_cannot_be_used(tmp_path, row, words)
     assert words in str(caught.value)
 
 
-def test_a_role_that_nobody_has_is_named_when_it_is_to_be_trained_on(tmp_path):
+def test_a_role_of_no_message_is_named_when_it_is_to_be_trained_on(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": MESSAGES})
     with pytest.raises(
         ConfigError, match=r"a\.jsonl:1: .*\['asistant'\]: its roles are user, assistant, tool"

@@ -52,7 +52,7 @@ _SECRET: Final = re.compile(
 _FAILED: Final = "the run failed"
 """How the driver's last word begins when it ends with an error, see `train`."""
 
-_OWN: Final = ("cli.train", "run")
+_OWN: Final = "run"
 """What speaks for the run as a whole."""
 
 

@@ -1,4 +1,4 @@
-"""Where processes go in a cluster, and what is said when there is no room."""
+"""Placement of processes in a cluster, and the message when there is no capacity."""
 
 import os
 import threading
@@ -30,7 +30,7 @@ def test_ranks_of_a_node_are_neighbours_when_places_are_mixed(nodes, order):
     assert group_by_node(list(nodes)) == order
 
 
-def test_the_refusal_names_what_was_asked_and_what_each_node_has_when_there_is_no_room():
+def test_the_refusal_names_what_was_asked_and_what_each_node_has_when_there_is_no_capacity():
     nodes = [
         ClusterNode("10.0.0.1", {"CPU": 4, "memory": 1e9, "GPU": 2}, {"CPU": 4, "GPU": 1}),
         ClusterNode("10.0.0.2", {"CPU": 4, "GPU": 8, "engines": 1}, {"CPU": 0.5}),
