@@ -1,4 +1,4 @@
-"""What agent loops cost the driver: in it, beside one worker and beside two, in turns.
+"""Measures what agent loops cost the driver: inside it, with one worker and with two, alternately.
 
     python benchmarks/rollout_workers.py [--quick] [--json FILE]
 
@@ -55,10 +55,10 @@ PROMPT = " ".join(str(5 + number % 300) for number in range(256))
 
 
 class Computing:
-    """Three turns; computes after each of them."""
+    """An agent loop of three turns that computes after each."""
 
     async def run(self, task: Task, session: Session) -> None:
-        """See `agent_loops`."""
+        """Generates three turns and computes after each."""
         session.start(task.messages)
         for _ in range(TURNS):
             await session.generate(max_new_tokens=16)
@@ -69,20 +69,20 @@ class Computing:
 
 
 async def reward(task: Task, completion: Completion) -> float:
-    """Nothing."""
+    """Returns no reward."""
     return 0.0
 
 
 class Cost(msgspec.Struct):
-    """Of one run."""
+    """CPU and wall time of one run."""
 
     cpu_us: float
-    """Of the driver, a turn."""
+    """CPU milliseconds of the driver per turn."""
     turns_per_s: float
 
 
 def config_of(workers: int) -> Config:
-    """Of a run with so many workers."""
+    """Returns the config of a run with this many workers."""
     return parse_config(
         {
             "model": {"path": "unused"},
@@ -101,7 +101,7 @@ def config_of(workers: int) -> Config:
 
 
 def work(workers: int, port: int, key: bytes) -> None:
-    """The process of a worker."""
+    """Runs a worker in its own process."""
 
     async def run() -> None:
         worker = RolloutWorker(config_of(workers), chat=CHAT, metrics=Metrics(), clock=time.monotonic)
@@ -113,7 +113,7 @@ def work(workers: int, port: int, key: bytes) -> None:
 
 @asynccontextmanager
 async def open_worker(workers: int) -> AsyncIterator[Link]:
-    """Start a worker, which ends with the block."""
+    """Starts a worker that ends with the block."""
     async with listen("127.0.0.1") as listener:
         spawn = multiprocessing.get_context("spawn")
         process = spawn.Process(target=work, args=(workers, listener.port, listener.key))
@@ -135,7 +135,7 @@ async def open_worker(workers: int) -> AsyncIterator[Link]:
 
 
 async def ended(process: SpawnProcess) -> None:
-    """Wait until it has."""
+    """Waits until the worker has ended."""
     loop, gone = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(process.sentinel, gone.set)
     try:
@@ -151,7 +151,7 @@ Play = Callable[[float, int], Awaitable[Cost]]
 
 @asynccontextmanager
 async def playing(workers: int) -> AsyncIterator[Play]:
-    """Engines, and who plays on them."""
+    """Yields engines and a backend that runs attempts on them."""
     config, metrics, ids = config_of(workers), Metrics(), count()
     assert isinstance(config.engine, SimulatedEngines)
     pool = EnginePool(metrics, time.monotonic)
@@ -198,7 +198,7 @@ async def playing(workers: int) -> AsyncIterator[Play]:
 
 
 async def compare(rounds: int, trajectories: int) -> list[dict[str, Any]]:
-    """With no worker, one and two, in turns, after a round to warm up."""
+    """Compares no worker, one and two alternately, after a warm-up round."""
     async with AsyncExitStack() as stack:
         plays = [await stack.enter_async_context(playing(workers)) for workers in range(3)]
         for play in plays:
@@ -214,7 +214,7 @@ async def compare(rounds: int, trajectories: int) -> list[dict[str, Any]]:
 
 
 def row(compute_ms: float, workers: int, costs: list[Cost], here: list[Cost]) -> dict[str, Any]:
-    """Medians, and ratios to the driver that plays all itself."""
+    """Builds a row of medians and ratios to the driver without workers."""
     ratios = [cost.cpu_us / own.cpu_us for cost, own in zip(costs, here, strict=True)]
     return {
         "compute_ms": compute_ms,
@@ -228,7 +228,7 @@ def row(compute_ms: float, workers: int, costs: list[Cost], here: list[Cost]) ->
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer trajectories and rounds")
     parser.add_argument("--json", help="write the rows here as well")

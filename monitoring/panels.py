@@ -72,7 +72,7 @@ def _sum(expr: str, by: tuple[str, ...]) -> str:
 
 
 def _share(part: str, *others: str) -> str:
-    """Of a rate in the sum of several."""
+    """Share of one rate in the sum of several."""
     return f"{part} / ({' + '.join((part, *others))})"
 
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from async_rl.errors import TrainerError
 from async_rl.observability.records import StepRecord, read_records
+from async_rl.runtime.waits import NamedLock
 from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.scenario import FaultKind, Injection, Scenario
 from async_rl.simulation.simulate import SeedOutcome, simulate
@@ -115,7 +116,7 @@ def test_nothing_is_lost_when_engines_or_their_weights_fail_beside_a_step(
 
 
 @pytest.mark.parametrize(
-    "place", ["OverlappedLoop._run_step", "WeightSync.hand_over", "OverlappedLoop._hand_over"]
+    "place", ["OverlappedLoop._run_step", "WeightSync.update_from_snapshot", "OverlappedLoop._hand_over"]
 )
 def test_nothing_is_lost_when_a_run_is_cancelled_while_weights_are_on_their_way(
     tmp_path: Path, place: str
@@ -131,12 +132,13 @@ def test_nothing_is_lost_when_a_run_is_cancelled_while_weights_are_on_their_way(
 def test_the_witness_sees_it_when_a_copy_is_made_too_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def hand_over(self: WeightSync, version: int, taken: asyncio.Event) -> SyncReport:
-        await self._take_snapshot(version)
-        taken.set()
-        return await self.sync(version)
+    original = WeightSync.update_from_snapshot
 
-    monkeypatch.setattr(WeightSync, "hand_over", hand_over)
+    async def too_early(self: WeightSync, version: int, copied: asyncio.Event) -> SyncReport:
+        self.trainer_busy = NamedLock("another lock")  # it does not wait until the copy before was sent
+        return await original(self, version, copied)
+
+    monkeypatch.setattr(WeightSync, "update_from_snapshot", too_early)
     outcome, _ = run(overlapping(SLOW_SEND), tmp_path)
     assert "is overwritten while it is read" in outcome.violations[0]
 

@@ -178,7 +178,7 @@ def test_archive_and_ledger_agree_when_a_run_was_killed_twice(tmp_path: Path) ->
     outcome = simulate(3, tmp_path, scenario=replace(scenario, config=config))
     assert outcome.violations == ()
     assert outcome.incarnations.count("killed") == 2
-    last = sorted(tmp_path.glob("life-*"))[-1]
+    last = sorted(tmp_path.glob("incarnation-*"))[-1]
     reader = ArchiveReader(last / "trajectories.sqlite")
     ledger = sqlite3.connect(last / "ledger.sqlite")
     settled = dict(ledger.execute("SELECT trajectory_id, state FROM trajectories WHERE state != 'in_flight'"))
