@@ -1,4 +1,4 @@
-"""An agent as one writes it for OpenAI's API: it knows nothing of training."""
+"""An ordinary agent for OpenAI's API: it contains no code for training."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TOOL: Any = {
 
 
 async def agent(task: Any, api: Any) -> None:
-    """For `rollout.agent_loop_args.agent`: what async-rl calls, a session's client at hand."""
+    """Runs the agent with a session's client; `rollout.agent_loop_args.agent` names this function."""
     await solve(api.client, api.model, task.messages)
 
 
 async def solve(client: AsyncOpenAI, model: str, messages: list[Any]) -> str:
-    """Answer a question, with a calculator."""
+    """Answers a question with a calculator."""
     messages = list(messages)
     for _ in range(MAX_TURNS):
         answer = await client.chat.completions.create(model=model, messages=messages, tools=[TOOL])
@@ -45,7 +45,7 @@ async def solve(client: AsyncOpenAI, model: str, messages: list[Any]) -> str:
 
 
 def result(call: Any) -> dict[str, Any]:
-    """The message that answers a tool call; the model reads what went wrong, and may do better."""
+    """Returns the message that answers a tool call, or the error for the model to correct."""
     try:
         content = calculator(**json.loads(call.function.arguments))
     except (ValueError, TypeError, ZeroDivisionError) as error:
@@ -54,7 +54,7 @@ def result(call: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """For `rollout.agent_loop_args.command`: the same as a program of its own, streamed and without tools."""
+    """Runs the agent as a program (`rollout.agent_loop_args.command`), streamed and without tools."""
     task = json.load(sys.stdin)
     client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
     chunks = client.chat.completions.create(
