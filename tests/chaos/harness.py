@@ -129,8 +129,8 @@ class Chaos:
                 self.strike(blow)
             final = last(seed)
             self.strike(final, start_again=False)
-            self._tree["run"]["max_steps"] = self.num_steps() + more_steps
-            self._note(f"the last start is to reach step {self.num_steps() + more_steps}")
+            self._tree["run"]["max_steps"] = self._steps() + more_steps
+            self._note(f"the last start is to reach step {self._steps() + more_steps}")
             self.start()
             self._until(lambda: self._ended() is not None, STUCK_S, "the end of the run")
             if self._ended() != 0:
@@ -172,7 +172,7 @@ class Chaos:
             return
         victim = sorted(victims, key=lambda process: process.pid)[int(blow.pick * len(victims))]
         number = getattr(signal, blow.how)
-        self._note(f"{blow.how} to {blow.victim} {victim.pid} ({victim.name()}), after step {self.num_steps()}")
+        self._note(f"{blow.how} to {blow.victim} {victim.pid} ({victim.name()}), after step {self._steps()}")
         if blow.victim == "driver" and blow.how == "SIGKILL":
             self._expected = -signal.SIGKILL
             before = self.processes.look()
@@ -198,7 +198,7 @@ class Chaos:
         port = self._tree["metrics"]["port"]
         before, begin = self._num_trained(), time.monotonic()
         self._until(lambda: self._num_trained() > before, STUCK_S, f"a step ({what})")
-        self._note(f"step {self.num_steps()} is done, {time.monotonic() - begin:.1f} s later")
+        self._note(f"step {self._steps()} is done, {time.monotonic() - begin:.1f} s later")
         self.exposure.look(self.processes, self._run_dir, self._output, port)
 
     def _wait_until_gone(self, processes: list[psutil.Process]) -> None:
