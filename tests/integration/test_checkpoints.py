@@ -73,7 +73,7 @@ def test_newest_whole_checkpoint_is_taken_when_newer_ones_are_damaged(moe, folde
 
 
 def test_checkpoint_is_refused_when_it_is_of_another_model_type_or_version(moe, folder, tmp_path):
-    with pytest.raises(CheckpointError, match=r"trained with model.dtype float32, but it is bfloat16 now"):
+    with pytest.raises(CheckpointError, match=r"trained with model.dtype=float32, but it is bfloat16 now"):
         with started(trainer_config(moe, dtype="bfloat16"), folder):
             pass
     smaller = build_tiny_qwen3_moe(tmp_path / "smaller", num_layers=1)
