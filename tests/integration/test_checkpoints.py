@@ -1,4 +1,4 @@
-"""Checkpoints of a real model on one rank: written beside training, whole or passed over."""
+"""Checkpoints of a real model on one rank: written in the background, complete or skipped."""
 
 import json
 import pickle
@@ -219,7 +219,7 @@ def test_exported_weights_are_those_of_the_checkpoint_when_it_is_read_by_one_pro
         assert not torch.equal(
             ours(ids).logits.float(), AutoModelForCausalLM.from_pretrained(model)(ids).logits.float()
         )
-    # What is there already stays, and a run without a checkpoint is told.
+    # An existing folder stays, and a run without a checkpoint is an error.
     assert main(arguments) == 2
     assert "which already exists: name a new folder" in capsys.readouterr().err
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
