@@ -1,4 +1,4 @@
-"""Device memory goes from one side to the other and back, and nothing is lost on the way."""
+"""Device memory moves between trainer and engine and back without losing state."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ PROMPT = list(range(40, 72))
 @pytest.mark.megatron
 @pytest.mark.parametrize("way", ["regions", "emptied"])
 def test_the_trainer_leaves_the_device_and_comes_back(way: str, tmp_path: Path, measure, used_gib) -> None:
-    """A trainer gives its memory back between two steps, and has it again bit for bit."""
+    """A trainer releases its memory between two steps and restores it bit for bit."""
     model = build(tmp_path / "model", hidden_size=1024, num_layers=8)
     batches = [random_batch(seed, layers=8, experts=16, vocab_size=512) for seed in range(2)]
     config = trainer_config(model, dtype="bfloat16")
 
     def digest(worker) -> list[int]:
-        """Of everything the next step needs, as sums of bit patterns."""
+        """Returns sums of bit patterns of everything that the next step needs."""
         tensors = [tensor.detach().reshape(-1) for tensor in training_state(worker)]
         return [int(t.view(torch.uint8).to(torch.int64).sum()) for t in tensors]
 
     def timed(move: Callable[[], None]) -> tuple[float, float]:
-        """Seconds that it took, and GiB of the device that are in use then."""
+        """Returns the seconds that a call took, and the GiB of device memory in use afterwards."""
         begin = time.perf_counter()
         move()
         return time.perf_counter() - begin, used_gib()
@@ -66,7 +66,7 @@ def test_the_trainer_leaves_the_device_and_comes_back(way: str, tmp_path: Path, 
     measure("to the host, again", moved / again_s, "GiB/s")
     measure("back, again", moved / back_again_s, "GiB/s")
     assert found == [expected, expected]
-    # Kernels add up in any order on a GPU: two runs of the same two steps differ in their last bits.
+    # GPU kernels sum in any order: two runs of the same two steps differ in their last bits.
     assert norm == pytest.approx(undisturbed[1].metrics["grad_norm"], rel=0.02)
     assert before - during > 0.95 * moved
     assert before - during_again > 0.95 * moved
@@ -75,7 +75,7 @@ def test_the_trainer_leaves_the_device_and_comes_back(way: str, tmp_path: Path, 
 
 @pytest.mark.sglang
 async def test_an_engine_leaves_the_device_and_comes_back(tmp_path: Path, measure, used_gib) -> None:
-    """An engine gives weights and cache back, is loaded anew, and answers as it did before."""
+    """An engine releases weights and cache, is loaded again, and gives the same answers."""
     model, total = build(tmp_path / "model"), torch.cuda.mem_get_info()[1] / 2**30
     idle = used_gib()
     async with serving(model, tmp_path, shared=True) as engine:

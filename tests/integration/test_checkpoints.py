@@ -1,4 +1,4 @@
-"""Checkpoints of a real model on one rank: written beside training, whole or passed over."""
+"""Checkpoints of a real model on one rank: written in the background, complete or skipped."""
 
 import json
 import pickle
@@ -73,7 +73,7 @@ def test_newest_whole_checkpoint_is_taken_when_newer_ones_are_damaged(moe, folde
 
 
 def test_checkpoint_is_refused_when_it_is_of_another_model_type_or_version(moe, folder, tmp_path):
-    with pytest.raises(CheckpointError, match=r"trained with model.dtype float32, but it is bfloat16 now"):
+    with pytest.raises(CheckpointError, match=r"trained with model.dtype=float32, but it is bfloat16 now"):
         with started(trainer_config(moe, dtype="bfloat16"), folder):
             pass
     smaller = build_tiny_qwen3_moe(tmp_path / "smaller", num_layers=1)
@@ -219,7 +219,7 @@ def test_exported_weights_are_those_of_the_checkpoint_when_it_is_read_by_one_pro
         assert not torch.equal(
             ours(ids).logits.float(), AutoModelForCausalLM.from_pretrained(model)(ids).logits.float()
         )
-    # What is there already stays, and a run without a checkpoint is told.
+    # An existing folder stays, and a run without a checkpoint is an error.
     assert main(arguments) == 2
     assert "which already exists: name a new folder" in capsys.readouterr().err
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)

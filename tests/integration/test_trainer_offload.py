@@ -87,7 +87,7 @@ def test_all_that_is_left_are_addresses_when_the_state_is_away_in_regions(moe, s
         assert len(held) > first
         assert saver.paused_bytes == sum(storage.nbytes() for storage in storages.values())
         assert all((as_bytes(storage) == GARBAGE).all() for storage in storages.values())
-        offload.offload_state()  # the real one ends the process when it is told twice
+        offload.offload_state()  # the real one ends the process when called twice
         offload.reload_state()
         offload.reload_state()
         assert saver.paused_bytes == 0
