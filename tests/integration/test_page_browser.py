@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from async_rl.observability.page import feed
 from async_rl.observability.page.html_report import write_report
 from tests.support.browser import Tab, browser
 from tests.support.environment import program
@@ -80,7 +79,7 @@ async def hover(tab: Tab, chart: str) -> None:
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, True), (390, False)])
 async def test_the_page_shows_the_run_at_any_width(tmp_path: Path, width: int, dark: bool) -> None:
     chromium, steps = program("chromium"), records(120)
-    async with watched(now, lambda: steps) as (url, _), browser(chromium, tmp_path) as tab:
+    async with watched(now, lambda: steps, refresh_s=1.0) as (url, _), browser(chromium, tmp_path) as tab:
         await tab.open(url, width=width, dark=dark)
         await tab.until(DRAWN)
         assert await tab.evaluate("document.title") == "calculator-moe · async-rl"
@@ -115,11 +114,9 @@ async def test_the_page_shows_the_run_at_any_width(tmp_path: Path, width: int, d
         assert {address for address in tab.requests if not address.startswith(url)} == set()
 
 
-async def test_the_page_follows_the_run_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "_EVERY_S", 0.02)
-    monkeypatch.setattr(feed, "_DRAW_SHARE", 1e9)
+async def test_the_page_follows_the_run_to_its_end(tmp_path: Path) -> None:
     steps, moments = records(8), [now(7)]
-    async with watched(lambda: moments[-1], lambda: steps[:-1]) as (url, _):
+    async with watched(lambda: moments[-1], lambda: steps[:-1], refresh_s=0.02) as (url, _):
         async with browser(program("chromium"), tmp_path) as tab:
             await tab.open(url, width=1280)
             await tab.until("document.querySelector('#connection').textContent === 'live'")
