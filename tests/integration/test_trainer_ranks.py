@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 import torch.multiprocessing as mp
-from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 
 from async_rl.errors import AlignmentError
 from async_rl.weights.buckets import size_of
+from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 from tests.support.live_bytes import LiveBytes
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
@@ -58,7 +58,7 @@ DEFAULT = {
     "context",
     "four: tensor, pipeline and expert",
 }
-"""The layouts of `make test`: each kind of parallelism once, and a combination. `make test-long` runs the others."""
+"""The layouts of `make test`: each kind of parallelism, and a combination. The others are of `make test-long`."""
 
 ONE_STEP = {
     "tensor, sequence and expert, all gathered",
