@@ -58,7 +58,7 @@ DEFAULT = {
     "context",
     "four: tensor, pipeline and expert",
 }
-"""The layouts of `make test`: each kind of parallelism, and a combination. The others are of `make test-long`."""
+"""The layouts of `make test`: each kind of parallelism, and a combination. `make test-long` has the rest."""
 
 ONE_STEP = {
     "tensor, sequence and expert, all gathered",
