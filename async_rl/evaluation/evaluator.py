@@ -41,6 +41,7 @@ from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue.archive import Observer
+from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.attempt import finish_trajectories, run_agent_loop, score_tree
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards

@@ -15,8 +15,6 @@ import google_crc32c
 
 from async_rl.observability.record_log import RecordLog
 
-from async_rl.runtime.files import replace_file
-
 
 class JsonlTracker:
     """Logs one line per step: `{"step": 7, "actor/ppo_kl": 0.0, ...}`.
