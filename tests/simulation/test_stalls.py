@@ -304,7 +304,7 @@ def test_holders_are_named_when_slots_leak(patient: Make, monkeypatch: pytest.Mo
 
 
 def test_the_spool_is_named_when_it_never_has_room(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = TrajectoryQueue.put
+    put = TrajectoryQueue.put_group
 
     async def without_room(self: TrajectoryQueue, group: Group) -> None:
         Hang.current.visits += 1
