@@ -68,9 +68,6 @@ _FLUSH_LIMIT_S: Final = 5.0
 _PROBED_ROWS: Final = 512
 """Rows of a long payload that are checked for distinct experts."""
 
-_MIN_ROWS_TO_JUDGE: Final = 64
-"""With one expert a token a layer may honestly be all zero for a few rows; not for so many."""
-
 
 class _RankSums(msgspec.Struct):
     checksums: dict[str, str]
@@ -240,7 +237,7 @@ class SGLangEngine:
         """Implements `Engine.decode_routing`. `payload.data` is base64, or rows that were already narrowed.
 
         All ids are checked to exist, and a sample of a long payload to be distinct: a fault that makes an
-        engine repeat ids does so in every row. One stray row is found by `routing.verify`, which checks each
+        engine repeat ids does so in every row. One stray row is found by `routing.check`, which checks each
         row of a finished trajectory.
         """
         facts, data = self._facts, payload.data
@@ -262,7 +259,7 @@ class SGLangEngine:
             _check_layers_used(rows, facts, min_rows=1)
             raise
         if facts.top_k == 1:
-            _check_layers_used(rows, facts, min_rows=_MIN_ROWS_TO_JUDGE)
+            _check_layers_used(rows, facts, min_rows=routing.MIN_ROWS_TO_JUDGE_LAYER)
         if not len(rows):
             return trace
         span = VersionSpan(start=0, end=len(rows), weight_version=payload.weight_version)
