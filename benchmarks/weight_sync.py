@@ -1,11 +1,11 @@
-"""What it takes to give an engine new weights, by transport, against copying the same bytes.
+"""Measures giving an engine new weights, by transport, against copying the same bytes.
 
     python benchmarks/weight_sync.py [--quick] [--json FILE]
 
-A real SGLang server on the CPU gets the weights of a random Qwen3-MoE again and again, by each transport in
-turns, as `WeightSync` does it: into an engine that runs nothing, prefix cache flushed, version read back. The
-sender is `trainer.weights.weight_export`, from whole tensors in memory: gathering and renaming are the
-trainer's, and every transport has them.
+A real SGLang server on the CPU gets the weights of a random Qwen3-MoE again and again, by each transport
+alternately, as `WeightSync` does it: into an engine that runs nothing, prefix cache flushed, version read
+back. The sender is `trainer.weights.weight_export`, from whole tensors in memory: gathering and renaming are
+the trainer's, and every transport has them.
 
     publish   the engine goes on generating meanwhile: the files of `disk`
     stall     the engine generates nothing: from the first request of the update to the version read back
@@ -50,7 +50,7 @@ GROUP = "benchmark"
 
 
 class Size(NamedTuple):
-    """Of the model and the measurement."""
+    """Sizes of the model and the measurement."""
 
     hidden: int
     layers: int
@@ -63,7 +63,7 @@ QUICK = Size(hidden=256, layers=2, rounds=3, bucket_bytes=8 << 20)
 
 
 class Times(NamedTuple):
-    """Of one update; seconds."""
+    """Times of one update, seconds."""
 
     publish: float
     stall: float
@@ -89,10 +89,10 @@ class Sender:
             check=lambda specs: None,
             group_timeout_s=300.0,
         )
-        self._plan = self._export.plan(size.bucket_bytes)
+        self._plan = self._export.plan_buckets(size.bucket_bytes)
 
     async def join(self) -> None:
-        """The group of `distributed`, which stands for the life of an engine."""
+        """Joins the process group of `distributed`, which exists as long as the engine."""
         invite = GroupInvite(
             group_name=GROUP,
             backend="gloo",
@@ -106,7 +106,7 @@ class Sender:
         )
 
     async def disk(self) -> Times:
-        """Files, written while the engine goes on; the ones before are removed."""
+        """Updates through files, written while the engine continues; older files are removed."""
         folder = self._scratch / f"version_{self._version + 1}"
         begin = time.perf_counter()
         await asyncio.to_thread(self._write, folder)
@@ -124,10 +124,10 @@ class Sender:
         shutil.copyfile(self._model / "config.json", folder / "config.json")
 
     async def distributed(self) -> Times:
-        """Broadcasts into the group."""
+        """Updates by broadcasts into the group."""
         begin = time.perf_counter()
         await asyncio.gather(
-            asyncio.to_thread(self._export.send, [GROUP], self._size.bucket_bytes),
+            asyncio.to_thread(self._export.send_weights, [GROUP], self._size.bucket_bytes),
             self._update(
                 lambda version: DistributedUpdate(
                     weight_version=version, group_name=GROUP, buckets=self._plan
@@ -137,10 +137,10 @@ class Sender:
         return Times(0.0, time.perf_counter() - begin)
 
     async def tensor(self) -> Times:
-        """Shared memory: the next bucket is filled while one is loaded."""
+        """Updates through shared memory: the next bucket is filled while one is loaded."""
 
         async def fill(number: int) -> list[bytes]:
-            return await asyncio.to_thread(self._export.share, number, self._size.bucket_bytes, 1)
+            return await asyncio.to_thread(self._export.share_bucket, number, self._size.bucket_bytes, 1)
 
         relay = BucketRelay(["engine"], len(self._plan), fill)
         begin = time.perf_counter()
@@ -168,15 +168,15 @@ class Sender:
                 self._write(folder)
                 shutil.rmtree(folder)
             elif transport == "distributed":
-                self._export.send([], self._size.bucket_bytes)
+                self._export.send_weights([], self._size.bucket_bytes)
             else:
                 self._export.close()
                 for number in range(len(self._plan)):
-                    self._export.share(number, self._size.bucket_bytes, 1)
+                    self._export.share_bucket(number, self._size.bucket_bytes, 1)
         return live.peak
 
     async def same(self) -> bool:
-        """Whether the engine has what was sent."""
+        """Checks that the engine has the sent weights."""
         return await self._engine.checksums() == (self._export.checksums(),)
 
     async def sums_of_engine(self) -> float:
@@ -230,7 +230,7 @@ def loopback_s(num_bytes: int) -> float:
 
 
 async def measure(size: Size, scratch: Path) -> list[dict[str, Any]]:
-    """All transports in turns; rows for the table."""
+    """Measures all transports alternately; returns rows for the table."""
     model = build_tiny_qwen3_moe(
         scratch / "model",
         vocab_size=300,
@@ -310,7 +310,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Measure and tell."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

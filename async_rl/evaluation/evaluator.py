@@ -41,7 +41,7 @@ from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue.archive import Observer
-from async_rl.queue.journal import Entry
+from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.attempt import finish_trajectories, run_agent_loop, score_tree
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
@@ -253,7 +253,7 @@ class _EvaluationRun:
             interrupt=inputs.config.weights.interrupt,
             new_id=inputs.new_id,
         )
-        return RolloutSession(context, task, Transcript(context, Entry(answer_id)), group_id=group_id)
+        return RolloutSession(context, task, Transcript(context, JournalEntry(answer_id)), group_id=group_id)
 
     async def _attempts(self, name: str, group: _AnswerGroup) -> None:
         limit = self._inputs.config.rollout.max_attempts

@@ -148,7 +148,7 @@ class EngineActor(NodeActor):
     async def wait_exit(self) -> str:
         """Wait until the server process ends, and return its exit reason."""
         await self._server.wait()
-        return self._server.last_words()
+        return self._server.exit_reason()
 
     async def exit_reason(self) -> str | None:
         """Return the exit reason of the server process, or None while it runs."""

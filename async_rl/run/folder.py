@@ -26,6 +26,7 @@ from rich.console import Console
 from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml, versions
 from async_rl.errors import AsyncRLError, ConfigError, StallError
+from async_rl.runtime.files import replace_file
 from async_rl.runtime.processes import private_files
 from async_rl.runtime.supervision import first_error, service_of
 
@@ -207,9 +208,7 @@ def _locked(folder: Path, taken: str, config: Config) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(taken) from error
-        partial = folder / ".config.yaml.part"
-        partial.write_text(resolved_yaml(config))
-        partial.replace(folder / "config.yaml")
+        replace_file(folder / "config.yaml", resolved_yaml(config).encode())
         (folder / "versions.json").write_bytes(msgspec.json.encode(versions()))
         yield
 

@@ -296,7 +296,7 @@ class Orchestrator:
             try:
                 end = await self._run_incarnation(incarnation)
             finally:
-                incarnation.recovered.leave()
+                incarnation.recovered.write_and_close()
             trajectories = queue.statistics().counts
             queue.close()
             if not isinstance(end, TrainerHandle):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -28,10 +28,11 @@ from async_rl.config import Config, RoutingConfig, SftConfig, WeightsConfig, loa
 from async_rl.data.chat_format import load_chat_format
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import CheckpointError, ConfigError
+from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Figure, mean
 from async_rl.run.folder import run_console, run_folder, run_in_folder
 from async_rl.run.preflight import check_trainer
-from async_rl.sft.examples import read_examples
+from async_rl.sft.examples import load_conversations
 from async_rl.sft.schedule import SftBatch, SftExample, TrainingOrder, batch_of, learning_rate, plan_batches
 from async_rl.sft.sft_progress import SftProgress
 from async_rl.sft.sft_ranks import SftRanks, start_ranks
@@ -98,7 +99,7 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = start
         return Path(settings.out) if settings.out is not None else run_dir / "hf"
 
     def is_complete(run_dir: Path) -> bool:
-        done, out = read_sft_records(run_dir / "metrics.jsonl"), out_of(run_dir)
+        done, out = _read_records(sft_record_log(run_dir / "metrics.jsonl")), out_of(run_dir)
         if not done or done[-1].step < num_steps or not (out / "config.json").exists():
             return False
         progress.print_line(
@@ -165,10 +166,10 @@ def read_data(config: Config, settings: SftConfig) -> SftData:
         )
     check_trainer(config, settings.worker, "sft.worker")
     chat = load_chat_format(config.model.path)
-    rows, left_out = read_examples(Path(settings.path or ""), "sft.path", settings, chat)
+    rows, left_out = load_conversations(Path(settings.path or ""), "sft.path", settings, chat)
     validation: list[SftExample] = []
     if settings.validation is not None:
-        validation, more = read_examples(Path(settings.validation), "sft.validation", settings, chat)
+        validation, more = load_conversations(Path(settings.validation), "sft.validation", settings, chat)
         left_out += more
     plan = plan_batches(
         [len(row.token_ids) for row in rows],
@@ -199,10 +200,10 @@ async def fine_tune(
         AsyncRLError: A rank failed.
     """
     plan, total, scratch = data.plan, len(data.plan.batches), run_dir / "batch"
-    metrics = run_dir / "metrics.jsonl"
+    log_of_steps = sft_record_log(run_dir / "metrics.jsonl")
     state = await ranks.setup(str(run_dir / "checkpoints"))
     _check_same(plan, state.step, state.extra)
-    records = [record for record in read_sft_records(metrics) if record.step <= state.step]
+    records = [record for record in _read_records(log_of_steps) if record.step <= state.step]
     begin_s = clock() - (records[-1].time_s if records else 0.0)
     progress.show_resumed(state.step)
     step, saved = state.step, state.step
@@ -246,8 +247,7 @@ async def fine_tune(
             step_s=step_s,
             tokens_per_s=figures["tokens"] / max(step_s, 1e-9),
         )
-        with metrics.open("ab") as file:
-            file.write(msgspec.json.encode(record) + b"\n")
+        log_of_steps.append(record)
         progress.show_step(record.step, record.loss, record.validation_loss, record.tokens_per_s)
         every = config.trainer.checkpoint_every
         if every and step % every == 0:
@@ -290,25 +290,15 @@ def _check_same(plan: TrainingOrder, step: int, extra: dict[str, object]) -> Non
         )
 
 
-def read_sft_records(path: Path) -> list[SftRecord]:
-    """Read `metrics.jsonl`; of several records of a step the last counts, because a resumed run repeats
-    steps.
-    """
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    kept: list[SftRecord] = []
-    for record in _decoded(whole, path):
-        while kept and kept[-1].step >= record.step:
-            kept.pop()
-        kept.append(record)
-    return kept
+def sft_record_log(path: Path) -> RecordLog[SftRecord]:
+    """Open the `metrics.jsonl` of a supervised run."""
+    return RecordLog(path, SftRecord, lambda record: record.step)
 
 
-def _decoded(lines: bytes, path: Path) -> Iterator[SftRecord]:
+def _read_records(records: RecordLog[SftRecord]) -> list[SftRecord]:
     try:
-        yield from msgspec.json.Decoder(SftRecord).decode_lines(lines)
+        return records.read()
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"{path} does not belong to a supervised run ({error}): set another run.name"
+            f"{records.path} does not belong to a supervised run ({error}): set another run.name"
         ) from error

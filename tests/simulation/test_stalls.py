@@ -306,7 +306,7 @@ def test_holders_are_named_when_slots_leak(stalling_run: Make, monkeypatch: pyte
 def test_the_spool_is_named_when_it_never_has_space(
     stalling_run: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = TrajectoryQueue.put
+    put = TrajectoryQueue.put_group
 
     async def without_space(self: TrajectoryQueue, group: Group) -> None:
         Hang.current.visits += 1

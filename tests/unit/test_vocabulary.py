@@ -106,8 +106,6 @@ NOT_YET: tuple[str, ...] = (
     "async_rl/",
     "agent_loops/",
     "trainer/",
-    "benchmarks/",
-    "monitoring/panels.py",
     "tests/",
     "docs/reference/",  # generated from async_rl
     "docs/guide/own-task.md",  # quotes messages of async_rl

@@ -93,7 +93,7 @@ def inspect(
     try:
         if trajectory is None:
             where, values = chosen.sql()
-            rows = reader.rows(where, values, order=ORDERS[order], limit=limit or -1)
+            rows = reader.find_rows(where, values, order=ORDERS[order], limit=limit or -1)
             _print_table(console, run_dir, reader, rows, as_json=as_json)
         else:
             _print_one(console, run_dir, reader, trajectory, special=special, as_json=as_json)
@@ -120,8 +120,8 @@ def _print_table(
     if as_json:
         print(msgspec.json.encode(rows).decode())
         return
-    short = abbreviate([row.trajectory_id for row in rows], (row.trajectory_id for row in reader.rows()))
-    title = f"{len(rows)} of the {reader.count()} newest finished trajectories of {run_dir}"
+    short = abbreviate([row.trajectory_id for row in rows], (row.trajectory_id for row in reader.find_rows()))
+    title = f"{len(rows)} of the {reader.count_trajectories()} newest finished trajectories of {run_dir}"
     show_table(console, rows, short, title)
     if counts := _ledger(run_dir, "SELECT state, count(*) FROM trajectories GROUP BY state"):
         now = dict(counts)
@@ -138,7 +138,7 @@ def _print_one(
     console: Console, run_dir: Path, reader: ArchiveReader, beginning: str, *, special: bool, as_json: bool
 ) -> None:
     row = _find(reader, beginning)
-    kept, events = reader.read(row.trajectory_id)
+    kept, events = reader.read_trajectory(row.trajectory_id)
     config = _config(run_dir)
     decode, remark = _decoder_of(config, special=special)
     view = view_trajectory(
@@ -156,11 +156,13 @@ def _print_one(
 
 
 def _find(reader: ArchiveReader, beginning: str) -> ArchiveRow:
-    exact = reader.rows("trajectory_id = ?", (beginning,))
-    found = exact or reader.rows("substr(trajectory_id, 1, length(?)) = ?", (beginning, beginning), limit=6)
+    exact = reader.find_rows("trajectory_id = ?", (beginning,))
+    found = exact or reader.find_rows(
+        "substr(trajectory_id, 1, length(?)) = ?", (beginning, beginning), limit=6
+    )
     if not found:
         raise ConfigError(
-            f"no trajectory begins with {beginning!r} among the {reader.count()} that are kept: run "
+            f"no trajectory begins with {beginning!r} among the {reader.count_trajectories()} kept ones: run "
             "`async-rl inspect` without one, or raise run.keep_trajectories"
         )
     if len(found) > 1:

@@ -40,7 +40,7 @@ from async_rl.engines.sglang.server import SGLangServer
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import AsyncRLError, ConfigError, EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.archive import ArchiveEvent, Observer, kept
+from async_rl.queue.archive import ArchiveEvent, Observer, without_routing
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -109,7 +109,9 @@ def rollout(
 
     def ended(trajectory: Trajectory) -> None:
         now = ArchiveEvent(unix_s=time.time(), what="ended")
-        views.append(view_trajectory(kept(trajectory), decode, history=[] if not as_json else [now]))
+        views.append(
+            view_trajectory(without_routing(trajectory), decode, history=[] if not as_json else [now])
+        )
         if as_json:
             print(msgspec.json.encode(views[-1]).decode(), flush=True)
         else:
