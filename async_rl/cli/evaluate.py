@@ -26,7 +26,7 @@ from async_rl.data.dataset import load_validation, prompt_rule
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
-from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, append_evaluation
+from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, evaluation_record_log
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive
 from async_rl.run.folder import console as default_console
@@ -74,7 +74,7 @@ def evaluate(
         return await _evaluate_sets(config, folder, open_engines, keep_answers=out is not None)
 
     def finish(folder: Path, record: EvaluationRecord) -> int:
-        append_evaluation(folder / FILE, record)
+        evaluation_record_log(folder / FILE).append(record)
         if as_json:
             print(msgspec.json.encode(record).decode())
         else:

@@ -20,7 +20,7 @@ from rich.table import Table
 from async_rl.config import Config, SGLangEngines, load_config
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
-from async_rl.observability.records import StepRecord, read_records
+from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.simulation.planned_job import JobPlan, PlannedRun, simulate
 from async_rl.simulation.workload import Workload
 
@@ -87,7 +87,7 @@ def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float
     longest = config.rollout.max_new_tokens * int(given.get("turns", 1))
     figures: dict[str, Any] = {"max_tokens": longest, "mean_tokens": longest / 4}
     if run_dir is not None:
-        records = read_records(run_dir / "metrics.jsonl")
+        records = step_record_log(run_dir / "metrics.jsonl").read()
         if not records:
             raise ConfigError(
                 f"--from {run_dir}: there is no metrics.jsonl with a step in it: name a run folder"

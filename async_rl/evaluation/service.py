@@ -41,8 +41,7 @@ from async_rl.evaluation.evaluator import Evaluator, missing
 from async_rl.observability.evaluation_record import (
     FILE,
     EvaluationRecord,
-    append_evaluation,
-    read_evaluations,
+    evaluation_record_log,
 )
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive, Observer
@@ -120,7 +119,7 @@ class EvaluationService:
         self._interrupt_timeout_s = interrupt_timeout_s
         self._ended = ended
         self._clock = clock
-        records = [r for r in read_evaluations(run_dir / FILE) if r.weight_version <= step]
+        records = [r for r in evaluation_record_log(run_dir / FILE).read() if r.weight_version <= step]
         self._evaluated = records[-1].weight_version if records else None
         self._lent: list[str] = []
         self._idle = asyncio.Event()
@@ -184,7 +183,7 @@ class EvaluationService:
         finally:
             self._under_way = None
         self._evaluated = max(version, record.weight_version)
-        append_evaluation(self._run_dir / FILE, self._ended(record))
+        evaluation_record_log(self._run_dir / FILE).append(self._ended(record))
 
     async def _evaluate(self, version: int) -> EvaluationRecord:
         """At this version or, where the engines came to a later one meanwhile, at that."""

@@ -1,4 +1,4 @@
-"""Who owns which trajectory, in SQLite, so that a crash at any point neither loses nor repeats a task.
+"""The state of every trajectory, in SQLite, so that a crash at any point neither drops nor repeats a task.
 
 ```
 dispatch ──► in_flight ──queue──► queued ──train──► trained (step) ──commit──► folded into a count
@@ -8,31 +8,32 @@ dispatch ──► in_flight ──queue──► queued ──train──► tr
               └─────────drop─────────┴──► dropped (reason) ──commit──► folded into a count
 ```
 
-At every moment `dispatched = in_flight + queued + trained + sum of dropped`, counted per trajectory. The last
-two states are final: a second settlement is an error, not a no-op.
+At every moment `dispatched = in_flight + queued + trained + sum of dropped`, counted per trajectory (the law
+of conservation). The last two states are final: a second settlement is an error, not a no-op.
 
-Each task has a *position*, its place in the endless sequence of tasks. A position is used up by what became
-of its group, except by a restart, a damaged frame, or where it is to be retried: then it is *pending* and is
-dispatched anew.
+Each task has a *position*, its place in the endless sequence of tasks. The settlement of its group uses up a
+position, except after a restart, a damaged frame or a drop with `retry`: then the position is *pending* and
+is dispatched anew.
 
-Beside them stands what the rest of the run did and what a restart must agree with: attempts, rewards and
-sizes of trajectories that ended, published weight versions, the batch of each step that the trainer
-acknowledged, and committed checkpoints. **A restart at the checkpoint of step N** leaves in flight what was
-in flight (the journal has its tokens) and queued what was queued. What was trained after N is dropped as
-`restart` and its positions are pending. Its frames could have been kept until a checkpoint has their step;
-but groups that were in flight or queued behind them fill the bound already, B (η + 1) of them, and for each
-one put back another would grow too old. Weight versions above N are no more: labels above it count as N
-(`ceiling`), the oldest that they can be, so that the bound is kept.
+The ledger also records what a restart must agree with: attempts, rewards and sizes of trajectories that
+ended, published weight versions, the batch of each step that the trainer acknowledged, and committed
+checkpoints.
 
-**Size.** Rows of what is settled are folded into counts once no kept checkpoint can undo it: a run of a year
-has as many rows as one of a few checkpoints. Ids are compared with those that have rows; older ones are
-unique because they hold a time.
+**A restart at the checkpoint of step N** leaves in flight what was in flight (the journal has its tokens) and
+queued what was queued. What was trained after N is dropped as `restart` and its positions are pending. Its
+frames could have been kept until a checkpoint has their step; but groups that were in flight or queued behind
+them fill the bound already, B (η + 1) of them, and for each one put back another would grow too old. The
+restart undoes weight versions above N: labels above it count as N (`ceiling`), the oldest that they can be,
+so that the bound holds.
 
-Decisions are made on the outstanding groups in memory; what they change is written behind, in order, by
-`flush`. Whoever tells others of a change (that a group is queued, that a step is trained) flushes first. A
-crash before that forgets the newest changes, together: a dispatch that was not written is a task that was not
-dispatched. The database is in WAL mode and is not synced on each commit: it survives the death of the
-process; after a power cut it may miss the last moments, never be inconsistent.
+**Size.** Rows of settled trajectories are folded into counts once no kept checkpoint can undo them: a run of
+a year has as many rows as one of a few checkpoints. Ids are compared with those that have rows; older ones
+are unique because they contain a time.
+
+Decisions are made on the outstanding groups in memory; their changes are written later, in order, by `flush`.
+Callers that report a change to other components (that a group is queued, that a step is trained) flush first.
+A crash before that undoes the newest changes, together: a dispatch that was not written is a task that was
+not dispatched.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ REDISPATCHED = frozenset({"restart", "corrupt"})
 
 
 class Conservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all trajectories are, now."""
+    """The number of trajectories in each state."""
 
     dispatched: int
     in_flight: int
@@ -61,12 +62,12 @@ class Conservation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool:
-        """The law."""
+        """Whether the law of conservation holds."""
         return self.dispatched == self.in_flight + self.queued + self.trained + sum(self.dropped.values())
 
 
 class DataPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the sequence of tasks continues: first the pending positions, then from `cursor` on."""
+    """Where the sequence of tasks continues: first with the pending positions, then from `cursor` on."""
 
     cursor: int = 0
     pending: tuple[int, ...] = ()
@@ -84,10 +85,10 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     ceiling: int | None = None
     in_flight: set[str] = msgspec.field(default_factory=set)
     queued: set[str] = msgspec.field(default_factory=set)
-    kept: dict[str, str] = msgspec.field(default_factory=dict)
-    """Frames of those in flight that have ended while others of the group have not."""
+    stored: dict[str, str] = msgspec.field(default_factory=dict)
+    """Files of the trajectories in flight that have ended while others of the group have not."""
     attempts: dict[str, int] = msgspec.field(default_factory=dict)
-    """Of those in flight that were tried more than once."""
+    """The current attempt of trajectories in flight that are not in their first."""
 
 
 class Ledger:
@@ -102,7 +103,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or make the database. After a crash call `rollback` before anything else.
+        """Open or create the database. After a crash call `rollback` before anything else.
 
         Raises:
             AsyncRLError: When the file is of another version of this program.
@@ -112,7 +113,7 @@ class Ledger:
         self._pending: set[int] = set()
         self._cursor = 0
         self._folded_step = 0
-        self._checkpoints: list[int] = []  # those that can be gone back to
+        self._checkpoints: list[int] = []  # those that a rollback may return to
         self._counts = dict.fromkeys(("dispatched", "in_flight", "queued", "trained"), 0)
         self._dropped: Counter[str] = Counter()
         self._tables = Tables(path)
@@ -121,11 +122,11 @@ class Ledger:
     def dispatch(
         self, group_id: str, task_id: str, position: int, trajectory_ids: Sequence[str], version: int
     ) -> None:
-        """Take note of a new group, before its first token is sampled.
+        """Add a new group, before its first token is sampled.
 
         Raises:
-            InvariantError: When the group or one of the trajectories is outstanding already. One that was
-                settled before is found by the next `flush`.
+            InvariantError: When the group or one of the trajectories is outstanding already. The next `flush`
+                finds one that was settled before.
         """
         known = [t for t in trajectory_ids if t in self._owner]
         if group_id in self._groups or known or not trajectory_ids:
@@ -158,7 +159,7 @@ class Ledger:
         self._tables.end_change()
 
     def branch(self, root_id: str, branch_ids: Sequence[str]) -> None:
-        """A trajectory in flight has ended with these branches: each is one more of its group, in flight.
+        """Add the branches of a trajectory in flight that has ended, as members of its group.
 
         Raises:
             InvariantError: When it is not in flight, or one of them is known.
@@ -177,8 +178,8 @@ class Ledger:
             )
         self._tables.end_change()
 
-    def attempt(self, trajectory_id: str, attempt: int) -> None:
-        """A trajectory in flight is tried once more.
+    def start_attempt(self, trajectory_id: str, attempt: int) -> None:
+        """Record that another attempt at a trajectory in flight begins.
 
         Raises:
             InvariantError: When it is not in flight.
@@ -189,7 +190,7 @@ class Ledger:
         )
         self._tables.end_change()
 
-    def finish(
+    def finish_trajectory(
         self,
         trajectory_id: str,
         *,
@@ -198,34 +199,34 @@ class Ledger:
         reward: float | None,
         frame: str | None = None,
     ) -> None:
-        """A trajectory in flight has ended; it goes on to be in flight until its group is queued.
+        """Record that a trajectory has ended; it stays in flight until its group is queued.
 
         Args:
             trajectory_id: The trajectory.
-            segments: How many it has.
-            tokens: How many the policy wrote.
-            reward: What it was given.
-            frame: Where it is kept until then.
+            segments: The number of its segments.
+            tokens: The number of tokens that the policy wrote.
+            reward: Its reward.
+            frame: The file that holds it until then.
 
         Raises:
             InvariantError: When it is not in flight.
         """
         group = self._in_flight(trajectory_id)
         if frame is not None:
-            group.kept[trajectory_id] = frame
+            group.stored[trajectory_id] = frame
         self._tables.write(
             "UPDATE trajectories SET segments = ?, tokens = ?, reward = ?, frame = ? WHERE trajectory_id = ?",
             (segments, tokens, reward, frame, trajectory_id),
         )
         self._tables.end_change()
 
-    def lose(self, trajectory_id: str) -> None:
-        """The frame of a trajectory that was kept is damaged: it has not ended.
+    def unfinish_trajectory(self, trajectory_id: str) -> None:
+        """Undo `finish_trajectory`: the file of the trajectory is damaged or not complete.
 
         Raises:
             InvariantError: When it is not in flight.
         """
-        self._in_flight(trajectory_id).kept.pop(trajectory_id, None)
+        self._in_flight(trajectory_id).stored.pop(trajectory_id, None)
         self._tables.write(
             "UPDATE trajectories SET segments = NULL, tokens = NULL, reward = NULL, frame = NULL "
             "WHERE trajectory_id = ?",
@@ -236,14 +237,14 @@ class Ledger:
     def queue(
         self, group_id: str, trajectory_ids: Sequence[str], *, version: int, frame: str, frame_bytes: int
     ) -> None:
-        """The group is finished and lies in the spool.
+        """Record that a group is finished and stored in the spool.
 
         Args:
             group_id: A group in flight.
-            trajectory_ids: Those in the frame: all of the group that were not dropped.
+            trajectory_ids: The trajectories in the frame: all of the group that were not dropped.
             version: The oldest weight version that sampled any of it.
-            frame: Name of the file in the spool's folder.
-            frame_bytes: Size of the frame.
+            frame: The name of the file in the spool's folder.
+            frame_bytes: The size of the frame.
 
         Raises:
             InvariantError: When the group is not in flight, or trajectories are missing or too many.
@@ -256,7 +257,7 @@ class Ledger:
             )
         group.queued, group.in_flight = group.in_flight, set()
         group.weight_version, group.frame, group.frame_bytes = version, frame, frame_bytes
-        group.ceiling, group.kept, group.attempts = None, {}, {}
+        group.ceiling, group.stored, group.attempts = None, {}, {}
         self._counts["in_flight"] -= len(trajectory_ids)
         self._counts["queued"] += len(trajectory_ids)
         self._tables.write(
@@ -272,7 +273,7 @@ class Ledger:
         self._tables.end_change()
 
     def train(self, group_ids: Iterable[str], step: int, batch_id: str) -> None:
-        """The trainer has acknowledged a step, whose batch consumed these groups, whole.
+        """Record that the trainer has acknowledged a step, whose batch consumed these groups completely.
 
         Raises:
             InvariantError: When one of them is not queued; then none is settled.
@@ -295,12 +296,12 @@ class Ledger:
         self._tables.end_change()
 
     def publish(self, weight_version: int) -> None:
-        """Engines are being given a new version."""
+        """Record that engines receive a new version."""
         self._tables.write("INSERT OR IGNORE INTO publications VALUES (?)", (weight_version,))
         self._tables.end_change()
 
     def commit(self, step: int, keep: int) -> None:
-        """The checkpoint of a step is complete; fold what the oldest of the `keep` newest ones covers."""
+        """Record that the checkpoint of a step is complete, and fold what the `keep` newest ones cover."""
         self._checkpoints = sorted({*self._checkpoints, step})[-keep:]
         self._tables.write("INSERT OR IGNORE INTO checkpoints VALUES (?)", (step,))
         if len(self._checkpoints) == keep:
@@ -312,9 +313,9 @@ class Ledger:
         """Settle outstanding trajectories that will not be trained.
 
         Args:
-            trajectory_ids: Of any groups.
+            trajectory_ids: Trajectories of any groups.
             reason: Why.
-            retry: Positions of groups of which nothing is left become pending, whatever the reason.
+            retry: Make the positions of groups without any other trajectories pending, whatever the reason.
 
         Raises:
             InvariantError: When one of them is not outstanding; then none is settled.
@@ -327,7 +328,7 @@ class Ledger:
             group = self._groups[self._owner.pop(trajectory_id)]
             state = "in_flight" if trajectory_id in group.in_flight else "queued"
             (group.in_flight if state == "in_flight" else group.queued).remove(trajectory_id)
-            group.kept.pop(trajectory_id, None)
+            group.stored.pop(trajectory_id, None)
             group.attempts.pop(trajectory_id, None)
             self._counts[state] -= 1
             self._drop(trajectory_id, reason)
@@ -338,7 +339,7 @@ class Ledger:
         self._tables.end_change()
 
     def rollback(self, step: int) -> DataPosition:
-        """Take up the work of an earlier process at the checkpoint of a step; see the module.
+        """Restore the state at the checkpoint of a step, as the module describes.
 
         A new database has nothing to roll back.
 
@@ -373,10 +374,10 @@ class Ledger:
         return self.data_position()
 
     def counts(self) -> Conservation:
-        """Where all trajectories are.
+        """Count all trajectories by state.
 
         Raises:
-            InvariantError: When the law does not hold.
+            InvariantError: When the law of conservation does not hold.
         """
         counts = Conservation(dropped={k: v for k, v in self._dropped.items() if v}, **self._counts)
         if not counts.holds:
@@ -384,7 +385,7 @@ class Ledger:
         return counts
 
     def audit(self) -> Conservation:
-        """`counts`, compared with the tables.
+        """Return `counts` after a comparison with the tables.
 
         Raises:
             InvariantError: When they differ.
@@ -397,11 +398,11 @@ class Ledger:
         return kept
 
     def outstanding(self) -> list[GroupRecord]:
-        """Groups in flight or queued, by position."""
+        """Return the groups in flight or queued, by position."""
         return sorted(self._groups.values(), key=lambda group: group.position)
 
     def group_of(self, trajectory_id: str) -> GroupRecord:
-        """The group of an outstanding trajectory.
+        """Return the group of an outstanding trajectory.
 
         Raises:
             InvariantError: When it is settled or unknown.
@@ -416,7 +417,7 @@ class Ledger:
         return frozenset(t for group in self._groups.values() for t in group.in_flight)
 
     def group(self, group_id: str) -> GroupRecord:
-        """One outstanding group.
+        """Return one outstanding group.
 
         Raises:
             InvariantError: When it is settled or unknown.
@@ -424,14 +425,14 @@ class Ledger:
         return self._outstanding(group_id)
 
     def data_position(self) -> DataPosition:
-        """Where the sequence of tasks continues; kept with each checkpoint."""
+        """Return where the sequence of tasks continues; checkpoints contain it."""
         return DataPosition(cursor=self._cursor, pending=tuple(sorted(self._pending)))
 
     def flush(self) -> None:
         """Commit all changes made so far, in one transaction. From any thread.
 
         Raises:
-            AsyncRLError: When the database cannot be written; the changes are kept for another try.
+            AsyncRLError: When the database cannot be written; the changes stay pending.
         """
         self._tables.flush()
 
@@ -440,7 +441,7 @@ class Ledger:
         self._tables.close()
 
     def _load(self) -> None:
-        """Take up what the tables hold."""
+        """Load the state from the tables."""
         self._pending.update(position for (position,) in self._tables.rows("SELECT position FROM pending"))
         meta: dict[str, int] = dict(self._tables.rows("SELECT key, value FROM meta"))
         ((last,),) = self._tables.rows("SELECT max(position) FROM groups")
@@ -472,7 +473,7 @@ class Ledger:
                 ),
             )
             if kept is not None:
-                group.kept[trajectory_id] = kept
+                group.stored[trajectory_id] = kept
             if attempt > 1:
                 group.attempts[trajectory_id] = attempt
             (group.in_flight if state == "in_flight" else group.queued).add(trajectory_id)

@@ -33,9 +33,9 @@ from async_rl.errors import (
     WorkerLost,
 )
 from async_rl.queue.archive import Observer
-from async_rl.queue.holdings import LeftGroup
 from async_rl.queue.journal import Entry, Journal
 from async_rl.queue.journal_file import Journalled
+from async_rl.queue.outstanding import RestoredGroup
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.attempt import finish_trajectories
 from async_rl.rollout.backend import RolloutBackend
@@ -162,7 +162,7 @@ class RolloutManager:
         self._queue.end_of_data()
         await asyncio.Future()  # the trainer ends the run
 
-    async def _resume_group(self, groups: Nursery, left: LeftGroup) -> None:
+    async def _resume_group(self, groups: Nursery, left: RestoredGroup) -> None:
         """Resume a group that an earlier process left in flight; it has been admitted before."""
         unfinished = [name for name in left.trajectory_ids if name not in left.ended]
         if unfinished:
@@ -238,7 +238,7 @@ class RolloutManager:
                 branches = (trajectory.trajectory_id for trajectory in tree)
                 self._queue.branched(trajectory_id, [name for name in branches if name != trajectory_id])
                 if not (work.all_ended.is_set() or work.unscored):
-                    self._queue.ended(*tree)
+                    self._queue.finished.add_tree(*tree)
 
         async with waiting("trajectories"), Nursery() as siblings:
             work.stop = siblings.cancel_tasks

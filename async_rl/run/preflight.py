@@ -17,7 +17,7 @@ from typing import Any
 from async_rl.config import Config, SGLangEngines
 from async_rl.data.chat_format import ChatFormat, has_tokenizer, load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
-from async_rl.data.template_rewrites import findings
+from async_rl.data.template_rewrites import describe_rewrites
 from async_rl.engines.model_facts import check_model, load_facts
 from async_rl.engines.sglang.server import detect_device
 from async_rl.errors import ConfigError, EnvironmentNotReady
@@ -103,7 +103,7 @@ def _device(engine: SGLangEngines) -> str:
 
 def _of_template(chat: ChatFormat) -> list[str]:
     """Where a server that renders messages anew would read other turns than the policy wrote."""
-    rewritten = findings(chat)
+    rewritten = describe_rewrites(chat)
     if not rewritten:
         return ["chat template: append-only, earlier turns stay as they were written"]
     return [

@@ -113,8 +113,8 @@ class RecoveredState:
         order = order_of(tasks, config.run.seed, config.data.shuffle)
         for left in tuple(self.queue.left):
             if tasks[order.task_at(left.position)].task_id != left.task_id:
-                log.warning("group %s is given up: the data has no task %s now", left.group_id, left.task_id)
-                self.queue.abandon(left)
+                log.warning("group %s is dropped: the data has no task %s now", left.group_id, left.task_id)
+                self.queue.drop_group(left.group_id, "restart")
         position = ledger.data_position()
         self.feeder = Feeder(
             tasks,
@@ -132,7 +132,7 @@ class RecoveredState:
             return
         while True:
             await asyncio.sleep(self._every_s)
-            self.journal.forget(await self.queue.keep_ended())
+            self.journal.forget(await self.queue.finished.store_pending())
             # The ledger first: it must know the trajectories that the journal tells of, and those that it
             # need not tell of any more.
             await self.journal.tick(before=self.queue.flush)
@@ -158,7 +158,7 @@ class RecoveredState:
         if self.journal is None:
             return
         try:
-            self.journal.forget(self.queue.keep_ended_now())
+            self.journal.forget(self.queue.finished.store_pending_now())
             self.queue.flush()
             self.journal.write()
         except AsyncRLError as error:  # the life may end because of it

@@ -16,7 +16,7 @@ import numpy as np
 
 from async_rl.config import SftConfig
 from async_rl.data.chat_format import ChatFormat
-from async_rl.data.dataset import Complaints, rows_of
+from async_rl.data.dataset import ExampleErrors, read_examples
 from async_rl.errors import ConfigError
 from async_rl.sft.schedule import SftExample
 
@@ -36,27 +36,27 @@ def read_rows(path: Path, place: str, config: SftConfig, chat: ChatFormat) -> tu
     Raises:
         ConfigError: The file cannot be read, or rows cannot be used: up to ten of them, by file and line.
     """
-    bad = Complaints(path, "rows that cannot be trained on")
-    long = Complaints(
+    bad = ExampleErrors(path, "rows that cannot be trained on")
+    long = ExampleErrors(
         path,
         "conversations that are too long",
         "raise sft.max_tokens, or set sft.long_rows=filter to leave them out",
     )
     rows = []
-    for where, raw in rows_of(path, place):
+    for where, raw in read_examples(path, place):
         try:
             row = _row(raw, config, chat)
         except ConfigError as error:
             text = str(error)
-            bad.add(text if text.startswith(where) else f"{where}: {text}")
+            bad.add_error(text if text.startswith(where) else f"{where}: {text}")
             continue
         if len(row.token_ids) > config.max_tokens:
-            long.add(f"{where}: {len(row.token_ids)} tokens, sft.max_tokens is {config.max_tokens}")
+            long.add_error(f"{where}: {len(row.token_ids)} tokens, sft.max_tokens is {config.max_tokens}")
         else:
             rows.append(row)
-    bad.check()
+    bad.raise_if_any()
     if config.long_rows == "refuse":
-        long.check()
+        long.raise_if_any()
     if not rows:
         raise ConfigError(f"{place}: {str(path)!r} has no row to train on; expected at least one")
     return rows, long.count

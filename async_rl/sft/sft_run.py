@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from async_rl.config import Config, RoutingConfig, SftConfig, WeightsConfig, loa
 from async_rl.data.chat_format import load_chat_format
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import CheckpointError, ConfigError
+from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Figure, mean
 from async_rl.run.folder import console, run_folder, run_in_folder
 from async_rl.run.preflight import check_trainer
@@ -96,7 +97,7 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = ranks
         return Path(settings.out) if settings.out is not None else run_dir / "hf"
 
     def is_complete(run_dir: Path) -> bool:
-        done, out = read_sft_records(run_dir / "metrics.jsonl"), out_of(run_dir)
+        done, out = _read_records(sft_record_log(run_dir / "metrics.jsonl")), out_of(run_dir)
         if not done or done[-1].step < num_steps or not (out / "config.json").exists():
             return False
         progress.say(f"{out} is complete: raise sft.epochs to continue, or set run.name for another run")
@@ -195,10 +196,10 @@ async def fine_tune(
         AsyncRLError: Of the ranks.
     """
     plan, total, scratch = data.plan, len(data.plan.batches), run_dir / "batch"
-    metrics = run_dir / "metrics.jsonl"
+    log_of_steps = sft_record_log(run_dir / "metrics.jsonl")
     state = await ranks.setup(str(run_dir / "checkpoints"))
     _check_same(plan, state.step, state.extra)
-    records = [record for record in read_sft_records(metrics) if record.step <= state.step]
+    records = [record for record in _read_records(log_of_steps) if record.step <= state.step]
     begin_s = clock() - (records[-1].time_s if records else 0.0)
     progress.resumed(state.step)
     step, saved = state.step, state.step
@@ -242,8 +243,7 @@ async def fine_tune(
             step_s=step_s,
             tokens_per_s=figures["tokens"] / max(step_s, 1e-9),
         )
-        with metrics.open("ab") as file:
-            file.write(msgspec.json.encode(record) + b"\n")
+        log_of_steps.append(record)
         progress.step(record.step, record.loss, record.validation_loss, record.tokens_per_s)
         every = config.trainer.checkpoint_every
         if every and step % every == 0:
@@ -286,23 +286,16 @@ def _check_same(plan: TrainingOrder, step: int, extra: dict[str, object]) -> Non
         )
 
 
-def read_sft_records(path: Path) -> list[SftRecord]:
-    """Read `metrics.jsonl`; of records of one step the last counts, because a resumed run repeats some."""
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    kept: list[SftRecord] = []
-    for record in _decoded(whole, path):
-        while kept and kept[-1].step >= record.step:
-            kept.pop()
-        kept.append(record)
-    return kept
+def sft_record_log(path: Path) -> RecordLog[SftRecord]:
+    """Open the `metrics.jsonl` of a supervised run."""
+    return RecordLog(path, SftRecord, lambda record: record.step)
 
 
-def _decoded(lines: bytes, path: Path) -> Iterator[SftRecord]:
+def _read_records(records: RecordLog[SftRecord]) -> list[SftRecord]:
     try:
-        yield from msgspec.json.Decoder(SftRecord).decode_lines(lines)
+        return records.read()
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"{path} is not of a supervised run ({error}): set run.name, this folder is another's"
+            f"{records.path} does not hold the records of a supervised run ({error}): set run.name to "
+            "a name of its own, this folder belongs to another run"
         ) from error

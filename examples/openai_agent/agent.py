@@ -1,4 +1,4 @@
-"""An ordinary agent for OpenAI's API: it contains no code for training."""
+"""An agent written for OpenAI's API, which knows nothing about training."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ TOOL: Any = {
 
 
 async def agent(task: Any, api: Any) -> None:
-    """Runs the agent with a session's client; `rollout.agent_loop_args.agent` names this function."""
+    """Entry point for `rollout.agent_loop_args.agent`, with a client of the session."""
     await solve(api.client, api.model, task.messages)
 
 
 async def solve(client: AsyncOpenAI, model: str, messages: list[Any]) -> str:
-    """Answers a question with a calculator."""
+    """Answer a question, with a calculator."""
     messages = list(messages)
     for _ in range(MAX_TURNS):
         answer = await client.chat.completions.create(model=model, messages=messages, tools=[TOOL])
-        said = answer.choices[0].message
-        if not said.tool_calls:
-            return said.content or ""
-        messages.append(said)
-        messages += [result(call) for call in said.tool_calls]
+        message = answer.choices[0].message
+        if not message.tool_calls:
+            return message.content or ""
+        messages.append(message)
+        messages += [result(call) for call in message.tool_calls]
     return "I give up."
 
 
 def result(call: Any) -> dict[str, Any]:
-    """Returns the message that answers a tool call, or the error for the model to correct."""
+    """Return the message that answers a tool call; the model reads errors and can correct the call."""
     try:
         content = calculator(**json.loads(call.function.arguments))
     except (ValueError, TypeError, ZeroDivisionError) as error:
@@ -54,7 +54,7 @@ def result(call: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the agent as a program (`rollout.agent_loop_args.command`), streamed and without tools."""
+    """Entry point for `rollout.agent_loop_args.command`: a separate program, streamed and without tools."""
     task = json.load(sys.stdin)
     client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
     chunks = client.chat.completions.create(

@@ -285,7 +285,7 @@ def test_batch_is_refused_when_its_rows_are_wrong(worker, change, words):
     np.testing.assert_array_equal(log_probs_of(worker, random_batch(layers=(0, 2))), before)
 
 
-@pytest.mark.parametrize(("tokens", "refused"), [(6, False), (60, True)])
+@pytest.mark.parametrize(("tokens", "refused"), [(6, False), (64, False), (65, True)])
 def test_rows_pass_when_a_top_1_trajectory_is_short_and_all_zero(worker, tokens, refused):
     config = copy.copy(worker.model.config)
     config.moe_router_topk = 1

@@ -101,7 +101,7 @@ MUTANTS: Final = (
     Mutant(
         "settled-batch-is-still-taken",
         "A settled batch still counts as taken: a group that does not fit waits for it forever.",
-        "async_rl/queue/trajectory_queue.py",
+        "async_rl/queue/delivery.py",
         "taken = self._taken.pop(batch.batch_id, None)",
         "taken = self._taken.get(batch.batch_id)",
         (QUEUE,),
@@ -109,16 +109,16 @@ MUTANTS: Final = (
     Mutant(
         "group-handed-out-twice",
         "Groups of a batch stay ready and are packed into the next one.",
-        "async_rl/queue/trajectory_queue.py",
+        "async_rl/queue/outstanding.py",
         "            self._backlog.remove(group.group_id)\n            del self._ready[group.group_id]\n"
-        "            self._observe",
-        "            self._observe",
+        "            self.observe_wait",
+        "            self.observe_wait",
         (QUEUE,),
     ),
     Mutant(
         "batch-frames-leak",
         "The frame of a settled batch is never freed.",
-        "async_rl/queue/trajectory_queue.py",
+        "async_rl/queue/delivery.py",
         "        self._batches.free(taken.ref)\n",
         "",
         (PLAIN,),
@@ -127,7 +127,7 @@ MUTANTS: Final = (
     Mutant(
         "settled-after-the-frame-is-freed",
         "The ledger is not written when a step is settled: a crash finds freed frames queued.",
-        "async_rl/queue/trajectory_queue.py",
+        "async_rl/queue/outstanding.py",
         "self._ledger.flush()  # before a slab can be reused",
         "pass  # before a slab can be reused",
         (PLAIN,),
@@ -136,7 +136,7 @@ MUTANTS: Final = (
     Mutant(
         "waiters-are-not-woken",
         "Calls that wait for a batch, for room in the spool or for admission wait forever.",
-        "async_rl/queue/trajectory_queue.py",
+        "async_rl/queue/outstanding.py",
         "        self._changed.set()\n        self._changed = asyncio.Event()\n",
         "        pass\n",
         (PLAIN,),
@@ -155,8 +155,8 @@ MUTANTS: Final = (
         "admission-ignores-the-lag",
         "Groups are admitted as if engines served already what the trainer holds: they are born stale.",
         "async_rl/queue/admission.py",
-        "return self._backlog.may_admit(lag=self.next - self.served) and self._has_room()",
-        "return self._backlog.may_admit() and self._has_room()",
+        "return self._backlog.may_admit(lag=self.next - self.served) and self._has_capacity()",
+        "return self._backlog.may_admit() and self._has_capacity()",
         ("tests/unit/test_admission.py",),
     ),
     Mutant(
@@ -179,7 +179,7 @@ MUTANTS: Final = (
         "routing-of-another-model-is-packed",
         "Routing of another model is trained on instead of dropped.",
         "async_rl/queue/packing.py",
-        "                self._check_routing(group)\n",
+        "                self._check_model(group)\n",
         "",
         (QUEUE,),
     ),
@@ -235,7 +235,7 @@ MUTANTS: Final = (
     Mutant(
         "restored-group-ignores-its-ceiling",
         "A queued group of undone versions is taken up as young as its labels say.",
-        "async_rl/queue/trajectory_queue.py",
+        "async_rl/queue/restored_groups.py",
         "oldest = min(group.weight_version, ceiling, self._admission.next)",
         "oldest = group.weight_version",
         (QUEUE,),

@@ -17,9 +17,9 @@ from async_rl.data.dataset import Dataset
 from async_rl.engines.pool import EngineState
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
-from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
+from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics
-from async_rl.observability.records import Summary, read_records
+from async_rl.observability.records import Summary, step_record_log
 from async_rl.queue.archive import FILE, ArchiveReader
 from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
@@ -158,7 +158,7 @@ class World:
 
     @property
     def records(self) -> list[EvaluationRecord]:
-        return read_evaluations(self.run_dir / "evaluations.jsonl")
+        return evaluation_record_log(self.run_dir / "evaluations.jsonl").read()
 
     def answers(self, version: int) -> list[Trajectory]:
         reader = ArchiveReader(self.run_dir / "evaluations" / f"version_{version:08d}" / FILE)
@@ -187,7 +187,7 @@ def check(world: World, summary: Summary) -> None:
     """What holds whatever happened: two conservations, and every answer that was scored is of one version."""
     assert summary.trajectories.unaccounted == 0
     assert summary.staleness_max <= summary.max_staleness
-    assert [r.step for r in read_records(world.run_dir / "metrics.jsonl")] == list(range(1, 7))
+    assert [r.step for r in step_record_log(world.run_dir / "metrics.jsonl").read()] == list(range(1, 7))
     assert summary.trajectories.trained == 6 * 4
     for record in world.records:
         assert record.unaccounted == 0
@@ -315,7 +315,7 @@ def test_a_stop_does_not_wait_for_an_evaluation_when_devices_are_shared(tmp_path
     summary = world.run()
     assert summary.trajectories.unaccounted == 0
     assert world.records == []
-    assert read_records(world.run_dir / "metrics.jsonl")[-1].step < 6
+    assert step_record_log(world.run_dir / "metrics.jsonl").read()[-1].step < 6
     assert not world.cluster.trainer.away
 
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import TrainerError
-from async_rl.observability.records import StepRecord, read_records
+from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.runtime.waits import NamedLock
 from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.scenario import FaultKind, Injection, Scenario
@@ -44,7 +44,7 @@ def overlapping(speeds: dict[str, float], *faults: FaultKind, transport: str = "
 
 def run(scenario: Scenario, folder: Path) -> tuple[SeedOutcome, list[StepRecord]]:
     outcome = simulate(scenario.seed, folder, scenario=scenario)
-    return outcome, read_records(folder / "incarnation-0" / "metrics.jsonl")
+    return outcome, step_record_log(folder / "incarnation-0" / "metrics.jsonl").read()
 
 
 @pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])

@@ -166,7 +166,7 @@ class World:
             error=error,
             journal=read(self.folder / "journal")[0],
             accounts=ledger.audit(),
-            unfinished=ledger.in_flight.difference(*(group.kept for group in ledger.outstanding())),
+            unfinished=ledger.in_flight.difference(*(group.stored for group in ledger.outstanding())),
             trained=trained,
         )
         ledger.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from async_rl.observability.records import StepRecord, append_record
+from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.trainer_protocol import Extreme
 
 HOSTILE = "<img src=x onerror=\"document.title='broken in'\"><script>document.title='broken in'</script>"
@@ -125,7 +125,7 @@ def write_run_folder(folder: Path, steps: list[StepRecord], *, max_steps: int = 
     (folder / "versions.json").write_text(json.dumps({"python": "3.11.9", "sglang": "0.5.23"}))
     (folder / "logs" / "driver.log").write_text(log)
     for record in steps:
-        append_record(folder / "metrics.jsonl", record)
+        step_record_log(folder / "metrics.jsonl").append(record)
     return folder
 
 

@@ -141,7 +141,7 @@ def test_the_run_goes_on_when_the_archive_cannot_be_written(
     other.execute("DROP TABLE events")
     archive.ended(make_trajectory("a"), attempt=1)
     archive.write()
-    assert "some trajectories are not kept" in caplog.text
+    assert "some trajectories are not archived" in caplog.text
     archive.ended(make_trajectory("b"), attempt=1)
     archive.close()
     other.close()

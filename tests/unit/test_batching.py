@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from async_rl.errors import AlignmentError, DataError
-from async_rl.queue.batching import assemble
+from async_rl.queue.batching import assemble, check_model
 from async_rl.routing import fit, truncate
 from async_rl.types import Group, Trajectory
 from tests.support.trajectories import FACTS, make_group, make_rows, make_trajectory
@@ -102,29 +102,18 @@ def test_the_layers_are_named_when_routing_is_replayed() -> None:
         ({"num_experts": 16}, "wrong_shape", "16 experts"),
         ({"moe_layers": (0, 1)}, "wrong_layers", r"layers \(0, 1\), expected \(1, 2\)"),
         ({"moe_layers": ()}, "wrong_layers", r"layers \(\), expected \(1, 2\)"),
-        ({"prefix_hash": 7}, "wrong_prefix", "6 routing rows are not of the 6 tokens"),
     ],
 )
-def test_a_trajectory_is_refused_with_the_reason_when_its_rows_do_not_fit(
+def test_a_trajectory_is_refused_with_the_reason_when_its_rows_are_of_another_model(
     change: dict[str, object], reason: str, words: str
 ) -> None:
     trajectory = make_trajectory("t")
     assert trajectory.trace is not None
-    assemble([group_of(trajectory)], 0, "batch", FACTS)
+    check_model(trajectory, FACTS)
     changed = msgspec.structs.replace(trajectory, trace=msgspec.structs.replace(trajectory.trace, **change))
     with pytest.raises(AlignmentError, match=f"trajectory t: .*{words}") as caught:
-        assemble([group_of(changed)], 0, "batch", FACTS)
+        check_model(changed, FACTS)
     assert caught.value.reason == reason
-
-
-def test_rows_of_a_sibling_are_refused() -> None:
-    ours, theirs = make_group("g", size=2).trajectories
-    assert ours.trace is not None
-    assert theirs.trace is not None
-    cut = truncate(theirs.trace, theirs.token_ids[: ours.num_tokens])
-    assert cut.rows.shape == ours.trace.rows.shape
-    with pytest.raises(AlignmentError, match="another trajectory's"):
-        assemble([group_of(msgspec.structs.replace(ours, trace=cut))], 0, "batch", FACTS)
 
 
 def test_a_batch_is_refused_when_there_is_nothing_to_train_on() -> None:

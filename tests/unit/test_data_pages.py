@@ -1,4 +1,4 @@
-"""docs/guide/own-task.md: the examples of datasets and rewards work as the page says."""
+"""docs/guide/own-task.md: the examples of datasets and rewards work as the page describes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_bad_rows_are_said_as_on_the_page(folder: Path) -> None:
     (folder / "bad.jsonl").write_text("\n".join([good, "{}", "{", json.dumps({"messages": "y"}), good]))
     with pytest.raises(ConfigError) as raised:
         load_tasks(DataConfig(path="bad.jsonl"))
-    (shown,) = (block for block in blocks(PAGE, "", "## Datasets") if "bad rows" in block)
+    (shown,) = (block for block in blocks(PAGE, "", "## Datasets") if "malformed examples" in block)
     assert f"async-rl: {raised.value}\n" == shown
 
 

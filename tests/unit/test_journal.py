@@ -93,7 +93,7 @@ def test_the_file_ends_with_its_last_whole_record_when_the_disk_is_full(
 
     monkeypatch.setattr(os, "write", write_some)
     grow(entry, 70)
-    with pytest.raises(SpoolFull, match=f"has {size} bytes and no room for another .* the disk is full"):
+    with pytest.raises(SpoolFull, match=f"has {size} bytes and no space for another .* the disk is full"):
         journal.write()
     (path,) = tmp_path.iterdir()
     assert path.stat().st_size == size

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,12 @@ def reopened(ledger: Ledger, path: Path) -> Ledger:
     return Ledger(path)
 
 
+def rows(path: Path, statement: str) -> list[tuple[Any, ...]]:
+    """Run a statement on the tables that were flushed."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        return database.execute(statement).fetchall()
+
+
 def test_a_trajectory_is_counted_once_wherever_it_is(ledger: Ledger) -> None:
     dispatch(ledger, 0, 1, 2, 3)
     queue(ledger, 0, 1)
@@ -75,7 +83,7 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
         lambda: train(ledger, 2, "g2", "g1"),
         lambda: ledger.drop(["g1-0"], "error"),
         lambda: ledger.drop(["g0-0", "g0-0"], "error"),
-        lambda: ledger.drop(["g0-0", "nobody"], "error"),
+        lambda: ledger.drop(["g0-0", "unknown"], "error"),
         lambda: ledger.group("g1"),
         lambda: ledger.group_of("g1-0"),
     ):
@@ -214,36 +222,38 @@ def test_a_ledger_of_another_version_is_refused(ledger: Ledger, path: Path) -> N
         Ledger(path)
 
 
-def test_a_wrong_count_is_found_by_an_audit(ledger: Ledger) -> None:
+def test_a_wrong_count_is_found_by_an_audit(ledger: Ledger, path: Path) -> None:
     dispatch(ledger, 0)
     ledger.flush()
-    ledger._tables._database.execute("DELETE FROM trajectories WHERE trajectory_id = 'g0-1'")
+    rows(path, "DELETE FROM trajectories WHERE trajectory_id = 'g0-1'")
     with pytest.raises(InvariantError, match="its tables hold"):
         ledger.audit()
 
 
 def test_what_has_ended_is_remembered_until_its_group_is_queued(ledger: Ledger, path: Path) -> None:
     dispatch(ledger, 0)
-    ledger.attempt("g0-0", 2)
-    ledger.finish("g0-1", segments=3, tokens=40, reward=0.5, frame="g0-1")
+    ledger.start_attempt("g0-0", 2)
+    ledger.finish_trajectory("g0-1", segments=3, tokens=40, reward=0.5, frame="g0-1")
     again = reopened(ledger, path)
     group = again.group("g0")
-    assert (group.kept, group.attempts, group.in_flight) == ({"g0-1": "g0-1"}, {"g0-0": 2}, {"g0-0", "g0-1"})
-    again.lose("g0-1")
+    assert (group.stored, group.attempts, group.in_flight) == (
+        {"g0-1": "g0-1"},
+        {"g0-0": 2},
+        {"g0-0", "g0-1"},
+    )
+    again.unfinish_trajectory("g0-1")
     third = reopened(again, path)
-    assert third.group("g0").kept == {}
-    third.finish("g0-0", segments=1, tokens=7, reward=1.0)
+    assert third.group("g0").stored == {}
+    third.finish_trajectory("g0-0", segments=1, tokens=7, reward=1.0)
     queue(third, 0)
     assert third.group("g0").attempts == {}
     third.flush()
-    rows = third._tables.rows(
-        "SELECT trajectory_id, attempt, segments, tokens, reward, frame FROM trajectories"
-    )
-    assert rows == [("g0-0", 2, 1, 7, 1.0, None), ("g0-1", 1, None, None, None, None)]
+    stored = rows(path, "SELECT trajectory_id, attempt, segments, tokens, reward, frame FROM trajectories")
+    assert stored == [("g0-0", 2, 1, 7, 1.0, None), ("g0-1", 1, None, None, None, None)]
     for forbidden in (
-        lambda: third.attempt("g0-0", 3),
-        lambda: third.finish("g0-0", segments=1, tokens=1, reward=None),
-        lambda: third.lose("nobody"),
+        lambda: third.start_attempt("g0-0", 3),
+        lambda: third.finish_trajectory("g0-0", segments=1, tokens=1, reward=None),
+        lambda: third.unfinish_trajectory("unknown"),
     ):
         with pytest.raises(InvariantError):
             forbidden()
@@ -276,12 +286,12 @@ def test_publications_acknowledgements_and_checkpoints_agree_with_the_step_rolle
         ledger.publish(step)
     ledger.commit(2, keep=2)
     ledger.flush()
-    assert ledger._tables.rows("SELECT * FROM steps WHERE step = 3") == [(3, "batch-00000002")]
+    assert rows(path, "SELECT * FROM steps WHERE step = 3") == [(3, "batch-00000002")]
     again = reopened(ledger, path)
     again.rollback(2)
     for table in ("steps", "publications"):
-        assert again._tables.rows(f"SELECT count(*) FROM {table}") == [(2,)]
-    assert again._tables.rows("SELECT * FROM checkpoints") == [(2,)]
+        assert rows(path, f"SELECT count(*) FROM {table}") == [(2,)]
+    assert rows(path, "SELECT * FROM checkpoints") == [(2,)]
     again.close()
 
 
@@ -300,14 +310,14 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
     assert before.trained == 6
     assert before.dropped == {"error": 3, "too_stale": 3}
     # 4 and 6 can be gone back to, so 5 and 6 have rows still, and what was dropped after the last commit
-    assert ledger._tables.rows("SELECT trajectory_id FROM trajectories") == [
+    assert rows(path, "SELECT trajectory_id FROM trajectories") == [
         ("g5-0",),
         ("g6-0",),
         ("g7-0",),
         ("g7-1",),
     ]
-    assert ledger._tables.rows("SELECT group_id FROM groups") == [("g5",), ("g6",), ("g7",)]
-    assert ledger._tables.rows("SELECT step FROM steps") == [(4,), (5,), (6,)]
+    assert rows(path, "SELECT group_id FROM groups") == [("g5",), ("g6",), ("g7",)]
+    assert rows(path, "SELECT step FROM steps") == [(4,), (5,), (6,)]
     again = reopened(ledger, path)
     assert again.audit() == before
     assert again.data_position() == ledger.data_position()
@@ -327,7 +337,7 @@ def test_no_row_is_left_of_a_year_when_checkpoints_are_committed(ledger: Ledger,
         ledger.commit(step, keep=1)
     ledger.flush()
     for table in ("groups", "trajectories", "pending"):
-        assert ledger._tables.rows(f"SELECT count(*) FROM {table}") == [(0,)]
+        assert rows(path, f"SELECT count(*) FROM {table}") == [(0,)]
     assert ledger.audit().trained == 398
     again = reopened(ledger, path)
     assert again.data_position() == DataPosition(cursor=200)

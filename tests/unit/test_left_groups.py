@@ -12,8 +12,8 @@ import pytest
 
 from async_rl.codec import Frame, read_frame
 from async_rl.errors import InvariantError, SpoolFull
+from async_rl.queue.finished_trajectories import TrajectoryFiles
 from async_rl.queue.journal_file import Journalled
-from async_rl.queue.kept import KeptTrajectories
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -37,12 +37,12 @@ def open_queue(folder: Path, step: int, *journalled: Journalled, **settings: Any
 
 def dispatch(queue: TrajectoryQueue, *names: str, version: int = 0) -> None:
     for name in names:
-        queue.dispatched(name, "task", len(queue._backlog._in_flight), [f"{name}-0", f"{name}-1"], version)
+        queue.dispatched(name, "task", len(queue.view().in_flight), [f"{name}-0", f"{name}-1"], version)
 
 
 async def keep(queue: TrajectoryQueue, trajectory: Trajectory) -> None:
-    queue.ended(trajectory)
-    assert await queue.keep_ended() == [trajectory.trajectory_id]
+    queue.finished.add_tree(trajectory)
+    assert await queue.finished.store_pending() == [trajectory.trajectory_id]
 
 
 def journalled(name: str, *versions: int) -> Journalled:
@@ -123,8 +123,8 @@ async def test_nothing_is_kept_of_what_was_dropped(tmp_path: Path) -> None:
     queue.drop_group("g", "error")
     assert list((tmp_path / "spool" / "ended").iterdir()) == []
     with pytest.raises(InvariantError):
-        queue.ended(ended)
-    assert await queue.keep_ended() == []
+        queue.finished.add_tree(ended)
+    assert await queue.finished.store_pending() == []
     assert list((tmp_path / "spool" / "ended").iterdir()) == []
     queue.close()
 
@@ -136,17 +136,17 @@ async def test_nothing_is_left_of_what_was_settled_while_it_was_written(
     queue = open_queue(tmp_path, 0)
     dispatch(queue, "g")
     group = make_group("g")
-    queue.ended(group.trajectories[0])
-    put, begun, go = KeptTrajectories.put, threading.Event(), threading.Event()
+    queue.finished.add_tree(group.trajectories[0])
+    put, begun, go = TrajectoryFiles.write_trajectory, threading.Event(), threading.Event()
 
-    def put_slowly(self: KeptTrajectories, trajectory: Trajectory) -> str:
+    def put_slowly(self: TrajectoryFiles, trajectory: Trajectory) -> str:
         begun.set()
         go.wait(10)
         return put(self, trajectory)
 
-    monkeypatch.setattr(KeptTrajectories, "put", put_slowly)
+    monkeypatch.setattr(TrajectoryFiles, "write_trajectory", put_slowly)
     async with Nursery() as nursery:
-        keeping = nursery.start_task("keep", queue.keep_ended())
+        keeping = nursery.start_task("keep", queue.finished.store_pending())
         await asyncio.to_thread(begun.wait, 10)
         if how == "put":
             await queue.put(group)
@@ -187,13 +187,13 @@ async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(
 
 def test_what_has_ended_is_not_kept_when_there_is_no_room(tmp_path: Path) -> None:
     one, other = make_group("g").trajectories
-    kept = KeptTrajectories(tmp_path, Frame(other).nbytes + 100)
-    name = kept.put(one)
-    assert kept.put(one) == name  # in the place of itself
+    files = TrajectoryFiles(tmp_path, Frame(other).nbytes + 100)
+    name = files.write_trajectory(one)
+    assert files.write_trajectory(one) == name  # in the place of itself
     with pytest.raises(SpoolFull, match="exceed the quarter of queue"):
-        kept.put(other)
-    kept.free([name])
-    assert kept.read(kept.put(other)).trajectory_id == "g-1"
+        files.write_trajectory(other)
+    files.delete([name])
+    assert files.read_trajectory(files.write_trajectory(other)).trajectory_id == "g-1"
 
 
 async def test_the_youngest_are_given_up_when_the_spool_has_no_room_for_all_that_was_in_flight(

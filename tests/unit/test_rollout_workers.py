@@ -217,7 +217,7 @@ async def test_nothing_sampled_is_lost_when_a_worker_ends_in_a_turn(how: str) ->
         session = workers.session()
         playing = tasks.create_task(_lost(workers.backend.run_attempt(TASK, session)))
         await workers.policy.reaches(12)
-        assert sum(map(getattr(workers.processes, how), (0, 1))) == 2  # whoever has it
+        assert sum(map(getattr(workers.processes, how), (0, 1))) == 2  # one of them has it
         begin = asyncio.get_running_loop().time()
         error = await playing
         lasted_s = asyncio.get_running_loop().time() - begin

@@ -22,7 +22,7 @@ from async_rl.observability.records import (
     Summary,
     Totals,
     TrajectoryCounts,
-    append_record,
+    step_record_log,
     summarise,
 )
 from async_rl.runtime.supervision import Nursery, services
@@ -32,7 +32,7 @@ from tests.support.run_config import write_run
 def two_steps(run_dir: Path) -> Summary:
     records = [StepRecord(step=i, weight_version=i, time_s=float(i), reward_mean=0.5) for i in (1, 2)]
     for record in records:
-        append_record(run_dir / "metrics.jsonl", record)
+        step_record_log(run_dir / "metrics.jsonl").append(record)
     counts = TrajectoryCounts(dispatched=8, trained=8, in_flight=0, queued=0)
     return summarise(
         records,

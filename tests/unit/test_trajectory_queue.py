@@ -22,6 +22,7 @@ from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import Waits, acting
+from async_rl.staleness import Backlog
 from async_rl.types import Group, TrainBatch
 from tests.support.trajectories import FACTS, make_group, make_trajectory
 
@@ -55,6 +56,17 @@ class Run:
         batch = await self.queue.take(version)
         assert batch is not None
         return batch
+
+    def frame_of(self, name: str) -> SpoolRef:
+        """The frame of a queued group."""
+        record = self.ledger.group(name)
+        assert record.frame is not None
+        path = str(self.spool.directory / record.frame)
+        return SpoolRef(path=path, nbytes=record.frame_bytes, kind="Group")
+
+    def batch_frames(self) -> tuple[SpoolRef, ...]:
+        """The frames of batches on the disk."""
+        return Spool(self.spool.directory / "batches", None).recover().intact
 
     def again(self, step: int = 0) -> Run:
         return Run(self.folder, step, **self.settings)
@@ -323,8 +335,8 @@ async def test_a_trajectory_above_the_bound_is_never_handed_out(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run.ready("a", "b")
-    monkeypatch.setattr(run.queue._backlog, "overdue", lambda version: [])
-    monkeypatch.setattr(run.queue._backlog, "select", lambda version: ["a", "b"])
+    monkeypatch.setattr(Backlog, "overdue", lambda self, version: [])
+    monkeypatch.setattr(Backlog, "select", lambda self, version: ["a", "b"])
     with pytest.raises(InvariantError, match=r"staleness 2 exceeds rollout\.max_staleness = 1"):
         await run.queue.take(2)
     assert run.queue.statistics().groups_ready == 2
@@ -531,7 +543,7 @@ async def test_a_ready_group_can_be_dropped_and_a_taken_one_cannot(run: Run) -> 
 
 async def test_a_damaged_frame_is_dropped_and_the_next_group_takes_its_place(run: Run) -> None:
     await run.ready("a", "b", "c")
-    damage(run.queue._ready["a"].ref)
+    damage(run.frame_of("a"))
     batch = await run.take()
     assert batch.group_ids == ("b", "c")
     assert run.queue.statistics().dropped == {"corrupt": 2}
@@ -638,7 +650,7 @@ async def test_groups_are_ready_again_when_take_is_cancelled_while_it_packs(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run.ready("a", "b", "c")
-    async with held(monkeypatch, run.queue._batches, "put_filled") as go:
+    async with held(monkeypatch, Spool, "put_filled") as go:
         async with Nursery() as nursery:
             taking = nursery.start_task("take", run.queue.take(0))
             await settled()
@@ -648,7 +660,7 @@ async def test_groups_are_ready_again_when_take_is_cancelled_while_it_packs(
             go()
     assert taking.cancelled()
     assert run.queue.statistics().groups_ready == 3
-    assert run.queue._batches.used_bytes == 0
+    assert run.batch_frames() == ()
     monkeypatch.undo()
     assert (await run.take(0)).group_ids == ("a", "b")
 
@@ -666,7 +678,7 @@ async def test_finished_work_is_kept_when_the_driver_dies(tmp_path: Path) -> Non
     assert (counts.queued, counts.in_flight, counts.dropped) == (6, 2, {})
     (left,) = second.queue.left
     assert (left.group_id, left.position, left.trajectory_ids) == ("d", 3, ("d-0", "d-1"))
-    assert not second.queue._batches.used_bytes
+    assert second.batch_frames() == ()
     batch = await second.take(0)
     assert batch.trajectory_ids == taken.trajectory_ids
     second.queue.settle(batch, 1)
@@ -682,7 +694,7 @@ async def test_finished_work_is_kept_when_the_driver_dies(tmp_path: Path) -> Non
 async def test_a_damaged_or_lost_frame_is_settled_when_work_is_restored(tmp_path: Path) -> None:
     first = Run(tmp_path)
     await first.ready("a", "b", "c")
-    refs = {name: first.queue._ready[name].ref for name in "abc"}
+    refs = {name: first.frame_of(name) for name in "abc"}
     damage(refs["a"])
     Path(refs["b"].path).unlink()
     first.spool.put(make_group("orphan"))
@@ -690,7 +702,7 @@ async def test_a_damaged_or_lost_frame_is_settled_when_work_is_restored(tmp_path
     second = first.again()
     assert second.position.pending == (0, 1)
     assert second.queue.statistics().dropped == {"corrupt": 4}
-    assert list(second.queue._ready) == ["c"]
+    assert [group.group_id for group in second.ledger.outstanding()] == ["c"]
     assert second.spool.used_bytes == 64 << 10
     second.ledger.audit()
     for run in (first, second):
@@ -700,9 +712,9 @@ async def test_a_damaged_or_lost_frame_is_settled_when_work_is_restored(tmp_path
 async def test_a_frame_of_another_group_is_not_taken_for_the_lost_one(tmp_path: Path) -> None:
     first = Run(tmp_path)
     await first.ready("a")
-    path = first.queue._ready["a"].ref.path
-    first.spool.free(first.queue._ready["a"].ref)
-    assert first.spool.put(make_group("other")).path == path
+    ref = first.frame_of("a")
+    first.spool.free(ref)
+    assert first.spool.put(make_group("other")).path == ref.path
     second = first.again()
     assert second.queue.statistics().dropped == {"corrupt": 2}
     for run in (first, second):
@@ -715,7 +727,9 @@ async def test_groups_of_a_later_life_are_consumed_within_the_bound_when_the_tra
     first = Run(tmp_path, step=7)
     await first.ready("a", "b", version=7)
     second = first.again(step=4)
-    assert [entry.oldest for entry in second.queue._ready.values()] == [4, 4]
-    assert await second.take(4)
-    for run in (first, second):
+    assert (await second.take(4)).staleness == (0, 0, 0, 0)
+    third = second.again(step=4)
+    assert await third.queue.take(6, wait=False) is None  # they count as sampled by version 4
+    assert third.queue.statistics().dropped == {"too_stale": 4}
+    for run in (first, second, third):
         run.queue.close()

@@ -11,8 +11,8 @@ from async_rl.config import parse_config
 from async_rl.errors import InvariantError, SpoolFull
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.batching import assemble
+from async_rl.queue.finished_trajectories import TrajectoryFiles
 from async_rl.queue.journal import Entry, Journal
-from async_rl.queue.kept import KeptTrajectories
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -81,16 +81,16 @@ async def test_a_tree_is_made_again_when_not_all_of_it_was_kept(
     first.dispatched("g", "t", 0, ["a", "b", "c"], 0)
     for root in "ab":
         first.branched(root, [f"{root}.1"])
-        first.ended(*tree(root, f"{root}.1"))
-    put = KeptTrajectories.put
+        first.finished.add_tree(*tree(root, f"{root}.1"))
+    put = TrajectoryFiles.write_trajectory
 
-    def full(self: KeptTrajectories, trajectory: Trajectory) -> str:
+    def full(self: TrajectoryFiles, trajectory: Trajectory) -> str:
         if trajectory.trajectory_id == "b.1":
-            raise SpoolFull("no room")
+            raise SpoolFull("full")
         return put(self, trajectory)
 
-    monkeypatch.setattr(KeptTrajectories, "put", full)
-    assert await first.keep_ended() == ["a", "a.1"]
+    monkeypatch.setattr(TrajectoryFiles, "write_trajectory", full)
+    assert await first.finished.store_pending() == ["a", "a.1"]
     first.close()
     second = open_queue(tmp_path)
     (left,) = second.left

@@ -81,9 +81,6 @@ _READ_BUFFER_BYTES: Final = 1 << 17
 _NO_TIMEOUT: Final = aiohttp.ClientTimeout(total=None)
 """Of a generate call: `request_timeout_s` bounds its start, and the pool of engines bounds its silence."""
 
-_MIN_ROWS_TO_JUDGE: Final = 64
-"""With one expert a token a layer may honestly be all zero for a few rows; not for so many."""
-
 
 class _Answer(msgspec.Struct):
     """Of a control request."""
@@ -287,7 +284,7 @@ class SGLangEngine:
         """See `Engine.decode_routing`. `payload.data` is base64, or rows where they were narrowed already.
 
         All ids are checked to exist; to be distinct, a sample of a long payload: what makes an engine repeat
-        itself does so in every row. One stray row is found by `routing.verify`, which looks at each of a
+        itself does so in every row. One stray row is found by `routing.check`, which looks at each of a
         finished trajectory.
         """
         facts, data = self._facts, payload.data
@@ -309,7 +306,7 @@ class SGLangEngine:
             _check_layers_used(rows, facts, min_rows=1)
             raise
         if facts.top_k == 1:
-            _check_layers_used(rows, facts, min_rows=_MIN_ROWS_TO_JUDGE)
+            _check_layers_used(rows, facts, min_rows=routing.MIN_ROWS_TO_JUDGE_LAYER)
         if not len(rows):
             return trace
         span = VersionSpan(start=0, end=len(rows), weight_version=payload.weight_version)

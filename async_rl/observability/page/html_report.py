@@ -26,11 +26,11 @@ from async_rl.config import changed_fields, load_config
 from async_rl.errors import ConfigError
 from async_rl.observability.console_report import REPORT_FILE
 from async_rl.observability.evaluation_record import FILE as EVALUATIONS
-from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
+from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.page import CHART_SCRIPTS, STATIC, STYLES
 from async_rl.observability.page.charts import RECENT, sections
 from async_rl.observability.page.tiles import Stage, compact, stages, tiles
-from async_rl.observability.records import StepRecord, TrajectoryCounts, mean, read_records
+from async_rl.observability.records import StepRecord, TrajectoryCounts, mean, step_record_log
 from async_rl.runtime import yaml12
 from async_rl.runtime.processes import private_files
 
@@ -129,8 +129,8 @@ def read_run(run_dir: Path) -> RunFiles:
         )
     try:
         tree = yaml12.load(config_file.read_text())
-        records = read_records(run_dir / "metrics.jsonl")
-        evaluations = read_evaluations(run_dir / EVALUATIONS)
+        records = step_record_log(run_dir / "metrics.jsonl").read()
+        evaluations = evaluation_record_log(run_dir / EVALUATIONS).read()
         summary = _decoded(run_dir / "summary.json", _Ended)
         versions = _decoded(run_dir / "versions.json", dict[str, str]) or {}
     except (msgspec.MsgspecError, ValueError) as error:
