@@ -22,8 +22,8 @@ them keep the places that they will need.
    holds for what remains. So every group with deadline v is in the batch: no deadline passes. Taking the
    earliest lowers each count as far as possible: if it does not keep F(v+1), no batch does.
 3. Finishing can only raise a deadline (the oldest version really sampled is no older than the bound), and so
-   can the check of what a group in flight has sampled so far (`renew`); dropping only removes a group: all
-   keep F.
+   can the check of what a group in flight has sampled so far (`renew_deadline`); dropping only removes a
+   group: all keep F.
 4. No deadlock. Let all outstanding groups be ready, at least B. By F(v), #{deadline <= d} - B <= B (d - v),
    and none of the others has the deadline v, so F(v+1) holds after the batch: it can be taken. So `None`
    always waits for a group in flight or, with fewer than B outstanding and lag <= η, for admission, which is
@@ -123,8 +123,8 @@ class Backlog:
     Example:
         >>> backlog = Backlog(groups_per_batch=2, max_staleness=1, staleness_policy="wait")
         >>> for name in "abc":
-        ...     backlog.dispatch(name, oldest=0)
-        >>> backlog.finish("a"), backlog.finish("c"), backlog.select(version=0)
+        ...     backlog.add_group(name, oldest=0)
+        >>> backlog.finish_group("a"), backlog.finish_group("c"), backlog.select_batch(version=0)
         (None, None, ['a', 'c'])
     """
 
@@ -160,7 +160,7 @@ class Backlog:
         """Return whether one more group may be dispatched; `may_admit` describes `lag`."""
         return may_admit(self.outstanding, self.groups_per_batch, self.max_staleness, lag)
 
-    def dispatch(self, group_id: str, oldest: int) -> None:
+    def add_group(self, group_id: str, oldest: int) -> None:
         """Add a group in flight; nothing in it will be sampled by weights older than `oldest`."""
         if group_id in self:
             raise ValueError(f"group {group_id} is outstanding already")
@@ -168,7 +168,7 @@ class Backlog:
         self._in_flight[group_id] = deadline
         _add(self._in_flight_counts, deadline, 1)
 
-    def renew(self, group_id: str, oldest: int) -> None:
+    def renew_deadline(self, group_id: str, oldest: int) -> None:
         """Postpone the deadline of a group in flight that holds nothing older than `oldest`."""
         before, deadline = self._in_flight[group_id], oldest + self.max_staleness
         if deadline > before:
@@ -176,7 +176,7 @@ class Backlog:
             _add(self._in_flight_counts, before, -1)
             _add(self._in_flight_counts, deadline, 1)
 
-    def finish(self, group_id: str, oldest: int | None = None) -> None:
+    def finish_group(self, group_id: str, oldest: int | None = None) -> None:
         """Make a group in flight ready; `oldest` is the version that its age counts from, where known."""
         deadline = self._in_flight.pop(group_id)
         _add(self._in_flight_counts, deadline, -1)
@@ -186,7 +186,7 @@ class Backlog:
         self._deadlines[group_id] = deadline
         _add(self._ready_counts, deadline, 1)
 
-    def remove(self, group_id: str) -> None:
+    def remove_group(self, group_id: str) -> None:
         """Remove a group that was taken or dropped."""
         deadline = self._in_flight.pop(group_id, None)
         if deadline is not None:
@@ -214,7 +214,7 @@ class Backlog:
             return []
         return [group_id for group_id, deadline in self._in_flight.items() if deadline <= version]
 
-    def select(self, version: int) -> list[str] | None:
+    def select_batch(self, version: int) -> list[str] | None:
         """Return the groups to consume at `version`, earliest deadline first; None when it must wait."""
         safe = batch_is_safe(
             self._ready_counts, self._in_flight_counts, version, self.groups_per_batch, self.staleness_policy

@@ -66,25 +66,25 @@ def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row
     """Times async_rl, a memcpy of the same bytes and verl's method alternately, then their memory."""
     groups = groups_of(lengths(mean, longest))
     wide = [torch.from_numpy(t.trace.rows.astype(np.int32)) for g in groups for t in g.trajectories]
-    slab = batching.plan(groups, 0, "batch", FACTS)
-    batching.fill(slab, groups)  # from here on its pages are warm
+    slab = batching.plan_batch(groups, 0, "batch", FACTS)
+    batching.fill_batch(slab, groups)  # from here on its pages are warm
     packed = sum(array.nbytes for array in arrays_of(slab))
     source, target = np.ones(packed, np.uint8), np.zeros(packed, np.uint8)
     spool = Spool(folder, max_bytes=None)
 
     def into_a_frame() -> float:
         begin = time.perf_counter()
-        planned = batching.plan(groups, 0, "batch", FACTS)
-        ref = spool.put_filled(planned, lambda batch: batching.fill(batch, groups))
+        planned = batching.plan_batch(groups, 0, "batch", FACTS)
+        ref = spool.put_filled_frame(planned, lambda batch: batching.fill_batch(batch, groups))
         seconds = time.perf_counter() - begin
-        spool.free(ref)
+        spool.free_frame(ref)
         return seconds
 
     times = in_turns(
         repetitions,
         memcpy=timed(lambda: np.copyto(target, source)),
-        slab=timed(lambda: batching.fill(slab, groups)),
-        fresh=timed(lambda: batching.assemble(groups, 0, "batch", FACTS)),
+        slab=timed(lambda: batching.fill_batch(slab, groups)),
+        fresh=timed(lambda: batching.assemble_batch(groups, 0, "batch", FACTS)),
         frame=into_a_frame,
     )
     theirs = in_turns(max(3, repetitions // 10), verl=timed(lambda: padded_and_unpadded(wide)))["verl"]

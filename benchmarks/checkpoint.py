@@ -97,7 +97,7 @@ def seconds(call: Callable[[], object]) -> float:
 def torch_save(worker: TrainerWorker, path: Path) -> None:
     """Writes the same tensors into one file and syncs it."""
     with path.open("wb") as file:
-        torch.save({part.key: part.data for part in shards.to_save(worker.model)}, file)
+        torch.save({part.key: part.data for part in shards.parts_to_save(worker.model)}, file)
         file.flush()
         os.fsync(file.fileno())
 

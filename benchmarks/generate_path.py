@@ -33,7 +33,7 @@ from async_rl.engines.model_facts import facts_of
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal import Entry
+from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
@@ -170,7 +170,9 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
         interrupt="abort",
         new_id=lambda: f"{number:032x}",
     )
-    session = RolloutSession(context, _TASK, Transcript(context, Entry(f"{number:032x}")), group_id="g")
+    session = RolloutSession(
+        context, _TASK, Transcript(context, JournalEntry(f"{number:032x}")), group_id="g"
+    )
     session.start([])
     turn = await session.generate()
     pool.dispatcher.forget_trajectory(f"{number:032x}")

@@ -232,9 +232,9 @@ def resume(folder: Path, counts: list[int], tokens: int, repetitions: int) -> li
         journal.restore((), newest_version=0)
         names = [f"{i:032x}" for i in range(count)]
         for name in names:
-            entry = journal.open(name)
+            entry = journal.open_entry(name)
             entry.segments += [Context(token_ids=np.arange(200, dtype=np.int32)), sampled(tokens)]
-        journal.write()
+        journal.write_entries()
         size = journal.nbytes
         journal.close()
         times = {"ours": np.empty(repetitions), "read": np.empty(repetitions)}

@@ -34,7 +34,7 @@ from benchmarks.batch_assembly import memory
 from benchmarks.trainer_step import batch_of, build_model
 from benchmarks.trajectory_queue import Row, row, show
 from tests.support.trainers import started, trainer_config
-from trainer.megatron.packing import MicroBatch, Packing, pack, plan_micro_batches
+from trainer.megatron.packing import MicroBatch, Packing, pack_micro_batch, plan_micro_batches
 
 BUDGET = 4096
 
@@ -42,7 +42,7 @@ BUDGET = 4096
 def packed(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
     """Packs as the trainer does."""
     (plan,) = plan_micro_batches(lengths, BUDGET, ranks=1)
-    return [pack(micro_batch, offsets) for micro_batch in plan]
+    return [pack_micro_batch(micro_batch, offsets) for micro_batch in plan]
 
 
 def padded(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
@@ -67,7 +67,7 @@ def rectangle(members: Sequence[int], lengths: Sequence[int], offsets: np.ndarra
     width = max(lengths[j] for j in members)
     source = np.full((len(members), width), -1, np.int64)
     for line, j in zip(source, members, strict=True):
-        line[: lengths[j]] = pack(MicroBatch((j,)), offsets).source
+        line[: lengths[j]] = pack_micro_batch(MicroBatch((j,)), offsets).source
     return Packing(source=source.ravel(), lengths=(width,) * len(members))
 
 
@@ -80,12 +80,14 @@ def serve(way: str, model: str, batch: TrainBatch, connection: Connection) -> No
     lengths = np.diff(batch.offsets).tolist()
     with started(trainer_config(Path(model), replay=False)) as worker:
         packings = WAYS[way](lengths, batch.offsets)
-        inputs = [worker.model.place(packing, batch.token_ids)[0] for packing in packings]
+        inputs = [worker.model.place_inputs(packing, batch.token_ids)[0] for packing in packings]
         before = resident()
         connection.send(sum(len(packing.source) for packing in packings))
         while connection.recv():
             begin = time.process_time()
-            worker.model.run(inputs, lambda index, logits: (logits.logsumexp(-1).sum(), len(logits), None))
+            worker.model.run_schedule(
+                inputs, lambda index, logits: (logits.logsumexp(-1).sum(), len(logits), None)
+            )
             seconds = time.process_time() - begin
             connection.send((seconds, peak() - before))
 

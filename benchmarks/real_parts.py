@@ -28,7 +28,7 @@ from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer
-from async_rl.queue.batching import assemble
+from async_rl.queue.batching import assemble_batch
 from async_rl.types import (
     Float32Array,
     Group,
@@ -147,7 +147,7 @@ def make_trajectory(name: str, segments: Iterable[Segment], trace: RoutingTrace 
 def make_batch(trajectories: Sequence[Trajectory], version: int, facts: EngineFacts) -> TrainBatch:
     """All of them as one batch, as the queue packs it."""
     groups = [Group(group_id=t.group_id, task_id=t.task_id, trajectories=(t,)) for t in trajectories]
-    return assemble(groups, version, "batch", facts)
+    return assemble_batch(groups, version, "batch", facts)
 
 
 @contextlib.contextmanager
@@ -162,17 +162,17 @@ def trainer_log_probs(worker: TrainerWorker, batch: TrainBatch) -> Float32Array:
 
     They are those of the update: under R2 of a second pass, which replays what the first one recorded.
     """
-    found, placed = worker._old_log_probs(place(worker, batch), batch.num_tokens)
-    if worker._config.routing.replay == "r2":
+    found, placed = worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)
+    if worker.config.routing.replay == "r2":
         recorded = placed
 
         def keep(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, None]:
-            log_probs, _ = worker._log_probs(recorded[index], logits)
-            found[recorded[index].tokens] = log_probs.cpu().numpy()
+            log_probs, _ = worker.log_probs_and_entropy(recorded[index], logits)
+            found[recorded[index].token_indices] = log_probs.cpu().numpy()
             return log_probs.sum(), 0, None
 
         found[:] = 0
-        worker.model.run([p.inputs for p in recorded], keep, forward_only=True)
+        worker.model.run_schedule([p.inputs for p in recorded], keep, forward_only=True)
     return np.roll(found, 1)  # they come at the positions that predict the tokens
 
 

@@ -38,7 +38,7 @@ import pybase64
 from async_rl.engine_protocol import Finish, GenerateRequest, RoutingPayload, SamplingParams
 from async_rl.engines.model_facts import facts_of
 from async_rl.engines.sglang.client import SGLangEngine
-from async_rl.engines.sglang.routing_payload import PIECE_BYTES, SLABS, RoutingText
+from async_rl.engines.sglang.routing_payload import PIECE_BYTES, SLABS, RoutingText, RoutingWire
 from async_rl.engines.sglang.sse import EventReader
 
 TOKENS, LAYERS, TOP_K, EXPERTS = 32768, 48, 8, 128
@@ -135,16 +135,17 @@ def by_orjson(document: bytes) -> np.ndarray:
     return rows.astype(np.uint8)
 
 
-def by_us(reads: list[bytes], engine: SGLangEngine) -> np.ndarray:
-    """Decodes an event piece by piece as it arrives, without the network."""
-    reader = EventReader(lambda: RoutingText(engine._wire, ROWS - 1))
+def by_us(reads: list[bytes], engine: SGLangEngine, *, narrow: bool) -> np.ndarray:
+    """Event to trace, without the network: decoded piece by piece as it arrives."""
+    wire = RoutingWire(facts=FACTS, narrow=narrow)
+    reader = EventReader(lambda: RoutingText(wire, ROWS - 1))
     for data in reads:
         events = reader.feed(data)
         if reader.payload is not None and reader.payload.pending >= PIECE_BYTES:
-            reader.payload.narrow()
+            reader.payload.decode_pending()
     ((_, text),) = events
     assert text is not None
-    payload = RoutingPayload(data=text.rows(ROWS).data, num_rows=ROWS, weight_version=0)
+    payload = RoutingPayload(data=text.finish_rows(ROWS).data, num_rows=ROWS, weight_version=0)
     return engine.decode_routing(payload).rows
 
 
@@ -162,8 +163,8 @@ def one_payload(rounds: int) -> list[dict[str, object]]:
     ways: dict[str, tuple[bytes, Callable[[bytes], np.ndarray]]] = {
         "json + base64": (wide[6:-2], by_json),
         "orjson + pybase64": (wide[6:-2], by_orjson),
-        "ours, int32": (wide, lambda _: by_us(wide_reads, engines[0])),
-        "ours, narrowed by the engine": (narrow, lambda _: by_us(narrow_reads, engines[1])),
+        "ours, int32": (wide, lambda _: by_us(wide_reads, engines[0], narrow=False)),
+        "ours, narrowed by the engine": (narrow, lambda _: by_us(narrow_reads, engines[1], narrow=True)),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     copies: dict[str, list[float]] = {name: [] for name in ways}

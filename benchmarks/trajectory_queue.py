@@ -148,7 +148,7 @@ def read_frames(connection: Connection) -> None:
     while (message := connection.recv()) is not None:
         kind, content, verify = message
         if kind == "frame":
-            group = reader.read(content, Group, verify=verify)
+            group = reader.read_frame(content, Group, verify=verify)
             last = group.trajectories[-1].trace.rows[-1, -1, -1]
         elif kind == "pickle":
             last = pickle.loads(content).trajectories[-1].trace.rows[-1, -1, -1]
@@ -182,11 +182,11 @@ def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetiti
         def ours(verify: bool, group: Group = group) -> Callable[[], float]:
             def run() -> float:
                 begin = time.perf_counter()
-                ref = spool.put(group)
+                ref = spool.put_frame(group)
                 connection.send(("frame", ref.path, verify))
                 connection.recv()
                 seconds = time.perf_counter() - begin
-                spool.free(ref)
+                spool.free_frame(ref)
                 return seconds
 
             return run
@@ -221,9 +221,9 @@ def decide(repetitions: int) -> list[Row]:
     """Admission and selection with 512 groups outstanding, a third of them in flight."""
     backlog = Backlog(groups_per_batch=128, max_staleness=4, staleness_policy="wait")
     for i in range(512):
-        backlog.dispatch(f"g{i}", i // 128)
+        backlog.add_group(f"g{i}", i // 128)
         if i % 3:
-            backlog.finish(f"g{i}")
+            backlog.finish_group(f"g{i}")
     count = 1000
 
     def per_call(call: Callable[[], Any]) -> Callable[[], float]:
@@ -239,11 +239,11 @@ def decide(repetitions: int) -> list[Row]:
         repetitions,
         empty=per_call(lambda: None),
         admit=per_call(lambda: backlog.may_admit(lag=1)),
-        wait=per_call(lambda: backlog.select(4)),
-        select=per_call(lambda: backlog.select(0)),
+        wait=per_call(lambda: backlog.select_batch(4)),
+        select=per_call(lambda: backlog.select_batch(0)),
     )
-    assert backlog.select(4) is None
-    assert len(backlog.select(0) or ()) == 128
+    assert backlog.select_batch(4) is None
+    assert len(backlog.select_batch(0) or ()) == 128
     return [
         row("admission decision", "512 groups", times["admit"], "empty call", times["empty"], "<= 0.2 us"),
         row("decision to wait", "512 groups", times["wait"], "empty call", times["empty"], "<= 5 us"),

@@ -89,7 +89,7 @@ class Sender:
             check=lambda specs: None,
             group_timeout_s=300.0,
         )
-        self._plan = self._export.plan(size.bucket_bytes)
+        self._plan = self._export.plan_buckets(size.bucket_bytes)
 
     async def join(self) -> None:
         """Joins the process group of `distributed`, which exists as long as the engine."""
@@ -127,7 +127,7 @@ class Sender:
         """Updates by broadcasts into the group."""
         begin = time.perf_counter()
         await asyncio.gather(
-            asyncio.to_thread(self._export.send, [GROUP], self._size.bucket_bytes),
+            asyncio.to_thread(self._export.send_weights, [GROUP], self._size.bucket_bytes),
             self._update(
                 lambda version: DistributedUpdate(
                     weight_version=version, group_name=GROUP, buckets=self._plan
@@ -140,7 +140,7 @@ class Sender:
         """Updates through shared memory: the next bucket is filled while one is loaded."""
 
         async def fill(number: int) -> list[bytes]:
-            return await asyncio.to_thread(self._export.share, number, self._size.bucket_bytes, 1)
+            return await asyncio.to_thread(self._export.share_bucket, number, self._size.bucket_bytes, 1)
 
         relay = BucketRelay(["engine"], len(self._plan), fill)
         begin = time.perf_counter()
@@ -168,11 +168,11 @@ class Sender:
                 self._write(folder)
                 shutil.rmtree(folder)
             elif transport == "distributed":
-                self._export.send([], self._size.bucket_bytes)
+                self._export.send_weights([], self._size.bucket_bytes)
             else:
                 self._export.close()
                 for number in range(len(self._plan)):
-                    self._export.share(number, self._size.bucket_bytes, 1)
+                    self._export.share_bucket(number, self._size.bucket_bytes, 1)
         return live.peak
 
     async def same(self) -> bool:

@@ -12,7 +12,7 @@ from async_rl.staleness import Backlog
 class GroupWork(Protocol):
     """A group that is being sampled, as the queue sees it."""
 
-    def oldest(self) -> int | None:
+    def oldest_version(self) -> int | None:
         """The version that the group's age counts from so far; None while nothing fixes it.
 
         `rollout.staleness_policy` defines it: the version of the oldest token or, with `mask_tokens`, the
@@ -20,7 +20,7 @@ class GroupWork(Protocol):
         """
         ...
 
-    def lengths(self) -> Mapping[str, int]:
+    def sampled_lengths(self) -> Mapping[str, int]:
         """Tokens sampled so far, by trajectory."""
         ...
 
@@ -102,8 +102,8 @@ class Admission:
         backlog = self._backlog
         for group_id in backlog.in_flight_until(self.served + backlog.max_staleness - 1):
             if group_id in work:
-                oldest = work[group_id].oldest()
-                backlog.renew(group_id, self.served if oldest is None else oldest)
+                oldest = work[group_id].oldest_version()
+                backlog.renew_deadline(group_id, self.served if oldest is None else oldest)
 
     def overdue_in_flight(self, version: int, work: Mapping[str, GroupWork]) -> list[str]:
         """Return the groups being sampled that can be in no batch from `version` on and are not waited for.
@@ -114,7 +114,9 @@ class Admission:
             return []
         late = self._backlog.in_flight_until(version - 1)
         # A group without an age may sample its first token by the next version.
-        return [group_id for group_id in late if group_id in work and work[group_id].oldest() is not None]
+        return [
+            group_id for group_id in late if group_id in work and work[group_id].oldest_version() is not None
+        ]
 
     def _has_capacity(self) -> bool:
         """Whether the spool can hold the groups in flight and one more.

@@ -141,7 +141,7 @@ class Observer:
         """Called when the trajectories will not be trained."""
 
 
-def kept(trajectory: Trajectory) -> ArchivedTrajectory:
+def without_routing(trajectory: Trajectory) -> ArchivedTrajectory:
     """Return a trajectory without its routing rows, whose memory can then be freed."""
     trace = trajectory.trace
     counts = None
@@ -152,12 +152,12 @@ def kept(trajectory: Trajectory) -> ArchivedTrajectory:
 
 
 class Archive(Observer):
-    """Writes the archive of a run. `write` may be called from any thread, all else is for the event loop's.
+    """Writes the archive of a run. All methods but `write_notes` are for the event loop's thread.
 
     Example:
         >>> archive = Archive(run_dir / archive.FILE, keep=1000)
         >>> archive.ended(trajectory, attempt=1)
-        >>> archive.write()
+        >>> archive.write_notes()
     """
 
     def __init__(self, path: Path, keep: int, clock: Callable[[], float] = time.time) -> None:
@@ -186,11 +186,11 @@ class Archive(Observer):
 
     def ended(self, trajectory: Trajectory, attempt: int) -> None:
         """Implements `Observer.ended`."""
-        self._note("put", kept(trajectory), attempt, "ended", None)
+        self._note("put", without_routing(trajectory), attempt, "ended", None)
 
     def failed(self, trajectory: Trajectory, attempt: int, error: Exception) -> None:
         """Implements `Observer.failed`."""
-        self._note("put", kept(trajectory), attempt, "failed", f"{type(error).__name__}: {error}")
+        self._note("put", without_routing(trajectory), attempt, "failed", f"{type(error).__name__}: {error}")
 
     def queued(self, trajectory_ids: Iterable[str]) -> None:
         """Implements `Observer.queued`."""
@@ -204,7 +204,7 @@ class Archive(Observer):
         """Implements `Observer.dropped`."""
         self._note("settle", tuple(trajectory_ids), "dropped", reason, None, f"dropped: {reason}")
 
-    def write(self) -> None:
+    def write_notes(self) -> None:
         """Write the notes and delete the oldest trajectories."""
         with self._lock:
             if self._database is None or not self._notes:
@@ -226,7 +226,7 @@ class Archive(Observer):
 
     def close(self) -> None:
         """Write the remaining notes and close the file."""
-        self.write()
+        self.write_notes()
         with self._lock:
             if self._database is not None:
                 self._database.close()
@@ -333,8 +333,8 @@ class ArchiveReader:
 
     Example:
         >>> reader = ArchiveReader(run_dir / FILE)
-        >>> rows = reader.rows("reward < 0.5", order="tokens DESC", limit=20)
-        >>> archived, events = reader.read(rows[0].trajectory_id)
+        >>> rows = reader.find_rows("reward < 0.5", order="tokens DESC", limit=20)
+        >>> archived, events = reader.read_trajectory(rows[0].trajectory_id)
     """
 
     def __init__(self, path: Path) -> None:
@@ -356,7 +356,7 @@ class ArchiveReader:
         if version != _SCHEMA_VERSION:
             raise ConfigError(f"{path} is of version {version}, this program reads {_SCHEMA_VERSION}")
 
-    def rows(
+    def find_rows(
         self, where: str = "1", values: Sequence[Any] = (), *, order: str = "number DESC", limit: int = -1
     ) -> list[ArchiveRow]:
         """Return rows of the table of trajectories.
@@ -376,13 +376,13 @@ class ArchiveReader:
             for row in found
         ]
 
-    def count(self) -> int:
+    def count_trajectories(self) -> int:
         """Return the number of trajectories."""
         ((number,),) = self._database.execute("SELECT count(*) FROM trajectories")
         return int(number)
 
-    def read(self, trajectory_id: str) -> tuple[ArchivedTrajectory, list[ArchiveEvent]]:
-        """Return one trajectory that `rows` has listed, and its events.
+    def read_trajectory(self, trajectory_id: str) -> tuple[ArchivedTrajectory, list[ArchiveEvent]]:
+        """Return one trajectory that `find_rows` has listed, and its events.
 
         Raises:
             ConfigError: When newer ones have replaced it meanwhile.

@@ -12,20 +12,20 @@ from async_rl.errors import AlignmentError, DataError
 from async_rl.types import Context, Group, TrainBatch, Trajectory
 
 
-def assemble(
+def assemble_batch(
     groups: Sequence[Group],
     version: int,
     batch_id: str,
     facts: EngineFacts | None = None,
     oldest: int | None = None,
 ) -> TrainBatch:
-    """Pack whole groups into new arrays; `plan` and `fill` describe the arguments and errors."""
-    batch = plan(groups, version, batch_id, facts)
-    fill(batch, groups, oldest)
+    """Pack whole groups into new arrays; `plan_batch` and `fill_batch` describe the arguments and errors."""
+    batch = plan_batch(groups, version, batch_id, facts)
+    fill_batch(batch, groups, oldest)
     return batch
 
 
-def plan(
+def plan_batch(
     groups: Sequence[Group], version: int, batch_id: str, facts: EngineFacts | None = None
 ) -> TrainBatch:
     """Return the batch with arrays of the right shapes; they take no memory until they are written.
@@ -65,7 +65,7 @@ def plan(
     )
 
 
-def fill(batch: TrainBatch, groups: Sequence[Group], oldest: int | None = None) -> None:
+def fill_batch(batch: TrainBatch, groups: Sequence[Group], oldest: int | None = None) -> None:
     """Write every element of the arrays of a planned batch.
 
     Args:

@@ -39,8 +39,8 @@ class BatchDelivery:
         self._executor = executor
         self._packing = False
         self._taken: dict[str, TakenGroups] = {}
-        for ref in batches.recover().intact:
-            batches.free(ref)
+        for ref in batches.recover_frames().intact:
+            batches.free_frame(ref)
 
     @property
     def in_progress(self) -> bool:
@@ -62,7 +62,7 @@ class BatchDelivery:
         try:
             with self._groups.claim(group_ids):
                 packed, cancelled = await run_uncancellable(
-                    self._executor, lambda: self._packer.pack(version, stored)
+                    self._executor, lambda: self._packer.pack_groups(version, stored)
                 )
         finally:
             self._packing = False
@@ -70,7 +70,7 @@ class BatchDelivery:
             self._groups.drop_and_retry(group_id, reason)
         if cancelled is not None:
             if packed.ref is not None:
-                self._batches.free(packed.ref)
+                self._batches.free_frame(packed.ref)
             raise cancelled
         if packed.batch is None or packed.ref is None:
             return None
@@ -88,4 +88,4 @@ class BatchDelivery:
         if taken is None:
             raise InvariantError(f"batch {batch.batch_id} is settled already, or was never taken")
         self._groups.settle_trained(batch, step, taken.groups)
-        self._batches.free(taken.ref)
+        self._batches.free_frame(taken.ref)

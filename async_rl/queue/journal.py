@@ -34,13 +34,13 @@ import numpy as np
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal_file import (
-    Journalled,
+    JournalledTrajectory,
     JournalRecord,
     TurnNote,
-    encoded,
-    files,
-    number,
-    read,
+    encode_records,
+    file_number,
+    journal_files,
+    read_journal,
 )
 from async_rl.types import Sampled, Segment, VersionSpan, cap_versions, root_of
 
@@ -66,7 +66,7 @@ class OpenCall(Protocol):
     versions: list[VersionSpan]
 
 
-class Entry:
+class JournalEntry:
     """The journal's view of one trajectory. Its session updates it at once; the journal reads it later.
 
     Example:
@@ -80,7 +80,7 @@ class Entry:
         self,
         trajectory_id: str,
         attempt: int = 1,
-        replay: Journalled | None = None,
+        restored: JournalledTrajectory | None = None,
         inherited: Sequence[Segment] = (),
     ) -> None:
         """Begin empty, or as a branch with its inherited segments.
@@ -88,8 +88,8 @@ class Entry:
         Args:
             trajectory_id: The id of the trajectory.
             attempt: The number of this attempt, from 1.
-            replay: What an earlier process left of this attempt, beyond what is inherited. The journal
-                contains it in the place of this entry's own data until `end_replay`.
+            restored: What an earlier process left of this attempt, beyond what is inherited. The journal
+                contains it in the place of this entry's own data until `end_restoring`.
             inherited: The segments of the trajectory that this one is a branch of.
         """
         self.trajectory_id = trajectory_id
@@ -97,8 +97,8 @@ class Entry:
         self.segments: list[Segment] = list(inherited)
         self._num_inherited = len(inherited)
         self.call: OpenCall | None = None
-        self.replay = replay
-        self.unsaid = False
+        self.restored = restored
+        self.unwritten = False
         """Whether the journal may lack some of what is to be restored."""
         self._turns: list[TurnNote] = []
         self._epoch = 0
@@ -138,28 +138,28 @@ class Entry:
         return closed + (len(self.call.token_ids) if self.call is not None else 0)
 
     @property
-    def left(self) -> Journalled:
+    def state_to_continue(self) -> JournalledTrajectory:
         """The state that another run of the agent loop can continue; no call runs any more."""
         inherited, own = self.segments[: self._num_inherited], self._own
-        return Journalled(
+        return JournalledTrajectory(
             trajectory_id=self.trajectory_id,
             attempt=self.attempt,
             segments=(*inherited, *own),
-            turns=tuple(self._turns) if self.replay is None else self.replay.turns,
+            turns=tuple(self._turns) if self.restored is None else self.restored.turns,
         )
 
     @property
     def _own(self) -> Sequence[Segment]:
-        return self.segments[self._num_inherited :] if self.replay is None else self.replay.segments
+        return self.segments[self._num_inherited :] if self.restored is None else self.restored.segments
 
-    def end_replay(self) -> None:
+    def end_restoring(self) -> None:
         """End restoring: from now on the entry holds the trajectory, not what an earlier process left."""
-        self.replay = None
+        self.restored = None
 
-    def news(self) -> JournalRecord | None:
+    def next_record(self) -> JournalRecord | None:
         """Return what was not written yet and count it as written; None when there is nothing."""
-        if self.replay is not None:
-            return self.everything() if self.unsaid else None
+        if self.restored is not None:
+            return self.full_record() if self.unwritten else None
         call = self.call
         known = self._written_open if call is self._written_call else 0
         sampled = 0 if call is None else len(call.token_ids)
@@ -170,24 +170,24 @@ class Entry:
             return None
         return self._write(closed, known, turns)
 
-    def everything(self) -> JournalRecord | None:
+    def full_record(self) -> JournalRecord | None:
         """Return the whole state in one record that begins a new epoch; None when there is nothing yet."""
         self._epoch += 1
         self._index = self._written_segments = self._written_open = self._written_turns = 0
         self._written_call = None
-        if self.replay is None:
-            return self.news()
-        self.unsaid = False
+        if self.restored is None:
+            return self.next_record()
+        self.unwritten = False
         record = JournalRecord(
             trajectory_id=self.trajectory_id,
             attempt=self.attempt,
             epoch=self._epoch,
             index=0,
-            segments=(*self.segments[: self._num_inherited], *self.replay.segments),
+            segments=(*self.segments[: self._num_inherited], *self.restored.segments),
             open_start=0,
             open=(),
             first_turn=0,
-            turns=self.replay.turns,
+            turns=self.restored.turns,
         )
         self._epoch += 1  # for the entry's own records, which do not continue this one
         return record
@@ -220,9 +220,9 @@ class Journal:
     Example:
         >>> journal = Journal(Path("journal"), metrics=metrics)
         >>> restored = journal.restore(in_flight_ids, newest_version=step)
-        >>> entry = journal.open(trajectory_id, replay=restored.get(trajectory_id))
-        >>> await journal.tick(before=ledger.flush)  # once per second
-        >>> journal.forget([trajectory_id])  # it is stored elsewhere, or settled
+        >>> entry = journal.open_entry(trajectory_id, restored=restored.get(trajectory_id))
+        >>> await journal.write_in_thread(before=ledger.flush)  # once per second
+        >>> journal.remove_entries([trajectory_id])  # it is stored elsewhere, or settled
     """
 
     def __init__(self, directory: Path, metrics: Metrics | None = None) -> None:
@@ -230,11 +230,11 @@ class Journal:
         self._directory = directory
         self._metrics = metrics
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, JournalEntry] = {}
         self._branches: defaultdict[str, set[str]] = defaultdict(set)  # ids of branch entries, by root
         self._waiting: deque[tuple[list[JournalRecord], bool]] = deque()  # collected, not written
         self._lock = threading.Lock()
-        self._number = max((number(path) for path in files(directory)), default=0)
+        self._number = max((file_number(path) for path in journal_files(directory)), default=0)
         self._file: int | None = None
         self._nbytes = self._began_with = 0
 
@@ -243,7 +243,7 @@ class Journal:
         """The size of the current file."""
         return self._nbytes
 
-    def restore(self, alive: Collection[str], newest_version: int) -> dict[str, Journalled]:
+    def restore(self, alive: Collection[str], newest_version: int) -> dict[str, JournalledTrajectory]:
         """Read what an earlier process left, drop what is no longer in flight, and continue in a new file.
 
         Args:
@@ -253,12 +253,12 @@ class Journal:
                 bound holds.
 
         Returns:
-            The trajectories by id; `open` takes them as `replay`.
+            The trajectories by id; `open_entry` takes them as `restored`.
 
         Raises:
             SpoolFull: When the disk has no space for the new file; the old one stays.
         """
-        found, lost = read(self._directory)
+        found, lost = read_journal(self._directory)
         if lost:
             log.warning(
                 "%d records of the journal are damaged; their trajectories continue from earlier tokens", lost
@@ -270,34 +270,34 @@ class Journal:
             for name, state in found.items()
             if (root := root_of(name)) in alive and found.get(root, state).attempt == state.attempt
         }
-        self._entries = {name: Entry(name, state.attempt, state) for name, state in left.items()}
+        self._entries = {name: JournalEntry(name, state.attempt, state) for name, state in left.items()}
         for name in left:
             self._note_branch(name)
         self._gather(compact=True)
         self._append()
         return left
 
-    def open(
+    def open_entry(
         self,
         trajectory_id: str,
         attempt: int = 1,
-        replay: Journalled | None = None,
+        restored: JournalledTrajectory | None = None,
         inherited: Sequence[Segment] = (),
-    ) -> Entry:
-        """Return the entry of a trajectory, which replaces that of an earlier attempt; see `Entry`."""
+    ) -> JournalEntry:
+        """Return the entry of a trajectory, which replaces that of an earlier attempt; see `JournalEntry`."""
         before = self._entries.get(trajectory_id)
-        entry = Entry(trajectory_id, attempt, replay, inherited)
+        entry = JournalEntry(trajectory_id, attempt, restored, inherited)
         if before is not None:
             entry._epoch = before._epoch + 1
             # The file may lack changes of an entry updated meanwhile.
-            entry.unsaid = replay is not None and (before.unsaid or before.replay is None)
+            entry.unwritten = restored is not None and (before.unwritten or before.restored is None)
             if before.attempt != attempt:
-                self.forget([trajectory_id])  # including the branches of that attempt
+                self.remove_entries([trajectory_id])  # including the branches of that attempt
         self._entries[trajectory_id] = entry
         self._note_branch(trajectory_id)
         return entry
 
-    def forget(self, trajectory_ids: Collection[str]) -> None:
+    def remove_entries(self, trajectory_ids: Collection[str]) -> None:
         """Remove trajectories and their branches; the next compaction removes them from the file."""
         for trajectory_id in trajectory_ids:
             for name in (trajectory_id, *self._branches.pop(trajectory_id, ())):
@@ -307,7 +307,7 @@ class Journal:
         if (root := root_of(trajectory_id)) != trajectory_id:
             self._branches[root].add(trajectory_id)
 
-    async def tick(self, before: Callable[[], None] = lambda: None) -> None:
+    async def write_in_thread(self, before: Callable[[], None] = lambda: None) -> None:
         """Write what is new, in a thread.
 
         Args:
@@ -325,11 +325,11 @@ class Journal:
         self._gather()
         await asyncio.to_thread(work)
 
-    def write(self) -> None:
+    def write_entries(self) -> None:
         """Write what is new, in the calling thread.
 
         Raises:
-            SpoolFull: As `tick`.
+            SpoolFull: As `write_in_thread`.
         """
         self._gather()
         self._append()
@@ -345,7 +345,9 @@ class Journal:
     def _gather(self, *, compact: bool = False) -> None:
         """Collect what is to be written, and decide whether it goes into a new file."""
         compact = compact or self._nbytes > max(_COMPACT_BYTES, _GROWTH * self._began_with)
-        records = (entry.everything() if compact else entry.news() for entry in self._entries.values())
+        records = (
+            entry.full_record() if compact else entry.next_record() for entry in self._entries.values()
+        )
         self._waiting.append(([record for record in records if record is not None], compact))
 
     def _append(self) -> None:
@@ -354,7 +356,7 @@ class Journal:
             while self._waiting:
                 records, compact = self._waiting.popleft()
                 try:
-                    self._write(encoded(records), compact)
+                    self._write(encode_records(records), compact)
                 except BaseException:
                     self._waiting.appendleft((records, compact))
                     raise
@@ -387,7 +389,7 @@ class Journal:
 
     def _replace(self, data: bytes) -> None:
         """Begin the next file and delete the one before when it is complete."""
-        old = files(self._directory)
+        old = journal_files(self._directory)
         path = self._directory / f"journal-{self._number + 1:06d}"
         part = path.with_name(f".{path.name}.part")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC

@@ -54,7 +54,7 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The turns from the `first_turn`-th on, which replace what was known of them."""
 
 
-class Journalled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class JournalledTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The state of one trajectory according to the journal."""
 
     trajectory_id: str
@@ -62,7 +62,7 @@ class Journalled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     segments: tuple[Segment, ...]
     turns: tuple[TurnNote, ...] = ()
 
-    def after(self, prefix: Sequence[Segment]) -> Journalled | None:
+    def after(self, prefix: Sequence[Segment]) -> JournalledTrajectory | None:
         """Return the state beyond these segments; None when it does not begin with their tokens.
 
         Where the tokens are divided into segments does not matter, except at the end.
@@ -93,12 +93,12 @@ class Journalled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return min((s.weight_version for s in self.segments if isinstance(s, Sampled)), default=None)
 
 
-def read(directory: Path) -> tuple[dict[str, Journalled], int]:
+def read_journal(directory: Path) -> tuple[dict[str, JournalledTrajectory], int]:
     """Read the journal in a folder; return the trajectories by id and the number of damaged records."""
     states: dict[str, _State] = {}
     lost = 0
-    for path in files(directory):
-        for record in read_records(path.read_bytes()):
+    for path in journal_files(directory):
+        for record in read_journal_records(path.read_bytes()):
             if record is None:
                 lost += 1
             else:
@@ -107,7 +107,7 @@ def read(directory: Path) -> tuple[dict[str, Journalled], int]:
     return {name: state for name, state in known.items() if state.segments}, lost
 
 
-def read_records(data: bytes) -> Iterator[JournalRecord | None]:
+def read_journal_records(data: bytes) -> Iterator[JournalRecord | None]:
     """Yield the records of a file in order, None for each damaged stretch. A torn end is left out."""
     view = memoryview(data)
     position = 0
@@ -148,7 +148,7 @@ class _State:
         self._open = [*_cut(self._open, record.open_start), *record.open]
         self.turns = [*self.turns[: record.first_turn], *record.turns]
 
-    def journalled(self, trajectory_id: str) -> Journalled:
+    def journalled(self, trajectory_id: str) -> JournalledTrajectory:
         """Return the state; what the running call had sampled becomes segments of an aborted call."""
         segments, end = [*self.segments, *_joined(self._open)], 0
         for index, segment in enumerate(segments):
@@ -157,7 +157,7 @@ class _State:
                 break
             end += len(segment.token_ids)
         turns = tuple(_until(turn, end) for turn in self.turns if turn.start <= end)
-        return Journalled(
+        return JournalledTrajectory(
             trajectory_id=trajectory_id, attempt=self.attempt, segments=tuple(segments), turns=turns
         )
 
@@ -202,7 +202,7 @@ def _joined(pieces: Sequence[Sampled]) -> list[Sampled]:
     ]
 
 
-def encoded(records: Sequence[JournalRecord]) -> bytes:
+def encode_records(records: Sequence[JournalRecord]) -> bytes:
     """Encode records as frames, each aligned as its arrays must be."""
     pieces: list[bytes | memoryview] = []
     for record in records:
@@ -221,11 +221,11 @@ def _next_frame(data: bytes, position: int) -> int:
     return len(data)
 
 
-def files(directory: Path) -> list[Path]:
+def journal_files(directory: Path) -> list[Path]:
     """Return the journal's files in the order in which they were begun; there are several after a crash."""
-    return sorted(directory.glob("journal-*"), key=number)
+    return sorted(directory.glob("journal-*"), key=file_number)
 
 
-def number(path: Path) -> int:
+def file_number(path: Path) -> int:
     """Return the number in the name of a journal file."""
     return int(path.name.removeprefix("journal-"))

@@ -45,7 +45,7 @@ from pathlib import Path
 import msgspec
 
 from async_rl.errors import AsyncRLError, InvariantError
-from async_rl.queue.ledger_tables import Tables
+from async_rl.queue.ledger_tables import LedgerTables
 
 REDISPATCHED = frozenset({"restart", "corrupt"})
 """Reasons of drops that are no fault of the task: its position becomes pending."""
@@ -95,11 +95,11 @@ class Ledger:
     """The states of all trajectories. All methods but `flush` are for one thread, that of the event loop.
 
     Example:
-        >>> ledger.dispatch("g1", "task-7", position=7, trajectory_ids=["a", "b"], version=3)
-        >>> ledger.drop(["b"], "error")
-        >>> ledger.queue("g1", ["a"], version=3, frame="slab-000001", frame_bytes=4096)
-        >>> ledger.train(["g1"], step=5, batch_id="batch-00000004")
-        >>> ledger.commit(step=5, keep=2)
+        >>> ledger.dispatch_group("g1", "task-7", position=7, trajectory_ids=["a", "b"], version=3)
+        >>> ledger.drop_trajectories(["b"], "error")
+        >>> ledger.queue_group("g1", ["a"], version=3, frame="slab-000001", frame_bytes=4096)
+        >>> ledger.train_groups(["g1"], step=5, batch_id="batch-00000004")
+        >>> ledger.record_checkpoint(step=5, keep=2)
     """
 
     def __init__(self, path: Path) -> None:
@@ -116,10 +116,10 @@ class Ledger:
         self._checkpoints: list[int] = []  # those that a rollback may return to
         self._counts = dict.fromkeys(("dispatched", "in_flight", "queued", "trained"), 0)
         self._dropped: Counter[str] = Counter()
-        self._tables = Tables(path)
+        self._tables = LedgerTables(path)
         self._load()
 
-    def dispatch(
+    def dispatch_group(
         self, group_id: str, task_id: str, position: int, trajectory_ids: Sequence[str], version: int
     ) -> None:
         """Add a new group, before its first token is sampled.
@@ -144,21 +144,21 @@ class Ledger:
         self._cursor = max(self._cursor, position + 1)
         self._counts["dispatched"] += len(trajectory_ids)
         self._counts["in_flight"] += len(trajectory_ids)
-        self._tables.write(
+        self._tables.add_statement(
             "INSERT INTO groups (group_id, task_id, position, weight_version) VALUES (?, ?, ?, ?)",
             (group_id, task_id, position, version),
         )
         for trajectory_id in trajectory_ids:
-            self._tables.write(
+            self._tables.add_statement(
                 "INSERT INTO trajectories (trajectory_id, group_id, state) VALUES (?, ?, 'in_flight')",
                 (trajectory_id, group_id),
             )
         if position in self._pending:
             self._pending.discard(position)
-            self._tables.write("DELETE FROM pending WHERE position = ?", (position,))
+            self._tables.add_statement("DELETE FROM pending WHERE position = ?", (position,))
         self._tables.end_change()
 
-    def branch(self, root_id: str, branch_ids: Sequence[str]) -> None:
+    def add_branches(self, root_id: str, branch_ids: Sequence[str]) -> None:
         """Add the branches of a trajectory in flight that has ended, as members of its group.
 
         Raises:
@@ -172,7 +172,7 @@ class Ledger:
         self._counts["dispatched"] += len(branch_ids)
         self._counts["in_flight"] += len(branch_ids)
         for branch_id in branch_ids:
-            self._tables.write(
+            self._tables.add_statement(
                 "INSERT INTO trajectories (trajectory_id, group_id, state) VALUES (?, ?, 'in_flight')",
                 (branch_id, group.group_id),
             )
@@ -185,7 +185,7 @@ class Ledger:
             InvariantError: When it is not in flight.
         """
         self._in_flight(trajectory_id).attempts[trajectory_id] = attempt
-        self._tables.write(
+        self._tables.add_statement(
             "UPDATE trajectories SET attempt = ? WHERE trajectory_id = ?", (attempt, trajectory_id)
         )
         self._tables.end_change()
@@ -214,7 +214,7 @@ class Ledger:
         group = self._in_flight(trajectory_id)
         if frame is not None:
             group.stored[trajectory_id] = frame
-        self._tables.write(
+        self._tables.add_statement(
             "UPDATE trajectories SET segments = ?, tokens = ?, reward = ?, frame = ? WHERE trajectory_id = ?",
             (segments, tokens, reward, frame, trajectory_id),
         )
@@ -227,14 +227,14 @@ class Ledger:
             InvariantError: When it is not in flight.
         """
         self._in_flight(trajectory_id).stored.pop(trajectory_id, None)
-        self._tables.write(
+        self._tables.add_statement(
             "UPDATE trajectories SET segments = NULL, tokens = NULL, reward = NULL, frame = NULL "
             "WHERE trajectory_id = ?",
             (trajectory_id,),
         )
         self._tables.end_change()
 
-    def queue(
+    def queue_group(
         self, group_id: str, trajectory_ids: Sequence[str], *, version: int, frame: str, frame_bytes: int
     ) -> None:
         """Record that a group is finished and stored in the spool.
@@ -260,19 +260,19 @@ class Ledger:
         group.ceiling, group.stored, group.attempts = None, {}, {}
         self._counts["in_flight"] -= len(trajectory_ids)
         self._counts["queued"] += len(trajectory_ids)
-        self._tables.write(
+        self._tables.add_statement(
             "UPDATE groups SET weight_version = ?, ceiling = NULL, frame = ?, frame_bytes = ? "
             "WHERE group_id = ?",
             (version, frame, frame_bytes, group_id),
         )
-        self._tables.write(
+        self._tables.add_statement(
             "UPDATE trajectories SET state = 'queued', frame = NULL "
             "WHERE group_id = ? AND state = 'in_flight'",
             (group_id,),
         )
         self._tables.end_change()
 
-    def train(self, group_ids: Iterable[str], step: int, batch_id: str) -> None:
+    def train_groups(self, group_ids: Iterable[str], step: int, batch_id: str) -> None:
         """Record that the trainer has acknowledged a step, whose batch consumed these groups completely.
 
         Raises:
@@ -283,7 +283,7 @@ class Ledger:
         if unready or len({g.group_id for g in groups}) != len(groups):
             raise InvariantError(f"step {step} settles groups that are not queued, or one twice: {unready}")
         for group in groups:
-            self._tables.write(
+            self._tables.add_statement(
                 "UPDATE trajectories SET state = 'trained', step = ? WHERE group_id = ? AND state = 'queued'",
                 (step, group.group_id),
             )
@@ -292,24 +292,24 @@ class Ledger:
             self._counts["queued"] -= len(group.queued)
             self._counts["trained"] += len(group.queued)
             del self._groups[group.group_id]
-        self._tables.write("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, batch_id))
+        self._tables.add_statement("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, batch_id))
         self._tables.end_change()
 
-    def publish(self, weight_version: int) -> None:
+    def record_publication(self, weight_version: int) -> None:
         """Record that engines receive a new version."""
-        self._tables.write("INSERT OR IGNORE INTO publications VALUES (?)", (weight_version,))
+        self._tables.add_statement("INSERT OR IGNORE INTO publications VALUES (?)", (weight_version,))
         self._tables.end_change()
 
-    def commit(self, step: int, keep: int) -> None:
+    def record_checkpoint(self, step: int, keep: int) -> None:
         """Record that the checkpoint of a step is complete, and fold what the `keep` newest ones cover."""
         self._checkpoints = sorted({*self._checkpoints, step})[-keep:]
-        self._tables.write("INSERT OR IGNORE INTO checkpoints VALUES (?)", (step,))
+        self._tables.add_statement("INSERT OR IGNORE INTO checkpoints VALUES (?)", (step,))
         if len(self._checkpoints) == keep:
             self._folded_step = self._checkpoints[0]
-            self._tables.fold(self._folded_step, self._cursor)
+            self._tables.fold_settled(self._folded_step, self._cursor)
         self._tables.end_change()
 
-    def drop(self, trajectory_ids: Iterable[str], reason: str, *, retry: bool = False) -> None:
+    def drop_trajectories(self, trajectory_ids: Iterable[str], reason: str, *, retry: bool = False) -> None:
         """Settle outstanding trajectories that will not be trained.
 
         Args:
@@ -353,7 +353,7 @@ class Ledger:
                 "begin another run"
             )
         self.flush()
-        undone = self._tables.rows(
+        undone = self._tables.query_rows(
             "SELECT trajectory_id, position FROM trajectories JOIN groups USING (group_id) "
             "WHERE state = 'trained' AND step > ?",
             (step,),
@@ -364,11 +364,11 @@ class Ledger:
         self._counts["trained"] -= len(undone)
         for group in (group for group in self._groups.values() if group.queued):
             group.ceiling = step if group.ceiling is None else min(group.ceiling, step)
-            self._tables.write(
+            self._tables.add_statement(
                 "UPDATE groups SET ceiling = ? WHERE group_id = ?", (group.ceiling, group.group_id)
             )
         self._checkpoints = [kept for kept in self._checkpoints if kept <= step]
-        self._tables.forget_after(step)
+        self._tables.delete_after(step)
         self._tables.end_change()
         self.flush()
         return self.data_position()
@@ -442,19 +442,21 @@ class Ledger:
 
     def _load(self) -> None:
         """Load the state from the tables."""
-        self._pending.update(position for (position,) in self._tables.rows("SELECT position FROM pending"))
-        meta: dict[str, int] = dict(self._tables.rows("SELECT key, value FROM meta"))
-        ((last,),) = self._tables.rows("SELECT max(position) FROM groups")
+        self._pending.update(
+            position for (position,) in self._tables.query_rows("SELECT position FROM pending")
+        )
+        meta: dict[str, int] = dict(self._tables.query_rows("SELECT key, value FROM meta"))
+        ((last,),) = self._tables.query_rows("SELECT max(position) FROM groups")
         self._cursor = max(meta.get("cursor", 0), 0 if last is None else last + 1)
         self._folded_step = meta.get("folded_step", 0)
         self._checkpoints = [
-            step for (step,) in self._tables.rows("SELECT step FROM checkpoints ORDER BY step")
+            step for (step,) in self._tables.query_rows("SELECT step FROM checkpoints ORDER BY step")
         ]
         stored = self._stored_counts()
         self._dropped.update(stored.dropped)
         for state in self._counts:
             self._counts[state] = getattr(stored, state)
-        for trajectory_id, state, attempt, kept, *columns in self._tables.rows(
+        for trajectory_id, state, attempt, kept, *columns in self._tables.query_rows(
             "SELECT trajectory_id, state, attempt, trajectories.frame, group_id, task_id, position, "
             "weight_version, ceiling, groups.frame, frame_bytes "
             "FROM trajectories JOIN groups USING (group_id) WHERE state IN ('in_flight', 'queued')"
@@ -493,7 +495,7 @@ class Ledger:
 
     def _drop(self, trajectory_id: str, reason: str) -> None:
         self._dropped[reason] += 1
-        self._tables.write(
+        self._tables.add_statement(
             "UPDATE trajectories SET state = 'dropped', step = NULL, frame = NULL, reason = ? "
             "WHERE trajectory_id = ?",
             (reason, trajectory_id),
@@ -501,10 +503,10 @@ class Ledger:
 
     def _make_pending(self, position: int) -> None:
         self._pending.add(position)
-        self._tables.write("INSERT OR IGNORE INTO pending VALUES (?)", (position,))
+        self._tables.add_statement("INSERT OR IGNORE INTO pending VALUES (?)", (position,))
 
     def _stored_counts(self) -> Conservation:
-        states, dropped = self._tables.count()
+        states, dropped = self._tables.count_by_state()
         return Conservation(
             dispatched=sum(states.values()),
             in_flight=states["in_flight"],

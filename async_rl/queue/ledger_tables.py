@@ -64,11 +64,11 @@ CREATE TABLE folded (                -- trajectories that have no row any more
 """
 
 
-class Tables:
+class LedgerTables:
     """One database. All methods but `flush` are for one thread, that of the event loop.
 
     Example:
-        >>> tables.write("INSERT INTO publications VALUES (?)", (3,))
+        >>> tables.add_statement("INSERT INTO publications VALUES (?)", (3,))
         >>> tables.end_change()
         >>> tables.flush()
     """
@@ -85,15 +85,15 @@ class Tables:
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")
-        if not self.rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+        if not self.query_rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
             self._database.executescript(
                 f"BEGIN; {_SCHEMA} INSERT INTO meta VALUES ('schema', {SCHEMA_VERSION}); COMMIT;"
             )
-        ((found,),) = self.rows("SELECT value FROM meta WHERE key = 'schema'")
+        ((found,),) = self.query_rows("SELECT value FROM meta WHERE key = 'schema'")
         if found != SCHEMA_VERSION:
             raise AsyncRLError(f"{path} has schema {found}, this program writes {SCHEMA_VERSION}")
 
-    def write(self, statement: str, values: Sequence[Any] = ()) -> None:
+    def add_statement(self, statement: str, values: Sequence[Any] = ()) -> None:
         """Add a statement to the current change."""
         self._change.append((statement, values))
 
@@ -102,7 +102,7 @@ class Tables:
         self._changes.append(self._change)
         self._change = []
 
-    def rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def query_rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Query what is committed."""
         with self._lock:
             return self._database.execute(statement, values).fetchall()
@@ -138,7 +138,7 @@ class Tables:
         with self._lock:
             self._database.close()
 
-    def fold(self, step: int, cursor: int) -> None:
+    def fold_settled(self, step: int, cursor: int) -> None:
         """Replace the rows of what is settled for good by counts.
 
         Args:
@@ -146,32 +146,32 @@ class Tables:
             cursor: The first position that was never dispatched; it is kept without the rows that show it.
         """
         final = "(state = 'dropped' OR state = 'trained' AND step <= ?)"
-        self.write(
+        self.add_statement(
             "INSERT INTO folded SELECT state, coalesce(reason, ''), count(*) FROM trajectories "
             f"WHERE {final} GROUP BY state, reason "
             "ON CONFLICT DO UPDATE SET number = number + excluded.number",
             (step,),
         )
-        self.write("INSERT OR REPLACE INTO meta VALUES ('cursor', ?)", (cursor,))
-        self.write("INSERT OR REPLACE INTO meta VALUES ('folded_step', ?)", (step,))
-        self.write(f"DELETE FROM trajectories WHERE {final}", (step,))
-        self.write(
+        self.add_statement("INSERT OR REPLACE INTO meta VALUES ('cursor', ?)", (cursor,))
+        self.add_statement("INSERT OR REPLACE INTO meta VALUES ('folded_step', ?)", (step,))
+        self.add_statement(f"DELETE FROM trajectories WHERE {final}", (step,))
+        self.add_statement(
             "DELETE FROM groups WHERE NOT EXISTS "
             "(SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id)"
         )
         for table, column in _OF_STEPS:
-            self.write(f"DELETE FROM {table} WHERE {column} < ?", (step,))
+            self.add_statement(f"DELETE FROM {table} WHERE {column} < ?", (step,))
 
-    def forget_after(self, step: int) -> None:
+    def delete_after(self, step: int) -> None:
         """Delete steps, versions and checkpoints after this one, which a rollback undoes."""
         for table, column in _OF_STEPS:
-            self.write(f"DELETE FROM {table} WHERE {column} > ?", (step,))
+            self.add_statement(f"DELETE FROM {table} WHERE {column} > ?", (step,))
 
-    def count(self) -> tuple[Counter[str], Counter[str]]:
+    def count_by_state(self) -> tuple[Counter[str], Counter[str]]:
         """Count trajectories by state, and the dropped ones by reason, including folded ones."""
         states: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
-        for state, reason, number in self.rows(
+        for state, reason, number in self.query_rows(
             "SELECT state, reason, count(*) FROM trajectories GROUP BY state, reason "
             "UNION ALL SELECT state, nullif(reason, ''), number FROM folded"
         ):

@@ -31,11 +31,11 @@ class RestoredGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     position: int
     trajectory_ids: tuple[str, ...]
     """All trajectories in flight, including the finished ones."""
-    ended: Mapping[str, Trajectory]
+    finished: Mapping[str, Trajectory]
     """The finished trajectories, which are not sampled again."""
     attempts: Mapping[str, int]
     """The number of the current attempt, for trajectories that are not in their first."""
-    oldest: int
+    oldest_version: int
     """The version that the group's age counts from."""
 
 
@@ -44,7 +44,7 @@ class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     group_id: str
     ref: SpoolRef
-    oldest: int
+    oldest_version: int
     since: float
     counted: bool
     """Whether `LengthDrift` has counted its trajectories; an earlier process counted in its own memory."""
@@ -154,13 +154,13 @@ class OutstandingGroups:
         Raises:
             InvariantError: When an id is known already.
         """
-        self._ledger.dispatch(group_id, task_id, position, trajectory_ids, version)
-        self._backlog.dispatch(group_id, max(version, self._admission.served))
+        self._ledger.dispatch_group(group_id, task_id, position, trajectory_ids, version)
+        self._backlog.add_group(group_id, max(version, self._admission.served))
         if work is not None:
             self._work[group_id] = work
         self._count_dispatched(len(trajectory_ids))
 
-    def record_branches(self, root_id: str, branch_ids: Collection[str]) -> None:
+    def add_branches(self, root_id: str, branch_ids: Collection[str]) -> None:
         """Make the branches of a trajectory that has ended members of its group.
 
         Branches that the ledger has from an earlier process and that did not occur again are dropped.
@@ -172,12 +172,12 @@ class OutstandingGroups:
         if gone := sorted(known - set(branch_ids)):
             self._settle_dropped(gone, "restart")
         if new := [branch_id for branch_id in branch_ids if branch_id not in known]:
-            self._ledger.branch(root_id, new)
+            self._ledger.add_branches(root_id, new)
             self._count_dispatched(len(new))
 
     def restore_in_flight(self, group: RestoredGroup) -> None:
         """Add a group that an earlier process left in flight."""
-        self._backlog.dispatch(group.group_id, group.oldest)
+        self._backlog.add_group(group.group_id, group.oldest_version)
         self.restored.append(group)
 
     def resume_group(self, group_id: str, work: GroupWork) -> None:
@@ -213,7 +213,7 @@ class OutstandingGroups:
             record = self._ledger.group(group.group_id)
             known, files = record.weight_version, dict(record.stored)
             self._finished.record_group(group.trajectories, files)
-            self._ledger.queue(
+            self._ledger.queue_group(
                 group.group_id,
                 trajectory_ids,
                 version=known if oldest is None else oldest,
@@ -221,7 +221,7 @@ class OutstandingGroups:
                 frame_bytes=ref.nbytes,
             )
         except InvariantError:
-            self._spool.free(ref)
+            self._spool.free_frame(ref)
             raise
         self._observer.queued(trajectory_ids)
         for trajectory in group.trajectories:
@@ -232,7 +232,7 @@ class OutstandingGroups:
 
     def restore_ready(self, group_id: str, ref: SpoolRef, oldest: int) -> None:
         """Add a finished group that an earlier process left in the spool."""
-        self._backlog.dispatch(group_id, oldest)
+        self._backlog.add_group(group_id, oldest)
         self._make_ready(group_id, ref, oldest, counted=False)
 
     def stored_group(self, group_id: str) -> StoredGroup:
@@ -270,18 +270,18 @@ class OutstandingGroups:
                 if self._ledger.group_of(trajectory_id).group_id not in counted:
                     self.lengths.add_ended(length)
         for group in groups:
-            self._backlog.remove(group.group_id)
+            self._backlog.remove_group(group.group_id)
             del self._ready[group.group_id]
             self.observe_wait("queue", group.since)
         return groups
 
     def settle_trained(self, batch: TakenBatch, step: int, groups: Sequence[ReadyGroup]) -> None:
         """Record that a step has trained a batch, and free the frames of its groups."""
-        self._ledger.train(batch.group_ids, step, batch.batch_id)
+        self._ledger.train_groups(batch.group_ids, step, batch.batch_id)
         self._observer.trained(batch.trajectory_ids, step)
         self._ledger.flush()  # before a slab can be reused, and before a checkpoint claims the step
         for group in groups:
-            self._spool.free(group.ref)
+            self._spool.free_frame(group.ref)
         for length in batch.sampled_lengths:
             self.lengths.add_trained(length)
         if self._metrics is not None:
@@ -303,7 +303,7 @@ class OutstandingGroups:
             self._count_unfinished(group_id, dropped)
             self._settle_dropped(dropped, reason)
             if not group.in_flight:
-                self._backlog.remove(group_id)
+                self._backlog.remove_group(group_id)
                 self._work.pop(group_id, None)
         self._changes.notify_all()
 
@@ -319,13 +319,13 @@ class OutstandingGroups:
         for trajectory_id in outstanding:
             own = (others or {}).get(root_of(trajectory_id), reason)
             self._settle_dropped([trajectory_id], own, retry=retry)
-        self._backlog.remove(group_id)
+        self._backlog.remove_group(group_id)
         self._work.pop(group_id, None)
         self._remove_restored(group_id)
         ready = self._ready.pop(group_id, None)
         if ready is not None:
             self._ledger.flush()  # no restart may find the group queued in a slab that holds another
-            self._spool.free(ready.ref)
+            self._spool.free_frame(ready.ref)
         self._changes.notify_all()
 
     def drop_and_retry(self, group_id: str, reason: str) -> None:
@@ -369,22 +369,22 @@ class OutstandingGroups:
         """Count the lengths that dropped trajectories in flight have reached."""
         work = self._work.get(group_id)
         if work is not None:
-            lengths = work.lengths()
+            lengths = work.sampled_lengths()
             for trajectory_id in trajectory_ids:
                 self.lengths.add_ended(lengths.get(trajectory_id, 0))
 
     def _make_ready(self, group_id: str, ref: SpoolRef, oldest: int, *, counted: bool) -> None:
-        self._backlog.finish(group_id, oldest)
+        self._backlog.finish_group(group_id, oldest)
         self._work.pop(group_id, None)
         self._ready[group_id] = ReadyGroup(
-            group_id=group_id, ref=ref, oldest=oldest, since=self._clock(), counted=counted
+            group_id=group_id, ref=ref, oldest_version=oldest, since=self._clock(), counted=counted
         )
         self._admission.record_size(ref.nbytes)
 
     def _settle_dropped(self, trajectory_ids: Sequence[str], reason: str, *, retry: bool = False) -> None:
         groups = {group.group_id: group for group in map(self._ledger.group_of, trajectory_ids)}
         stored = {name: frame for group in groups.values() for name, frame in group.stored.items()}
-        self._ledger.drop(trajectory_ids, reason, retry=retry)
+        self._ledger.drop_trajectories(trajectory_ids, reason, retry=retry)
         self._observer.dropped(trajectory_ids, reason)
         self._finished.discard(trajectory_ids, [stored[name] for name in trajectory_ids if name in stored])
         if self._metrics is not None:

@@ -126,7 +126,7 @@ class Packer:
         self._facts = facts
         self._metrics = metrics
 
-    def pack(self, version: int, stored: Sequence[StoredGroup]) -> Packed:
+    def pack_groups(self, version: int, stored: Sequence[StoredGroup]) -> Packed:
         """Read, verify and pack groups, to be consumed at `version`.
 
         Raises:
@@ -137,7 +137,7 @@ class Packer:
         groups, unusable, too_stale = [], {}, []
         for entry in stored:
             try:
-                group = self._spool.read(entry.ref, Group)
+                group = self._spool.read_frame(entry.ref, Group)
                 self._check_model(group)
             except (CorruptFrame, AlignmentError) as error:
                 log.warning("group %s cannot be trained on: %s", entry.group_id, error)
@@ -157,8 +157,8 @@ class Packer:
         trajectories = [t for group in groups for t in group.trajectories]
         ages = tuple(self._age(version, t, oldest) for t in trajectories)
         batch_id = f"batch-{version:08d}"
-        plan = batching.plan(groups, version, batch_id, self._facts)
-        ref = self._batches.put_filled(plan, lambda batch: batching.fill(batch, groups, oldest))
+        plan = batching.plan_batch(groups, version, batch_id, self._facts)
+        ref = self._batches.put_filled_frame(plan, lambda batch: batching.fill_batch(batch, groups, oldest))
         traces = [t.trace for t in trajectories if t.trace is not None]
         batch = TakenBatch(
             batch_id=batch_id,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from async_rl.queue.admission import Admission
 from async_rl.queue.finished_trajectories import FinishedTrajectories
-from async_rl.queue.journal_file import Journalled
+from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import GroupRecord, Ledger
 from async_rl.queue.outstanding import OutstandingGroups, RestoredGroup
 from async_rl.queue.spool import Spool, SpoolRef
@@ -39,13 +39,13 @@ class GroupRestorer:
         self._admission = admission
         self._finished = finished
 
-    def restore_groups(self, journalled: Mapping[str, Journalled]) -> None:
+    def restore_groups(self, journalled: Mapping[str, JournalledTrajectory]) -> None:
         """Restore all groups; blocking.
 
         Args:
             journalled: What the journal has of trajectories in flight.
         """
-        frames = {Path(ref.path).name: ref for ref in self._spool.recover().intact}
+        frames = {Path(ref.path).name: ref for ref in self._spool.recover_frames().intact}
         outstanding = self._ledger.outstanding()
         sampled = oldest_by_root(journalled.values())
         self._finished.recover_files(outstanding)
@@ -56,7 +56,7 @@ class GroupRestorer:
             else:
                 self._groups.restore_in_flight(self._in_flight(group, sampled))
         for orphan in frames.values():
-            self._spool.free(orphan)
+            self._spool.free_frame(orphan)
         self._drop_excess()
         self._ledger.flush()
 
@@ -64,7 +64,7 @@ class GroupRestorer:
         if ref is None or not self._holds(ref, group.group_id):
             self._groups.drop_corrupt(group)
             if ref is not None:
-                self._spool.free(ref)
+                self._spool.free_frame(ref)
             return
         # Versions above ours were published after the checkpoint and are undone: they count as ours, or as
         # those of an earlier restart's checkpoint.
@@ -88,13 +88,16 @@ class GroupRestorer:
             task_id=group.task_id,
             position=group.position,
             trajectory_ids=tuple(sorted({root_of(name) for name in group.in_flight})),
-            ended=ended,
+            finished=ended,
             attempts=dict(group.attempts),
-            oldest=min([version, *(v for v in versions if v is not None)]),
+            oldest_version=min([version, *(v for v in versions if v is not None)]),
         )
 
     def _holds(self, ref: SpoolRef, group_id: str) -> bool:
-        return ref.kind == Group.__name__ and self._spool.read(ref, Group, verify=False).group_id == group_id
+        return (
+            ref.kind == Group.__name__
+            and self._spool.read_frame(ref, Group, verify=False).group_id == group_id
+        )
 
     def _drop_excess(self) -> None:
         """Drop the youngest groups in flight that the spool has no space for.
@@ -102,14 +105,14 @@ class GroupRestorer:
         The earlier process may have ended for lack of space because it learned the size of its groups too
         late; restoring all of them would repeat this.
         """
-        for group in sorted(self._groups.restored, key=lambda group: group.oldest, reverse=True):
+        for group in sorted(self._groups.restored, key=lambda group: group.oldest_version, reverse=True):
             if self._admission.holds_in_flight:
                 return
             log.warning("group %s in flight is dropped: the spool has no space for it", group.group_id)
             self._groups.drop_group(group.group_id, "restart")
 
 
-def oldest_by_root(journalled: Iterable[Journalled]) -> dict[str, int]:
+def oldest_by_root(journalled: Iterable[JournalledTrajectory]) -> dict[str, int]:
     """Return the oldest version that sampled a trajectory or one of its branches, by trajectory."""
     oldest: dict[str, int] = {}
     for state in journalled:

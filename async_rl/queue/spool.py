@@ -4,9 +4,9 @@ A frame is stored at the beginning of a *slab*: a file that is created once, kep
 used for one frame after the other. Writing to pages that were never touched takes ten times as long as a
 copy. Readers in this process use the writer's mapping, readers in others map the file.
 
-**Contract.** The caller of `free` promises that no reader uses the frame any more: its slab may hold other
-data the next moment, and arrays that were read from it would show them. `TrajectoryQueue` frees a frame after
-the step that consumed it was settled. Freeing wipes the head of the frame, so a late reader gets
+**Contract.** The caller of `free_frame` promises that no reader uses the frame any more: its slab may hold
+other data the next moment, and arrays that were read from it would show them. `TrajectoryQueue` frees a frame
+after the step that consumed it was settled. Freeing wipes the head of the frame, so a late reader gets
 `CorruptFrame`.
 """
 
@@ -45,7 +45,7 @@ class SpoolRef(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the type in the frame."""
 
 
-class Recovered(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveredFrames(msgspec.Struct, frozen=True, kw_only=True):
     """The frames that an earlier process left in the folder."""
 
     intact: tuple[SpoolRef, ...]
@@ -58,13 +58,13 @@ class Spool:
 
     Example:
         >>> spool = Spool(Path("spool"), max_bytes=8 << 30)
-        >>> ref = spool.put(group)
-        >>> spool.read(ref, Group).trajectories[0].token_ids
-        >>> spool.free(ref)
+        >>> ref = spool.put_frame(group)
+        >>> spool.read_frame(ref, Group).trajectories[0].token_ids
+        >>> spool.free_frame(ref)
     """
 
     def __init__(self, directory: Path, max_bytes: int | None) -> None:
-        """Open a folder. Its frames stay until `recover` and `free`.
+        """Open a folder. Its frames stay until `recover_frames` and `free_frame`.
 
         Args:
             directory: The folder, created when it is missing.
@@ -94,7 +94,7 @@ class Spool:
         """The bytes of the slabs that hold a frame."""
         return self._used_bytes
 
-    def put(self, obj: Any) -> SpoolRef:
+    def put_frame(self, obj: Any) -> SpoolRef:
         """Write an object as a frame, with one copy of its arrays.
 
         Raises:
@@ -103,7 +103,7 @@ class Spool:
         frame = Frame(obj)
         return self._write(frame, frame.copy_into)
 
-    def put_filled(self, obj: S, fill: Callable[[S], None]) -> SpoolRef:
+    def put_filled_frame(self, obj: S, fill: Callable[[S], None]) -> SpoolRef:
         """Write a frame whose arrays are created in place.
 
         Args:
@@ -111,7 +111,7 @@ class Spool:
             fill: Receives `obj` with arrays that are part of the frame, and fills every element.
 
         Raises:
-            SpoolFull: As `put`.
+            SpoolFull: As `put_frame`.
         """
         frame = Frame(obj)
 
@@ -121,7 +121,7 @@ class Spool:
 
         return self._write(frame, write)
 
-    def read(self, ref: SpoolRef, expected: type[T], *, verify: bool = True) -> T:
+    def read_frame(self, ref: SpoolRef, expected: type[T], *, verify: bool = True) -> T:
         """Read a frame that this process wrote or recovered. The arrays are valid until it is freed.
 
         Raises:
@@ -134,7 +134,7 @@ class Spool:
         except CorruptFrame as error:
             raise CorruptFrame(f"{ref.path}: {error}") from error
 
-    def free(self, ref: SpoolRef) -> None:
+    def free_frame(self, ref: SpoolRef) -> None:
         """Release a slab for reuse; see the contract above.
 
         Raises:
@@ -142,7 +142,7 @@ class Spool:
         """
         self._release(ref.path)
 
-    def recover(self) -> Recovered:
+    def recover_frames(self) -> RecoveredFrames:
         """Verify all frames in the folder completely, and free those that are damaged."""
         intact, corrupt = [], {}
         for path in sorted(self._used):
@@ -154,7 +154,7 @@ class Spool:
                 if slab[: len(_WIPED)].any():
                     corrupt[path] = str(error)
                 self._release(path)
-        return Recovered(intact=tuple(intact), corrupt=corrupt)
+        return RecoveredFrames(intact=tuple(intact), corrupt=corrupt)
 
     def _write(self, frame: Frame, write: Callable[[Bytes], None]) -> SpoolRef:
         path, slab = self._acquire(frame.nbytes)
@@ -230,7 +230,7 @@ class FrameReader:
         self._max_slabs = max_slabs
         self._mapped: dict[str, codec.Buffer] = {}
 
-    def read(self, path: str, expected: type[T], *, verify: bool = True) -> T:
+    def read_frame(self, path: str, expected: type[T], *, verify: bool = True) -> T:
         """Read a frame as `codec.read_frame` does. The arrays are valid until the writer frees the frame."""
         mapped = self._mapped.pop(path, None)
         if mapped is None:

@@ -1,31 +1,28 @@
 """The trajectory queue: takes finished groups from rollouts and gives batches within the staleness bound.
 
 ```
- admit ─► dispatched ─► (sampling) ─► put ────────► take ─► (a trainer step) ─► settle
-   ▲                        │         │ frame,       │ frames of B groups          │ trained once,
-   │                        │         │ ledger       │ packed into one             │ frames freed
-   │                        ▼         ▼              ▼                             │
-   │                 drop_group   ready groups   taken batch                       │
-   └──────────── advance: engines serve the next version ◄─────────────────────────┘
+ dispatch_group ─► (sampling) ─► put_group ─► next_batch ─► (a trainer step) ─► settle_batch
+   ▲                   │          │ frame,      │ frames of B groups             │ trained once,
+   │                   ▼          ▼ ledger      ▼ packed into one                │ frames freed
+   │              drop_group   ready groups   taken batch                        │
+   └── wait_for_admission ◄── advance_version: engines serve the next version ◄──┘
 ```
 
 | call | consumes | waits for | unblocked by | produces |
 |---|---|---|---|---|
-| `admit` | a slot of the bound | slots, capacity of the spool | `advance`, `settle`, drops | permission to
-dispatch |
-| `put` | a finished group | capacity of the spool, rarely | `settle` | a ready group |
-| `take` | B ready groups | the groups that must go first | `put`, drops | a batch frame |
+| `wait_for_admission` | a slot of the bound | slots, spool capacity | `advance_version`, drops | permission |
+| `put_group` | a finished group | spool capacity, rarely | `settle_batch` | a ready group |
+| `next_batch` | B ready groups | the groups that must go first | `put_group`, drops | a batch frame |
 
 The queue holds references and headers; the data is in the spool. Its parts:
 
 - `admission` applies the bound and the capacity of the spool, by the arithmetic of `async_rl.staleness`;
-- `outstanding` follows each group from its dispatch until it is trained or dropped, in the ledger and in
-memory;
+- `outstanding` follows each group from its dispatch until it is trained or dropped;
 - `delivery` packs batches with `packing` and settles them;
 - `restored_groups` adds the groups of an earlier process.
 
 All methods are for the event loop's thread; copying and checking runs in two threads of the queue. A
-cancelled `put` or `take` has either happened completely or not at all.
+cancelled `put_group` or `next_batch` has either happened completely or not at all.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from async_rl.queue.admission import Admission, GroupWork
 from async_rl.queue.archive import Observer
 from async_rl.queue.delivery import BatchDelivery
 from async_rl.queue.finished_trajectories import FinishedTrajectories, TrajectoryFiles
-from async_rl.queue.journal_file import Journalled
+from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import DataPosition, Ledger
 from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.outstanding import ChangeSignal, OutstandingGroups, RestoredGroup
@@ -86,12 +83,12 @@ class TrajectoryQueue:
     """The queue of groups between the rollout manager and the train loop.
 
     Example:
-        >>> if await queue.admit():
-        ...     queue.dispatched(group_id, task_id, position, trajectory_ids, version)
-        >>> await queue.put(group)
-        >>> batch = await queue.take(version)
-        >>> queue.settle(batch, step)
-        >>> queue.advance(step)
+        >>> if await queue.wait_for_admission():
+        ...     queue.dispatch_group(group_id, task_id, position, trajectory_ids, version)
+        >>> await queue.put_group(group)
+        >>> batch = await queue.next_batch(version)
+        >>> queue.settle_batch(batch, step)
+        >>> queue.advance_version(step)
     """
 
     def __init__(
@@ -111,7 +108,7 @@ class TrajectoryQueue:
         lengths: LengthDrift | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the queue on a ledger and a spool. Call `restore` before anything else.
+        """Open the queue on a ledger and a spool. Call `restore_groups` before anything else.
 
         Args:
             ledger: The ledger, rolled back to the step that the trainer continues from.
@@ -168,11 +165,11 @@ class TrajectoryQueue:
 
     # -- restart ------------------------------------------------------------------------------------------
 
-    def restore(self, journalled: Mapping[str, Journalled] | None = None) -> DataPosition:
+    def restore_groups(self, journalled: Mapping[str, JournalledTrajectory] | None = None) -> DataPosition:
         """Restore the groups that an earlier process left; before anything else, blocking.
 
         A damaged frame settles its group as `corrupt` and makes its position pending; frames that belong to
-        no group are freed. Groups in flight are in `left`, as old as what was sampled of them.
+        no group are freed. Groups in flight are in `restored_groups`, as old as what was sampled of them.
 
         Args:
             journalled: What the journal has of trajectories in flight.
@@ -185,18 +182,18 @@ class TrajectoryQueue:
         return self._ledger.data_position()
 
     @property
-    def left(self) -> Sequence[RestoredGroup]:
-        """Groups that an earlier process left in flight and that `resume` has not continued yet."""
+    def restored_groups(self) -> Sequence[RestoredGroup]:
+        """Groups that an earlier process left in flight and that `resume_group` has not continued yet."""
         return self._groups.restored
 
-    def resume(self, group_id: str, work: GroupWork) -> None:
+    def resume_group(self, group_id: str, work: GroupWork) -> None:
         """Continue a restored group with the work that samples it."""
         self._groups.resume_group(group_id, work)
 
     # -- dispatch -----------------------------------------------------------------------------------------
 
-    async def admit(self) -> bool:
-        """Wait until one more group may be dispatched; then call `dispatched` before awaiting anything.
+    async def wait_for_admission(self) -> bool:
+        """Wait until one more group may be dispatched; then call `dispatch_group` before awaiting anything.
 
         Returns:
             False when nothing is admitted any more.
@@ -214,7 +211,7 @@ class TrajectoryQueue:
         """Whether one more group may be dispatched now."""
         return not (self._stopped or self._data_ended) and self._admission.is_open
 
-    def dispatched(
+    def dispatch_group(
         self,
         group_id: str,
         task_id: str,
@@ -238,7 +235,7 @@ class TrajectoryQueue:
         """
         self._groups.dispatch_group(group_id, task_id, position, trajectory_ids, version, work)
 
-    def tried_again(self, trajectory_id: str, attempt: int) -> None:
+    def start_attempt(self, trajectory_id: str, attempt: int) -> None:
         """Record that another attempt begins at a trajectory in flight.
 
         Raises:
@@ -246,7 +243,7 @@ class TrajectoryQueue:
         """
         self._ledger.start_attempt(trajectory_id, attempt)
 
-    def branched(self, root_id: str, branch_ids: Collection[str]) -> None:
+    def add_branches(self, root_id: str, branch_ids: Collection[str]) -> None:
         """Make the branches of a trajectory that has ended members of its group.
 
         Branches that the ledger has from an earlier process and that did not occur again are dropped.
@@ -254,9 +251,9 @@ class TrajectoryQueue:
         Raises:
             InvariantError: When the trajectory is not in flight.
         """
-        self._groups.record_branches(root_id, branch_ids)
+        self._groups.add_branches(root_id, branch_ids)
 
-    async def put(self, group: Group) -> None:
+    async def put_group(self, group: Group) -> None:
         """Store a finished group. Trajectories that failed were dropped before.
 
         Cancelled, the group is in flight still or queued already.
@@ -271,7 +268,7 @@ class TrajectoryQueue:
             if cancelled is None:
                 _, cancelled = await run_uncancellable(self._threads, self._ledger.flush)
             if cancelled is not None:
-                raise cancelled  # `restore` deletes the files, which belong to no group in flight
+                raise cancelled  # `restore_groups` deletes the files, which belong to no group in flight
             self.finished.discard((), files)
 
     async def _write_group(self, group: Group) -> tuple[SpoolRef, BaseException | None]:
@@ -284,9 +281,9 @@ class TrajectoryQueue:
                     f"{sorted(in_flight)}"
                 )
             try:
-                return await run_uncancellable(self._threads, lambda: self._spool.put(group))
+                return await run_uncancellable(self._threads, lambda: self._spool.put_frame(group))
             except SpoolFull:
-                if not (self._delivery.in_progress or self._backlog.select(self._admission.next)):
+                if not (self._delivery.in_progress or self._backlog.select_batch(self._admission.next)):
                     raise
                 await self._changes.wait_for_change("capacity", self._admission.why_full)
 
@@ -317,7 +314,7 @@ class TrajectoryQueue:
         """
         self._groups.drop_group(group_id, reason, others=others, retry=retry)
 
-    def give_up(self, group_id: str, reason: str) -> None:
+    def cancel_group(self, group_id: str, reason: str) -> None:
         """Drop a group and cancel its work.
 
         Raises:
@@ -327,7 +324,7 @@ class TrajectoryQueue:
 
     # -- batches ------------------------------------------------------------------------------------------
 
-    async def take(self, version: int, *, wait: bool = True) -> TakenBatch | None:
+    async def next_batch(self, version: int, *, wait: bool = True) -> TakenBatch | None:
         """Wait for the next batch, consumed at `version`, and pack it. One caller at a time.
 
         Args:
@@ -350,7 +347,7 @@ class TrajectoryQueue:
             if not wait and self._backlog.awaited(version):
                 return None  # they would be dropped, or waited for
             self._groups.drop_overdue(version)
-            chosen = self._backlog.select(version)
+            chosen = self._backlog.select_batch(version)
             if chosen is not None:
                 batch = await self._delivery.pack_batch(version, chosen)
                 if batch is not None:
@@ -364,7 +361,7 @@ class TrajectoryQueue:
                 await self._changes.wait_for_change("batch", self._admission.why_no_batch)
         return None
 
-    def settle(self, batch: TakenBatch, step: int) -> None:
+    def settle_batch(self, batch: TakenBatch, step: int) -> None:
         """Record that a step has trained a batch: its trajectories are trained, its frames are freed.
 
         Raises:
@@ -373,15 +370,15 @@ class TrajectoryQueue:
         self._delivery.settle_batch(batch, step)
         self._changes.notify_all()
 
-    def published(self, version: int) -> None:
+    def record_publication(self, version: int) -> None:
         """Record that engines receive a new version."""
-        self._ledger.publish(version)
+        self._ledger.record_publication(version)
 
-    def committed(self, step: int, keep: int) -> None:
+    def record_checkpoint(self, step: int, keep: int) -> None:
         """Record that the checkpoint of a step is complete and that the `keep` newest ones are kept."""
-        self._ledger.commit(step, keep)
+        self._ledger.record_checkpoint(step, keep)
 
-    def advance(self, version: int) -> None:
+    def advance_version(self, version: int) -> None:
         """Open the slots of a version that the trainer holds and all engines in service have reached."""
         self._admission.served = version
         self._admission.next = max(self._admission.next, version)
@@ -394,12 +391,12 @@ class TrajectoryQueue:
         self._stopped = True
         self._changes.notify_all()
 
-    def end_of_data(self) -> None:
-        """Note that nothing more will be dispatched: `take` returns None once no batch can be filled."""
+    def end_data(self) -> None:
+        """Note that nothing more will be dispatched: `next_batch` returns None once it can fill no batch."""
         self._data_ended = True
         self._changes.notify_all()
 
-    def flush(self) -> None:
+    def flush_ledger(self) -> None:
         """Write all changes of the ledger that are not written yet. From any thread.
 
         Raises:

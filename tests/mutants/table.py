@@ -84,8 +84,8 @@ MUTANTS: Final = (
         "restart-loses-tasks",
         "The position of a group that was dropped by no fault of its task is not given out again.",
         "async_rl/queue/ledger.py",
-        "        self._pending.add(position)\n        self._tables.write(",
-        "        return\n        self._tables.write(",
+        "        self._pending.add(position)\n        self._tables.add_statement(",
+        "        return\n        self._tables.add_statement(",
         (KILLED,),
         "skipped",
     ),
@@ -110,8 +110,8 @@ MUTANTS: Final = (
         "group-handed-out-twice",
         "Groups of a batch stay ready and are packed into the next one.",
         "async_rl/queue/outstanding.py",
-        "            self._backlog.remove(group.group_id)\n            del self._ready[group.group_id]\n"
-        "            self.observe_wait",
+        "            self._backlog.remove_group(group.group_id)\n"
+        "            del self._ready[group.group_id]\n            self.observe_wait",
         "            self.observe_wait",
         (QUEUE,),
     ),
@@ -119,7 +119,7 @@ MUTANTS: Final = (
         "batch-frames-leak",
         "The frame of a settled batch is never freed.",
         "async_rl/queue/delivery.py",
-        "        self._batches.free(taken.ref)\n",
+        "        self._batches.free_frame(taken.ref)\n",
         "",
         (PLAIN,),
         "left in spool",
@@ -599,7 +599,7 @@ MUTANTS: Final = (
         "trainer/losses/policy_loss.py",
         "loss = loss + config.kl.coefficient * kept * distance",
         "loss = loss - config.kl.coefficient * kept * distance",
-        ("tests/unit/test_sums.py",),
+        ("tests/unit/test_policy_loss.py",),
     ),
     Mutant(
         "entropy-is-punished",
@@ -607,7 +607,7 @@ MUTANTS: Final = (
         "trainer/losses/policy_loss.py",
         "loss = loss - config.entropy_bonus * kept * entropy",
         "loss = loss + config.entropy_bonus * kept * entropy",
-        ("tests/unit/test_sums.py",),
+        ("tests/unit/test_policy_loss.py",),
     ),
     Mutant(
         "rejected-answers-pay-kl",
@@ -615,7 +615,7 @@ MUTANTS: Final = (
         "trainer/losses/policy_loss.py",
         "loss, kept = policy.loss, 1 - correction.rejected",
         "loss, kept = policy.loss, torch.ones_like(correction.rejected)",
-        ("tests/unit/test_sums.py",),
+        ("tests/unit/test_policy_loss.py",),
     ),
     Mutant(
         "last-token-predicts-the-next-trajectory",
@@ -687,7 +687,7 @@ MUTANTS: Final = (
         "trainer/logprob_mismatch.py",
         "wanted.mask & probed & (wanted.lag <= 0)",
         "wanted.mask & probed",
-        ("tests/unit/test_agreement.py",),
+        ("tests/unit/test_logprob_mismatch.py",),
     ),
     # -- replay of routing ------------------------------------------------------------------------------
     Mutant(

@@ -15,9 +15,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.queue.batching import assemble
-from async_rl.queue.journal import Entry, Journal
-from async_rl.queue.journal_file import Journalled
+from async_rl.queue.batching import assemble_batch
+from async_rl.queue.journal import Journal, JournalEntry
+from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery
@@ -103,11 +103,11 @@ class Incarnation:
     def sample(self, prefix: Sequence[int], rng: random.Random) -> int:
         return next(self.number)
 
-    def open(self, name: str, inherited: Sequence[Segment]) -> Entry:
-        replay: Journalled | None = self.left.pop(name, None)
+    def open(self, name: str, inherited: Sequence[Segment]) -> JournalEntry:
+        replay: JournalledTrajectory | None = self.left.pop(name, None)
         if replay is not None and inherited:
             replay = replay.after(inherited)
-        return self.journal.open(name, 1, replay, inherited)
+        return self.journal.open_entry(name, 1, replay, inherited)
 
     async def run(self, steps: Sequence[Any], blows: Sequence[Blow], until_s: float | None) -> bool:
         """Run to the end, or until the driver is killed; return whether it reached the end."""
@@ -128,7 +128,7 @@ class Incarnation:
 
             async def kill(after_s: float) -> None:
                 await asyncio.sleep(after_s)
-                self.journal.write()  # the last tick; what comes later is not known
+                self.journal.write_entries()  # the last tick; what comes later is not known
                 nursery.cancel_tasks()
 
             nursery.start_task("line", line())
@@ -148,7 +148,7 @@ async def run_driver(
     if not await driver.run(steps, blows, kill_s):
         driver = Incarnation(folder, numbers, interrupt)
         tokens = (segment.token_ids for state in driver.left.values() for segment in state.segments)
-        known = driver.entry.replay
+        known = driver.entry.restored
         tokens = [*tokens, *(s.token_ids for s in (known.segments if known else ()))]
         journalled = {token for ids in tokens for token in ids.tolist() if token >= FIRST}
         assert await driver.run(steps, (), None)
@@ -169,13 +169,13 @@ def test_every_token_is_trained_once_when_a_tree_is_interrupted_and_killed(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree, journalled = run_virtual(run_driver(Path(folder), steps, blows, kill_s, interrupt))
-        batch = assemble([Group(group_id="g", task_id="t", trajectories=tuple(tree))], 99, "b")
+        batch = assemble_batch([Group(group_id="g", task_id="t", trajectories=tuple(tree))], 99, "b")
         ids = [trajectory.trajectory_id for trajectory in tree]
         ledger = Ledger(Path(folder) / "ledger.sqlite")
-        ledger.dispatch("g", "t", 0, ids[:1], 0)
-        ledger.branch(ids[0], ids[1:])
-        ledger.queue("g", ids, version=0, frame="slab", frame_bytes=1)
-        ledger.train(["g"], 1, "b")
+        ledger.dispatch_group("g", "t", 0, ids[:1], 0)
+        ledger.add_branches(ids[0], ids[1:])
+        ledger.queue_group("g", ids, version=0, frame="slab", frame_bytes=1)
+        ledger.train_groups(["g"], 1, "b")
         counts = ledger.audit()
         ledger.close()
     assert (counts.dispatched, counts.trained) == (len(tree), len(tree))

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from async_rl.queue import batching
 from async_rl.queue.journal import Journal
-from async_rl.queue.journal_file import Journalled
+from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
 from async_rl.simulation.__main__ import run_branching_seed
 from async_rl.simulation.invariant_checker import InvariantChecker
@@ -70,7 +70,9 @@ def test_trees_are_whole_when_the_driver_is_killed_while_they_grow(
     trained, journalled = Trained(monkeypatch), set[str]()
     restore = Journal.restore
 
-    def note(journal: Journal, alive: Collection[str], newest_version: int) -> dict[str, Journalled]:
+    def note(
+        journal: Journal, alive: Collection[str], newest_version: int
+    ) -> dict[str, JournalledTrajectory]:
         left = restore(journal, alive, newest_version)
         journalled.update(left)
         return left

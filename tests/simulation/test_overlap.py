@@ -129,7 +129,7 @@ def test_nothing_is_lost_when_a_run_is_cancelled_while_weights_are_on_their_way(
     )
 
 
-def test_the_witness_sees_it_when_a_copy_is_made_too_early(
+def test_the_invariant_checker_fails_when_a_copy_is_made_too_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = WeightSync.update_from_snapshot
@@ -143,7 +143,7 @@ def test_the_witness_sees_it_when_a_copy_is_made_too_early(
     assert "is overwritten while it is read" in outcome.violations[0]
 
 
-def test_the_witness_sees_it_when_engines_are_sent_what_the_trainer_has_now(
+def test_the_invariant_checker_fails_when_engines_are_sent_what_the_trainer_has_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def nothing(self: Any, weight_version: int) -> None:

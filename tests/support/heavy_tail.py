@@ -192,7 +192,7 @@ class World:
             lengths=_RecordingLengths(self.ended),
             clock=clock,
         )
-        self.position = self.queue.restore()
+        self.position = self.queue.restore_groups()
         chat = cast(ChatFormat, _Chat())
         self._backend = LocalBackend(self.config, chat=chat, metrics=self.metrics, clock=clock)
         self.manager = RolloutManager(
@@ -240,7 +240,7 @@ class World:
     async def _step(self) -> bool:
         clock = asyncio.get_running_loop().time
         begin = clock()
-        batch = await self.queue.take(self.version)
+        batch = await self.queue.next_batch(self.version)
         if batch is None:
             return False
         self.waited_s += clock() - begin
@@ -248,14 +248,14 @@ class World:
         self.batches.append(batch)
         await asyncio.sleep(self.step_s)
         self.version += 1
-        self.queue.settle(batch, self.version)
+        self.queue.settle_batch(batch, self.version)
         for engine in self.engines:
             self.pool.hold_engine(engine.engine_id)
         for engine in self.engines:
             await engine.interrupt("abort")
             await self._update(engine)
             await engine.resume_generation("abort")
-        self.queue.advance(self.version)
+        self.queue.advance_version(self.version)
         return True
 
     async def _update(self, engine: CoarseEngine) -> None:

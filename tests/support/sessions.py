@@ -16,7 +16,7 @@ from async_rl.engine_protocol import DiskUpdate, Engine, EngineFacts, InterruptM
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine, routing_rows
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal import Entry
+from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import OpenBranchEntry, Transcript, entry_without_journal
@@ -60,7 +60,7 @@ class Bench:
         interrupt: InterruptMode = "abort",
         flip_sample: float = 0.0,
         weights: Sequence[str] = ("", ""),
-        entry: Entry | None = None,
+        entry: JournalEntry | None = None,
         chat: ChatFormat | None = None,
         open_branch_entry: OpenBranchEntry = entry_without_journal,
         **rollout: Any,
@@ -86,7 +86,7 @@ class Bench:
             interrupt=interrupt,
             new_id=lambda: f"b{next(_numbers):031x}",
         )
-        transcript = Transcript(self.context, entry or Entry("0" * 32), open_branch_entry)
+        transcript = Transcript(self.context, entry or JournalEntry("0" * 32), open_branch_entry)
         task = Task(task_id="t", messages=[])
         self.session = RolloutSession(self.context, task, transcript, group_id="g")
 

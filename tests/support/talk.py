@@ -15,7 +15,7 @@ from async_rl.config import SimulatedEngines
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import EngineFacts, InterruptMode
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.queue.journal import Entry
+from async_rl.queue.journal import JournalEntry
 from tests.support.sessions import Bench
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "calculator" / "chat_template.jinja"
@@ -105,7 +105,7 @@ def talking(
     *,
     max_branches: int = 0,
     interrupt: InterruptMode = "abort",
-    entry: Entry | None = None,
+    entry: JournalEntry | None = None,
     **engine: Any,
 ) -> tuple[Bench, Talker]:
     """A bench whose policy follows a script, with a context for long conversations."""

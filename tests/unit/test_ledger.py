@@ -28,17 +28,17 @@ def ledger(path: Path) -> Iterator[Ledger]:
 
 def dispatch(ledger: Ledger, *positions: int, size: int = 2) -> None:
     for p in positions:
-        ledger.dispatch(f"g{p}", f"task-{p}", p, [f"g{p}-{i}" for i in range(size)], version=0)
+        ledger.dispatch_group(f"g{p}", f"task-{p}", p, [f"g{p}-{i}" for i in range(size)], version=0)
 
 
 def queue(ledger: Ledger, *positions: int, size: int = 2) -> None:
     for p in positions:
         ids = [f"g{p}-{i}" for i in range(size)]
-        ledger.queue(f"g{p}", ids, version=0, frame=f"slab-{p}", frame_bytes=100)
+        ledger.queue_group(f"g{p}", ids, version=0, frame=f"slab-{p}", frame_bytes=100)
 
 
 def train(ledger: Ledger, step: int, *group_ids: str) -> None:
-    ledger.train(group_ids, step, f"batch-{step - 1:08d}")
+    ledger.train_groups(group_ids, step, f"batch-{step - 1:08d}")
 
 
 def reopened(ledger: Ledger, path: Path) -> Ledger:
@@ -57,7 +57,7 @@ def test_a_trajectory_is_counted_once_wherever_it_is(ledger: Ledger) -> None:
     dispatch(ledger, 0, 1, 2, 3)
     queue(ledger, 0, 1)
     train(ledger, 1, "g0")
-    ledger.drop(["g2-0"], "error")
+    ledger.drop_trajectories(["g2-0"], "error")
     expected = Conservation(dispatched=8, in_flight=3, queued=2, trained=2, dropped={"error": 1})
     assert ledger.counts() == expected
     assert ledger.audit() == expected
@@ -70,8 +70,8 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
     before = ledger.counts()
     for forbidden in (
         lambda: dispatch(ledger, 0),
-        lambda: ledger.dispatch("g9", "task", 9, ["g0-0"], 0),
-        lambda: ledger.dispatch("g9", "task", 9, [], 0),
+        lambda: ledger.dispatch_group("g9", "task", 9, ["g0-0"], 0),
+        lambda: ledger.dispatch_group("g9", "task", 9, [], 0),
         lambda: queue(ledger, 1),
         lambda: queue(ledger, 2),
         lambda: queue(ledger, 7),
@@ -81,9 +81,9 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
         lambda: train(ledger, 2, "g1"),
         lambda: train(ledger, 2, "g2", "g2"),
         lambda: train(ledger, 2, "g2", "g1"),
-        lambda: ledger.drop(["g1-0"], "error"),
-        lambda: ledger.drop(["g0-0", "g0-0"], "error"),
-        lambda: ledger.drop(["g0-0", "unknown"], "error"),
+        lambda: ledger.drop_trajectories(["g1-0"], "error"),
+        lambda: ledger.drop_trajectories(["g0-0", "g0-0"], "error"),
+        lambda: ledger.drop_trajectories(["g0-0", "unknown"], "error"),
         lambda: ledger.group("g1"),
         lambda: ledger.group_of("g1-0"),
     ):
@@ -94,7 +94,7 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
 
 def test_the_group_can_be_queued_without_those_that_were_dropped(ledger: Ledger) -> None:
     dispatch(ledger, 0, size=3)
-    ledger.drop(["g0-2"], "error")
+    ledger.drop_trajectories(["g0-2"], "error")
     queue(ledger, 0, size=2)
     train(ledger, 1, "g0")
     assert ledger.audit() == Conservation(
@@ -104,16 +104,16 @@ def test_the_group_can_be_queued_without_those_that_were_dropped(ledger: Ledger)
 
 def test_a_group_is_gone_when_its_last_trajectory_was_dropped(ledger: Ledger) -> None:
     dispatch(ledger, 0)
-    ledger.drop(["g0-0"], "error")
+    ledger.drop_trajectories(["g0-0"], "error")
     assert ledger.group_of("g0-1").group_id == "g0"
-    ledger.drop(["g0-1"], "error")
+    ledger.drop_trajectories(["g0-1"], "error")
     assert ledger.outstanding() == []
     assert ledger.data_position() == DataPosition(cursor=1, pending=())
 
 
 def test_an_id_is_refused_at_the_next_flush_when_it_was_settled_before(ledger: Ledger) -> None:
     dispatch(ledger, 0)
-    ledger.drop(["g0-0", "g0-1"], "error")
+    ledger.drop_trajectories(["g0-0", "g0-1"], "error")
     dispatch(ledger, 0)
     with pytest.raises(InvariantError, match="dispatched twice"):
         ledger.flush()
@@ -124,7 +124,7 @@ def test_everything_is_there_when_it_was_flushed_before_a_kill(ledger: Ledger, p
     dispatch(ledger, 0, 1, 2)
     queue(ledger, 0, 1)
     train(ledger, 1, "g0")
-    ledger.drop(["g2-0"], "error")
+    ledger.drop_trajectories(["g2-0"], "error")
     again = reopened(ledger, path)
     assert again.counts() == ledger.counts()
     assert again.outstanding() == ledger.outstanding()
@@ -150,7 +150,7 @@ def test_tasks_are_neither_skipped_nor_repeated_when_rolled_back_to_a_step(
     train(ledger, 1, "g0")
     train(ledger, 2, "g1")
     train(ledger, 3, "g2")
-    ledger.drop(["g4-0", "g4-1"], "error")
+    ledger.drop_trajectories(["g4-0", "g4-1"], "error")
     again = reopened(ledger, path)
     position = again.rollback(step=1)
     # 0 was trained, 3 is queued, 4 was used up, 5 is in flight; 1 and 2 were trained too late
@@ -170,7 +170,7 @@ def test_a_pending_position_is_used_up_when_it_is_dispatched_anew(ledger: Ledger
     train(ledger, 1, "g0", "g1")
     again = reopened(ledger, path)
     assert again.rollback(0).pending == (0, 1)
-    again.dispatch("new", "task-0", 0, ["new-0"], version=0)
+    again.dispatch_group("new", "task-0", 0, ["new-0"], version=0)
     assert again.data_position() == DataPosition(cursor=2, pending=(1,))
     third = reopened(again, path)
     assert third.data_position() == DataPosition(cursor=2, pending=(1,))
@@ -184,7 +184,7 @@ def test_a_task_comes_again_when_it_was_not_at_fault(
 ) -> None:
     dispatch(ledger, 0)
     queue(ledger, 0)
-    ledger.drop(["g0-0", "g0-1"], reason)
+    ledger.drop_trajectories(["g0-0", "g0-1"], reason)
     assert ledger.data_position().pending == pending
 
 
@@ -192,7 +192,7 @@ def test_a_group_that_was_partly_trained_comes_again_once_when_rolled_back(
     ledger: Ledger, path: Path
 ) -> None:
     dispatch(ledger, 0, size=3)
-    ledger.drop(["g0-2"], "error")
+    ledger.drop_trajectories(["g0-2"], "error")
     queue(ledger, 0, size=2)
     train(ledger, 5, "g0")
     again = reopened(ledger, path)
@@ -283,8 +283,8 @@ def test_publications_acknowledgements_and_checkpoints_agree_with_the_step_rolle
     queue(ledger, 0, 1, 2)
     for step in (1, 2, 3):
         train(ledger, step, f"g{step - 1}")
-        ledger.publish(step)
-    ledger.commit(2, keep=2)
+        ledger.record_publication(step)
+    ledger.record_checkpoint(2, keep=2)
     ledger.flush()
     assert rows(path, "SELECT * FROM steps WHERE step = 3") == [(3, "batch-00000002")]
     again = reopened(ledger, path)
@@ -300,11 +300,11 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
 ) -> None:
     for step in range(1, 7):
         dispatch(ledger, step)
-        ledger.drop([f"g{step}-1"], "error" if step % 2 else "too_stale")
+        ledger.drop_trajectories([f"g{step}-1"], "error" if step % 2 else "too_stale")
         queue(ledger, step, size=1)
         train(ledger, step, f"g{step}")
         if step % 2 == 0:
-            ledger.commit(step, keep=2)
+            ledger.record_checkpoint(step, keep=2)
     dispatch(ledger, 7)
     before = ledger.audit()
     assert before.trained == 6
@@ -333,8 +333,8 @@ def test_no_row_is_left_of_a_year_when_checkpoints_are_committed(ledger: Ledger,
         dispatch(ledger, step)
         queue(ledger, step)
         train(ledger, step, f"g{step}")
-        ledger.publish(step)
-        ledger.commit(step, keep=1)
+        ledger.record_publication(step)
+        ledger.record_checkpoint(step, keep=1)
     ledger.flush()
     for table in ("groups", "trajectories", "pending"):
         assert rows(path, f"SELECT count(*) FROM {table}") == [(0,)]

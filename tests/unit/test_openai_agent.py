@@ -83,12 +83,12 @@ async def test_answers_are_given_again_when_the_agent_runs_again_after_a_restart
     loop = OpenAIAgentLoop(agent=f"{HERE}:two_turns")
     journal = Journal(tmp_path)
     journal.restore((), newest_version=0)
-    before, _ = await play(loop, "4", "Yes.", entry=journal.open("0" * 32))
-    journal.write()
+    before, _ = await play(loop, "4", "Yes.", entry=journal.open_entry("0" * 32))
+    journal.write_entries()
     journal.close()
     journal = Journal(tmp_path)
     left = journal.restore(["0" * 32], newest_version=0)["0" * 32]
-    after, (_, talker) = await play(loop, entry=journal.open("0" * 32, 1, left))
+    after, (_, talker) = await play(loop, entry=journal.open_entry("0" * 32, 1, left))
     journal.close()
     assert talker.prompts == []
     assert after.session.messages == before.session.messages

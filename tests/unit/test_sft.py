@@ -20,7 +20,7 @@ from async_rl.codec import read_frame
 from async_rl.config import SftConfig, parse_config
 from async_rl.errors import ConfigError
 from async_rl.sft import sft_run as sft_run
-from async_rl.sft.examples import read_rows
+from async_rl.sft.examples import load_conversations
 from async_rl.sft.schedule import SftBatch, learning_rate, plan_batches
 from async_rl.sft.sft_run import sft, sft_record_log
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
@@ -43,7 +43,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def rows_of(path: Path, name: str = "ours", **changes: Any):
-    return read_rows(path, "sft.path", SftConfig(path=str(path), **changes), chat_of(name))
+    return load_conversations(path, "sft.path", SftConfig(path=str(path), **changes), chat_of(name))
 
 
 def by_mask(row, chat) -> list[tuple[bool, str]]:
@@ -152,7 +152,7 @@ def test_file_and_line_are_named_when_a_row_cannot_be_used(tmp_path, row, words)
     assert words in str(caught.value)
 
 
-def test_a_role_that_nobody_has_is_named_when_it_is_to_be_trained_on(tmp_path):
+def test_a_role_of_no_message_is_named_when_it_is_to_be_trained_on(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": MESSAGES})
     with pytest.raises(
         ConfigError, match=r"a\.jsonl:1: .*\['asistant'\]: its roles are user, assistant, tool"
