@@ -1,4 +1,4 @@
-"""From finished groups to a packed batch, against verl's way and against one memcpy.
+"""Measures packing finished groups into a batch, compared with verl's way and with one memcpy.
 
     python benchmarks/batch_assembly.py [--quick] [--json FILE]
 
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.codec import Frame
 from async_rl.queue import batching
@@ -33,7 +33,7 @@ COUNT, GROUP = 64, 8
 
 
 def lengths(mean: int, longest: int) -> np.ndarray:
-    """Log-normal, with that mean, and the longest among them."""
+    """Returns log-normal lengths with that mean, including the longest."""
     drawn = np.sort(np.random.default_rng(0).lognormal(0, 0.8, COUNT))
     drawn[:-1] *= (mean * COUNT - longest) / drawn[:-1].sum()
     drawn[-1] = longest
@@ -41,7 +41,7 @@ def lengths(mean: int, longest: int) -> np.ndarray:
 
 
 def groups_of(sizes: np.ndarray) -> list[Group]:
-    """Finished groups, each trajectory with arrays of its own."""
+    """Returns finished groups; each trajectory has its own arrays."""
     ids = make_ids(int(sizes.max()))
     trajectories = [trajectory(int(n), f"{i:032x}", ids.copy()) for i, n in enumerate(sizes)]
     return [
@@ -67,7 +67,7 @@ def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row
     groups = groups_of(lengths(mean, longest))
     wide = [torch.from_numpy(t.trace.rows.astype(np.int32)) for g in groups for t in g.trajectories]
     slab = batching.plan(groups, 0, "batch", FACTS)
-    batching.fill(slab, groups)  # from here on its pages are warm
+    batching.fill(slab, groups)  # its pages are warm from here on
     packed = sum(array.nbytes for array in arrays_of(slab))
     source, target = np.ones(packed, np.uint8), np.zeros(packed, np.uint8)
     spool = Spool(folder, max_bytes=None)
@@ -108,7 +108,7 @@ def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row
 def memory(
     what: str, size: str, taken: int, against: int, target: str = "", reference: str = "packed bytes"
 ) -> Row:
-    """Bytes, or another amount, in the columns of times."""
+    """Returns a row that shows bytes, or another amount, in the columns of times."""
     ratio = taken / against
     return Row(
         what=what,
@@ -125,7 +125,7 @@ def memory(
 
 
 def arrays_of(struct: msgspec.Struct) -> list[np.ndarray]:
-    """The arrays of a struct."""
+    """Returns the arrays of a struct."""
     values = (getattr(struct, name) for name in struct.__struct_fields__)
     return [value for value in values if isinstance(value, np.ndarray)]
 

@@ -1,4 +1,4 @@
-"""What one generate call costs on our side: session and engine client beside a plain aiohttp loop, in turns.
+"""Measures the client side of one generate call: session and engine client against a plain aiohttp loop.
 
     python benchmarks/generate_path.py [--quick] [--json FILE]
 
@@ -178,7 +178,7 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
 
 
 async def _plain(session: aiohttp.ClientSession, url: str, number: int) -> int:
-    """The least that reads a stream: one post, lines, json."""
+    """Reads a stream with the least code: one post, lines, json."""
     tokens = 0
     body = {
         "rid": f"{number:032x}",
@@ -324,7 +324,7 @@ def main() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     server = multiprocessing.get_context("spawn").Process(target=_serve, args=(sender,), daemon=True)
     server.start()
-    sender.close()  # so that its end is an EOFError here
+    sender.close()  # so that the end of the process raises an EOFError here
     try:
         rows = asyncio.run(_run(f"http://127.0.0.1:{receiver.recv()}", arguments.quick))
     finally:

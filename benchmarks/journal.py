@@ -1,4 +1,4 @@
-"""What the journal costs a run, and how long a killed one takes to go on.
+"""Measures what the journal costs a run, and how long a killed run takes to resume.
 
 python benchmarks/journal.py [--quick] [--json FILE]
 
@@ -61,32 +61,32 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class Reader:
-    """A trainer that reads its batch and has nothing to learn."""
+    """A trainer that reads its batch and does nothing else."""
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """See `Trainer`."""
+        """Implements `Trainer`."""
         return TrainerState(step=0)
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
-        """See `Trainer`."""
+        """Implements `Trainer`."""
         batch = read_frame(batch_path, TrainBatch)
         counts = {"tokens": batch.num_tokens, "trained_tokens": int(batch.loss_mask.sum())}
         rows = {"routing_rows": 0.0, "routing_rows_invalid": 0.0, "step_s": 0.0}
         return StepResult(step=step, metrics=dict.fromkeys(FIGURES, 0.0) | counts | rows)
 
     async def publish(self, directory: str, weight_version: int) -> None:
-        """See `Trainer`."""
+        """Implements `Trainer`."""
         await asyncio.to_thread(Path(directory).mkdir, parents=True, exist_ok=True)
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """See `Trainer`."""
+        """Implements `Trainer`."""
 
     async def saved_checkpoint(self, wait: bool) -> Saved:
-        """See `Trainer`."""
+        """Implements `Trainer`."""
         return Saved()
 
     async def close(self) -> None:
-        """See `Trainer`."""
+        """Implements `Trainer`."""
 
 
 class InProcess(Cluster):
@@ -102,28 +102,28 @@ class InProcess(Cluster):
         ]
 
     async def start_engines(self) -> list[Engine]:
-        """See `Cluster`."""
+        """Implements `Cluster`."""
         return list(self._engines)
 
     async def start_trainer(self) -> Trainer:
-        """See `Cluster`."""
+        """Implements `Cluster`."""
         return cast(Trainer, Reader())
 
     async def restart_engine(self, engine_id: str) -> None:
-        """See `Cluster`."""
+        """Implements `Cluster`."""
         raise EngineError(f"{engine_id} failed in a benchmark")
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
-        """See `Cluster`."""
+        """Implements `Cluster`."""
         await asyncio.Future()
 
     async def open_port(self) -> tuple[str, int]:
-        """See `Cluster`."""
+        """Implements `Cluster`."""
         return "127.0.0.1", 0
 
 
 class Cost(msgspec.Struct):
-    """Of one run."""
+    """Measurements of one run."""
 
     wall_s: float
     cpu_s: float
@@ -132,7 +132,7 @@ class Cost(msgspec.Struct):
 
 
 def live(folder: Path, *, journal: bool, steps: int, decode_step_s: float) -> Cost:
-    """One run."""
+    """Measures one run."""
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     (run_dir / "checkpoints").mkdir()
     config = parse_config(
@@ -179,7 +179,7 @@ def live(folder: Path, *, journal: bool, steps: int, decode_step_s: float) -> Co
 
 
 def compare(folder: Path, repetitions: int, steps: int) -> list[Row]:
-    """The whole loop as fast as it goes, in turns."""
+    """Measures the whole loop at full speed, alternately with and without the journal."""
     live(folder, journal=True, steps=2, decode_step_s=0.0)  # to warm up
     pairs: list[tuple[Cost, Cost]] = []
     for turn in range(repetitions):
@@ -261,7 +261,7 @@ def resume(folder: Path, counts: list[int], tokens: int, repetitions: int) -> li
 
 
 def sampled(count: int) -> Sampled:
-    """Tokens of one call."""
+    """Returns the tokens of one call."""
     return Sampled(
         token_ids=np.arange(count, dtype=np.int32),
         rollout_log_probs=np.full(count, -0.5, np.float32),
@@ -285,7 +285,7 @@ def row(what: str, measured: str, reference: str, ratios: np.ndarray, target: st
 
 
 def show(rows: list[Row]) -> None:
-    """As a table."""
+    """Prints the rows as a table."""
     table = Table(title="journal")
     for column in ("", "with it", "reference", "ratio", "quartiles", "target"):
         table.add_column(column, justify="right" if column in ("ratio", "quartiles") else "left")

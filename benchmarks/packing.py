@@ -1,4 +1,5 @@
-"""Packed against padded: time and memory of a forward and backward pass over the same trajectories.
+"""Compares packed and padded micro-batches: time and memory of a forward and backward pass over the same
+trajectories.
 
     python benchmarks/packing.py [--quick] [--json FILE]
 
@@ -27,7 +28,7 @@ import msgspec
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.types import TrainBatch
 from benchmarks.batch_assembly import memory
@@ -40,19 +41,19 @@ BUDGET = 4096
 
 
 def packed(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
-    """As the trainer does it."""
+    """Plans packed micro-batches as the trainer does."""
     (plan,) = plan_micro_batches(lengths, BUDGET, ranks=1)
     return [pack_micro_batch(micro_batch, offsets) for micro_batch in plan]
 
 
 def padded(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
-    """The trainer's micro-batches, as rectangles."""
+    """Turns the trainer's micro-batches into rectangles."""
     (plan,) = plan_micro_batches(lengths, BUDGET, ranks=1)
     return [rectangle(micro_batch.trajectories, lengths, offsets) for micro_batch in plan]
 
 
 def padded_by_length(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
-    """Neighbours in length beside each other, as many as fit with their padding."""
+    """Groups trajectories of similar length, as many as fit with their padding."""
     left = sorted(range(len(lengths)), key=lambda j: -lengths[j])
     rectangles = []
     while left:
@@ -63,7 +64,7 @@ def padded_by_length(lengths: Sequence[int], offsets: np.ndarray) -> list[Packin
 
 
 def rectangle(members: Sequence[int], lengths: Sequence[int], offsets: np.ndarray) -> Packing:
-    """Trajectories side by side, all as long as the longest."""
+    """Packs trajectories padded to the longest of them."""
     width = max(lengths[j] for j in members)
     source = np.full((len(members), width), -1, np.int64)
     for line, j in zip(source, members, strict=True):
@@ -75,7 +76,7 @@ WAYS = {"packed": packed, "padded": padded, "sorted": padded_by_length}
 
 
 def serve(way: str, model: str, batch: TrainBatch, connection: Connection) -> None:
-    """The other process: a pass whenever it is asked; answers seconds, bytes of its peak, tokens computed."""
+    """Runs in the other process: one pass per request; answers seconds, peak bytes and computed tokens."""
     torch.set_num_threads(1)
     lengths = np.diff(batch.offsets).tolist()
     with started(trainer_config(Path(model), replay=False)) as worker:
@@ -93,17 +94,17 @@ def serve(way: str, model: str, batch: TrainBatch, connection: Connection) -> No
 
 
 def resident() -> int:
-    """Bytes that this process holds."""
+    """Returns the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak() -> int:
-    """The most bytes that it ever held."""
+    """Returns the peak of resident bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(model: Path, batch: TrainBatch, rounds: int) -> list[Row]:
-    """Both ways in turns, after a round to warm up."""
+    """Measures all ways alternately, after a warm-up round."""
     context = multiprocessing.get_context("spawn")
     connections: dict[str, Connection] = {}
     processes = []
@@ -111,7 +112,7 @@ def measure(model: Path, batch: TrainBatch, rounds: int) -> list[Row]:
         connections[way], theirs = context.Pipe()
         processes.append(context.Process(target=serve, args=(way, str(model), batch, theirs), daemon=True))
         processes[-1].start()
-        theirs.close()  # so that one that ends is an EOFError here
+        theirs.close()  # so that the end of the process raises an EOFError here
     tokens = {way: connection.recv() for way, connection in connections.items()}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     grown = dict.fromkeys(WAYS, 0)

@@ -46,7 +46,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl import routing
 from async_rl.engine_protocol import DiskUpdate, EngineFacts
@@ -89,7 +89,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The name of the setting in tables."""
         return f"{self.interruptions} {self.delta} {self.cache}" if self.interruptions else "0"
 
 
@@ -439,7 +439,7 @@ Found = dict[tuple[Setting, Merge], list[Measured]]
 async def roll_out_seeds(
     worlds: Sequence[dict[str, list[Path]]], size: Size, dtype: str, logs: Path, *, live: bool
 ) -> list[dict[Setting, list[Mixed]]]:
-    """Everything that is sampled, on one server."""
+    """Samples everything on one server."""
     result = []
     async with serving(worlds[0]["small"][0], logs, dtype=dtype) as engine:
         for seed, chains in enumerate(worlds):
@@ -453,7 +453,7 @@ async def roll_out_seeds(
 
 
 def measure(size: Size, seeds: int, dtype: str, *, live: bool = False) -> Found:
-    """Sample and score all seeds."""
+    """Samples and scores all seeds."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         worlds = []
@@ -471,7 +471,7 @@ def measure(size: Size, seeds: int, dtype: str, *, live: bool = False) -> Found:
 
 
 def violations(found: Found) -> list[str]:
-    """What holds by principle in float32, and does not."""
+    """Returns the invariants of float32 that the figures violate."""
     wrong = []
     for setting in dict.fromkeys(setting for setting, _ in found):
         values = {

@@ -1,4 +1,4 @@
-"""What agent loops cost the driver: in it, beside one worker and beside two, in turns.
+"""Measures what agent loops cost the driver: in the driver itself, with one worker and with two.
 
     python benchmarks/rollout_workers.py [--quick] [--json FILE]
 
@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.config import Config, SimulatedEngines, parse_config
 from async_rl.data.chat_format import ChatFormat
@@ -74,7 +74,7 @@ async def reward(task: Task, completion: Completion) -> float:
 
 
 class Cost(msgspec.Struct):
-    """Of one run."""
+    """Measurements of one run."""
 
     cpu_us: float
     """Of the driver, a turn."""
@@ -228,7 +228,7 @@ def row(compute_ms: float, workers: int, costs: list[Cost], here: list[Cost]) ->
 
 
 def main() -> None:
-    """The command."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer trajectories and rounds")
     parser.add_argument("--json", help="write the rows here as well")

@@ -1,4 +1,4 @@
-"""What it costs to take in the routing of 32k tokens (48 layers, top-8): peers' ways beside ours, in turns.
+"""Measures receiving the routing of 32k tokens (48 layers, top-8), compared with the ways of peers.
 
     python benchmarks/routing_payload.py [--quick] [--json FILE]
 
@@ -154,7 +154,7 @@ def cut(document: bytes) -> list[bytes]:
 
 
 def one_payload(rounds: int) -> list[dict[str, object]]:
-    """Each way in turn."""
+    """Measures the ways alternately."""
     rows = ids()
     wide, narrow = event(rows), event(rows.astype(np.uint8))
     engines = [SGLangEngine("engine-0", "http://nowhere", FACTS, narrow_routing=n) for n in (False, True)]
@@ -231,7 +231,7 @@ async def take(engine: SGLangEngine, number: int) -> np.ndarray:
 async def take_on_the_loop(
     session: aiohttp.ClientSession, url: str, read: Callable[[bytes], np.ndarray]
 ) -> np.ndarray:
-    """As peers do it."""
+    """Receives payloads as peers do."""
     async with session.post(f"{url}/generate", data=b"{}") as response:
         body = await response.read()
     return read(body[6 : body.index(b"\n\n")])
@@ -292,7 +292,7 @@ WAYS = ("ours, int32", "ours, narrowed by the engine", "json + base64", "orjson 
 
 
 def many_payloads(way: str, url: str, quick: bool, sender: Connection) -> None:
-    """One way, in a process of its own, so that none finds memory that another one has warmed."""
+    """Measures one way in its own process, so that none benefits from memory that another has warmed."""
     sender.send(asyncio.run(_many_payloads(way, url, quick)))
 
 

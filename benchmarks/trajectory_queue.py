@@ -1,8 +1,8 @@
-"""The data plane against the physical limit: a group to another process, a decision.
+"""Compares the data plane with physical limits: sending a group to another process, and a decision.
 
 python benchmarks/trajectory_queue.py [--quick] [--json FILE] [--directory DIR]
 
-Each row is measured in turns with its reference in one run, and shown as their ratio: absolute times are
+Each row is measured alternately with its reference in one run, and shown as their ratio: absolute times are
 those of this machine, the ratios carry over.
 """
 
@@ -143,7 +143,7 @@ def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarra
 
 
 def read_frames(connection: Connection) -> None:
-    """The other process: read what it is told to, answer when it has it."""
+    """Runs in the other process: reads the requested file and answers when it has it."""
     reader = FrameReader()
     while (message := connection.recv()) is not None:
         kind, content, verify = message
@@ -158,7 +158,7 @@ def read_frames(connection: Connection) -> None:
 
 
 def as_lists(group: Group) -> dict[str, Any]:
-    """The naive way: arrays as lists of numbers."""
+    """Sends arrays as lists of numbers, the naive way."""
     return {
         "trajectories": [
             {
@@ -172,7 +172,7 @@ def as_lists(group: Group) -> dict[str, Any]:
 
 
 def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetitions: int) -> list[Row]:
-    """A group from here into the hands of the other process, answered."""
+    """Measures sending a group to the other process until its answer."""
     rows = []
     for tokens in lengths:
         group = group_of(tokens, make_ids(tokens))
@@ -252,7 +252,7 @@ def decide(repetitions: int) -> list[Row]:
 
 
 def show(rows: list[Row], title: str) -> None:
-    """As a table."""
+    """Prints the rows as a table."""
     table = Table(title=title)
     for column in ("", "size", "p50", "p99", "reference", "its p50", "ratio", "quartiles", "target"):
         table.add_column(column, justify="left" if column in ("", "size", "reference", "target") else "right")
@@ -299,7 +299,7 @@ def main() -> None:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=read_frames, args=(theirs,), daemon=True)
     process.start()
-    theirs.close()  # so that its end is an EOFError here
+    theirs.close()  # so that the end of the process raises an EOFError here
     try:
         spool = Spool(folder, max_bytes=None)
         rows = hand_over(spool, ours, [2048, 8192] if options.quick else [2048, 8192, 32768], repetitions)
