@@ -63,7 +63,7 @@ def padded_and_unpadded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
 
 
 def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row]:
-    """Ours, a memcpy of the same bytes, and verl's, in turns; then what each takes of memory."""
+    """Measures ours, a memcpy of the same bytes and verl's alternately, then the memory of each."""
     groups = groups_of(lengths(mean, longest))
     wide = [torch.from_numpy(t.trace.rows.astype(np.int32)) for g in groups for t in g.trajectories]
     slab = batching.plan(groups, 0, "batch", FACTS)

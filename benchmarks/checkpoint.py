@@ -133,8 +133,8 @@ def measure(worker: TrainerWorker, folder: Path, turns: int) -> list[Row]:
     size = f"{num_bytes / 1e6:.0f} MB"
     rate = {name: f"{num_bytes / np.median(times[name]) / 1e6:.0f} MB/s" for name in ("waited", "torch.save")}
     return [
-        row(f"trainer stands still, {size}", times, "copy", "waited", "checkpoint waited for"),
-        row(f"trainer stands still, {size}", times, "copy", "torch.save", "torch.save"),
+        row(f"trainer pauses, {size}", times, "copy", "waited", "checkpoint waited for"),
+        row(f"trainer pauses, {size}", times, "copy", "torch.save", "torch.save"),
         row(f"checkpoint to disk, {rate['waited']}", times, "waited", "torch.save", rate["torch.save"]),
         row("step while a checkpoint is written", times, "beside", "step", "step alone"),
     ]

@@ -4,7 +4,7 @@ python benchmarks/journal.py [--quick] [--json FILE]
 
 The loop that is measured is the real one (orchestrator, manager, sessions, queue, ledger), on simulated
 engines. Without the journal nothing is written of groups in flight, finished siblings included. With and
-without it runs in turns in one process; a ratio is of two neighbouring runs. Processor time is that of all
+without it alternates in one process; a ratio is of two neighbouring runs. Processor time is that of all
 threads: what else this machine does is in the wall time, not in it.
 """
 

@@ -8,7 +8,7 @@ trajectories.
     sorted    rectangles of similar lengths, the budget counts their padding: the best that padding can do
 
 All on a small Qwen3-MoE on real Megatron-Core, float32 on a CPU, each in a process of its own that is asked
-in turns. Times are of the processor; memory is what the passes add to the peak of their process.
+alternately. Times are processor times; memory is what the passes add to the peak of their process.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ better by itself; for y2, sampled with the trainer's own weights, all of it is e
 over the tokens of a seed (another model, other weights, other prompts), then over the seeds, with the half
 width of its 95% interval; `s-r` is the paired difference, splice minus replace.
 
-One call runs at a time and is told how many tokens it may sample, so that all follows from the seeds: it
+One call runs at a time and gets a limit of tokens to sample, so that all follows from the seeds: it
 leaves engine and answer as an abort after as many tokens does, and as a pause in place when the next call
 finds its prefix in the cache. `--live` interrupts calls while they run, many at a time; it is not repeatable.
 """
@@ -242,7 +242,7 @@ async def _pause_in_place(
     tokens: int,
     setting: Setting,
 ) -> list[Mixed]:
-    """Run one call a prompt and change the weights under them while they stand still."""
+    """Runs one call per prompt and changes the weights while the calls are paused."""
     calls = [Call(engine, request(prompt.tolist(), tokens, temperature=1.0)) for prompt in prompts]
 
     async def pause() -> None:

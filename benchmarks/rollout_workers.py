@@ -58,7 +58,7 @@ class Computing:
     """Three turns; computes after each of them."""
 
     async def run(self, task: Task, session: Session) -> None:
-        """See `agent_loops`."""
+        """Implements `AgentLoop.run`."""
         session.start(task.messages)
         for _ in range(TURNS):
             await session.generate(max_new_tokens=16)
@@ -69,7 +69,7 @@ class Computing:
 
 
 async def reward(task: Task, completion: Completion) -> float:
-    """Nothing."""
+    """Returns no reward."""
     return 0.0
 
 
@@ -77,12 +77,12 @@ class Cost(msgspec.Struct):
     """Measurements of one run."""
 
     cpu_us: float
-    """Of the driver, a turn."""
+    """Processor time of the driver per turn, microseconds."""
     turns_per_s: float
 
 
 def config_of(workers: int) -> Config:
-    """Of a run with so many workers."""
+    """Builds the config of a run with so many workers."""
     return parse_config(
         {
             "model": {"path": "unused"},
@@ -198,7 +198,7 @@ async def playing(workers: int) -> AsyncIterator[Play]:
 
 
 async def compare(rounds: int, trajectories: int) -> list[dict[str, Any]]:
-    """With no worker, one and two, in turns, after a round to warm up."""
+    """Measures no worker, one and two alternately, after a warm-up round."""
     async with AsyncExitStack() as stack:
         plays = [await stack.enter_async_context(playing(workers)) for workers in range(3)]
         for play in plays:

@@ -122,7 +122,7 @@ def serve(ready: Connection) -> None:
 
 
 def by_json(document: bytes) -> np.ndarray:
-    """How verl's rollout servers read it, and then what it takes to keep as little as we do."""
+    """Reads a payload as verl's rollout servers do, then narrows it to the size that we keep."""
     text = json.loads(document)["meta_info"]["routed_experts"]
     rows = np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, LAYERS, TOP_K)
     return rows.astype(np.uint8)

@@ -3,7 +3,7 @@
 python benchmarks/scheduling.py [--quick] [--seeds N] [--json FILE]
 
 The world: 8 engines of 128 slots, a decode step of 12 ms + 0.06 ms for each running call, prefill at 30k
-tokens/s, prompts of 512 tokens that nobody shares, groups of 8, answers lognormal (mean 8192, sigma 0.8, cut
+tokens/s, unshared prompts of 512 tokens, groups of 8, answers lognormal (mean 8192, sigma 0.8, cut
 at 32768). Training a version takes 0.9 of its fluid generation time, updating engines 5 s. `rel` is trained
 trajectories a second over the fluid bound: engines always full, updates free, the trainer never waited for.
 

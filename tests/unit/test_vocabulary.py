@@ -105,8 +105,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 NOT_YET: tuple[str, ...] = (
     "async_rl/",
     "agent_loops/",
-    "trainer/",
-    "benchmarks/",
     "monitoring/panels.py",
     "tests/",
     "docs/reference/",  # generated from async_rl
