@@ -1,4 +1,4 @@
-"""The only (de)serialiser: a header by msgspec, arrays as raw aligned bytes, both under a checksum.
+"""The serializer of the program: a header by msgspec and arrays as raw aligned bytes, both with a checksum.
 
 ```
 0          32            payload (multiple of 64)                                  nbytes
@@ -8,8 +8,8 @@
 
 The header is the msgpack of (name of the type, object); each array in it is an extension of (code of the
 dtype, offset, shape). Arrays are little-endian, C-contiguous and 64-byte aligned: a reader maps a frame and
-looks at it without a copy. A frame is a prefix of the buffer it lies in: what follows it (the rest of a slab)
-is not looked at. Nothing is ever unpickled.
+reads it without a copy. A frame is a prefix of its buffer: what follows it (the rest of a slab) is ignored.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap | Bytes
 
 FORMAT_VERSION = 1
 ALIGNMENT = 64
-"""A cache line, and the widest vector register there is."""
+"""A cache line, and the widest vector register that exists."""
 
 _MAGIC = b"ASYNCRL\0"
 _PREFIX = struct.Struct("<8sHHIQI")  # magic, version, reserved, header bytes, payload bytes, payload crc
@@ -43,35 +43,36 @@ _HEAD_CRC = struct.Struct("<I")
 _PREFIX_BYTES = _PREFIX.size + _HEAD_CRC.size
 _header = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 _ARRAY = 1
-"""Code of the msgpack extension that stands for an array."""
+"""The code of the msgpack extension that represents an array."""
 
 _DTYPES = tuple(
     np.dtype(name).newbyteorder("<")
     for name in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 )
-"""Place in this tuple is the code of the type in a frame: append only."""
+"""The index in this tuple is the code of the type in a frame: append only."""
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _DESCRIBED = tuple(struct.Struct(f"<BQ{ndim}Q") for ndim in range(9))  # dtype, offset, shape
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises of a header that it cannot read."""
+"""The errors that msgspec raises for an unreadable header."""
 _MAX_SIDES = 1 << 62
-"""Bytes of an array whose sides of length 0 count as 1."""
+"""The limit for the bytes of an array when sides of length 0 count as 1."""
 _CHUNK = 256 << 10
-"""Bytes copied before they are summed: the sum then reads them from the second-level cache. It holds the
-interpreter lock, so a payload is summed in pieces too: the event loop gets its turn between them."""
+"""The bytes copied before they are summed: the sum then reads them from the second-level cache. It holds the
+interpreter lock, so a payload is summed in pieces too: the event loop can run between them."""
 
 
 class Frame:
-    """One encoded object: its head, and its arrays where they lie.
+    """One encoded object: its head, and its arrays where they are.
 
-    The arrays are not copied before `buffers` or `copy_into` is called; leave them as they are until then.
+    The arrays are not copied before `buffers` or `copy_into` is called; do not change them before.
     """
 
     def __init__(self, obj: Any) -> None:
         """Encode the header of `obj`.
 
         Raises:
-            TypeError: When something in it is neither msgpack, a numpy scalar nor an array of a known dtype.
+            TypeError: When it contains something else than msgpack types, numpy scalars and arrays of known
+                dtypes.
         """
         self.kind: str = type(obj).__name__
         self._arrays: list[tuple[int, Bytes]] = []
@@ -82,11 +83,11 @@ class Frame:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole frame."""
+        """The size of the whole frame."""
         return self._start + self._payload_bytes
 
     def buffers(self) -> list[bytes | memoryview]:
-        """The frame in pieces; the arrays are views of the original ones."""
+        """Return the frame in pieces; the arrays are views of the original ones."""
         pieces: list[bytes | memoryview] = []
         position = crc = 0
         for offset, flat in self._arrays:
@@ -118,10 +119,10 @@ class Frame:
         target[: self._start] = np.frombuffer(self._head(crc), np.uint8)
 
     def place(self, obj: S, target: Bytes) -> S:
-        """The encoded struct once more, with its arrays inside `target`, to be filled there.
+        """Return the encoded struct again, with its arrays inside `target`, to be filled there.
 
         Only the arrays that are fields of `obj` itself are placed; it must have no others. Fill every
-        element, then call `seal`: large arrays get to their frame without a copy of their own.
+        element, then call `seal`: large arrays are written to their frame without another copy.
         """
         payload = target[self._start : self.nbytes]
         named = [n for n in obj.__struct_fields__ if isinstance(getattr(obj, n), np.ndarray)]
@@ -136,12 +137,12 @@ class Frame:
         return msgspec.structs.replace(obj, **changes)
 
     def seal(self, target: Bytes) -> None:
-        """Make a frame of what was filled in after `place`."""
+        """Write the head after the arrays from `place` were filled."""
         crc = _checksum(target[self._start : self.nbytes])
         target[: self._start] = np.frombuffer(self._head(crc), np.uint8)
 
     def _replace(self, value: Any) -> Any:
-        """Put an extension in the place of an array, a plain number in that of a numpy scalar."""
+        """Replace an array by an extension, and a numpy scalar by a plain number."""
         if isinstance(value, np.generic):
             return value.item()
         if not isinstance(value, np.ndarray):
@@ -166,16 +167,16 @@ class Frame:
 
 
 def encode(obj: Any) -> list[bytes | memoryview]:
-    """Encode into pieces that, one after the other, are the frame. Arrays are viewed, not copied.
+    """Encode into pieces that, concatenated, are the frame. Arrays are viewed, not copied.
 
     Raises:
-        TypeError: See `Frame`.
+        TypeError: As `Frame`.
     """
     return Frame(obj).buffers()
 
 
 def encoded_size(buffers: list[bytes | memoryview]) -> int:
-    """Bytes of all pieces together."""
+    """Return the size of all pieces together."""
     return sum(len(piece) for piece in buffers)
 
 
@@ -183,10 +184,10 @@ def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
     """Decode the frame at the beginning of a buffer.
 
     Args:
-        buffer: Anything contiguous; the arrays of the result are read-only views that keep it alive.
-        expected: What the frame must hold.
-        verify: Whether to sum the payload. The head is always verified; the payload of a frame that this
-            machine wrote since it booted need not be.
+        buffer: Any contiguous buffer; the arrays of the result are read-only views that keep it alive.
+        expected: The type that the frame must hold.
+        verify: Whether to check the sum of the payload. The head is always verified; the payload of a frame
+            that this machine has written since it booted need not be.
 
     Raises:
         CorruptFrame: When the frame is cut short, fails a checksum, is of an unknown format or holds
@@ -205,11 +206,11 @@ def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
             raise CorruptFrame(f"array of unknown dtype {name}")
         dtype = _DTYPES[name]
         size = math.prod(shape, start=dtype.itemsize)
-        # Sides beside one of length 0 may be of any length: numpy refuses those that it cannot multiply.
+        # Beside a side of length 0, others may have any length: numpy refuses those that it cannot multiply.
         sides = math.prod((side or 1 for side in shape), start=dtype.itemsize)
         if offset + size > len(payload) or sides > _MAX_SIDES:
             raise CorruptFrame(
-                f"array at {offset} of {size} bytes, shape {shape}, lies outside {len(payload)} of payload"
+                f"array at {offset} of {size} bytes, shape {shape}, is outside {len(payload)} of payload"
             )
         return np.ndarray(shape, dtype, payload, offset)
 
@@ -223,18 +224,18 @@ def decode(buffer: Buffer, expected: type[T], *, verify: bool = True) -> T:
 
 
 class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frame says of itself."""
+    """The description of a frame by itself."""
 
     kind: str
     nbytes: int
 
 
 def inspect(buffer: Buffer, *, verify: bool = True) -> FrameHeader:
-    """Verify the frame at the beginning of a buffer without knowing what it holds.
+    """Verify the frame at the beginning of a buffer without knowing its type.
 
     Args:
         buffer: As in `decode`.
-        verify: Whether to sum the payload as well; the head is always verified.
+        verify: Whether to check the sum of the payload as well; the head is always verified.
 
     Raises:
         CorruptFrame: When there is none, or not a whole one.
@@ -247,9 +248,10 @@ def inspect(buffer: Buffer, *, verify: bool = True) -> FrameHeader:
 
 
 def write_frame(path: str | os.PathLike[str], obj: Any) -> int:
-    """Write a frame as a file that appears when it is complete; returns its size in bytes.
+    """Write a frame as a file that appears when it is complete; return its size in bytes.
 
-    It survives the death of the process. It is not flushed to the disk: after a power cut the checksum tells.
+    The file survives the death of the process. It is not flushed to the disk: after a power cut the checksum
+    shows whether it is complete.
     """
     path = Path(path)
     pieces = encode(obj)
@@ -268,7 +270,7 @@ def read_frame(path: str | os.PathLike[str], expected: type[T], *, verify: bool 
     """Map a file and decode the frame in it; the arrays keep the mapping alive.
 
     Raises:
-        CorruptFrame: See `decode`; the message names the file.
+        CorruptFrame: As `decode`; the message names the file.
         FileNotFoundError: When there is no such file.
     """
     try:
@@ -286,7 +288,7 @@ def map_file(path: str | os.PathLike[str]) -> Buffer:
 
 
 def _split(buffer: Buffer) -> tuple[memoryview, Bytes, int]:
-    """Take a frame apart after its head was verified: header, payload, crc of the payload."""
+    """Verify the head of a frame; return its header, its payload and the checksum of the payload."""
     data: Bytes = np.frombuffer(buffer, np.uint8)
     data.flags.writeable = False
     if len(data) < _PREFIX_BYTES:
@@ -307,7 +309,7 @@ def _split(buffer: Buffer) -> tuple[memoryview, Bytes, int]:
 
 
 def _open(header: memoryview) -> tuple[str, msgspec.Raw]:
-    """The name of what a frame holds, and that itself, not yet looked at."""
+    """Return the name of the type in a frame, and the object, not decoded yet."""
     try:
         return _header.decode(header)
     except _UNREADABLE as error:
@@ -315,7 +317,7 @@ def _open(header: memoryview) -> tuple[str, msgspec.Raw]:
 
 
 def _pass_array(expected: type, value: Any) -> Any:
-    """Accept arrays where arrays are declared; they were made from their extension already."""
+    """Accept arrays where arrays are declared; `decode` has created them from their extension."""
     if not isinstance(value, expected):
         raise TypeError(f"expected {expected.__name__}, found {value.__class__.__name__}")
     return value

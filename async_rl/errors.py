@@ -1,4 +1,4 @@
-"""Every error a user can meet, and the exit code it ends the program with.
+"""All errors that users can meet, with their exit codes.
 
 ```
 AsyncRLError            exit 1   a service failed; the message names it
@@ -6,23 +6,23 @@ AsyncRLError            exit 1   a service failed; the message names it
 ├── EnvironmentNotReady exit 3   Ray, a GPU, an engine or a trainer did not come up
 ├── EngineError         an engine failed a request; the session moves on with the tokens it has
 │   ├── EngineTimeout   no answer for `engine.request_timeout_s`
-│   ├── CallLost        one call came to nothing; its engine may be well
+│   ├── CallLost        one call failed; its engine may be healthy
 │   ├── WeightSyncError an engine could not be brought to the published weights
-│   └── VersionMismatch an engine answered under weights nobody published to it
-├── WorkerLost          a rollout worker ended or fell silent; its attempts go on in another
+│   └── VersionMismatch an engine answered under weights that were not published to it
+├── WorkerLost          a rollout worker ended or stopped responding; its attempts continue in another
 ├── RolloutError        one trajectory failed; recorded in its outcome, never ends the run
 │   ├── PromptTooLong   the prompt leaves no room to generate
-│   ├── OutOfTurns      `rollout.max_turns` are done
-│   ├── RequestRefused  an engine refuses this very request; another engine would too
+│   ├── OutOfTurns      `rollout.max_turns` are used
+│   ├── RequestRefused  an engine refuses this request; any other engine would too
 │   ├── AgentLoopError  the agent loop raised or ran past its time
 │   ├── ToolError       a tool raised or ran past its time (the model sees it as text)
 │   └── RewardError     the reward raised, ran past its time or returned no finite number
-├── DataError           data of ours is not what it claims to be
+├── DataError           data written by this program is invalid
 │   ├── AlignmentError  routing rows do not fit the tokens they belong to
 │   ├── CorruptFrame    a frame is cut short or fails its checksum
-│   └── SpoolFull       no room for another frame, by `queue.max_bytes` or on the disk
-├── StallError          exit 4   nothing moves any more; the message is the chain of waits and its cause
-├── InvariantError      a rule that always holds was about to be broken: staleness, conservation, settled once
+│   └── SpoolFull       no space for another frame, by `queue.max_bytes` or on the disk
+├── StallError          exit 4   the run makes no progress; the message is the chain of waits and its cause
+├── InvariantError      a rule that always holds would be violated: staleness, conservation, settled once
 └── TrainerError        the trainer failed
     ├── NonFiniteLoss   the loss or the gradient norm is not a finite number
     └── CheckpointError a checkpoint cannot be written or read
@@ -46,12 +46,12 @@ Misalignment = Literal[
 ]
 """Why routing is refused; the label of `replay_rejected_total`.
 
-payload: it cannot be read, or is not of the size that the tokens ask for.
-wrong_shape: not `[T-1, L_moe, K]`, or not of the type that the number of experts asks for.
-too_many_rows: more than T-1, as full sequences have that were laid end to end.
+payload: it cannot be read, or its size does not match the tokens.
+wrong_shape: not `[T-1, L_moe, K]`, or not of the type that the number of experts requires.
+too_many_rows: more than T-1, as in concatenated full sequences.
 wrong_layers: of other layers, or of another model.
 wrong_prefix: of another text: the history was edited since.
-wrong_versions: the spans of weight versions are no partition of the rows.
+wrong_versions: the spans of weight versions do not partition the rows.
 out_of_range: an expert that does not exist.
 duplicate: an expert twice in a row, as in a layer that an engine left at zeros.
 """
@@ -64,7 +64,7 @@ class AsyncRLError(Exception):
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """The config, the dataset or the model cannot work together."""
+    """The config, the dataset or the model do not work together."""
 
     exit_code = 2
 
@@ -84,9 +84,9 @@ class EngineError(AsyncRLError):
 
 
 class CallLost(EngineError):
-    """One call came to nothing: a connection lost, a stream that went silent, an engine given up.
+    """One call failed: the connection broke, the stream went silent, or the engine was abandoned.
 
-    The session goes on elsewhere. An engine that loses several is taken out of service.
+    The session continues on another engine. An engine that fails several calls is taken out of service.
     """
 
 
@@ -103,7 +103,7 @@ class VersionMismatch(EngineError):
 
 
 class WorkerLost(AsyncRLError):
-    """A rollout worker ended or fell silent; what it played is played on elsewhere."""
+    """A rollout worker ended or stopped responding; its attempts continue in another one."""
 
 
 class RolloutError(AsyncRLError):
@@ -115,11 +115,11 @@ class PromptTooLong(RolloutError):
 
 
 class OutOfTurns(RolloutError):
-    """The trajectory has all the turns that it may have."""
+    """The trajectory has used all of its turns."""
 
 
 class RequestRefused(RolloutError):
-    """An engine refuses a request for what it asks, not for how the engine is."""
+    """An engine refuses a request because of its content, not because of the engine's state."""
 
 
 class AgentLoopError(RolloutError):
@@ -135,7 +135,7 @@ class RewardError(RolloutError):
 
 
 class DataError(AsyncRLError):
-    """Data of ours is not what it claims to be."""
+    """Data written by this program is invalid."""
 
 
 class AlignmentError(DataError):
@@ -151,29 +151,29 @@ class CorruptFrame(DataError):
 
 
 class SpoolFull(DataError):
-    """There is no room for another frame: `queue.max_bytes` is reached or the disk is full."""
+    """There is no space for another frame: `queue.max_bytes` is reached or the disk is full."""
 
 
 class StallError(AsyncRLError):
-    """Nothing moves any more, and nothing that could be done about it helped."""
+    """The run makes no progress, and the available remedies did not help."""
 
     exit_code = 4
 
     def __init__(self, message: str, on: str = "") -> None:
         super().__init__(message)
         self.on = on
-        """What everything waits for; see `async_rl.runtime.waits.WAIT_KINDS`."""
+        """The kind of wait that everything depends on; see `async_rl.runtime.waits`."""
 
 
 class InvariantError(AsyncRLError):
-    """A rule that always holds was about to be broken; a fault of this program, never of its input."""
+    """A rule that always holds would have been violated: a bug of this program, not an error of its input."""
 
 
 class TrainerError(AsyncRLError):
     """The trainer failed."""
 
     restartable = True
-    """Whether the trainer may do better when it is started again from its newest checkpoint."""
+    """Whether a restart of the trainer from its newest checkpoint may help."""
 
 
 class NonFiniteLoss(TrainerError):

@@ -1,20 +1,20 @@
-"""What may be done with the expert ids that an engine reported: replace, splice, fit, truncate, check.
+"""Operations on the routing rows that engines report: replace, splice, fit, truncate and check.
 
-Row i of a trace says where the forward pass that was fed token i sent it. The token sampled last was never
-fed, so T tokens have T-1 rows:
+Row i of a trace belongs to the forward pass that was fed token i. The token sampled last was never fed, so T
+tokens have T-1 rows:
 
 ```
 tokens      p0 p1 p2 p3 | a0 a1 a2 | b0 b1 b2        4 read, 3 sampled, interrupted, 3 sampled on resume
 first trace  0  1  2  3   4  5                       6 rows: a2 was never fed
 second       0  1  2  3   4  5  6    7  8            9 rows: a full sequence again
-replace      second whole
-splice      of the first 0-5, of the second 6-8      6, the boundary, was first fed on resume
+replace      second as a whole
+splice      rows 0-5 of the first, 6-8 of the second  row 6, the boundary, was first fed on resume
 ```
 
-Traces are never laid end to end: each is a full sequence, and `fit` refuses what comes of that. A trace names
-its text by a hash and its layers by their numbers, so that rows of another text or model are refused, however
-well they fit in size. Ids stay as narrow as the number of experts allows. The functions are pure; results may
-share memory with what they are made of.
+Traces are never concatenated: each is a full sequence, and `fit` refuses the result of a concatenation. A
+trace identifies its text by a hash and its layers by their numbers, so that rows of another text or model are
+refused even if their size fits. Ids stay as narrow as the number of experts allows. The functions are pure;
+results may share memory with their arguments.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -30,19 +31,25 @@ import numpy.typing as npt
 from async_rl.errors import AlignmentError
 from async_rl.types import NEVER_COMPUTED, ExpertIdArray, Int32Array, RoutingTrace, VersionSpan
 
+MIN_ROWS_TO_JUDGE_LAYER: Final = 64
+"""With one expert per token, a layer counts as not recorded by the engine when it is zero in at least this
+many rows. A short text may really send every token to expert 0; 64 tokens do not. With more experts per
+token, a single row of zeros names expert 0 twice, so no minimum is needed."""
+
 _BLOCK = 1 << 15
-"""Tokens times layers that are compared at once; with 8 experts each they fit the second-level cache."""
+"""The number of tokens times layers that are compared at once; with 8 experts each they fit the second-level
+cache."""
 
 
 def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
-    """The narrowest type that holds every expert id: uint8 up to 256 experts, uint16 up to 65536."""
+    """Return the narrowest type for expert ids: uint8 up to 256 experts, uint16 up to 65536."""
     if not 1 <= num_experts <= 1 << 16:
         raise ValueError(f"{num_experts} experts, expected between 1 and {1 << 16}")
     return np.dtype(np.uint8 if num_experts <= 1 << 8 else np.uint16)
 
 
 def hash_tokens(token_ids: npt.ArrayLike) -> int:
-    """Name a text: blake2b of its ids as little-endian int32, 64 bits. 32k tokens take a tenth of a ms."""
+    """Hash a text: blake2b of its ids as little-endian int32, 64 bits. 32k tokens take a tenth of a ms."""
     text = np.ascontiguousarray(token_ids, "<i4")
     return int.from_bytes(hashlib.blake2b(text.data, digest_size=8).digest(), "little")
 
@@ -56,18 +63,18 @@ def make_trace(
     row_versions: npt.NDArray[np.integer] | None = None,
     token_ids: Int32Array | None = None,
 ) -> RoutingTrace:
-    """Make a trace of what one response reported.
+    """Make a trace of the rows that one response reported.
 
     Args:
         rows: `[R, L_moe, K]`, any integer type; kept without a copy when it is C-contiguous and narrow.
-        num_experts: E, of one layer.
+        num_experts: E, the number of experts of one layer.
         weight_version: The weights that all rows were computed under.
-        moe_layers: Which layers of the model they are of; nothing where the maker does not know.
-        row_versions: `[R]`, for a maker that knows the weights of each row; in the place of `weight_version`.
-        token_ids: All that was fed up to the last row, where the maker knows it.
+        moe_layers: The layers of the model that the rows belong to; empty where they are not known.
+        row_versions: `[R]`, the weights of each row, where they are known; replaces `weight_version`.
+        token_ids: All that was fed up to the last row, where it is known.
 
     Raises:
-        AlignmentError: When the shape is wrong, an id lies outside `[0, E)` or is repeated within a row.
+        AlignmentError: When the shape is wrong, or an id is outside `[0, E)` or repeated within a row.
     """
     rows = np.asarray(rows)
     if rows.ndim != 3 or rows.dtype.kind not in "iu":
@@ -96,10 +103,10 @@ def make_trace(
 
 
 def replace(old: RoutingTrace | None, new: RoutingTrace | None) -> RoutingTrace | None:
-    """The newest full sequence wins as a whole; a response without rows changes nothing.
+    """Return the newest full sequence as a whole; a response without rows changes nothing.
 
     Raises:
-        AlignmentError: When the new trace is of another model, or shorter than what it continues.
+        AlignmentError: When the new trace is of another model, or shorter than the old one.
     """
     if old is None or new is None:
         return new if old is None else old
@@ -115,13 +122,13 @@ def splice(old: RoutingTrace | None, new: RoutingTrace | None, *, start: int = 0
     """Keep the valid rows of the old trace and take all others from the new one.
 
     Args:
-        old: What was gathered so far.
-        new: What the newest response reported; its hash, where it has one, is of all the text up to its end.
-        start: The position of the first row of `new`, where only the end of the sequence was asked for.
+        old: The rows so far.
+        new: The rows of the newest response; its hash, where it has one, is of the whole text up to its end.
+        start: The position of the first row of `new`, where only the end of the sequence was requested.
 
     Raises:
-        AlignmentError: When the traces are of two models or texts, leave a gap or end before the old one
-            does.
+        AlignmentError: When the traces are of different models or texts, leave a gap, or the new one ends
+            before the old one.
     """
     if new is None:
         return old
@@ -148,15 +155,16 @@ def splice(old: RoutingTrace | None, new: RoutingTrace | None, *, start: int = 0
 
 
 def fit(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
-    """The trace with exactly T-1 rows; missing ones are marked as never computed.
+    """Check the text of a trace and return it with exactly T-1 rows; added rows are marked as never computed.
 
     Args:
-        trace: Of the beginning of these tokens, or of all of them.
+        trace: The trace of the first tokens, or of all of them.
         token_ids: `[T] int32`.
 
     Raises:
-        AlignmentError: When there are more rows, or they are of another text. Sequences laid end to end are
-            found here.
+        AlignmentError: When there are more than T-1 rows, as in concatenated full sequences, or the rows are
+        of
+            another text.
     """
     wanted, held = max(len(token_ids) - 1, 0), len(trace.rows)
     if held > wanted:
@@ -175,7 +183,7 @@ def fit(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
 
 
 def truncate(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
-    """The rows of these tokens, which a longer trajectory begins with."""
+    """Return the rows of these tokens, with which a longer trajectory begins."""
     end = min(len(trace.rows), max(len(token_ids) - 1, 0))
     spans = _spans([(a, min(b, end), version) for a, b, version in _parts(trace.spans)])
     return msgspec.structs.replace(
@@ -183,13 +191,21 @@ def truncate(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
     )
 
 
-def check(trace: RoutingTrace, num_tokens: int) -> None:
-    """Check all that can be said of a trace of `num_tokens` without the text itself; see `verify`.
+def check(trace: RoutingTrace, num_tokens: int, moe_layers: Sequence[int]) -> None:
+    """Check everything about the trace of a finished trajectory except its text, which `fit` checks.
+
+    A session calls both once, when the trajectory ends. Later stages rely on it: checksums protect the
+    trajectory on disk, and the trainer checks the ids again before it uses them.
+
+    Args:
+        trace: The trace, with T-1 rows.
+        num_tokens: T, the tokens of the trajectory.
+        moe_layers: The layers of the model that have experts.
 
     Raises:
-        AlignmentError: When the number of rows is not T-1, types or shapes are wrong, the spans do not
-            partition the rows, or a valid row holds an id out of range or twice. A layer that an engine left
-            at zeros is found so as well, where a token has more than one expert.
+        AlignmentError: When the number of rows is not T-1, types or shapes are wrong, the rows are of other
+            layers, the spans do not partition the rows, or a valid row holds an id out of range or twice. A
+            layer that an engine left at zeros is found so as well, where a token has more than one expert.
     """
     wanted = max(num_tokens - 1, 0)
     rows = trace.rows
@@ -208,6 +224,10 @@ def check(trace: RoutingTrace, num_tokens: int) -> None:
         raise AlignmentError(
             f"routing of {rows.shape[1]} layers says that it is of {trace.moe_layers}", "wrong_layers"
         )
+    if trace.moe_layers != tuple(moe_layers):
+        raise AlignmentError(
+            f"routing of the layers {trace.moe_layers}, expected {tuple(moe_layers)}", "wrong_layers"
+        )
     position = 0
     for span in trace.spans:
         if span.start != position or span.end <= position:
@@ -222,45 +242,18 @@ def check(trace: RoutingTrace, num_tokens: int) -> None:
     _check_unique(reported)
 
 
-def verify(trace: RoutingTrace, token_ids: Int32Array, moe_layers: Sequence[int]) -> None:
-    """Check everything that a finished trajectory promises of its trace.
-
-    Args:
-        trace: With T-1 rows.
-        token_ids: `[T] int32`, the trajectory.
-        moe_layers: The layers of the model that have experts.
-
-    Raises:
-        AlignmentError: See `check`; or when the rows are of another text or of other layers.
-    """
-    check(trace, len(token_ids))
-    check_origin(trace, token_ids, moe_layers)
-
-
-def check_origin(trace: RoutingTrace, token_ids: Int32Array, moe_layers: Sequence[int]) -> None:
-    """Check that a trace is of this text and this model; cheap, whatever its size.
-
-    Raises:
-        AlignmentError: When it is not.
-    """
-    if trace.moe_layers != tuple(moe_layers):
-        raise AlignmentError(
-            f"routing of the layers {trace.moe_layers}, expected {tuple(moe_layers)}", "wrong_layers"
-        )
-    _check_text(trace, token_ids)
-
-
 def invalid_rows(trace: RoutingTrace) -> int:
-    """How many rows were never reported and are routed natively in training."""
+    """Return the number of rows that were never reported and are routed natively in training."""
     return sum(span.end - span.start for span in trace.spans if span.weight_version == NEVER_COMPUTED)
 
 
 def flip_ratio(old: ExpertIdArray, new: ExpertIdArray) -> float:
-    """Share of the old experts that are not among the new ones of the same token and layer; nan of nothing.
-
-    Args:
+    """Return the share of old experts that are not among the new ones of their token and layer.    Args:
         old: `[R, L_moe, K]`.
         new: `[R, L_moe, K]`.
+
+    Returns:
+        A share in [0, 1]; nan without rows.
     """
     kept = np.zeros(old.shape, np.bool_)
     for column in range(new.shape[-1]):
@@ -272,7 +265,7 @@ def _check_text(trace: RoutingTrace, token_ids: Int32Array) -> None:
     fed = len(trace.rows)
     if trace.prefix_hash != hash_tokens(token_ids[:fed]):
         raise AlignmentError(
-            f"{fed} routing rows are not of the {fed} tokens they stand beside: the history was edited, or "
+            f"{fed} routing rows do not belong to their {fed} tokens: the history was edited, or "
             "they are another trajectory's",
             "wrong_prefix",
         )
@@ -286,7 +279,7 @@ def _check_range(rows: npt.NDArray[np.integer], num_experts: int) -> None:
 
 
 def _check_unique(rows: ExpertIdArray) -> None:
-    """Compare all pairs of columns, a block at a time, transposed so that each comparison is contiguous."""
+    """Compare all pairs of columns, one block at a time, transposed so that each comparison is contiguous."""
     count, layers, top_k = rows.shape
     if not rows.size:
         return  # without an element, the sides may be of any length
@@ -313,7 +306,7 @@ def _check_kin(old: RoutingTrace, new: RoutingTrace) -> None:
 
 
 def _versions(trace: RoutingTrace) -> npt.NDArray[np.int64]:
-    """The version of each row."""
+    """Return the version of each row."""
     versions = np.full(len(trace.rows), NEVER_COMPUTED, np.int64)
     for span in trace.spans:
         versions[span.start : span.end] = span.weight_version
@@ -321,7 +314,7 @@ def _versions(trace: RoutingTrace) -> npt.NDArray[np.int64]:
 
 
 def _runs(versions: npt.NDArray[np.int64]) -> tuple[VersionSpan, ...]:
-    """Spans of equal versions, longest possible."""
+    """Return spans of equal versions, as long as possible."""
     edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     return _spans([(a, b, int(versions[a])) for a, b in pairwise(edges) if a < b])
 
@@ -331,5 +324,5 @@ def _parts(spans: Sequence[VersionSpan]) -> Iterator[tuple[int, int, int]]:
 
 
 def _spans(parts: Sequence[tuple[int, int, int]]) -> tuple[VersionSpan, ...]:
-    """Spans without the empty ones."""
+    """Return spans without the empty ones."""
     return tuple(VersionSpan(start=a, end=b, weight_version=v) for a, b, v in parts if a < b)

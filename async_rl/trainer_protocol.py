@@ -41,7 +41,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Steps done; the weight version equals it."""
     extra: dict[str, Any] = {}
     """What was handed to `save_checkpoint`: the data position."""
-    passed_over: tuple[str, ...] = ()
+    skipped_checkpoints: tuple[str, ...] = ()
     """What is wrong with newer checkpoints than the one it was resumed from."""
 
 

@@ -1,12 +1,12 @@
-"""The spine: one immutable type for each stage a piece of work goes through.
+"""The core types: one immutable type for each stage of a trajectory.
 
 ```
 Task ──session──► Segment… ──outcome──► Trajectory ──siblings──► Group ──batching──► TrainBatch
 ```
 
-What can be derived is derived (masks, versions per token, staleness), never stored twice. Arrays are
-read-only to everyone but their maker; decoded ones are views into the frame they came in. This module imports
-nothing of ours.
+Derived values (masks, versions per token, staleness) are computed, never stored a second time. Only the maker
+of an array may write to it; decoded arrays are read-only views of their frame. This module imports nothing
+else of the project.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ ExpertIdArray = npt.NDArray[Any]
 """uint8 where the model has at most 256 experts, else uint16."""
 
 FinishReason = Literal["stop", "length", "abort", "failover"]
-"""Why one engine call ended: `abort` when it was interrupted, `failover` when its engine died under it."""
+"""Why one engine call ended: `abort` when it was interrupted, `failover` when its engine died during it."""
 
 StopReason = Literal["completed", "length", "max_turns", "error"]
-"""Why a trajectory ended; `error` means that its outcome carries one."""
+"""Why a trajectory ended; with `error`, its outcome contains the error."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the dataset."""
+    """One example of the dataset."""
 
     task_id: str
     messages: list[dict[str, Any]]
     answer: Any = None
     metadata: dict[str, Any] = {}
     agent_loop: str | None = None
-    """Dotted path or name of this row's agent loop; None takes `rollout.agent_loop`."""
+    """The dotted path or name of the agent loop for this example; None uses `rollout.agent_loop`."""
     reward: str | None = None
-    """Dotted path or name of this row's reward; None takes that of its data source, or `rollout.reward`."""
+    """The dotted path or name of the reward for this example; None uses that of its data source, or
+    `rollout.reward`."""
     data_source: str = ""
-    """The collection that the row is from, where it says so."""
+    """The collection that the example is from, where it names one."""
     tools: list[dict[str, Any]] = []
-    """JSON schemas of tools on offer, where the row brings its own."""
+    """JSON schemas of the available tools, where the example brings its own."""
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="context"):
@@ -70,7 +71,7 @@ Segment = Context | Sampled
 
 
 def cap_versions(segments: Iterable[Segment], newest: int) -> tuple[Segment, ...]:
-    """Segments whose labels above `newest`, of weight versions that are no more, are lowered to it."""
+    """Lower the labels of segments to `newest`: a restart has undone the weight versions above it."""
     return tuple(
         msgspec.structs.replace(segment, weight_version=newest)
         if isinstance(segment, Sampled) and segment.weight_version > newest
@@ -80,7 +81,7 @@ def cap_versions(segments: Iterable[Segment], newest: int) -> tuple[Segment, ...
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """A half-open range of positions and the weight version they were computed under."""
+    """A half-open range of positions and the weight version that computed them."""
 
     start: int
     end: int
@@ -88,24 +89,24 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NEVER_COMPUTED = -1
-"""Weight version of the spans of routing rows that no engine reported."""
+"""The weight version of spans of routing rows that no engine reported."""
 
 
 class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
-    """Which experts each fed token was sent to: row i belongs to the forward pass that was fed token i.
+    """The experts that each fed token was sent to: row i belongs to the forward pass that was fed token i.
 
-    `spans` partition `[0, len(rows))` and say under which weights each row was computed. Rows that were never
-    reported lie in spans of the version `NEVER_COMPUTED`; what they hold is undefined, never a guess. The
-    operations are in `async_rl.routing`.
+    `spans` partition `[0, len(rows))` and say which weights computed each row. Rows that were never reported
+    are in spans of the version `NEVER_COMPUTED`; their content is undefined, never a guess. The operations
+    are in `async_rl.routing`.
     """
 
     rows: np.ndarray  # [T-1, L_moe, K] uint8 (E <= 256) or uint16, C-contiguous
     spans: tuple[VersionSpan, ...]
     num_experts: int
     moe_layers: tuple[int, ...] = ()
-    """Which layers of the model the L_moe rows are of, counted from 0."""
+    """The layers of the model that the L_moe rows belong to, counted from 0."""
     prefix_hash: int = 0
-    """`routing.hash_tokens` of what was fed, `token_ids[:T-1]`: rows of another text are no rows. 0 where the
+    """`routing.hash_tokens` of what was fed, `token_ids[:T-1]`: rows of another text are invalid. 0 where the
     text is not known: straight from an engine."""
 
     @cached_property
@@ -120,7 +121,7 @@ class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tru
 
 
 def root_of(trajectory_id: str) -> str:
-    """The trajectory that an agent loop was given: of a branch the one that it grew from, else itself."""
+    """Return the trajectory that the agent loop received: for a branch its trunk, else the id itself."""
     return trajectory_id.partition(".")[0]
 
 
@@ -128,19 +129,19 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of the policy. Its weight versions are those of its tokens."""
 
     start: int
-    """Of the trajectory's tokens, half-open."""
+    """The position of its first token in the trajectory; the range is half-open."""
     end: int
     finish_reason: Literal["stop", "length"]
     num_interruptions: int = 0
-    """Engine calls of it that a weight update or a failure cut short."""
+    """The number of its engine calls that a weight update or a failure interrupted."""
     engine_s: float = 0.0
-    """In engine calls, their queues included, since the last restart of the driver."""
+    """The seconds spent in engine calls, including their queues, since the last restart of the driver."""
     metadata: dict[str, Any] = {}
-    """What the agent loop noted of it (`Session.annotate`), JSON."""
+    """What the agent loop noted about it with `Session.annotate`, as JSON."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a trajectory."""
+    """The result of a trajectory."""
 
     stop_reason: StopReason
     reward: float | None = None
@@ -150,26 +151,27 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     num_interruptions: int = 0
-    """Engine calls that were cut short by a weight update while tokens were, or were about to be, sampled."""
+    """The number of engine calls that a weight update interrupted while tokens were being sampled or about to
+    be."""
     num_resumes: int = 0
-    """Engine calls that continued an interrupted turn."""
+    """The number of engine calls that continued an interrupted turn."""
     num_failovers: int = 0
     started_s: float = 0.0
     finished_s: float = 0.0
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What a reward function sees: the finished conversation as text."""
+    """The argument of a reward function: the finished conversation as text."""
 
     messages: list[dict[str, Any]]
-    """The whole conversation, the task's own messages first."""
+    """The whole conversation, beginning with the task's own messages."""
     text: str
-    """The last assistant message, special tokens left out."""
+    """The last assistant message, without special tokens."""
     stop_reason: StopReason
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     token_ids: np.ndarray = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
-    """Prompt and all turns, `[T] int32`."""
+    """The prompt and all turns, `[T] int32`."""
     response_mask: np.ndarray = msgspec.field(default_factory=lambda: np.empty(0, np.bool_))
     """True where the policy wrote the token, `[T] bool`."""
 
@@ -188,13 +190,13 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True)
     trace: RoutingTrace | None
     outcome: Outcome
     turns: tuple[TurnRecord, ...] = ()
-    """Of the policy, in order."""
+    """The turns of the policy, in order."""
     num_inherited: int = 0
-    """So many of the first segments belong to the trajectory that this one is a branch of: they are read
-    here and trained there."""
+    """The number of leading segments that belong to the trajectory that this one is a branch of: they are
+    context here and trained there."""
 
     def capped(self, newest: int) -> Trajectory:
-        """The same with `cap_versions`; itself where there is nothing to lower."""
+        """Return the trajectory after `cap_versions`; itself where there is nothing to lower."""
         if all(not isinstance(s, Sampled) or s.weight_version <= newest for s in self.segments):
             return self
         return msgspec.structs.replace(self, segments=cap_versions(self.segments, newest))
@@ -206,18 +208,18 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True)
 
     @property
     def sampled(self) -> Iterator[Sampled]:
-        """The segments that the policy wrote for this trajectory, in order; inherited ones are another's."""
+        """The segments that the policy wrote for this trajectory, in order, without inherited ones."""
         own = self.segments[self.num_inherited :]
         return (segment for segment in own if isinstance(segment, Sampled))
 
     @property
     def num_inherited_tokens(self) -> int:
-        """Tokens that belong to the trajectory that this one is a branch of."""
+        """The number of tokens that belong to the trajectory that this one is a branch of."""
         return sum(len(segment.token_ids) for segment in self.segments[: self.num_inherited])
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy wrote for this trajectory."""
+        """The number of tokens that the policy wrote for this trajectory."""
         return sum(len(segment.token_ids) for segment in self.sampled)
 
     @cached_property
@@ -286,15 +288,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Whole groups, packed one trajectory after the other; never padded to the longest.
 
-    Per-token arrays have length S, the tokens of all trajectories together; trajectory j owns `[offsets[j],
-    offsets[j+1])`. Values that belong to *predicting* a token (mask, log-probs, versions) sit at the index of
-    that token itself, so the model output at index i-1 is compared with index i. Routing rows sit at the
-    index of the token that was fed; the last row of each trajectory does not exist and is marked invalid.
+    Per-token arrays have length S, the tokens of all trajectories together; trajectory j has the range
+    `[offsets[j], offsets[j+1])`. Values about *predicting* a token (mask, log-probs, versions) have the index
+    of that token, so the model output at index i-1 is compared with index i. Routing rows have the index of
+    the token that was fed; the last row of each trajectory does not exist and is marked invalid.
     """
 
     batch_id: str
     trainer_version: int
-    """The weight version the trainer holds when it consumes this batch."""
+    """The weight version that the trainer holds when it consumes this batch."""
     trajectory_ids: tuple[str, ...]  # N
     group_index: np.ndarray  # [N] int32, which group each trajectory belongs to, ascending
     rewards: np.ndarray  # [N] float32
@@ -307,7 +309,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     routing_valid: np.ndarray | None  # [S] bool
     num_experts: int = 0
     moe_layers: tuple[int, ...] = ()
-    """Which layers of the model the L_moe rows are of, counted from 0."""
+    """The layers of the model that the L_moe rows belong to, counted from 0."""
 
     @property
     def num_trajectories(self) -> int:

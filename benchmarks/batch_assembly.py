@@ -1,11 +1,11 @@
-"""Measures packing finished groups into a batch, compared with verl's way and with one memcpy.
+"""Measures packing finished groups into a batch, against verl's method and against one memcpy.
 
     python benchmarks/batch_assembly.py [--quick] [--json FILE]
 
 64 trajectories, 6 thousand tokens on average and 32 thousand at most, with the routing of 48 layers, top-8.
-verl's way pads the int32 rows of every trajectory to the longest of the batch, and takes the padding out
-again where the trainer packs its micro-batches; here it is written anew, and leniently: into one tensor, with
-nothing sent between processes. Ours copies each uint8 row once, to its place.
+verl's method pads the int32 rows of every trajectory to the longest of the batch and removes the padding
+where the trainer packs its micro-batches. It is reimplemented here in its favour: into one tensor, with
+nothing sent between processes. async_rl copies each uint8 row once, to its final position.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COUNT, GROUP = 64, 8
 
 
 def lengths(mean: int, longest: int) -> np.ndarray:
-    """Returns log-normal lengths with that mean, including the longest."""
+    """Draws log-normal lengths with that mean, the longest among them."""
     drawn = np.sort(np.random.default_rng(0).lognormal(0, 0.8, COUNT))
     drawn[:-1] *= (mean * COUNT - longest) / drawn[:-1].sum()
     drawn[-1] = longest
@@ -41,7 +41,7 @@ def lengths(mean: int, longest: int) -> np.ndarray:
 
 
 def groups_of(sizes: np.ndarray) -> list[Group]:
-    """Returns finished groups; each trajectory has its own arrays."""
+    """Builds finished groups in which each trajectory has its own arrays."""
     ids = make_ids(int(sizes.max()))
     trajectories = [trajectory(int(n), f"{i:032x}", ids.copy()) for i, n in enumerate(sizes)]
     return [
@@ -51,7 +51,7 @@ def groups_of(sizes: np.ndarray) -> list[Group]:
 
 
 def padded_and_unpadded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """`[T-1, L, K]` of each trajectory to `[S, L, K]` over `[B, T_max, L, K]`, as verl does; bytes taken."""
+    """Packs `[T-1, L, K]` rows into `[S, L, K]` through `[B, T_max, L, K]`, as verl does; returns bytes."""
     longest = max(len(r) for r in rows)
     padded = torch.zeros(len(rows), longest, *rows[0].shape[1:], dtype=torch.int32)
     mask = torch.zeros(len(rows), longest, dtype=torch.bool)
@@ -63,28 +63,28 @@ def padded_and_unpadded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
 
 
 def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row]:
-    """Measures ours, a memcpy of the same bytes and verl's alternately, then the memory of each."""
+    """Times async_rl, a memcpy of the same bytes and verl's method alternately, then their memory."""
     groups = groups_of(lengths(mean, longest))
     wide = [torch.from_numpy(t.trace.rows.astype(np.int32)) for g in groups for t in g.trajectories]
-    slab = batching.plan(groups, 0, "batch", FACTS)
-    batching.fill(slab, groups)  # its pages are warm from here on
+    slab = batching.plan_batch(groups, 0, "batch", FACTS)
+    batching.fill_batch(slab, groups)  # from here on its pages are warm
     packed = sum(array.nbytes for array in arrays_of(slab))
     source, target = np.ones(packed, np.uint8), np.zeros(packed, np.uint8)
     spool = Spool(folder, max_bytes=None)
 
     def into_a_frame() -> float:
         begin = time.perf_counter()
-        planned = batching.plan(groups, 0, "batch", FACTS)
-        ref = spool.put_filled(planned, lambda batch: batching.fill(batch, groups))
+        planned = batching.plan_batch(groups, 0, "batch", FACTS)
+        ref = spool.put_filled_frame(planned, lambda batch: batching.fill_batch(batch, groups))
         seconds = time.perf_counter() - begin
-        spool.free(ref)
+        spool.free_frame(ref)
         return seconds
 
     times = in_turns(
         repetitions,
         memcpy=timed(lambda: np.copyto(target, source)),
-        slab=timed(lambda: batching.fill(slab, groups)),
-        fresh=timed(lambda: batching.assemble(groups, 0, "batch", FACTS)),
+        slab=timed(lambda: batching.fill_batch(slab, groups)),
+        fresh=timed(lambda: batching.assemble_batch(groups, 0, "batch", FACTS)),
         frame=into_a_frame,
     )
     theirs = in_turns(max(3, repetitions // 10), verl=timed(lambda: padded_and_unpadded(wide)))["verl"]
@@ -108,7 +108,7 @@ def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row
 def memory(
     what: str, size: str, taken: int, against: int, target: str = "", reference: str = "packed bytes"
 ) -> Row:
-    """Returns a row that shows bytes, or another amount, in the columns of times."""
+    """Formats bytes, or another amount, for the columns of times."""
     ratio = taken / against
     return Row(
         what=what,

@@ -1,12 +1,12 @@
-"""Measures how long a checkpoint pauses the trainer, and how fast it reaches the disk.
+"""Measures the trainer's pause for a checkpoint, and how fast the checkpoint reaches the disk.
 
 python benchmarks/checkpoint.py [--quick] [--json FILE]
 
-One rank of the real trainer with a model of some size and full optimizer state. Measured alternately: a
-checkpoint as a run writes it (the trainer pauses while the state is copied, the rest happens in the
-background), the same one waited for, and `torch.save` of the same bytes into one file, synced. Ratios compare
-measurements of the same round. Steps are timed too, alone and while a checkpoint is written: on two cores the
-writer slows them down.
+One rank of the real trainer with a model of some size and full optimizer state alternates between a
+checkpoint as a run writes it (the trainer pauses while the state is copied, the rest runs beside it), the
+same checkpoint waited for, and `torch.save` of the same bytes into one file, synced. A ratio is of neighbours
+in one round. Steps are timed too, alone and while a checkpoint is written: on two cores the writer slows them
+down.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ def batch() -> TrainBatch:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Returns the seconds that a call takes."""
+    """Returns the duration of a call, seconds."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
 
 
 def torch_save(worker: TrainerWorker, path: Path) -> None:
-    """Writes the same tensors into one file and flushes it to disk."""
+    """Writes the same tensors into one file and syncs it."""
     with path.open("wb") as file:
         torch.save({part.key: part.data for part in shards.parts_to_save(worker.model)}, file)
         file.flush()
@@ -103,7 +103,7 @@ def torch_save(worker: TrainerWorker, path: Path) -> None:
 
 
 def measure(worker: TrainerWorker, folder: Path, turns: int) -> list[Row]:
-    """Measures all rows alternately, after a discarded warm-up round."""
+    """Measures all rows alternately, after one discarded round."""
     data, step = batch(), 1
     times: dict[str, list[float]] = {
         name: [] for name in ("step", "copy", "beside", "written", "waited", "torch.save")
@@ -133,15 +133,15 @@ def measure(worker: TrainerWorker, folder: Path, turns: int) -> list[Row]:
     size = f"{num_bytes / 1e6:.0f} MB"
     rate = {name: f"{num_bytes / np.median(times[name]) / 1e6:.0f} MB/s" for name in ("waited", "torch.save")}
     return [
-        row(f"trainer pauses, {size}", times, "copy", "waited", "checkpoint waited for"),
-        row(f"trainer pauses, {size}", times, "copy", "torch.save", "torch.save"),
+        row(f"trainer's pause, {size}", times, "copy", "waited", "checkpoint waited for"),
+        row(f"trainer's pause, {size}", times, "copy", "torch.save", "torch.save"),
         row(f"checkpoint to disk, {rate['waited']}", times, "waited", "torch.save", rate["torch.save"]),
         row("step while a checkpoint is written", times, "beside", "step", "step alone"),
     ]
 
 
 def row(what: str, times: dict[str, list[float]], ours: str, other: str, reference: str) -> Row:
-    """Returns medians, and the quartiles of the ratios per round."""
+    """Builds a row of medians and of the quartiles of the rounds' ratios."""
     ratios = np.asarray(times[ours]) / np.asarray(times[other])
     low, middle, high = np.percentile(ratios, [25, 50, 75])
     return Row(
@@ -167,7 +167,7 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    """Runs the benchmark, prints the table and optionally writes JSON."""
+    """Measures, prints, and writes JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer, about a minute")
     parser.add_argument("--json", type=Path, help="also write the rows here")

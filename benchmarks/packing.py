@@ -1,14 +1,13 @@
-"""Compares packed and padded micro-batches: time and memory of a forward and backward pass over the same
-trajectories.
+"""Compares packing and padding: time and memory of a forward and backward pass over the same trajectories.
 
     python benchmarks/packing.py [--quick] [--json FILE]
 
-    packed    one trajectory after the other, as many as the budget of a micro-batch holds: the trainer's way
+    packed    one trajectory after the other, as many as a micro-batch's budget holds, as in the trainer
     padded    the same micro-batches, each trajectory as long as the longest beside it
     sorted    rectangles of similar lengths, the budget counts their padding: the best that padding can do
 
-All on a small Qwen3-MoE on real Megatron-Core, float32 on a CPU, each in a process of its own that is asked
-alternately. Times are processor times; memory is what the passes add to the peak of their process.
+All use a small Qwen3-MoE on real Megatron-Core, float32 on a CPU, each in its own process, alternately. Times
+are CPU times; memory is what the passes add to the peak of their process.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ BUDGET = 4096
 
 
 def packed(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
-    """Plans packed micro-batches as the trainer does."""
+    """Packs as the trainer does."""
     (plan,) = plan_micro_batches(lengths, BUDGET, ranks=1)
     return [pack_micro_batch(micro_batch, offsets) for micro_batch in plan]
 
 
 def padded(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
-    """Turns the trainer's micro-batches into rectangles."""
+    """Pads the trainer's micro-batches to rectangles."""
     (plan,) = plan_micro_batches(lengths, BUDGET, ranks=1)
     return [rectangle(micro_batch.trajectories, lengths, offsets) for micro_batch in plan]
 
 
 def padded_by_length(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
-    """Groups trajectories of similar length, as many as fit with their padding."""
+    """Pads trajectories of similar lengths, as many as fit with their padding."""
     left = sorted(range(len(lengths)), key=lambda j: -lengths[j])
     rectangles = []
     while left:
@@ -64,7 +63,7 @@ def padded_by_length(lengths: Sequence[int], offsets: np.ndarray) -> list[Packin
 
 
 def rectangle(members: Sequence[int], lengths: Sequence[int], offsets: np.ndarray) -> Packing:
-    """Packs trajectories padded to the longest of them."""
+    """Lays trajectories side by side, padded to the longest."""
     width = max(lengths[j] for j in members)
     source = np.full((len(members), width), -1, np.int64)
     for line, j in zip(source, members, strict=True):
@@ -76,7 +75,7 @@ WAYS = {"packed": packed, "padded": padded, "sorted": padded_by_length}
 
 
 def serve(way: str, model: str, batch: TrainBatch, connection: Connection) -> None:
-    """Runs in the other process: one pass per request; answers seconds, peak bytes and computed tokens."""
+    """Runs a pass per request in the other process; replies with seconds, peak bytes and computed tokens."""
     torch.set_num_threads(1)
     lengths = np.diff(batch.offsets).tolist()
     with started(trainer_config(Path(model), replay=False)) as worker:
@@ -99,12 +98,12 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """Returns the peak of resident bytes."""
+    """Returns the peak of the resident bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(model: Path, batch: TrainBatch, rounds: int) -> list[Row]:
-    """Measures all ways alternately, after a warm-up round."""
+    """Measures both methods alternately, after a warm-up round."""
     context = multiprocessing.get_context("spawn")
     connections: dict[str, Connection] = {}
     processes = []

@@ -28,7 +28,7 @@ from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer
-from async_rl.queue.batching import assemble
+from async_rl.queue.batching import assemble_batch
 from async_rl.types import (
     Float32Array,
     Group,
@@ -147,7 +147,7 @@ def make_trajectory(name: str, segments: Iterable[Segment], trace: RoutingTrace 
 def make_batch(trajectories: Sequence[Trajectory], version: int, facts: EngineFacts) -> TrainBatch:
     """Returns all trajectories as one batch, as the queue packs it."""
     groups = [Group(group_id=t.group_id, task_id=t.task_id, trajectories=(t,)) for t in trajectories]
-    return assemble(groups, version, "batch", facts)
+    return assemble_batch(groups, version, "batch", facts)
 
 
 @contextlib.contextmanager

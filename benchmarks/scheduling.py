@@ -1,4 +1,4 @@
-"""Compares scheduling policies in virtual time: our real scheduler and models of its peers.
+"""Compares scheduling policies in virtual time: async_rl's production code and models of its peers.
 
 python benchmarks/scheduling.py [--quick] [--seeds N] [--json FILE]
 
@@ -7,9 +7,9 @@ tokens/s, unshared prompts of 512 tokens, groups of 8, answers lognormal (mean 8
 at 32768). Training a version takes 0.9 of its fluid generation time, updating engines 5 s. `rel` is trained
 trajectories a second over the fluid bound: engines always full, updates free, the trainer never waited for.
 
-Ours is `async_rl.simulation.planned_job.simulate`: the orchestrator, manager, queue, pool and weight sync
-that run. A peer is modelled by what its scheduler decides, on the same engines: what may be in flight, what
-an update does to it, what a batch is made of, and what is thrown away. Each model says which project it
+async_rl runs `async_rl.simulation.planned_job.simulate`: the orchestrator, manager, queue, pool and weight
+sync that run. A peer is modelled by what its scheduler decides, on the same engines: what may be in flight,
+what an update does to it, what a batch is made of, and what is thrown away. Each model says which project it
 follows.
 """
 

@@ -1,10 +1,10 @@
-"""Measures a trainer step with and without routing replay, and with and without recomputed old log-probs.
+"""Measures a trainer step with and without routing replay, with and without recomputed old log-probs.
 
     python benchmarks/trainer_step.py [--quick] [--json FILE]
 
 A small Qwen3-MoE on real Megatron-Core, one rank, float32 on a CPU. A row is a whole step (log-probs of the
-proximal policy, forward, backward, optimizer) against the one without replay, measured alternately. Times
-are processor times.
+proximal policy, forward, backward, optimizer) against the one without replay, alternately. Times are
+CPU times.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def build_model(path: Path) -> Path:
-    """Writes a model whose layers dominate a step, as in large models."""
+    """Builds a model whose layers dominate a step, as in large models."""
     transformers.utils.logging.disable_progress_bar()
     return build_tiny_qwen3_moe(
         path,
@@ -60,7 +60,7 @@ def build_model(path: Path) -> Path:
 
 
 def batch_of(trajectories: int, mean: int, longest: int) -> TrainBatch:
-    """Returns log-normal lengths, as is typical of answers."""
+    """Builds a batch with log-normal lengths."""
     rng = np.random.default_rng(0)
     drawn = (rng.lognormal(0, 0.8, trajectories) * mean / np.exp(0.32)).clip(16, longest).astype(int)
     return random_batch(
@@ -74,7 +74,7 @@ def batch_of(trajectories: int, mean: int, longest: int) -> TrainBatch:
 
 
 def step_times(model: Path, batch: TrainBatch, warm_up: TrainBatch, rounds: int) -> dict[str, np.ndarray]:
-    """Returns processor seconds per step, `[rounds]`, of one trainer per variant, measured alternately."""
+    """Returns CPU seconds per step, `[rounds]`: one trainer each, alternately, after a small first step."""
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for _ in range(rounds):
         for name, fields in VARIANTS.items():

@@ -1,9 +1,9 @@
-"""Compares the data plane with physical limits: sending a group to another process, and a decision.
+"""Compares the data plane with the physical limit: a group to another process, an admission decision.
 
 python benchmarks/trajectory_queue.py [--quick] [--json FILE] [--directory DIR]
 
-Each row is measured alternately with its reference in one run, and shown as their ratio: absolute times are
-those of this machine, the ratios carry over.
+Each row alternates with its reference in one run and is shown as their ratio: absolute times are those of
+this machine, ratios carry over.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 def trajectory(tokens: int, name: str, ids: np.ndarray) -> Trajectory:
-    """Half prompt, half sampled; `ids` is a stock of routing rows to cut from."""
+    """Builds a trajectory, half prompt, half sampled; `ids` is a stock of routing rows to cut from."""
     half = tokens // 2
     read, sampled = np.arange(half, dtype=np.int32), np.arange(tokens - half, dtype=np.int32)
     return Trajectory(
@@ -95,7 +95,7 @@ def make_ids(tokens: int) -> np.ndarray:
 
 
 def group_of(tokens: int, ids: np.ndarray) -> Group:
-    """Siblings with arrays of their own."""
+    """Builds siblings with their own arrays."""
     return Group(
         group_id="group",
         task_id="task",
@@ -104,7 +104,7 @@ def group_of(tokens: int, ids: np.ndarray) -> Group:
 
 
 def in_turns(repetitions: int, **contestants: Callable[[], float]) -> dict[str, np.ndarray]:
-    """Seconds of each, one after the other in each repetition, after two rounds to warm up."""
+    """Returns the seconds of each, alternately, after two warm-up rounds."""
     measured = {name: np.empty(repetitions) for name in contestants}
     for round_ in range(-2, repetitions):
         for name, contestant in contestants.items():
@@ -115,7 +115,7 @@ def in_turns(repetitions: int, **contestants: Callable[[], float]) -> dict[str, 
 
 
 def timed(work: Callable[[], Any]) -> Callable[[], float]:
-    """Seconds that the work takes."""
+    """Returns the seconds that the work takes."""
 
     def run() -> float:
         begin = time.perf_counter()
@@ -143,12 +143,12 @@ def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarra
 
 
 def read_frames(connection: Connection) -> None:
-    """Runs in the other process: reads the requested file and answers when it has it."""
+    """Reads the requested frames in the other process and replies when done."""
     reader = FrameReader()
     while (message := connection.recv()) is not None:
         kind, content, verify = message
         if kind == "frame":
-            group = reader.read(content, Group, verify=verify)
+            group = reader.read_frame(content, Group, verify=verify)
             last = group.trajectories[-1].trace.rows[-1, -1, -1]
         elif kind == "pickle":
             last = pickle.loads(content).trajectories[-1].trace.rows[-1, -1, -1]
@@ -158,7 +158,7 @@ def read_frames(connection: Connection) -> None:
 
 
 def as_lists(group: Group) -> dict[str, Any]:
-    """Sends arrays as lists of numbers, the naive way."""
+    """Converts arrays to lists of numbers, the naive method."""
     return {
         "trajectories": [
             {
@@ -172,7 +172,7 @@ def as_lists(group: Group) -> dict[str, Any]:
 
 
 def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetitions: int) -> list[Row]:
-    """Measures sending a group to the other process until its answer."""
+    """Passes a group to the other process and waits for its reply."""
     rows = []
     for tokens in lengths:
         group = group_of(tokens, make_ids(tokens))
@@ -182,11 +182,11 @@ def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetiti
         def ours(verify: bool, group: Group = group) -> Callable[[], float]:
             def run() -> float:
                 begin = time.perf_counter()
-                ref = spool.put(group)
+                ref = spool.put_frame(group)
                 connection.send(("frame", ref.path, verify))
                 connection.recv()
                 seconds = time.perf_counter() - begin
-                spool.free(ref)
+                spool.free_frame(ref)
                 return seconds
 
             return run
@@ -221,9 +221,9 @@ def decide(repetitions: int) -> list[Row]:
     """Admission and selection with 512 groups outstanding, a third of them in flight."""
     backlog = Backlog(groups_per_batch=128, max_staleness=4, staleness_policy="wait")
     for i in range(512):
-        backlog.dispatch(f"g{i}", i // 128)
+        backlog.add_group(f"g{i}", i // 128)
         if i % 3:
-            backlog.finish(f"g{i}")
+            backlog.finish_group(f"g{i}")
     count = 1000
 
     def per_call(call: Callable[[], Any]) -> Callable[[], float]:
@@ -239,11 +239,11 @@ def decide(repetitions: int) -> list[Row]:
         repetitions,
         empty=per_call(lambda: None),
         admit=per_call(lambda: backlog.may_admit(lag=1)),
-        wait=per_call(lambda: backlog.select(4)),
-        select=per_call(lambda: backlog.select(0)),
+        wait=per_call(lambda: backlog.select_batch(4)),
+        select=per_call(lambda: backlog.select_batch(0)),
     )
-    assert backlog.select(4) is None
-    assert len(backlog.select(0) or ()) == 128
+    assert backlog.select_batch(4) is None
+    assert len(backlog.select_batch(0) or ()) == 128
     return [
         row("admission decision", "512 groups", times["admit"], "empty call", times["empty"], "<= 0.2 us"),
         row("decision to wait", "512 groups", times["wait"], "empty call", times["empty"], "<= 5 us"),

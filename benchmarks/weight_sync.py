@@ -1,9 +1,9 @@
-"""Measures weight updates of an engine by transport, compared with copying the same bytes.
+"""Measures giving an engine new weights, by transport, against copying the same bytes.
 
     python benchmarks/weight_sync.py [--quick] [--json FILE]
 
-A real SGLang server on the CPU receives the weights of a random Qwen3-MoE repeatedly, alternating between
-transports, as `WeightSync` does it: into an engine that runs nothing, prefix cache flushed, version read
+A real SGLang server on the CPU gets the weights of a random Qwen3-MoE again and again, by each transport
+alternately, as `WeightSync` does it: into an engine that runs nothing, prefix cache flushed, version read
 back. The sender is `trainer.weights.weight_export`, from whole tensors in memory: gathering and renaming are
 the trainer's, and every transport has them.
 
@@ -92,7 +92,7 @@ class Sender:
         self._plan = self._export.plan_buckets(size.bucket_bytes)
 
     async def join(self) -> None:
-        """Joins the group of `distributed`, which exists as long as the engine."""
+        """Joins the process group of `distributed`, which exists as long as the engine."""
         invite = GroupInvite(
             group_name=GROUP,
             backend="gloo",
@@ -106,7 +106,7 @@ class Sender:
         )
 
     async def disk(self) -> Times:
-        """Publishes files while the engine keeps generating, and removes the previous ones."""
+        """Updates through files, written while the engine continues; older files are removed."""
         folder = self._scratch / f"version_{self._version + 1}"
         begin = time.perf_counter()
         await asyncio.to_thread(self._write, folder)
@@ -124,7 +124,7 @@ class Sender:
         shutil.copyfile(self._model / "config.json", folder / "config.json")
 
     async def distributed(self) -> Times:
-        """Broadcasts to the group."""
+        """Updates by broadcasts into the group."""
         begin = time.perf_counter()
         await asyncio.gather(
             asyncio.to_thread(self._export.send_weights, [GROUP], self._size.bucket_bytes),
@@ -137,7 +137,7 @@ class Sender:
         return Times(0.0, time.perf_counter() - begin)
 
     async def tensor(self) -> Times:
-        """Sends through shared memory; the next bucket is filled while one is loaded."""
+        """Updates through shared memory: the next bucket is filled while one is loaded."""
 
         async def fill(number: int) -> list[bytes]:
             return await asyncio.to_thread(self._export.share_bucket, number, self._size.bucket_bytes, 1)
@@ -176,7 +176,7 @@ class Sender:
         return live.peak
 
     async def same(self) -> bool:
-        """Returns whether the engine has the weights that were sent."""
+        """Checks that the engine has the sent weights."""
         return await self._engine.checksums() == (self._export.checksums(),)
 
     async def sums_of_engine(self) -> float:
@@ -230,7 +230,7 @@ def loopback_s(num_bytes: int) -> float:
 
 
 async def measure(size: Size, scratch: Path) -> list[dict[str, Any]]:
-    """Measures all transports alternately; returns the rows of the table."""
+    """Measures all transports alternately; returns rows for the table."""
     model = build_tiny_qwen3_moe(
         scratch / "model",
         vocab_size=300,
@@ -310,7 +310,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

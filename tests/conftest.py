@@ -33,21 +33,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [
             item for item in items if wanted & {n for mark in item.iter_markers("case") for n in mark.args}
         ]
+    if hasattr(config, "workerinput"):
+        items.sort(key=place_in_queue)
+
+
+def lane(file: str) -> str:
+    """Returns what runs on one worker, one test after the other: all trainers, all servers, or a file."""
+    if file.startswith(("tests/integration/test_trainer_", "tests/integration/test_kl_")):
+        return "trainers"
+    return "servers" if file.startswith(("tests/contract/", "tests/integration/")) else file
 
 
 class Lanes(LoadScopeScheduling):
-    """Servers in one lane and trainers in another, one test after the other: several of a kind would be in
-    each other's way. Files of other tests go where there is room.
+    """Gives one worker the trainers and another the servers: several of a kind would be in each other's way.
+
+    The files of other tests follow where a worker is free, the short ones last.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        if file.startswith(("tests/integration/test_trainer_", "tests/integration/test_kl_")):
-            return "trainers"
-        return "servers" if file.startswith(("tests/contract/", "tests/integration/")) else file
+        return lane(nodeid.partition("::")[0])
+
+
+def place_in_queue(item: pytest.Item) -> int:
+    """Returns when a worker of several gets a test: the longest lanes first."""
+    found = lane(item.nodeid.partition("::")[0])
+    if "/" not in found:
+        return 0
+    return 1 if found.startswith(("tests/mutants/", "tests/simulation/")) else 2
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
+    config.option.loadscopereorder = False  # which would put files with many tests first
     return Lanes(config, log)
 
 

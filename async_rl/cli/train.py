@@ -21,9 +21,9 @@ import msgspec
 from async_rl.config import Config, load_config
 from async_rl.observability.console_report import RunProgress, print_summary, write_summary
 from async_rl.observability.page.html_report import write_report
-from async_rl.observability.records import Summary, read_records
-from async_rl.run.folder import console, run_folder, run_in_folder
-from async_rl.run.preflight import check, check_trainer
+from async_rl.observability.records import Summary, step_record_log
+from async_rl.run.folder import run_console, run_folder, run_in_folder
+from async_rl.run.preflight import check_config, check_trainer
 
 Launch = Callable[[Config, Path, asyncio.Event, RunProgress], Awaitable[Summary]]
 """Runs a config in its folder until it is done or the event is set."""
@@ -45,13 +45,13 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
     """
     config = load_config(path, overrides)
     check_trainer(config, config.trainer.worker, "trainer.worker")
-    check(config)
-    shown = console()
+    check_config(config)
+    shown = run_console()
     progress = RunProgress(shown)
     results: list[tuple[Path, Summary]] = []
 
     def is_complete(run_dir: Path) -> bool:
-        finished = read_records(run_dir / "metrics.jsonl")
+        finished = step_record_log(run_dir / "metrics.jsonl").read()
         summary_file = run_dir / "summary.json"
         if not finished or finished[-1].step < config.run.max_steps or not summary_file.exists():
             return False
@@ -78,7 +78,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
     )
     for run_dir, summary in results:
         write_report(run_dir)  # after the folder is unlocked, so that the report says that the run has ended
-        print_summary(shown, run_dir, read_records(run_dir / "metrics.jsonl"), summary)
+        print_summary(shown, run_dir, step_record_log(run_dir / "metrics.jsonl").read(), summary)
     return exit_code
 
 

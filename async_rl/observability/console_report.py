@@ -23,7 +23,9 @@ from rich.text import Text
 
 from async_rl import __version__
 from async_rl.config import Config, changed_fields
+from async_rl.observability.formatting import format_duration, format_percent
 from async_rl.observability.records import WINDOW, Figure, StepRecord, Summary, is_finite
+from async_rl.runtime.files import replace_file
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
@@ -156,7 +158,7 @@ class RunProgress:
         bar.add_row(
             ProgressBar(total=self._max_steps, completed=done, width=min(40, self._console.width - 4))
         )
-        title = f"async-rl  {_duration(self._clock() - self._started_s)}{self._remaining(done)}"
+        title = f"async-rl  {format_duration(self._clock() - self._started_s)}{self._remaining(done)}"
         return Panel(Group(bar, _figures(rows)), title=title, title_align="left", expand=False)
 
     def _remaining(self, done: int) -> str:
@@ -164,7 +166,7 @@ class RunProgress:
         if len(self._ends_s) < 2:
             return ""
         pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
-        return f" · {_duration(pace_s * (self._max_steps - done))} left"
+        return f" · {format_duration(pace_s * (self._max_steps - done))} left"
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -220,7 +222,7 @@ def sparkline(values: Sequence[Figure], width: int = 40) -> str:
 def write_summary(run_dir: Path, summary: Summary) -> None:
     """Write `summary.json` into the run folder."""
     text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-    _replace(run_dir / SUMMARY_FILE, text + b"\n")
+    replace_file(run_dir / SUMMARY_FILE, text + b"\n")
 
 
 def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord], summary: Summary) -> None:
@@ -237,7 +239,7 @@ def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord]
         ("weight versions", f"{summary.weight_versions} published in {summary.rl_seconds:.0f} s"),
         ("trajectories", f"{counts.dispatched} dispatched, {counts.trained} trained, dropped: {dropped}"),
         ("", f"{counts.in_flight} in flight, {counts.queued} queued"),
-        ("interrupted and resumed", f"{_percent(summary.interrupted_share)} of the trained ones"),
+        ("interrupted and resumed", f"{format_percent(summary.interrupted_share)} of the trained ones"),
         ("staleness", f"at most {summary.staleness_max} versions (bound {summary.max_staleness})"),
         (
             _kl_name(summary.ppo_kl_bypass_mean),
@@ -252,7 +254,8 @@ def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord]
         ("throughput", f"{_number(summary.tokens_per_s, 0)} tokens/s sampled"),
         (
             "idle",
-            f"trainer {_percent(summary.trainer_idle_share)}, engines {_percent(summary.engine_idle_share)}",
+            f"trainer {format_percent(summary.trainer_idle_share)}, "
+            f"engines {format_percent(summary.engine_idle_share)}",
         ),
         ("weight sync", f"{_number(sync.mean_s)} s mean, {_number(sync.max_s)} s longest"),
         ("pause beyond transfer", f"{_milliseconds(sync.pause_max_s)} longest"),
@@ -299,18 +302,6 @@ def _number(value: Any, digits: int = 3) -> str:
     return f"{value:.1e}" if tiny else f"{value:,.{digits}f}"
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-    )
-
-
-def _percent(share: Figure) -> str:
-    return f"{share:.0%}" if is_finite(share) else "n/a"
-
-
 def _milliseconds(seconds: Figure) -> str:
     return f"{seconds * 1000:.0f} ms" if is_finite(seconds) else "n/a"
 
@@ -319,10 +310,3 @@ def _path(path: Path) -> str:
     """Relative to where the user stands, when it is below."""
     absolute = path.resolve()
     return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(absolute)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old or the new one, never a half."""
-    partial = path.with_name(f".{path.name}.part")
-    partial.write_bytes(content)
-    partial.replace(path)

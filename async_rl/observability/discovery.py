@@ -22,6 +22,7 @@ import msgspec
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, StallError
 from async_rl.observability.diagnosis import Diagnosis
+from async_rl.runtime.files import replace_file
 
 URL_FILE: Final = "url"
 """In the run folder: the address at which the driver serves `/metrics` and `/health`."""
@@ -46,15 +47,12 @@ def announced(url: str, run_name: str, folder: Path) -> Iterator[None]:
         EnvironmentNotReady: The folder cannot be written.
     """
     path = folder / f"{run_name}.json"
-    partial = folder / f".{run_name}.part"
     text = json.dumps([{"targets": [_address(url)], "labels": {"run": run_name}}]) + "\n"
     try:
         if not folder.exists():
             folder.mkdir(parents=True)
             folder.chmod(0o755)
-        partial.write_text(text)
-        partial.chmod(0o644)
-        partial.replace(path)
+        replace_file(path, text.encode(), mode=0o644)
     except OSError as error:
         raise EnvironmentNotReady(
             f"cannot write {path}, by which Prometheus finds the run ({error.strerror}): set "

@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Figure
 
 FILE: Final = "evaluations.jsonl"
@@ -72,23 +73,6 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.asked - scored - sum(self.dropped.values())
 
 
-def append_evaluation(path: Path, record: EvaluationRecord) -> None:
-    """Add a line, whole or not at all for readers that stop at the last newline."""
-    with path.open("ab") as file:
-        file.write(msgspec.json.encode(record) + b"\n")
-
-
-def read_evaluations(path: Path) -> list[EvaluationRecord]:
-    """Read them; none when the file does not exist. A last line that a crash cut short is left out.
-
-    A resumed run repeats the versions after its checkpoint: of records of one version the last one counts.
-    """
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    kept: list[EvaluationRecord] = []
-    for record in msgspec.json.Decoder(EvaluationRecord).decode_lines(whole):
-        while kept and kept[-1].weight_version >= record.weight_version:
-            kept.pop()
-        kept.append(record)
-    return kept
+def evaluation_record_log(path: Path) -> RecordLog[EvaluationRecord]:
+    """Open the `evaluations.jsonl` of a run."""
+    return RecordLog(path, EvaluationRecord, lambda record: record.weight_version)

@@ -208,7 +208,7 @@ class FlowMetrics(Instruments):
 
     trajectories_dispatched_total = counter(
         "Trajectories handed to an agent loop.",
-        source="queue.trajectory_queue, at dispatch",
+        source="queue.outstanding, at dispatch",
         bad="Does not rise: admission is closed, which `oldest_wait_seconds` explains.",
     )
     trajectories_in_flight = gauge(
@@ -224,14 +224,14 @@ class FlowMetrics(Instruments):
     )
     trajectories_trained_total = counter(
         "Trajectories consumed by a trainer step.",
-        source="queue.trajectory_queue, when a batch is settled",
+        source="queue.outstanding, when a batch is settled",
         bad="Dispatched minus in flight, queued, trained and dropped is not 0 for longer than a scrape: a "
         "bug of ours; please report it.",
     )
     trajectories_dropped_total = counter(
         "Trajectories that will never be trained, by reason.",
         "reason",
-        source="queue.trajectory_queue, when they are dropped",
+        source="queue.outstanding, when they are dropped",
         bad="Rises: work is lost; docs/design/staleness.md explains the reasons.",
     )
     queue_bytes = gauge(
@@ -266,7 +266,7 @@ class FlowMetrics(Instruments):
         "stage",
         buckets=SECONDS,
         unit="seconds",
-        source="engines.lease_dispatcher and queue.trajectory_queue, when a wait ends",
+        source="engines.lease_dispatcher and queue.outstanding, when a wait ends",
         bad="The stage with the long waits is the one before the bottleneck.",
     )
     trajectory_retries_total = counter(

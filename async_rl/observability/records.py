@@ -14,6 +14,7 @@ from typing import Annotated, Final, TypeGuard
 
 import msgspec
 
+from async_rl.observability.record_log import RecordLog
 from async_rl.observability.step_figures import declared_figures, figure
 from async_rl.trainer_protocol import Extreme
 
@@ -677,26 +678,9 @@ def is_finite(value: Figure) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
-def append_record(path: Path, record: StepRecord) -> None:
-    """Add a line to `metrics.jsonl`, whole or not at all for readers that stop at the last newline."""
-    with path.open("ab") as file:
-        file.write(msgspec.json.encode(record) + b"\n")
-
-
-def read_records(path: Path) -> list[StepRecord]:
-    """Read `metrics.jsonl`; none when it does not exist. A last line that a crash cut short is left out.
-
-    A resumed run repeats the steps after its checkpoint: of records of one step the last one counts.
-    """
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    kept: list[StepRecord] = []
-    for record in msgspec.json.Decoder(StepRecord).decode_lines(whole):
-        while kept and kept[-1].step >= record.step:
-            kept.pop()
-        kept.append(record)
-    return kept
+def step_record_log(path: Path) -> RecordLog[StepRecord]:
+    """Open the `metrics.jsonl` of a run."""
+    return RecordLog(path, StepRecord, lambda record: record.step)
 
 
 def _ratio(part: float, whole: float) -> Figure:

@@ -1,13 +1,36 @@
-"""Whether one more group may be dispatched: by the staleness bound, and by the room in the spool."""
+"""The staleness bound and the capacity of the spool, applied to groups in flight."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
 
 from async_rl.queue.spool import Spool, slab_size
 from async_rl.staleness import Backlog
 
 
+class GroupWork(Protocol):
+    """A group that is being sampled, as the queue sees it."""
+
+    def oldest_version(self) -> int | None:
+        """The version that the group's age counts from so far; None while nothing fixes it.
+
+        `rollout.staleness_policy` defines it: the version of the oldest token or, with `mask_tokens`, the
+        smallest of the newest versions of the trajectories that have ended.
+        """
+        ...
+
+    def sampled_lengths(self) -> Mapping[str, int]:
+        """Tokens sampled so far, by trajectory."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop sampling. The queue has dropped the group and expects no more calls for it."""
+        ...
+
+
 class Admission:
-    """Decides in constant time, and says why not.
+    """Decides in constant time whether one more group may be dispatched, and keeps the deadlines of groups.
 
     Example:
         >>> admission = Admission(backlog, spool, version=0)
@@ -16,31 +39,31 @@ class Admission:
     """
 
     def __init__(self, backlog: Backlog, spool: Spool, version: int) -> None:
-        """Engines serve what the trainer consumes next."""
+        """Start at the version that engines serve and that consumes the next batch."""
         self._backlog = backlog
         self._spool = spool
-        self._largest = slab_size(0)
+        self._largest_slab = slab_size(0)
         self.served = version
-        """What all engines that take requests serve at least."""
+        """The version that all engines in service have reached."""
         self.next = version
         """The version that consumes the next batch."""
 
-    def learn(self, nbytes: int) -> None:
-        """A group needs so many bytes: others may."""
-        self._largest = max(self._largest, slab_size(nbytes))
+    def record_size(self, nbytes: int) -> None:
+        """Take the size of a finished group as what other groups may need."""
+        self._largest_slab = max(self._largest_slab, slab_size(nbytes))
 
     @property
     def is_open(self) -> bool:
         """Whether one more group may be dispatched now."""
-        return self._backlog.may_admit(lag=self.next - self.served) and self._has_room()
+        return self._backlog.may_admit(lag=self.next - self.served) and self._has_capacity()
 
     @property
-    def holds_all(self) -> bool:
-        """Whether the spool can take what is in flight, or must because the next batch needs it."""
+    def holds_in_flight(self) -> bool:
+        """Whether the spool can hold the groups in flight, or must because the next batch needs them."""
         return self._is_needed(self._backlog.outstanding) or self._fits(self._backlog.num_in_flight)
 
-    def why(self) -> str:
-        """What closes it, in words."""
+    def why_closed(self) -> str:
+        """Describe what prevents admission."""
         backlog = self._backlog
         if not backlog.may_admit(lag=self.next - self.served):
             return (
@@ -50,10 +73,55 @@ class Admission:
             )
         return f"the spool holds {self._spool.used_bytes} of {self._spool.max_bytes} bytes"
 
-    def _has_room(self) -> bool:
-        """Whether the spool can take what is in flight and one group more.
+    def why_full(self) -> str:
+        """Describe what a finished group waits for that does not fit the spool."""
+        return f"a step must free some of {self._spool.used_bytes} bytes in the spool"
 
-        Groups that the next batch needs are let in whatever they need: without them no room would ever come.
+    def why_no_batch(self) -> str:
+        """Describe what the next batch waits for."""
+        backlog = self._backlog
+        if backlog.num_ready < backlog.groups_per_batch:
+            return (
+                f"{backlog.num_ready} of {backlog.groups_per_batch} groups are ready, "
+                f"{backlog.num_in_flight} in flight"
+            )
+        due = backlog.awaited(self.next)
+        return (
+            f"{due or 'some'} of {backlog.num_in_flight} groups in flight must go before the "
+            f"{backlog.num_ready} ready ones, or they would grow older than {backlog.max_staleness}"
+        )
+
+    def renew_deadlines(self, work: Mapping[str, GroupWork]) -> None:
+        """Postpone the deadlines of groups that have sampled nothing as old as was assumed at their dispatch.
+
+        A group whose age is not fixed yet will sample by the weights that engines serve now.
+
+        Args:
+            work: The groups that are being sampled.
+        """
+        backlog = self._backlog
+        for group_id in backlog.in_flight_until(self.served + backlog.max_staleness - 1):
+            if group_id in work:
+                oldest = work[group_id].oldest_version()
+                backlog.renew_deadline(group_id, self.served if oldest is None else oldest)
+
+    def overdue_in_flight(self, version: int, work: Mapping[str, GroupWork]) -> list[str]:
+        """Return the groups being sampled that can be in no batch from `version` on and are not waited for.
+
+        With the policies `wait` and `mask_tokens` there are none.
+        """
+        if self._backlog.staleness_policy != "drop":
+            return []
+        late = self._backlog.in_flight_until(version - 1)
+        # A group without an age may sample its first token by the next version.
+        return [
+            group_id for group_id in late if group_id in work and work[group_id].oldest_version() is not None
+        ]
+
+    def _has_capacity(self) -> bool:
+        """Whether the spool can hold the groups in flight and one more.
+
+        Groups that the next batch needs are admitted whatever they need: no space would come free otherwise.
         """
         return self._is_needed(self._backlog.outstanding + 1) or self._fits(self._backlog.num_in_flight + 1)
 
@@ -61,6 +129,6 @@ class Admission:
         return outstanding <= self._backlog.groups_per_batch
 
     def _fits(self, groups: int) -> bool:
-        """Whether so many groups do, each as large as any so far."""
-        most = self._spool.max_bytes
-        return most is None or self._spool.used_bytes + groups * self._largest <= most
+        """Whether the spool has space for a number of groups, each as large as the largest so far."""
+        max_bytes = self._spool.max_bytes
+        return max_bytes is None or self._spool.used_bytes + groups * self._largest_slab <= max_bytes

@@ -1,16 +1,17 @@
-"""Finished trajectories as people look at them later: the newest ones of a run, in SQLite.
+"""An archive of the newest finished trajectories of a run, in SQLite, for people to inspect.
 
 ```
- manager  ended, failed ──┐                        ┌─► one row a trajectory: what tables are made of, a frame
+ manager  ended, failed ──┐                        ┌─► one row per trajectory: columns for tables, and a frame
  queue    queued, trained,├─► notes in memory ─────┤
-          dropped        ─┘   (once a second, in   └─► one row an event: what became of it, and when
+          dropped        ─┘   (once a second, in   └─► one row per event: what became of it, and when
                                a thread)
 ```
 
-The run never reads it, and nothing waits for it: a note costs microseconds, and where the file cannot be
-written the notes are gone and the run goes on. It is bounded by a number of trajectories; the oldest go
-first. Frames hold no routing rows, which would be most of them (their counts are kept), so that a trajectory
-takes some 8 bytes a token. A kill loses the last second. Readers (`async-rl inspect`) may look at any time.
+The run never reads it and never waits for it: a note takes microseconds, and where the file cannot be
+written, the notes are discarded and the run continues. It holds a fixed number of trajectories; the oldest
+are deleted first. Frames contain no routing rows, which would be most of their bytes (the numbers of rows are
+kept), so a trajectory takes about 8 bytes per token. A kill loses the last second. Readers (`async-rl
+inspect`) may read at any time.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from async_rl.types import NEVER_COMPUTED, Trajectory, VersionSpan
 log = logging.getLogger(__name__)
 
 FILE: Final = "trajectories.sqlite"
-"""In the run's folder."""
+"""The name in the run's folder."""
 
 _SCHEMA_VERSION = 1
 
 _MAX_LOG_BYTES: Final = 16 << 20
-"""Of the write-ahead log, once a large writing is over."""
+"""The limit of the write-ahead log, after a large write."""
 
 Status = Literal["ended", "queued", "trained", "dropped", "failed"]
-"""`ended`: its group has not; `failed`: it raised, and may be tried again; `dropped` has a reason."""
+"""`ended`: its group has not ended; `failed`: it raised, and may be retried; `dropped` has a reason."""
 
 _SCHEMA = """
 CREATE TABLE trajectories (
@@ -76,7 +77,7 @@ CREATE TRIGGER forget AFTER DELETE ON trajectories
 
 
 class RoutingCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a routing trace."""
+    """The part of a routing trace that the archive keeps."""
 
     rows: int
     invalid: int
@@ -88,7 +89,7 @@ class ArchivedTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A trajectory of the archive: the frame of a row."""
 
     trajectory: Trajectory
-    """Without its trace."""
+    """The trajectory without its trace."""
     routing: RoutingCounts | None
 
 
@@ -115,33 +116,33 @@ class ArchiveRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArchiveEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that became of a trajectory."""
+    """A change of a trajectory's state."""
 
     unix_s: float
     what: str
 
 
 class Observer:
-    """Is told what becomes of trajectories, at once, on the event loop; this one does nothing with it."""
+    """Receives the changes of trajectories' states at once, on the event loop. This one ignores them."""
 
     def ended(self, trajectory: Trajectory, attempt: int) -> None:
-        """It has its outcome and reward; its group may not be done."""
+        """Called when a trajectory has its outcome and reward; its group may not have ended."""
 
     def failed(self, trajectory: Trajectory, attempt: int, error: Exception) -> None:
-        """An attempt raised; the trajectory is what there is of it. It may be tried again."""
+        """Called when an attempt raised. The trajectory is as far as it came; it may be retried."""
 
     def queued(self, trajectory_ids: Iterable[str]) -> None:
-        """Their group is ready for a batch."""
+        """Called when the group of the trajectories is ready for a batch."""
 
     def trained(self, trajectory_ids: Iterable[str], step: int) -> None:
-        """A step that consumed them is done."""
+        """Called when a step that consumed the trajectories is done."""
 
     def dropped(self, trajectory_ids: Iterable[str], reason: str) -> None:
-        """They will not be trained."""
+        """Called when the trajectories will not be trained."""
 
 
-def kept(trajectory: Trajectory) -> ArchivedTrajectory:
-    """A trajectory without its routing rows, which it no longer holds in memory then."""
+def without_routing(trajectory: Trajectory) -> ArchivedTrajectory:
+    """Return a trajectory without its routing rows, whose memory can then be freed."""
     trace = trajectory.trace
     counts = None
     if trace is not None:
@@ -151,60 +152,60 @@ def kept(trajectory: Trajectory) -> ArchivedTrajectory:
 
 
 class Archive(Observer):
-    """Writes the archive of a run. `write` may be called from any thread, all else is the event loop's.
+    """Writes the archive of a run. All methods but `write_notes` are for the event loop's thread.
 
     Example:
         >>> archive = Archive(run_dir / archive.FILE, keep=1000)
         >>> archive.ended(trajectory, attempt=1)
-        >>> archive.write()
+        >>> archive.write_notes()
     """
 
     def __init__(self, path: Path, keep: int, clock: Callable[[], float] = time.time) -> None:
-        """Open or make the file.
+        """Open or create the file.
 
         Args:
-            path: Of the file.
-            keep: So many newest trajectories.
-            clock: Seconds since 1970.
+            path: The path of the file.
+            keep: The number of newest trajectories to keep.
+            clock: Returns seconds since 1970.
         """
         self._path = path
         self._keep = keep
         self._clock = clock
-        # What is older would be deleted with the next writing anyway.
+        # The next write would delete older notes anyway.
         self._notes: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=8 * keep)
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
         try:
             self._database = self._open()
         except sqlite3.Error as error:
-            log.warning("trajectories are not kept, %s cannot be opened: %s", path, error)
+            log.warning("trajectories are not archived, %s cannot be opened: %s", path, error)
 
     def rollback(self, step: int) -> None:
-        """The run goes on from the checkpoint of a step: what was trained after it counts as dropped."""
+        """Mark what was trained after a step as dropped: the run continues from its checkpoint."""
         self._note("rollback", step)
 
     def ended(self, trajectory: Trajectory, attempt: int) -> None:
-        """See `Observer.ended`."""
-        self._note("put", kept(trajectory), attempt, "ended", None)
+        """Implements `Observer.ended`."""
+        self._note("put", without_routing(trajectory), attempt, "ended", None)
 
     def failed(self, trajectory: Trajectory, attempt: int, error: Exception) -> None:
-        """See `Observer.failed`."""
-        self._note("put", kept(trajectory), attempt, "failed", f"{type(error).__name__}: {error}")
+        """Implements `Observer.failed`."""
+        self._note("put", without_routing(trajectory), attempt, "failed", f"{type(error).__name__}: {error}")
 
     def queued(self, trajectory_ids: Iterable[str]) -> None:
-        """See `Observer.queued`."""
+        """Implements `Observer.queued`."""
         self._note("settle", tuple(trajectory_ids), "queued", None, None, "its group is queued")
 
     def trained(self, trajectory_ids: Iterable[str], step: int) -> None:
-        """See `Observer.trained`."""
+        """Implements `Observer.trained`."""
         self._note("settle", tuple(trajectory_ids), "trained", None, step, f"trained in step {step}")
 
     def dropped(self, trajectory_ids: Iterable[str], reason: str) -> None:
-        """See `Observer.dropped`."""
+        """Implements `Observer.dropped`."""
         self._note("settle", tuple(trajectory_ids), "dropped", reason, None, f"dropped: {reason}")
 
-    def write(self) -> None:
-        """Write what was noted, and forget the oldest."""
+    def write_notes(self) -> None:
+        """Write the notes and delete the oldest trajectories."""
         with self._lock:
             if self._database is None or not self._notes:
                 return
@@ -219,13 +220,13 @@ class Archive(Observer):
                 )
                 self._database.execute("COMMIT")
             except sqlite3.Error as error:
-                log.warning("some trajectories are not kept: %s: %s", self._path, error)
+                log.warning("some trajectories are not archived: %s: %s", self._path, error)
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
 
     def close(self) -> None:
-        """Write the rest and close."""
-        self.write()
+        """Write the remaining notes and close the file."""
+        self.write_notes()
         with self._lock:
             if self._database is not None:
                 self._database.close()
@@ -235,10 +236,12 @@ class Archive(Observer):
         database = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute(f"PRAGMA journal_size_limit = {_MAX_LOG_BYTES}")
-        database.execute("PRAGMA synchronous = OFF")  # a power cut may cost it; nothing depends on it
+        database.execute(
+            "PRAGMA synchronous = OFF"
+        )  # a power cut may destroy the file; the run does not depend on it
         ((version,),) = database.execute("PRAGMA user_version").fetchall()
         if version != _SCHEMA_VERSION:
-            # Another program's: only for looking at, so it makes room.
+            # The file is of another version. It serves inspection only, so it can be replaced.
             database.executescript(
                 "DROP TABLE IF EXISTS trajectories; DROP TABLE IF EXISTS events;"
                 f"BEGIN; {_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;"
@@ -302,7 +305,7 @@ class Archive(Observer):
         what: str,
     ) -> None:
         for name in trajectory_ids:
-            # What failed before it was dropped keeps its error, which says more.
+            # A trajectory that failed before it was dropped keeps its error, which says more.
             done = database.execute(
                 "UPDATE trajectories SET status = ?, step = ?, "
                 "reason = CASE WHEN status = 'failed' THEN reason ELSE ? END WHERE trajectory_id = ?",
@@ -326,19 +329,19 @@ def _write_event(database: sqlite3.Connection, name: str, unix_s: float, what: s
 
 
 class ArchiveReader:
-    """Looks at the archive of a run, which may be running.
+    """Reads the archive of a run, which may be running.
 
     Example:
         >>> reader = ArchiveReader(run_dir / FILE)
-        >>> rows = reader.rows("reward < 0.5", order="tokens DESC", limit=20)
-        >>> kept, events = reader.read(rows[0].trajectory_id)
+        >>> rows = reader.find_rows("reward < 0.5", order="tokens DESC", limit=20)
+        >>> archived, events = reader.read_trajectory(rows[0].trajectory_id)
     """
 
     def __init__(self, path: Path) -> None:
-        """Open it, read-only.
+        """Open the file, read-only.
 
         Raises:
-            ConfigError: When there is none, or of another version of this program.
+            ConfigError: When it does not exist, or is of another version of this program.
         """
         if not path.is_file():
             raise ConfigError(
@@ -353,16 +356,16 @@ class ArchiveReader:
         if version != _SCHEMA_VERSION:
             raise ConfigError(f"{path} is of version {version}, this program reads {_SCHEMA_VERSION}")
 
-    def rows(
+    def find_rows(
         self, where: str = "1", values: Sequence[Any] = (), *, order: str = "number DESC", limit: int = -1
     ) -> list[ArchiveRow]:
-        """Rows of a table.
+        """Return rows of the table of trajectories.
 
         Args:
-            where: A condition in SQL on the fields of `Row`, written by us.
-            values: For its question marks.
-            order: In SQL.
-            limit: Most rows; -1 for all.
+            where: An SQL condition on the fields of `ArchiveRow`; never text of a user.
+            values: The values of its question marks.
+            order: The order, in SQL.
+            limit: The number of rows at most; -1 for all.
         """
         columns = ", ".join(ArchiveRow.__struct_fields__)
         found = self._database.execute(
@@ -373,23 +376,25 @@ class ArchiveReader:
             for row in found
         ]
 
-    def count(self) -> int:
-        """Trajectories that are there."""
+    def count_trajectories(self) -> int:
+        """Return the number of trajectories."""
         ((number,),) = self._database.execute("SELECT count(*) FROM trajectories")
         return int(number)
 
-    def read(self, trajectory_id: str) -> tuple[ArchivedTrajectory, list[ArchiveEvent]]:
-        """One trajectory that `rows` has shown, and what became of it.
+    def read_trajectory(self, trajectory_id: str) -> tuple[ArchivedTrajectory, list[ArchiveEvent]]:
+        """Return one trajectory that `find_rows` has listed, and its events.
 
         Raises:
-            ConfigError: When it is gone meanwhile, for newer ones.
+            ConfigError: When newer ones have replaced it meanwhile.
             CorruptFrame: When it is damaged.
         """
         found = self._database.execute(
             "SELECT frame FROM trajectories WHERE trajectory_id = ?", (trajectory_id,)
         ).fetchone()
         if found is None:
-            raise ConfigError(f"trajectory {trajectory_id} has made room for newer ones")
+            raise ConfigError(
+                f"trajectory {trajectory_id} is no longer in the archive: newer ones have replaced it"
+            )
         try:
             item = codec.decode(found[0], ArchivedTrajectory)
         except CorruptFrame as error:

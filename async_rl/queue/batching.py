@@ -1,4 +1,4 @@
-"""Groups into one packed batch: every token is copied once, to its place, and nothing is padded."""
+"""Packs groups into one batch: copies each token once, to its position, without padding."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from async_rl.errors import AlignmentError, DataError
 from async_rl.types import Context, Group, TrainBatch, Trajectory
 
 
-def assemble(
+def assemble_batch(
     groups: Sequence[Group],
     version: int,
     batch_id: str,
     facts: EngineFacts | None = None,
     oldest: int | None = None,
 ) -> TrainBatch:
-    """Pack whole groups into arrays of their own; see `plan` and `fill` for the arguments and errors."""
-    batch = plan(groups, version, batch_id, facts)
-    fill(batch, groups, oldest)
+    """Pack whole groups into new arrays; `plan_batch` and `fill_batch` describe the arguments and errors."""
+    batch = plan_batch(groups, version, batch_id, facts)
+    fill_batch(batch, groups, oldest)
     return batch
 
 
-def plan(
+def plan_batch(
     groups: Sequence[Group], version: int, batch_id: str, facts: EngineFacts | None = None
 ) -> TrainBatch:
-    """The batch with arrays of the right shapes and any content; they cost no memory until they are touched.
+    """Return the batch with arrays of the right shapes; they take no memory until they are written.
 
     Args:
-        groups: In the order of the batch.
+        groups: The groups, in the order of the batch.
         version: The weight version that the trainer holds.
-        batch_id: Name of the batch.
-        facts: Of the model, when routing is replayed.
+        batch_id: The name of the batch.
+        facts: The model's facts, when routing is replayed.
 
     Raises:
         DataError: When there is nothing to train on, or a trajectory has no tokens.
@@ -65,17 +65,16 @@ def plan(
     )
 
 
-def fill(batch: TrainBatch, groups: Sequence[Group], oldest: int | None = None) -> None:
+def fill_batch(batch: TrainBatch, groups: Sequence[Group], oldest: int | None = None) -> None:
     """Write every element of the arrays of a planned batch.
 
     Args:
-        batch: Planned for these groups.
-        groups: In the order of the batch.
-        oldest: Tokens sampled by older weights than this are left out of the loss; None leaves out none.
+        batch: The batch, planned for these groups.
+        groups: The groups, in the order of the batch; their routing rows have passed `check_model`.
+        oldest: Tokens that older weights than this sampled are left out of the loss; None leaves out none.
 
     Raises:
         DataError: When a trajectory has no reward.
-        AlignmentError: When routing rows do not fit the tokens or the model.
     """
     position = index = 0
     batch.offsets[0] = 0
@@ -94,31 +93,34 @@ def fill(batch: TrainBatch, groups: Sequence[Group], oldest: int | None = None) 
             batch.offsets[index] = end
 
 
-def check_routing(trajectory: Trajectory, moe_layers: tuple[int, ...], top_k: int, num_experts: int) -> None:
-    """Check that stored routing is of its tokens and of the model that is trained.
+def check_model(trajectory: Trajectory, facts: EngineFacts) -> None:
+    """Check that stored routing rows are of the model that is trained: a run may be resumed with another one.
 
-    It was verified when it was made, but a run may be resumed with another model. The ids themselves are not
-    looked at again.
+    Only types and shapes are compared. The session verified text and ids when the rows arrived, and the frame
+    has a checksum.
 
     Raises:
-        AlignmentError: With the trajectory, what is wrong and what was expected.
+        AlignmentError: When they are not; names the trajectory, what was found and what was expected.
     """
     trace = trajectory.trace
     if trace is None:
         return
     found = trace.rows.shape, trace.rows.dtype, trace.num_experts
-    shape = (trajectory.num_tokens - 1, len(moe_layers), top_k)
-    expected = shape, routing.id_dtype(num_experts), num_experts
-    try:
-        if found != expected:
-            raise AlignmentError(
-                "routing of shape {}, {}, {} experts".format(*found)
-                + "; expected {}, {}, {}".format(*expected),
-                "too_many_rows" if len(trace.rows) > shape[0] else "wrong_shape",
-            )
-        routing.check_origin(trace, trajectory.token_ids, moe_layers)
-    except AlignmentError as error:
-        raise AlignmentError(f"trajectory {trajectory.trajectory_id}: {error}", error.reason) from error
+    shape = (trajectory.num_tokens - 1, len(facts.moe_layers), facts.top_k)
+    expected = shape, routing.id_dtype(facts.num_experts), facts.num_experts
+    if found != expected:
+        raise AlignmentError(
+            f"trajectory {trajectory.trajectory_id}: "
+            + "routing of shape {}, {}, {} experts".format(*found)
+            + "; expected {}, {}, {}".format(*expected),
+            "too_many_rows" if len(trace.rows) > shape[0] else "wrong_shape",
+        )
+    if trace.moe_layers != facts.moe_layers:
+        raise AlignmentError(
+            f"trajectory {trajectory.trajectory_id}: routing of the layers {trace.moe_layers}, expected "
+            f"{facts.moe_layers}",
+            "wrong_layers",
+        )
 
 
 def _fill_tokens(batch: TrainBatch, position: int, trajectory: Trajectory, oldest: int | None) -> int:
@@ -139,7 +141,7 @@ def _fill_tokens(batch: TrainBatch, position: int, trajectory: Trajectory, oldes
 
 
 def _fill_routing(batch: TrainBatch, start: int, end: int, trajectory: Trajectory) -> None:
-    """Rows of the fed tokens; the token sampled last was never fed."""
+    """Copy the rows of the fed tokens; the token sampled last was never fed."""
     experts, valid, trace = batch.routed_experts, batch.routing_valid, trajectory.trace
     assert experts is not None
     assert valid is not None
@@ -147,7 +149,6 @@ def _fill_routing(batch: TrainBatch, start: int, end: int, trajectory: Trajector
         experts[start:end] = 0
         valid[start:end] = False
         return
-    check_routing(trajectory, batch.moe_layers, experts.shape[-1], batch.num_experts)
     experts[start : end - 1] = trace.rows
     experts[end - 1] = 0
     valid[start : end - 1] = trace.valid

@@ -1,19 +1,19 @@
-"""What trajectories in flight have so far, on disk once a second, so that a killed driver goes on from there.
+"""Writes the tokens of trajectories in flight to disk once per second, for a killed driver to continue.
 
 ```
- session ──segments, turns, the running call──► Entry ──news──► Journal ──a write a tick──► journal-000007
-                                                                                                │ killed
- session ◄───────────── replay (rollout.replay) ◄───────────── Journal.restore ◄────────────────┘
+ session ─segments, turns, running call─► JournalEntry ─records─► Journal ─a write per tick─► journal-000007
+                                                                                                    │ killed
+ session ◄───────────── rollout.session.restore ◄───────────── Journal.restore ◄────────────────────┘
 ```
 
-An entry is told everything at once and asked once a tick; what is new since goes into one write of all
-trajectories, in a thread. `queue.journal_file` says what the file looks like. When it has grown to a multiple
-of what is alive, that is written into the next file and this one removed: disk use is bounded by what is in
-flight.
+A session updates its entry at once; the journal collects the changes of all entries once per tick and writes
+them together, in a thread. `queue.journal_file` describes the file. When the file has grown to a multiple of
+what is in flight, the state is written to the next file and this one is deleted: disk use is bounded by what
+is in flight.
 
-The file is written, not synced: it survives the death of the process, and a power cut costs its tail.
-Routing rows are not in it. They are ten times the tokens, and the first call after a restart, or a prefill
-without new tokens, reports all of them again.
+The file is written, not synced: it survives the death of the process, and a power cut loses its end. It
+contains no routing rows. They are ten times as large as the tokens, and the first call after a restart, or a
+prefill without new tokens, reports all of them again.
 """
 
 from __future__ import annotations
@@ -34,44 +34,45 @@ import numpy as np
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal_file import (
-    Journalled,
+    JournalledTrajectory,
     JournalRecord,
     TurnNote,
-    encoded,
-    files,
-    number,
-    read,
+    encode_records,
+    file_number,
+    journal_files,
+    read_journal,
 )
 from async_rl.types import Sampled, Segment, VersionSpan, cap_versions, root_of
 
 log = logging.getLogger(__name__)
 
 _COMPACT_BYTES: Final = 1 << 20
-"""A file below this is never compacted: rewriting it would save nothing worth a second file."""
+"""A smaller file is never compacted: rewriting it would not pay for a second file."""
 
 _GROWTH: Final = 4
-"""A file is compacted when it has grown to this multiple of what it began with, all of which was alive:
-rewriting costs a third of what is appended, and nobody has to add up what is alive."""
+"""A file is compacted when it has grown to this multiple of its initial size: rewriting costs a third of what
+is appended, and the size of what is in flight need not be computed."""
 
 
 class OpenCall(Protocol):
-    """An engine call that runs: what it has delivered so far. Lists grow, or are cleared."""
+    """A running engine call and what it has delivered so far. Its lists grow, or are cleared."""
 
     engine_id: str
     since_version: int
-    """What the engine served when it began: tokens that have not arrived yet may be of these weights."""
+    """The version that the engine served when the call began: tokens that have not arrived yet may be of
+    these weights."""
     token_ids: list[int]
     log_probs: list[float]
     versions: list[VersionSpan]
 
 
-class Entry:
-    """One trajectory's side of the journal. Its session tells it everything, at once; the journal asks later.
+class JournalEntry:
+    """The journal's view of one trajectory. Its session updates it at once; the journal reads it later.
 
     Example:
         >>> entry.begin_turn(7, max_new_tokens=16, stop=())
         >>> entry.call = call  # its lists grow
-        >>> entry.segments.append(segment)  # and when it has ended, what is kept of it
+        >>> entry.segments.append(segment)  # what is kept of the call when it has ended
         >>> entry.end_turn(12, "stop")
     """
 
@@ -79,26 +80,26 @@ class Entry:
         self,
         trajectory_id: str,
         attempt: int = 1,
-        replay: Journalled | None = None,
+        restored: JournalledTrajectory | None = None,
         inherited: Sequence[Segment] = (),
     ) -> None:
-        """Begin with nothing, or as a branch with what it inherits.
+        """Begin empty, or as a branch with its inherited segments.
 
         Args:
-            trajectory_id: Of the trajectory.
-            attempt: Which try of it this is, from 1.
-            replay: What an earlier process left of this attempt, beyond what is inherited. It stands in the
-                journal for this entry until `end_replay`.
-            inherited: Of the trajectory that it is a branch of, whose tokens they are.
+            trajectory_id: The id of the trajectory.
+            attempt: The number of this attempt, from 1.
+            restored: What an earlier process left of this attempt, beyond what is inherited. The journal
+                contains it in the place of this entry's own data until `end_restoring`.
+            inherited: The segments of the trajectory that this one is a branch of.
         """
         self.trajectory_id = trajectory_id
         self.attempt = attempt
         self.segments: list[Segment] = list(inherited)
         self._num_inherited = len(inherited)
         self.call: OpenCall | None = None
-        self.replay = replay
-        self.unsaid = False
-        """Whether the journal may not have all of what is to be replayed."""
+        self.restored = restored
+        self.unwritten = False
+        """Whether the journal may lack some of what is to be restored."""
         self._turns: list[TurnNote] = []
         self._epoch = 0
         self._index = 0
@@ -108,22 +109,22 @@ class Entry:
         self._written_turns = 0
 
     def begin_turn(self, start: int, max_new_tokens: int, stop: Sequence[str]) -> None:
-        """The policy is asked for a turn."""
+        """Record that a turn of the policy begins."""
         self._turns.append(TurnNote(start=start, max_new_tokens=max_new_tokens, stop=tuple(stop)))
 
     def end_turn(self, end: int, reason: Literal["stop", "length"]) -> None:
-        """The turn is whole."""
+        """Record that the turn is complete."""
         self._turns[-1] = msgspec.structs.replace(self._turns[-1], end=end, reason=reason)
         self._written_turns = min(self._written_turns, len(self._turns) - 1)
 
     @property
     def in_turn(self) -> bool:
-        """Whether the policy is asked for tokens now."""
+        """Whether a turn of the policy is running."""
         return bool(self._turns) and self._turns[-1].end is None
 
     @property
     def versions(self) -> Iterator[int]:
-        """The versions that sampled its own tokens, in the running call and what is to be replayed too."""
+        """The versions that sampled its own tokens, including the running call and what is to be restored."""
         known = self._own
         yield from (s.weight_version for s in known if isinstance(s, Sampled))
         if self.call is not None:
@@ -132,63 +133,63 @@ class Entry:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Its own tokens that the policy wrote, in the running call and what is to be replayed too."""
+        """The number of its own sampled tokens, including the running call and what is to be restored."""
         closed = sum(len(s.token_ids) for s in self._own if isinstance(s, Sampled))
         return closed + (len(self.call.token_ids) if self.call is not None else 0)
 
     @property
-    def left(self) -> Journalled:
-        """What another run of its agent loop can go on from; no call runs any more."""
+    def state_to_continue(self) -> JournalledTrajectory:
+        """The state that another run of the agent loop can continue; no call runs any more."""
         inherited, own = self.segments[: self._num_inherited], self._own
-        return Journalled(
+        return JournalledTrajectory(
             trajectory_id=self.trajectory_id,
             attempt=self.attempt,
             segments=(*inherited, *own),
-            turns=tuple(self._turns) if self.replay is None else self.replay.turns,
+            turns=tuple(self._turns) if self.restored is None else self.restored.turns,
         )
 
     @property
     def _own(self) -> Sequence[Segment]:
-        return self.segments[self._num_inherited :] if self.replay is None else self.replay.segments
+        return self.segments[self._num_inherited :] if self.restored is None else self.restored.segments
 
-    def end_replay(self) -> None:
-        """From now on the trajectory is what this entry was told, no longer what was left of it."""
-        self.replay = None
+    def end_restoring(self) -> None:
+        """End restoring: from now on the entry holds the trajectory, not what an earlier process left."""
+        self.restored = None
 
-    def news(self) -> JournalRecord | None:
-        """What was not written yet; it counts as written from now on. None when there is nothing."""
-        if self.replay is not None:
-            return self.everything() if self.unsaid else None
+    def next_record(self) -> JournalRecord | None:
+        """Return what was not written yet and count it as written; None when there is nothing."""
+        if self.restored is not None:
+            return self.full_record() if self.unwritten else None
         call = self.call
         known = self._written_open if call is self._written_call else 0
         sampled = 0 if call is None else len(call.token_ids)
-        known = min(known, sampled)  # less than it was: an answer that could not be right was cleared
+        known = min(known, sampled)  # fewer than before: an invalid answer was cleared
         closed = tuple(self.segments[self._written_segments :])
         turns = tuple(self._turns[self._written_turns :])
         if not closed and not turns and known == sampled and known == self._written_open:
             return None
         return self._write(closed, known, turns)
 
-    def everything(self) -> JournalRecord | None:
-        """All there is, in one record that begins a new epoch; None when there is nothing yet."""
+    def full_record(self) -> JournalRecord | None:
+        """Return the whole state in one record that begins a new epoch; None when there is nothing yet."""
         self._epoch += 1
         self._index = self._written_segments = self._written_open = self._written_turns = 0
         self._written_call = None
-        if self.replay is None:
-            return self.news()
-        self.unsaid = False
+        if self.restored is None:
+            return self.next_record()
+        self.unwritten = False
         record = JournalRecord(
             trajectory_id=self.trajectory_id,
             attempt=self.attempt,
             epoch=self._epoch,
             index=0,
-            segments=(*self.segments[: self._num_inherited], *self.replay.segments),
+            segments=(*self.segments[: self._num_inherited], *self.restored.segments),
             open_start=0,
             open=(),
             first_turn=0,
-            turns=self.replay.turns,
+            turns=self.restored.turns,
         )
-        self._epoch += 1  # that of the entry's own records, which do not continue this one
+        self._epoch += 1  # for the entry's own records, which do not continue this one
         return record
 
     def _write(
@@ -214,14 +215,14 @@ class Entry:
 
 
 class Journal:
-    """The journal of a run, in a folder of its own. All methods are for the event loop's thread.
+    """The journal of a run, in its own folder. All methods are for the event loop's thread.
 
     Example:
         >>> journal = Journal(Path("journal"), metrics=metrics)
-        >>> left = journal.restore(in_flight_ids, newest_version=step)
-        >>> entry = journal.open(trajectory_id, replay=left.get(trajectory_id))
-        >>> await journal.tick(before=ledger.flush)  # once a second
-        >>> journal.forget([trajectory_id])  # it is kept elsewhere, or settled
+        >>> restored = journal.restore(in_flight_ids, newest_version=step)
+        >>> entry = journal.open_entry(trajectory_id, restored=restored.get(trajectory_id))
+        >>> await journal.write_in_thread(before=ledger.flush)  # once per second
+        >>> journal.remove_entries([trajectory_id])  # it is stored elsewhere, or settled
     """
 
     def __init__(self, directory: Path, metrics: Metrics | None = None) -> None:
@@ -229,36 +230,39 @@ class Journal:
         self._directory = directory
         self._metrics = metrics
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._entries: dict[str, Entry] = {}
-        self._branches: defaultdict[str, set[str]] = defaultdict(set)  # of those entries, by root
-        self._waiting: deque[tuple[list[JournalRecord], bool]] = deque()  # gathered, not written
+        self._entries: dict[str, JournalEntry] = {}
+        self._branches: defaultdict[str, set[str]] = defaultdict(set)  # ids of branch entries, by root
+        self._waiting: deque[tuple[list[JournalRecord], bool]] = deque()  # collected, not written
         self._lock = threading.Lock()
-        self._number = max((number(path) for path in files(directory)), default=0)
+        self._number = max((file_number(path) for path in journal_files(directory)), default=0)
         self._file: int | None = None
         self._nbytes = self._began_with = 0
 
     @property
     def nbytes(self) -> int:
-        """Size of the file that is written."""
+        """The size of the current file."""
         return self._nbytes
 
-    def restore(self, alive: Collection[str], newest_version: int) -> dict[str, Journalled]:
-        """Read what an earlier process left, forget what is no longer in flight, and go on in a new file.
+    def restore(self, alive: Collection[str], newest_version: int) -> dict[str, JournalledTrajectory]:
+        """Read what an earlier process left, drop what is no longer in flight, and continue in a new file.
 
         Args:
-            alive: Trajectories in flight. Their branches are alive with them.
-            newest_version: Of the checkpoint that the run goes on from. Tokens of later versions, which are
-                no more, count as sampled by it: as old as they can be, so that the bound is kept.
+            alive: The trajectories in flight; their branches are in flight with them.
+            newest_version: The version of the checkpoint that the run continues from. The restart undoes
+                later versions: their tokens count as sampled by this one, as old as they can be, so that the
+                bound holds.
 
         Returns:
-            By trajectory, what `open` may be given as its `replay`.
+            The trajectories by id; `open_entry` takes them as `restored`.
 
         Raises:
-            SpoolFull: When the disk has no room for the new file; the old one stays.
+            SpoolFull: When the disk has no space for the new file; the old one stays.
         """
-        found, lost = read(self._directory)
+        found, lost = read_journal(self._directory)
         if lost:
-            log.warning("%d records of the journal are damaged; their trajectories go on from before", lost)
+            log.warning(
+                "%d records of the journal are damaged; their trajectories continue from earlier tokens", lost
+            )
         if self._metrics is not None:
             self._metrics.journal_corrupt_records_total.inc(lost)
         left = {
@@ -266,35 +270,35 @@ class Journal:
             for name, state in found.items()
             if (root := root_of(name)) in alive and found.get(root, state).attempt == state.attempt
         }
-        self._entries = {name: Entry(name, state.attempt, state) for name, state in left.items()}
+        self._entries = {name: JournalEntry(name, state.attempt, state) for name, state in left.items()}
         for name in left:
             self._note_branch(name)
         self._gather(compact=True)
         self._append()
         return left
 
-    def open(
+    def open_entry(
         self,
         trajectory_id: str,
         attempt: int = 1,
-        replay: Journalled | None = None,
+        restored: JournalledTrajectory | None = None,
         inherited: Sequence[Segment] = (),
-    ) -> Entry:
-        """Journal a trajectory from now on, in the place of an earlier attempt of it; see `Entry`."""
+    ) -> JournalEntry:
+        """Return the entry of a trajectory, which replaces that of an earlier attempt; see `JournalEntry`."""
         before = self._entries.get(trajectory_id)
-        entry = Entry(trajectory_id, attempt, replay, inherited)
+        entry = JournalEntry(trajectory_id, attempt, restored, inherited)
         if before is not None:
             entry._epoch = before._epoch + 1
-            # Of an entry that was written to since, not all may have come into the file.
-            entry.unsaid = replay is not None and (before.unsaid or before.replay is None)
+            # The file may lack changes of an entry updated meanwhile.
+            entry.unwritten = restored is not None and (before.unwritten or before.restored is None)
             if before.attempt != attempt:
-                self.forget([trajectory_id])  # with the branches of that attempt
+                self.remove_entries([trajectory_id])  # including the branches of that attempt
         self._entries[trajectory_id] = entry
         self._note_branch(trajectory_id)
         return entry
 
-    def forget(self, trajectory_ids: Collection[str]) -> None:
-        """These and their branches need no journal any more; they leave the file when it is compacted."""
+    def remove_entries(self, trajectory_ids: Collection[str]) -> None:
+        """Remove trajectories and their branches; the next compaction removes them from the file."""
         for trajectory_id in trajectory_ids:
             for name in (trajectory_id, *self._branches.pop(trajectory_id, ())):
                 self._entries.pop(name, None)
@@ -303,14 +307,15 @@ class Journal:
         if (root := root_of(trajectory_id)) != trajectory_id:
             self._branches[root].add(trajectory_id)
 
-    async def tick(self, before: Callable[[], None] = lambda: None) -> None:
+    async def write_in_thread(self, before: Callable[[], None] = lambda: None) -> None:
         """Write what is new, in a thread.
 
         Args:
-            before: Called in that thread before the write: the ledger must know what the journal tells of.
+            before: Called in that thread before the write: the ledger must contain the journal's
+                trajectories.
 
         Raises:
-            SpoolFull: When the disk is full. What was written before is whole and stays.
+            SpoolFull: When the disk is full. What was written before is complete and stays.
         """
 
         def work() -> None:
@@ -320,17 +325,17 @@ class Journal:
         self._gather()
         await asyncio.to_thread(work)
 
-    def write(self) -> None:
-        """Write what is new, now, in this thread.
+    def write_entries(self) -> None:
+        """Write what is new, in the calling thread.
 
         Raises:
-            SpoolFull: As `tick`.
+            SpoolFull: As `write_in_thread`.
         """
         self._gather()
         self._append()
 
     def close(self) -> None:
-        """Close the file; write first what should be in it. A thread that comes too late writes nothing."""
+        """Close the file without writing. A thread that comes too late writes nothing."""
         with self._lock:
             self._waiting.clear()
             if self._file is not None:
@@ -338,18 +343,20 @@ class Journal:
                 self._file = None
 
     def _gather(self, *, compact: bool = False) -> None:
-        """Take what is to be written, and decide whether it goes into a new file."""
+        """Collect what is to be written, and decide whether it goes into a new file."""
         compact = compact or self._nbytes > max(_COMPACT_BYTES, _GROWTH * self._began_with)
-        records = (entry.everything() if compact else entry.news() for entry in self._entries.values())
+        records = (
+            entry.full_record() if compact else entry.next_record() for entry in self._entries.values()
+        )
         self._waiting.append(([record for record in records if record is not None], compact))
 
     def _append(self) -> None:
-        """Write what was gathered, in order: whole records or none. From any thread."""
+        """Write what was collected, in order: whole records or none. From any thread."""
         with self._lock:
             while self._waiting:
                 records, compact = self._waiting.popleft()
                 try:
-                    self._write(encoded(records), compact)
+                    self._write(encode_records(records), compact)
                 except BaseException:
                     self._waiting.appendleft((records, compact))
                     raise
@@ -364,7 +371,7 @@ class Journal:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise SpoolFull(
-                f"the journal {self._directory} has {self._nbytes} bytes and no room for another "
+                f"the journal {self._directory} has {self._nbytes} bytes and no space for another "
                 f"{len(data)}: the disk is full; free some and start the run again, it goes on from what "
                 "was written"
             ) from error
@@ -376,13 +383,13 @@ class Journal:
         try:
             _write_all(file, data)
         except OSError:
-            os.ftruncate(file, self._nbytes)  # half a record must not stand before later ones
+            os.ftruncate(file, self._nbytes)  # later records must not follow half a record
             raise
         self._nbytes += len(data)
 
     def _replace(self, data: bytes) -> None:
-        """Begin the next file; the one before goes when this one is there."""
-        old = files(self._directory)
+        """Begin the next file and delete the one before when it is complete."""
+        old = journal_files(self._directory)
         path = self._directory / f"journal-{self._number + 1:06d}"
         part = path.with_name(f".{path.name}.part")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
@@ -403,7 +410,7 @@ class Journal:
 
 
 def _pieces(call: OpenCall, start: int) -> Iterator[Sampled]:
-    """What a running call sampled from its `start`-th token on, one piece for each weight version."""
+    """Yield what a running call sampled from its `start`-th token on, one piece per weight version."""
     for span in call.versions:
         begin = max(span.start, start)
         if begin < span.end:

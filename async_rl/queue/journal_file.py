@@ -1,9 +1,9 @@
-"""The journal's file: a sequence of codec frames, one for each record, and what they come to.
+"""The journal's file: a sequence of codec frames, one per record, and the trajectories that they add up to.
 
-A record says what is new of one trajectory. It is numbered within its *epoch*, so that a damaged one ends the
-journal of its trajectory there: the next one does not continue what is known. Number 0 begins anew: another
-attempt, a replay that took another course, a file that was compacted. What is cut short at the end of a file
-was being written when the process died.
+A record contains what is new of one trajectory. It is numbered within its *epoch*, so that a damaged record
+ends the journal of its trajectory there: the next one does not continue what is known. Number 0 begins anew:
+with another attempt, after a restored trajectory took another course, or in a file that was compacted. A
+record that is cut short at the end of a file was being written when the process died.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MAGIC: Final = b"ASYNCRL\0"
 
 
 class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of `Session.generate`: what was asked for, and how it ended."""
+    """One call of `Session.generate`: its request and its end."""
 
     start: int
-    """Tokens of the trajectory before it."""
+    """The number of the trajectory's tokens before it."""
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     end: int | None = None
-    """Tokens of the trajectory after it; None while it runs."""
+    """The number of the trajectory's tokens after it; None while it runs."""
     reason: Literal["stop", "length"] = "length"
 
 
@@ -42,30 +42,30 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     epoch: int
     """Grows whenever the trajectory is written anew, from its beginning."""
     index: int
-    """Of this record in its epoch, consecutive."""
+    """The number of this record in its epoch, consecutive."""
     segments: tuple[Context | Sampled, ...]
-    """Closed since the last record; they are final."""
+    """The segments closed since the last record; they are final."""
     open_start: int
-    """Tokens of the running call that earlier records hold and that still count."""
+    """The number of the running call's tokens that earlier records hold and that still count."""
     open: tuple[Sampled, ...]
-    """What the running call sampled since, one piece for each weight version."""
+    """What the running call has sampled since, one piece per weight version."""
     first_turn: int
     turns: tuple[TurnNote, ...]
-    """From the `first_turn`-th on, in the place of what was known of them."""
+    """The turns from the `first_turn`-th on, which replace what was known of them."""
 
 
-class Journalled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What the journal knows of one trajectory."""
+class JournalledTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The state of one trajectory according to the journal."""
 
     trajectory_id: str
     attempt: int
     segments: tuple[Segment, ...]
     turns: tuple[TurnNote, ...] = ()
 
-    def after(self, prefix: Sequence[Segment]) -> Journalled | None:
-        """What there is beyond these segments; None when it does not begin with their tokens.
+    def after(self, prefix: Sequence[Segment]) -> JournalledTrajectory | None:
+        """Return the state beyond these segments; None when it does not begin with their tokens.
 
-        Where they are cut does not matter, but for their end.
+        Where the tokens are divided into segments does not matter, except at the end.
         """
         wanted = np.concatenate([segment.token_ids for segment in prefix])
         count = end = 0
@@ -79,12 +79,12 @@ class Journalled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def num_tokens(self) -> int:
-        """Context and sampled together."""
+        """The number of tokens, context and sampled together."""
         return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy wrote."""
+        """The number of tokens that the policy wrote."""
         return sum(len(s.token_ids) for s in self.segments if isinstance(s, Sampled))
 
     @property
@@ -93,12 +93,12 @@ class Journalled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return min((s.weight_version for s in self.segments if isinstance(s, Sampled)), default=None)
 
 
-def read(directory: Path) -> tuple[dict[str, Journalled], int]:
-    """What the journal in a folder tells, by trajectory, and how many records are damaged."""
+def read_journal(directory: Path) -> tuple[dict[str, JournalledTrajectory], int]:
+    """Read the journal in a folder; return the trajectories by id and the number of damaged records."""
     states: dict[str, _State] = {}
     lost = 0
-    for path in files(directory):
-        for record in read_records(path.read_bytes()):
+    for path in journal_files(directory):
+        for record in read_journal_records(path.read_bytes()):
             if record is None:
                 lost += 1
             else:
@@ -107,15 +107,15 @@ def read(directory: Path) -> tuple[dict[str, Journalled], int]:
     return {name: state for name, state in known.items() if state.segments}, lost
 
 
-def read_records(data: bytes) -> Iterator[JournalRecord | None]:
-    """The records of a file in order, None for each stretch that is damaged. A torn tail is left out."""
+def read_journal_records(data: bytes) -> Iterator[JournalRecord | None]:
+    """Yield the records of a file in order, None for each damaged stretch. A torn end is left out."""
     view = memoryview(data)
     position = 0
     while position < len(data):
         try:
             head = codec.inspect(view[position:], verify=False)
         except CorruptFrame:
-            # Its length cannot be trusted: look for the next one. What has none after it was cut short.
+            # Its length cannot be trusted: search for the next frame. Without one, the record was cut short.
             position = _next_frame(data, position + codec.ALIGNMENT)
             if position < len(data):
                 yield None
@@ -128,7 +128,7 @@ def read_records(data: bytes) -> Iterator[JournalRecord | None]:
 
 
 class _State:
-    """What the records of one trajectory come to."""
+    """The state of one trajectory after the records so far."""
 
     def __init__(self) -> None:
         self.attempt = self.epoch = self.next = -1
@@ -137,38 +137,38 @@ class _State:
         self._open: list[Sampled] = []
 
     def apply(self, record: JournalRecord) -> None:
-        """Take in a record that continues what is known, or begins anew; ignore any other."""
+        """Apply a record that continues the known state or begins anew; ignore any other."""
         if record.index == 0 or record.attempt > self.attempt:
             self.attempt, self.epoch, self.next = record.attempt, record.epoch, 0
             self.segments, self.turns, self._open = [], [], []
         if (record.attempt, record.epoch, record.index) != (self.attempt, self.epoch, self.next):
-            return  # one before it is damaged: its trajectory ends there
+            return  # a record before it is damaged: the trajectory ends there
         self.next += 1
         self.segments += record.segments
         self._open = [*_cut(self._open, record.open_start), *record.open]
         self.turns = [*self.turns[: record.first_turn], *record.turns]
 
-    def journalled(self, trajectory_id: str) -> Journalled:
-        """What is known, with what the running call had sampled as segments of a call that was aborted."""
+    def journalled(self, trajectory_id: str) -> JournalledTrajectory:
+        """Return the state; what the running call had sampled becomes segments of an aborted call."""
         segments, end = [*self.segments, *_joined(self._open)], 0
         for index, segment in enumerate(segments):
             if isinstance(segment, Sampled) and not np.isfinite(segment.rollout_log_probs).all():
-                segments = segments[:index]  # an answer that would have been refused when its call ended
+                segments = segments[:index]  # the session would have refused this answer at its end
                 break
             end += len(segment.token_ids)
         turns = tuple(_until(turn, end) for turn in self.turns if turn.start <= end)
-        return Journalled(
+        return JournalledTrajectory(
             trajectory_id=trajectory_id, attempt=self.attempt, segments=tuple(segments), turns=turns
         )
 
 
 def _until(turn: TurnNote, end: int) -> TurnNote:
-    """A turn of which there are tokens up to `end` only."""
+    """Return a turn of which there are tokens up to `end` only."""
     return turn if turn.end is None or turn.end <= end else msgspec.structs.replace(turn, end=None)
 
 
 def _cut(pieces: Sequence[Sampled], length: int) -> Iterator[Sampled]:
-    """The first `length` tokens."""
+    """Yield the first `length` tokens."""
     for piece in pieces:
         if length <= 0:
             return
@@ -185,7 +185,7 @@ def _shortened(piece: Sampled, length: int) -> Sampled:
 
 
 def _joined(pieces: Sequence[Sampled]) -> list[Sampled]:
-    """One segment for each weight version of a call that was written piece by piece."""
+    """Return one segment per weight version of a call that was written in pieces."""
     runs: list[list[Sampled]] = []
     for piece in pieces:
         if runs and runs[-1][0].weight_version == piece.weight_version:
@@ -202,8 +202,8 @@ def _joined(pieces: Sequence[Sampled]) -> list[Sampled]:
     ]
 
 
-def encoded(records: Sequence[JournalRecord]) -> bytes:
-    """Frames one after the other, each aligned as its arrays must be."""
+def encode_records(records: Sequence[JournalRecord]) -> bytes:
+    """Encode records as frames, each aligned as its arrays must be."""
     pieces: list[bytes | memoryview] = []
     for record in records:
         frame = codec.encode(record)
@@ -213,7 +213,7 @@ def encoded(records: Sequence[JournalRecord]) -> bytes:
 
 
 def _next_frame(data: bytes, position: int) -> int:
-    """Where the next frame may begin, or the end of the data."""
+    """Return where the next frame may begin, or the end of the data."""
     while (found := data.find(_MAGIC, position)) >= 0:
         if found % codec.ALIGNMENT == 0:
             return found
@@ -221,11 +221,11 @@ def _next_frame(data: bytes, position: int) -> int:
     return len(data)
 
 
-def files(directory: Path) -> list[Path]:
-    """The journal's files in the order in which they were begun; more than one where a process died."""
-    return sorted(directory.glob("journal-*"), key=number)
+def journal_files(directory: Path) -> list[Path]:
+    """Return the journal's files in the order in which they were begun; there are several after a crash."""
+    return sorted(directory.glob("journal-*"), key=file_number)
 
 
-def number(path: Path) -> int:
-    """Of a file."""
+def file_number(path: Path) -> int:
+    """Return the number in the name of a journal file."""
     return int(path.name.removeprefix("journal-"))

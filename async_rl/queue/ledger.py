@@ -1,4 +1,4 @@
-"""Who owns which trajectory, in SQLite, so that a crash at any point neither loses nor repeats a task.
+"""The state of every trajectory, in SQLite, so that a crash at any point neither drops nor repeats a task.
 
 ```
 dispatch ──► in_flight ──queue──► queued ──train──► trained (step) ──commit──► folded into a count
@@ -8,31 +8,32 @@ dispatch ──► in_flight ──queue──► queued ──train──► tr
               └─────────drop─────────┴──► dropped (reason) ──commit──► folded into a count
 ```
 
-At every moment `dispatched = in_flight + queued + trained + sum of dropped`, counted per trajectory. The last
-two states are final: a second settlement is an error, not a no-op.
+At every moment `dispatched = in_flight + queued + trained + sum of dropped`, counted per trajectory (the law
+of conservation). The last two states are final: a second settlement is an error, not a no-op.
 
-Each task has a *position*, its place in the endless sequence of tasks. A position is used up by what became
-of its group, except by a restart, a damaged frame, or where it is to be retried: then it is *pending* and is
-dispatched anew.
+Each task has a *position*, its place in the endless sequence of tasks. The settlement of its group uses up a
+position, except after a restart, a damaged frame or a drop with `retry`: then the position is *pending* and
+is dispatched anew.
 
-Beside them stands what the rest of the run did and what a restart must agree with: attempts, rewards and
-sizes of trajectories that ended, published weight versions, the batch of each step that the trainer
-acknowledged, and committed checkpoints. **A restart at the checkpoint of step N** leaves in flight what was
-in flight (the journal has its tokens) and queued what was queued. What was trained after N is dropped as
-`restart` and its positions are pending. Its frames could have been kept until a checkpoint has their step;
-but groups that were in flight or queued behind them fill the bound already, B (η + 1) of them, and for each
-one put back another would grow too old. Weight versions above N are no more: labels above it count as N
-(`ceiling`), the oldest that they can be, so that the bound is kept.
+The ledger also records what a restart must agree with: attempts, rewards and sizes of trajectories that
+ended, published weight versions, the batch of each step that the trainer acknowledged, and committed
+checkpoints.
 
-**Size.** Rows of what is settled are folded into counts once no kept checkpoint can undo it: a run of a year
-has as many rows as one of a few checkpoints. Ids are compared with those that have rows; older ones are
-unique because they hold a time.
+**A restart at the checkpoint of step N** leaves in flight what was in flight (the journal has its tokens) and
+queued what was queued. What was trained after N is dropped as `restart` and its positions are pending. Its
+frames could have been kept until a checkpoint has their step; but groups that were in flight or queued behind
+them fill the bound already, B (η + 1) of them, and for each one put back another would grow too old. The
+restart undoes weight versions above N: labels above it count as N (`ceiling`), the oldest that they can be,
+so that the bound holds.
 
-Decisions are made on the outstanding groups in memory; what they change is written behind, in order, by
-`flush`. Whoever tells others of a change (that a group is queued, that a step is trained) flushes first. A
-crash before that forgets the newest changes, together: a dispatch that was not written is a task that was not
-dispatched. The database is in WAL mode and is not synced on each commit: it survives the death of the
-process; after a power cut it may miss the last moments, never be inconsistent.
+**Size.** Rows of settled trajectories are folded into counts once no kept checkpoint can undo them: a run of
+a year has as many rows as one of a few checkpoints. Ids are compared with those that have rows; older ones
+are unique because they contain a time.
+
+Decisions are made on the outstanding groups in memory; their changes are written later, in order, by `flush`.
+Callers that report a change to other components (that a group is queued, that a step is trained) flush first.
+A crash before that undoes the newest changes, together: a dispatch that was not written is a task that was
+not dispatched.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from pathlib import Path
 import msgspec
 
 from async_rl.errors import AsyncRLError, InvariantError
-from async_rl.queue.ledger_tables import Tables
+from async_rl.queue.ledger_tables import LedgerTables
 
 REDISPATCHED = frozenset({"restart", "corrupt"})
 """Reasons of drops that are no fault of the task: its position becomes pending."""
 
 
 class Conservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all trajectories are, now."""
+    """The number of trajectories in each state."""
 
     dispatched: int
     in_flight: int
@@ -61,12 +62,12 @@ class Conservation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool:
-        """The law."""
+        """Whether the law of conservation holds."""
         return self.dispatched == self.in_flight + self.queued + self.trained + sum(self.dropped.values())
 
 
 class DataPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the sequence of tasks continues: first the pending positions, then from `cursor` on."""
+    """Where the sequence of tasks continues: first with the pending positions, then from `cursor` on."""
 
     cursor: int = 0
     pending: tuple[int, ...] = ()
@@ -84,25 +85,25 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     ceiling: int | None = None
     in_flight: set[str] = msgspec.field(default_factory=set)
     queued: set[str] = msgspec.field(default_factory=set)
-    kept: dict[str, str] = msgspec.field(default_factory=dict)
-    """Frames of those in flight that have ended while others of the group have not."""
+    stored: dict[str, str] = msgspec.field(default_factory=dict)
+    """Files of the trajectories in flight that have ended while others of the group have not."""
     attempts: dict[str, int] = msgspec.field(default_factory=dict)
-    """Of those in flight that were tried more than once."""
+    """The current attempt of trajectories in flight that are not in their first."""
 
 
 class Ledger:
     """The states of all trajectories. All methods but `flush` are for one thread, that of the event loop.
 
     Example:
-        >>> ledger.dispatch("g1", "task-7", position=7, trajectory_ids=["a", "b"], version=3)
-        >>> ledger.drop(["b"], "error")
-        >>> ledger.queue("g1", ["a"], version=3, frame="slab-000001", frame_bytes=4096)
-        >>> ledger.train(["g1"], step=5, batch_id="batch-00000004")
-        >>> ledger.commit(step=5, keep=2)
+        >>> ledger.dispatch_group("g1", "task-7", position=7, trajectory_ids=["a", "b"], version=3)
+        >>> ledger.drop_trajectories(["b"], "error")
+        >>> ledger.queue_group("g1", ["a"], version=3, frame="slab-000001", frame_bytes=4096)
+        >>> ledger.train_groups(["g1"], step=5, batch_id="batch-00000004")
+        >>> ledger.record_checkpoint(step=5, keep=2)
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or make the database. After a crash call `rollback` before anything else.
+        """Open or create the database. After a crash call `rollback` before anything else.
 
         Raises:
             AsyncRLError: When the file is of another version of this program.
@@ -112,20 +113,20 @@ class Ledger:
         self._pending: set[int] = set()
         self._cursor = 0
         self._folded_step = 0
-        self._checkpoints: list[int] = []  # those that can be gone back to
+        self._checkpoints: list[int] = []  # those that a rollback may return to
         self._counts = dict.fromkeys(("dispatched", "in_flight", "queued", "trained"), 0)
         self._dropped: Counter[str] = Counter()
-        self._tables = Tables(path)
+        self._tables = LedgerTables(path)
         self._load()
 
-    def dispatch(
+    def dispatch_group(
         self, group_id: str, task_id: str, position: int, trajectory_ids: Sequence[str], version: int
     ) -> None:
-        """Take note of a new group, before its first token is sampled.
+        """Add a new group, before its first token is sampled.
 
         Raises:
-            InvariantError: When the group or one of the trajectories is outstanding already. One that was
-                settled before is found by the next `flush`.
+            InvariantError: When the group or one of the trajectories is outstanding already. The next `flush`
+                finds one that was settled before.
         """
         known = [t for t in trajectory_ids if t in self._owner]
         if group_id in self._groups or known or not trajectory_ids:
@@ -143,22 +144,22 @@ class Ledger:
         self._cursor = max(self._cursor, position + 1)
         self._counts["dispatched"] += len(trajectory_ids)
         self._counts["in_flight"] += len(trajectory_ids)
-        self._tables.write(
+        self._tables.add_statement(
             "INSERT INTO groups (group_id, task_id, position, weight_version) VALUES (?, ?, ?, ?)",
             (group_id, task_id, position, version),
         )
         for trajectory_id in trajectory_ids:
-            self._tables.write(
+            self._tables.add_statement(
                 "INSERT INTO trajectories (trajectory_id, group_id, state) VALUES (?, ?, 'in_flight')",
                 (trajectory_id, group_id),
             )
         if position in self._pending:
             self._pending.discard(position)
-            self._tables.write("DELETE FROM pending WHERE position = ?", (position,))
+            self._tables.add_statement("DELETE FROM pending WHERE position = ?", (position,))
         self._tables.end_change()
 
-    def branch(self, root_id: str, branch_ids: Sequence[str]) -> None:
-        """A trajectory in flight has ended with these branches: each is one more of its group, in flight.
+    def add_branches(self, root_id: str, branch_ids: Sequence[str]) -> None:
+        """Add the branches of a trajectory in flight that has ended, as members of its group.
 
         Raises:
             InvariantError: When it is not in flight, or one of them is known.
@@ -171,25 +172,25 @@ class Ledger:
         self._counts["dispatched"] += len(branch_ids)
         self._counts["in_flight"] += len(branch_ids)
         for branch_id in branch_ids:
-            self._tables.write(
+            self._tables.add_statement(
                 "INSERT INTO trajectories (trajectory_id, group_id, state) VALUES (?, ?, 'in_flight')",
                 (branch_id, group.group_id),
             )
         self._tables.end_change()
 
-    def attempt(self, trajectory_id: str, attempt: int) -> None:
-        """A trajectory in flight is tried once more.
+    def start_attempt(self, trajectory_id: str, attempt: int) -> None:
+        """Record that another attempt at a trajectory in flight begins.
 
         Raises:
             InvariantError: When it is not in flight.
         """
         self._in_flight(trajectory_id).attempts[trajectory_id] = attempt
-        self._tables.write(
+        self._tables.add_statement(
             "UPDATE trajectories SET attempt = ? WHERE trajectory_id = ?", (attempt, trajectory_id)
         )
         self._tables.end_change()
 
-    def finish(
+    def finish_trajectory(
         self,
         trajectory_id: str,
         *,
@@ -198,52 +199,52 @@ class Ledger:
         reward: float | None,
         frame: str | None = None,
     ) -> None:
-        """A trajectory in flight has ended; it goes on to be in flight until its group is queued.
+        """Record that a trajectory has ended; it stays in flight until its group is queued.
 
         Args:
             trajectory_id: The trajectory.
-            segments: How many it has.
-            tokens: How many the policy wrote.
-            reward: What it was given.
-            frame: Where it is kept until then.
+            segments: The number of its segments.
+            tokens: The number of tokens that the policy wrote.
+            reward: Its reward.
+            frame: The file that holds it until then.
 
         Raises:
             InvariantError: When it is not in flight.
         """
         group = self._in_flight(trajectory_id)
         if frame is not None:
-            group.kept[trajectory_id] = frame
-        self._tables.write(
+            group.stored[trajectory_id] = frame
+        self._tables.add_statement(
             "UPDATE trajectories SET segments = ?, tokens = ?, reward = ?, frame = ? WHERE trajectory_id = ?",
             (segments, tokens, reward, frame, trajectory_id),
         )
         self._tables.end_change()
 
-    def lose(self, trajectory_id: str) -> None:
-        """The frame of a trajectory that was kept is damaged: it has not ended.
+    def unfinish_trajectory(self, trajectory_id: str) -> None:
+        """Undo `finish_trajectory`: the file of the trajectory is damaged or not complete.
 
         Raises:
             InvariantError: When it is not in flight.
         """
-        self._in_flight(trajectory_id).kept.pop(trajectory_id, None)
-        self._tables.write(
+        self._in_flight(trajectory_id).stored.pop(trajectory_id, None)
+        self._tables.add_statement(
             "UPDATE trajectories SET segments = NULL, tokens = NULL, reward = NULL, frame = NULL "
             "WHERE trajectory_id = ?",
             (trajectory_id,),
         )
         self._tables.end_change()
 
-    def queue(
+    def queue_group(
         self, group_id: str, trajectory_ids: Sequence[str], *, version: int, frame: str, frame_bytes: int
     ) -> None:
-        """The group is finished and lies in the spool.
+        """Record that a group is finished and stored in the spool.
 
         Args:
             group_id: A group in flight.
-            trajectory_ids: Those in the frame: all of the group that were not dropped.
+            trajectory_ids: The trajectories in the frame: all of the group that were not dropped.
             version: The oldest weight version that sampled any of it.
-            frame: Name of the file in the spool's folder.
-            frame_bytes: Size of the frame.
+            frame: The name of the file in the spool's folder.
+            frame_bytes: The size of the frame.
 
         Raises:
             InvariantError: When the group is not in flight, or trajectories are missing or too many.
@@ -256,23 +257,23 @@ class Ledger:
             )
         group.queued, group.in_flight = group.in_flight, set()
         group.weight_version, group.frame, group.frame_bytes = version, frame, frame_bytes
-        group.ceiling, group.kept, group.attempts = None, {}, {}
+        group.ceiling, group.stored, group.attempts = None, {}, {}
         self._counts["in_flight"] -= len(trajectory_ids)
         self._counts["queued"] += len(trajectory_ids)
-        self._tables.write(
+        self._tables.add_statement(
             "UPDATE groups SET weight_version = ?, ceiling = NULL, frame = ?, frame_bytes = ? "
             "WHERE group_id = ?",
             (version, frame, frame_bytes, group_id),
         )
-        self._tables.write(
+        self._tables.add_statement(
             "UPDATE trajectories SET state = 'queued', frame = NULL "
             "WHERE group_id = ? AND state = 'in_flight'",
             (group_id,),
         )
         self._tables.end_change()
 
-    def train(self, group_ids: Iterable[str], step: int, batch_id: str) -> None:
-        """The trainer has acknowledged a step, whose batch consumed these groups, whole.
+    def train_groups(self, group_ids: Iterable[str], step: int, batch_id: str) -> None:
+        """Record that the trainer has acknowledged a step, whose batch consumed these groups completely.
 
         Raises:
             InvariantError: When one of them is not queued; then none is settled.
@@ -282,7 +283,7 @@ class Ledger:
         if unready or len({g.group_id for g in groups}) != len(groups):
             raise InvariantError(f"step {step} settles groups that are not queued, or one twice: {unready}")
         for group in groups:
-            self._tables.write(
+            self._tables.add_statement(
                 "UPDATE trajectories SET state = 'trained', step = ? WHERE group_id = ? AND state = 'queued'",
                 (step, group.group_id),
             )
@@ -291,30 +292,30 @@ class Ledger:
             self._counts["queued"] -= len(group.queued)
             self._counts["trained"] += len(group.queued)
             del self._groups[group.group_id]
-        self._tables.write("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, batch_id))
+        self._tables.add_statement("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, batch_id))
         self._tables.end_change()
 
-    def publish(self, weight_version: int) -> None:
-        """Engines are being given a new version."""
-        self._tables.write("INSERT OR IGNORE INTO publications VALUES (?)", (weight_version,))
+    def record_publication(self, weight_version: int) -> None:
+        """Record that engines receive a new version."""
+        self._tables.add_statement("INSERT OR IGNORE INTO publications VALUES (?)", (weight_version,))
         self._tables.end_change()
 
-    def commit(self, step: int, keep: int) -> None:
-        """The checkpoint of a step is complete; fold what the oldest of the `keep` newest ones covers."""
+    def record_checkpoint(self, step: int, keep: int) -> None:
+        """Record that the checkpoint of a step is complete, and fold what the `keep` newest ones cover."""
         self._checkpoints = sorted({*self._checkpoints, step})[-keep:]
-        self._tables.write("INSERT OR IGNORE INTO checkpoints VALUES (?)", (step,))
+        self._tables.add_statement("INSERT OR IGNORE INTO checkpoints VALUES (?)", (step,))
         if len(self._checkpoints) == keep:
             self._folded_step = self._checkpoints[0]
-            self._tables.fold(self._folded_step, self._cursor)
+            self._tables.fold_settled(self._folded_step, self._cursor)
         self._tables.end_change()
 
-    def drop(self, trajectory_ids: Iterable[str], reason: str, *, retry: bool = False) -> None:
+    def drop_trajectories(self, trajectory_ids: Iterable[str], reason: str, *, retry: bool = False) -> None:
         """Settle outstanding trajectories that will not be trained.
 
         Args:
-            trajectory_ids: Of any groups.
+            trajectory_ids: Trajectories of any groups.
             reason: Why.
-            retry: Positions of groups of which nothing is left become pending, whatever the reason.
+            retry: Make the positions of groups without any other trajectories pending, whatever the reason.
 
         Raises:
             InvariantError: When one of them is not outstanding; then none is settled.
@@ -327,7 +328,7 @@ class Ledger:
             group = self._groups[self._owner.pop(trajectory_id)]
             state = "in_flight" if trajectory_id in group.in_flight else "queued"
             (group.in_flight if state == "in_flight" else group.queued).remove(trajectory_id)
-            group.kept.pop(trajectory_id, None)
+            group.stored.pop(trajectory_id, None)
             group.attempts.pop(trajectory_id, None)
             self._counts[state] -= 1
             self._drop(trajectory_id, reason)
@@ -338,7 +339,7 @@ class Ledger:
         self._tables.end_change()
 
     def rollback(self, step: int) -> DataPosition:
-        """Take up the work of an earlier process at the checkpoint of a step; see the module.
+        """Restore the state at the checkpoint of a step, as the module describes.
 
         A new database has nothing to roll back.
 
@@ -352,7 +353,7 @@ class Ledger:
                 "begin another run"
             )
         self.flush()
-        undone = self._tables.rows(
+        undone = self._tables.query_rows(
             "SELECT trajectory_id, position FROM trajectories JOIN groups USING (group_id) "
             "WHERE state = 'trained' AND step > ?",
             (step,),
@@ -363,20 +364,20 @@ class Ledger:
         self._counts["trained"] -= len(undone)
         for group in (group for group in self._groups.values() if group.queued):
             group.ceiling = step if group.ceiling is None else min(group.ceiling, step)
-            self._tables.write(
+            self._tables.add_statement(
                 "UPDATE groups SET ceiling = ? WHERE group_id = ?", (group.ceiling, group.group_id)
             )
         self._checkpoints = [kept for kept in self._checkpoints if kept <= step]
-        self._tables.forget_after(step)
+        self._tables.delete_after(step)
         self._tables.end_change()
         self.flush()
         return self.data_position()
 
     def counts(self) -> Conservation:
-        """Where all trajectories are.
+        """Count all trajectories by state.
 
         Raises:
-            InvariantError: When the law does not hold.
+            InvariantError: When the law of conservation does not hold.
         """
         counts = Conservation(dropped={k: v for k, v in self._dropped.items() if v}, **self._counts)
         if not counts.holds:
@@ -384,7 +385,7 @@ class Ledger:
         return counts
 
     def audit(self) -> Conservation:
-        """`counts`, compared with the tables.
+        """Return `counts` after a comparison with the tables.
 
         Raises:
             InvariantError: When they differ.
@@ -397,11 +398,11 @@ class Ledger:
         return kept
 
     def outstanding(self) -> list[GroupRecord]:
-        """Groups in flight or queued, by position."""
+        """Return the groups in flight or queued, by position."""
         return sorted(self._groups.values(), key=lambda group: group.position)
 
     def group_of(self, trajectory_id: str) -> GroupRecord:
-        """The group of an outstanding trajectory.
+        """Return the group of an outstanding trajectory.
 
         Raises:
             InvariantError: When it is settled or unknown.
@@ -416,7 +417,7 @@ class Ledger:
         return frozenset(t for group in self._groups.values() for t in group.in_flight)
 
     def group(self, group_id: str) -> GroupRecord:
-        """One outstanding group.
+        """Return one outstanding group.
 
         Raises:
             InvariantError: When it is settled or unknown.
@@ -424,14 +425,14 @@ class Ledger:
         return self._outstanding(group_id)
 
     def data_position(self) -> DataPosition:
-        """Where the sequence of tasks continues; kept with each checkpoint."""
+        """Return where the sequence of tasks continues; checkpoints contain it."""
         return DataPosition(cursor=self._cursor, pending=tuple(sorted(self._pending)))
 
     def flush(self) -> None:
         """Commit all changes made so far, in one transaction. From any thread.
 
         Raises:
-            AsyncRLError: When the database cannot be written; the changes are kept for another try.
+            AsyncRLError: When the database cannot be written; the changes stay pending.
         """
         self._tables.flush()
 
@@ -440,20 +441,22 @@ class Ledger:
         self._tables.close()
 
     def _load(self) -> None:
-        """Take up what the tables hold."""
-        self._pending.update(position for (position,) in self._tables.rows("SELECT position FROM pending"))
-        meta: dict[str, int] = dict(self._tables.rows("SELECT key, value FROM meta"))
-        ((last,),) = self._tables.rows("SELECT max(position) FROM groups")
+        """Load the state from the tables."""
+        self._pending.update(
+            position for (position,) in self._tables.query_rows("SELECT position FROM pending")
+        )
+        meta: dict[str, int] = dict(self._tables.query_rows("SELECT key, value FROM meta"))
+        ((last,),) = self._tables.query_rows("SELECT max(position) FROM groups")
         self._cursor = max(meta.get("cursor", 0), 0 if last is None else last + 1)
         self._folded_step = meta.get("folded_step", 0)
         self._checkpoints = [
-            step for (step,) in self._tables.rows("SELECT step FROM checkpoints ORDER BY step")
+            step for (step,) in self._tables.query_rows("SELECT step FROM checkpoints ORDER BY step")
         ]
         stored = self._stored_counts()
         self._dropped.update(stored.dropped)
         for state in self._counts:
             self._counts[state] = getattr(stored, state)
-        for trajectory_id, state, attempt, kept, *columns in self._tables.rows(
+        for trajectory_id, state, attempt, kept, *columns in self._tables.query_rows(
             "SELECT trajectory_id, state, attempt, trajectories.frame, group_id, task_id, position, "
             "weight_version, ceiling, groups.frame, frame_bytes "
             "FROM trajectories JOIN groups USING (group_id) WHERE state IN ('in_flight', 'queued')"
@@ -472,7 +475,7 @@ class Ledger:
                 ),
             )
             if kept is not None:
-                group.kept[trajectory_id] = kept
+                group.stored[trajectory_id] = kept
             if attempt > 1:
                 group.attempts[trajectory_id] = attempt
             (group.in_flight if state == "in_flight" else group.queued).add(trajectory_id)
@@ -492,7 +495,7 @@ class Ledger:
 
     def _drop(self, trajectory_id: str, reason: str) -> None:
         self._dropped[reason] += 1
-        self._tables.write(
+        self._tables.add_statement(
             "UPDATE trajectories SET state = 'dropped', step = NULL, frame = NULL, reason = ? "
             "WHERE trajectory_id = ?",
             (reason, trajectory_id),
@@ -500,10 +503,10 @@ class Ledger:
 
     def _make_pending(self, position: int) -> None:
         self._pending.add(position)
-        self._tables.write("INSERT OR IGNORE INTO pending VALUES (?)", (position,))
+        self._tables.add_statement("INSERT OR IGNORE INTO pending VALUES (?)", (position,))
 
     def _stored_counts(self) -> Conservation:
-        states, dropped = self._tables.count()
+        states, dropped = self._tables.count_by_state()
         return Conservation(
             dispatched=sum(states.values()),
             in_flight=states["in_flight"],

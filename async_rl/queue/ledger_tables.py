@@ -1,9 +1,9 @@
-"""The tables of the ledger: written behind, in order, each change whole; read at the start and by audits.
+"""The SQLite tables of the ledger: written later, in order; read at start and by audits.
 
 Decisions are made on what the ledger holds in memory. A change is a list of statements that is committed in
-one transaction or not at all; `flush` commits all that were made. The database is in WAL mode and is not
-synced on each commit: it survives the death of the process; after a power cut it may miss the last moments,
-never be inconsistent.
+one transaction or not at all; `flush` commits all pending changes. The database is in WAL mode and is not
+synced on each commit: it survives the death of the process. After a power cut it may miss the last changes,
+but it is never inconsistent.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ SCHEMA_VERSION = 2
 Statement = tuple[str, Sequence[Any]]
 
 _OF_STEPS = (("steps", "step"), ("publications", "weight_version"), ("checkpoints", "step"))
-"""Tables, and the column that a rollback and folding go by."""
+"""Tables, and the column that a rollback and folding use."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE groups (                -- each the lease of a position
+CREATE TABLE groups (                -- each uses up a position
     group_id TEXT PRIMARY KEY,
     task_id TEXT NOT NULL,
     position INTEGER NOT NULL,       -- place in the sequence of tasks
     weight_version INTEGER NOT NULL, -- nothing in the group was sampled by older weights
-    ceiling INTEGER,                 -- labels above this, in its frame, are of versions that are no more
+    ceiling INTEGER,                 -- labels above this, in its frame, are of undone versions
     frame TEXT,                      -- name of the spool's file, once queued
     frame_bytes INTEGER
 ) WITHOUT ROWID;
@@ -43,7 +43,7 @@ CREATE TABLE trajectories (
     segments INTEGER,                -- once it has ended
     tokens INTEGER,                  -- sampled ones
     reward REAL,
-    frame TEXT,                      -- where it is kept while its group is in flight
+    frame TEXT,                      -- its file while its group is in flight
     step INTEGER,                    -- that trained it
     reason TEXT,                     -- why it was dropped
     CHECK ((state = 'trained') = (step IS NOT NULL) AND (state = 'dropped') = (reason IS NOT NULL))
@@ -64,54 +64,54 @@ CREATE TABLE folded (                -- trajectories that have no row any more
 """
 
 
-class Tables:
+class LedgerTables:
     """One database. All methods but `flush` are for one thread, that of the event loop.
 
     Example:
-        >>> tables.write("INSERT INTO publications VALUES (?)", (3,))
+        >>> tables.add_statement("INSERT INTO publications VALUES (?)", (3,))
         >>> tables.end_change()
         >>> tables.flush()
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or make the database.
+        """Open or create the database.
 
         Raises:
             AsyncRLError: When the file is of another version of this program.
         """
-        self._change: list[Statement] = []  # the one being made
-        self._changes: deque[list[Statement]] = deque()  # made, not written yet
+        self._change: list[Statement] = []  # the current one
+        self._changes: deque[list[Statement]] = deque()  # completed, not committed yet
         self._lock = threading.Lock()
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")
-        if not self.rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+        if not self.query_rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
             self._database.executescript(
                 f"BEGIN; {_SCHEMA} INSERT INTO meta VALUES ('schema', {SCHEMA_VERSION}); COMMIT;"
             )
-        ((found,),) = self.rows("SELECT value FROM meta WHERE key = 'schema'")
+        ((found,),) = self.query_rows("SELECT value FROM meta WHERE key = 'schema'")
         if found != SCHEMA_VERSION:
             raise AsyncRLError(f"{path} has schema {found}, this program writes {SCHEMA_VERSION}")
 
-    def write(self, statement: str, values: Sequence[Any] = ()) -> None:
-        """Add a statement to the change that is being made."""
+    def add_statement(self, statement: str, values: Sequence[Any] = ()) -> None:
+        """Add a statement to the current change."""
         self._change.append((statement, values))
 
     def end_change(self) -> None:
-        """Hand the change to `flush`, whole."""
+        """Complete the current change, so that `flush` commits it."""
         self._changes.append(self._change)
         self._change = []
 
-    def rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """What is written already."""
+    def query_rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Query what is committed."""
         with self._lock:
             return self._database.execute(statement, values).fetchall()
 
     def flush(self) -> None:
-        """Commit all changes made so far, in one transaction. From any thread.
+        """Commit all completed changes, in one transaction. From any thread.
 
         Raises:
-            AsyncRLError: When the database cannot be written; the changes are kept for another try.
+            AsyncRLError: When the database cannot be written; the changes stay pending.
         """
         with self._lock:
             done: list[list[Statement]] = []
@@ -138,40 +138,40 @@ class Tables:
         with self._lock:
             self._database.close()
 
-    def fold(self, step: int, cursor: int) -> None:
-        """Count what is settled for good, instead of having a row for each.
+    def fold_settled(self, step: int, cursor: int) -> None:
+        """Replace the rows of what is settled for good by counts.
 
         Args:
-            step: Of the oldest checkpoint that can be gone back to.
-            cursor: First position that was never given out; it outlives the rows that show it.
+            step: The step of the oldest checkpoint that a restart may return to.
+            cursor: The first position that was never dispatched; it is kept without the rows that show it.
         """
         final = "(state = 'dropped' OR state = 'trained' AND step <= ?)"
-        self.write(
+        self.add_statement(
             "INSERT INTO folded SELECT state, coalesce(reason, ''), count(*) FROM trajectories "
             f"WHERE {final} GROUP BY state, reason "
             "ON CONFLICT DO UPDATE SET number = number + excluded.number",
             (step,),
         )
-        self.write("INSERT OR REPLACE INTO meta VALUES ('cursor', ?)", (cursor,))
-        self.write("INSERT OR REPLACE INTO meta VALUES ('folded_step', ?)", (step,))
-        self.write(f"DELETE FROM trajectories WHERE {final}", (step,))
-        self.write(
+        self.add_statement("INSERT OR REPLACE INTO meta VALUES ('cursor', ?)", (cursor,))
+        self.add_statement("INSERT OR REPLACE INTO meta VALUES ('folded_step', ?)", (step,))
+        self.add_statement(f"DELETE FROM trajectories WHERE {final}", (step,))
+        self.add_statement(
             "DELETE FROM groups WHERE NOT EXISTS "
             "(SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id)"
         )
         for table, column in _OF_STEPS:
-            self.write(f"DELETE FROM {table} WHERE {column} < ?", (step,))
+            self.add_statement(f"DELETE FROM {table} WHERE {column} < ?", (step,))
 
-    def forget_after(self, step: int) -> None:
-        """Steps, versions and checkpoints after this one never were."""
+    def delete_after(self, step: int) -> None:
+        """Delete steps, versions and checkpoints after this one, which a rollback undoes."""
         for table, column in _OF_STEPS:
-            self.write(f"DELETE FROM {table} WHERE {column} > ?", (step,))
+            self.add_statement(f"DELETE FROM {table} WHERE {column} > ?", (step,))
 
-    def count(self) -> tuple[Counter[str], Counter[str]]:
-        """Trajectories by state, and the dropped ones by reason, folded ones included."""
+    def count_by_state(self) -> tuple[Counter[str], Counter[str]]:
+        """Count trajectories by state, and the dropped ones by reason, including folded ones."""
         states: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
-        for state, reason, number in self.rows(
+        for state, reason, number in self.query_rows(
             "SELECT state, reason, count(*) FROM trajectories GROUP BY state, reason "
             "UNION ALL SELECT state, nullif(reason, ''), number FROM folded"
         ):

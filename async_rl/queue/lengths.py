@@ -1,9 +1,9 @@
-"""Whether what is trained is as long as what was sampled: the Kolmogorov-Smirnov distance of the two.
+"""The Kolmogorov-Smirnov distance between the lengths of trained and of sampled trajectories.
 
-Long answers take longer, so whatever drops or delays by age or time takes them first, and the policy learns
-to be brief for no reason of its own. The distance between the lengths of trained trajectories and of all that
-ended, dropped ones with the length they had reached, shows it: 0 when nothing is lost, 1 when nothing long
-(or nothing short) is ever trained.
+Long answers take longer, so everything that drops or delays by age or time affects them first, and the policy
+learns to be brief for no reason of its own. The distance between the lengths of trained trajectories and of
+all that ended, dropped ones with the length they had reached, shows it: 0 when nothing is dropped, 1 when
+nothing long (or nothing short) is ever trained.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from typing import Final
 import numpy as np
 
 MIN_SAMPLES: Final = 100
-"""Fewer say nothing: the distance of two samples of 100 is above 0.1 by chance alone."""
+"""Fewer samples mean nothing: the distance of two samples of 100 is above 0.1 by chance alone."""
 
 
 class LengthDrift:
-    """Lengths of the last trajectories that ended, and of the last that were trained.
+    """Compares the lengths of the last trajectories that ended with those of the last that were trained.
 
     Example:
         >>> drift = LengthDrift(window=1000)
         >>> for length in range(1000):
-        ...     drift.ended(length)
+        ...     drift.add_ended(length)
         ...     if length < 500:
-        ...         drift.trained(length)
+        ...         drift.add_trained(length)
         >>> drift.distance
         0.5
     """
 
     def __init__(self, window: int = 4096) -> None:
-        """Keep `window` lengths of each kind."""
+        """Compare windows of this many lengths each."""
         self._ended: deque[int] = deque(maxlen=window)
         self._trained: deque[int] = deque(maxlen=window)
 
-    def ended(self, length: int) -> None:
-        """A trajectory was finished or given up at so many tokens."""
+    def add_ended(self, length: int) -> None:
+        """Add the length of a trajectory that was finished or dropped."""
         self._ended.append(length)
 
-    def trained(self, length: int) -> None:
-        """A trajectory of so many tokens was trained."""
+    def add_trained(self, length: int) -> None:
+        """Add the length of a trained trajectory."""
         self._trained.append(length)
 
     @property
     def distance(self) -> float | None:
-        """Largest difference of the two empirical distribution functions; None while there is too little.
+        """The largest difference of the distribution functions; None with fewer than `MIN_SAMPLES`.
 
         It takes about a millisecond for two full windows, once per trainer step.
 

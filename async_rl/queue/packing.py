@@ -1,6 +1,6 @@
-"""From finished groups in the spool to a batch frame: read, verify, mask what is too old, pack.
+"""From finished groups in the spool to a batch frame: reads, verifies, masks old tokens and packs.
 
-The last word on the bound: what comes out of here is what the trainer reads.
+It is the final check of the staleness bound: the trainer reads the batches that `Packer` writes.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ log = logging.getLogger(__name__)
 
 
 class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch that the trainer may consume, and what is worth knowing of it without reading it.
+    """A batch for the trainer, with the figures that callers need without reading it.
 
-    Lists are per trajectory, in the order of the batch.
+    Tuples are per trajectory, in the order of the batch.
     """
 
     batch_id: str
     path: str
-    """Of the `TrainBatch` frame; valid until the batch is settled."""
+    """The path of the `TrainBatch` frame; valid until the batch is settled."""
     nbytes: int
     trainer_version: int
     group_ids: tuple[str, ...]
     trajectory_ids: tuple[str, ...]
     staleness: tuple[int, ...]
-    """Of the oldest token that is trained."""
+    """The staleness of the oldest trained token."""
     lengths: tuple[int, ...]
-    """Tokens."""
+    """The number of tokens."""
     sampled_lengths: tuple[int, ...]
-    """Tokens that the policy wrote, each counted with the one trajectory that trains it."""
+    """The number of tokens that the policy wrote, each counted with the one trajectory that trains it."""
     rewards: tuple[float, ...]
     interruptions: tuple[int, ...]
     resumes: tuple[int, ...]
@@ -51,12 +51,12 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all trajectories."""
+        """The tokens of all trajectories."""
         return sum(self.lengths)
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy wrote."""
+        """The tokens that the policy wrote."""
         return sum(self.sampled_lengths)
 
 
@@ -66,26 +66,26 @@ class StoredGroup(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str
     ref: SpoolRef
     trajectory_ids: frozenset[str]
-    """Those of the frame that are still to be trained."""
+    """The trajectories of the frame that are still to be trained."""
     ceiling: int | None = None
-    """Labels above it are of weight versions that a restart has undone: they count as it."""
+    """Versions above it were undone by a restart: tokens labelled with them count as sampled by it."""
 
 
 class Packed(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of packing: a batch, or the groups that cannot be trained on, with the reason."""
+    """The result of packing: a batch, or the groups that cannot be trained on, with the reason."""
 
     batch: TakenBatch | None = None
     ref: SpoolRef | None = None
     unusable: Mapping[str, str] = {}
-    over_age: tuple[str, ...] = ()
-    """Trajectories of groups in the batch that are not in it: all of their tokens are too old."""
+    too_stale: tuple[str, ...] = ()
+    """Trajectories of groups in the batch that are left out: all of their tokens are too old."""
 
 
 def age_counts_from(group: Group, staleness_policy: StalenessPolicy) -> int | None:
-    """The version that the age of a finished group counts from; None when nothing was sampled.
+    """Return the version that the age of a finished group counts from; None when nothing was sampled.
 
-    That of its oldest token or, where old tokens are masked, of the token with which the first of its
-    trajectories would lose its last one.
+    It is the version of the oldest token or, where old tokens are masked, that of the token with which the
+    first of its trajectories would lose its last trained one.
     """
     if staleness_policy != "mask_tokens":
         return group.oldest_weight_version
@@ -94,7 +94,7 @@ def age_counts_from(group: Group, staleness_policy: StalenessPolicy) -> int | No
 
 
 class Packer:
-    """Makes batches of stored groups. Holds no state: any thread may pack."""
+    """Makes batches of stored groups. It has no state: any thread may pack."""
 
     def __init__(
         self,
@@ -110,13 +110,13 @@ class Packer:
         """Read from one spool, write to another.
 
         Args:
-            spool: Where the groups are.
-            batches: Where batches go.
+            spool: Holds the groups.
+            batches: Receives the batches.
             max_staleness: η.
             staleness_policy: Whether older tokens are masked; otherwise there are none.
-            min_group_size: A group of which fewer trajectories are left is not trained.
-            facts: Of the model when routing is replayed, else None.
-            metrics: Where rejections are counted.
+            min_group_size: A group with fewer trajectories left is not trained.
+            facts: The model's facts when routing is replayed, else None.
+            metrics: Counts refused routing rows.
         """
         self._spool = spool
         self._batches = batches
@@ -126,19 +126,19 @@ class Packer:
         self._facts = facts
         self._metrics = metrics
 
-    def pack(self, version: int, stored: Sequence[StoredGroup]) -> Packed:
-        """Read, verify and pack, to be consumed at `version`.
+    def pack_groups(self, version: int, stored: Sequence[StoredGroup]) -> Packed:
+        """Read, verify and pack groups, to be consumed at `version`.
 
         Raises:
-            InvariantError: When a token in it would exceed the bound.
-            SpoolFull: When the disk has no room for the batch.
+            InvariantError: When a trained token would exceed the bound.
+            SpoolFull: When the disk has no space for the batch.
         """
         oldest = version - self._max_staleness if self._staleness_policy == "mask_tokens" else None
-        groups, unusable, over_age = [], {}, []
+        groups, unusable, too_stale = [], {}, []
         for entry in stored:
             try:
-                group = self._spool.read(entry.ref, Group)
-                self._check_routing(group)
+                group = self._spool.read_frame(entry.ref, Group)
+                self._check_model(group)
             except (CorruptFrame, AlignmentError) as error:
                 log.warning("group %s cannot be trained on: %s", entry.group_id, error)
                 unusable[entry.group_id] = "corrupt"
@@ -150,15 +150,15 @@ class Packer:
             if len(usable) < min(self._min_group_size, len(wanted)):
                 unusable[entry.group_id] = "too_stale"
             kept = {t.trajectory_id for t in usable}
-            over_age += [t.trajectory_id for t in wanted if t.trajectory_id not in kept]
+            too_stale += [t.trajectory_id for t in wanted if t.trajectory_id not in kept]
             groups.append(msgspec.structs.replace(group, trajectories=tuple(usable)))
         if unusable:
             return Packed(unusable=unusable)
         trajectories = [t for group in groups for t in group.trajectories]
         ages = tuple(self._age(version, t, oldest) for t in trajectories)
         batch_id = f"batch-{version:08d}"
-        plan = batching.plan(groups, version, batch_id, self._facts)
-        ref = self._batches.put_filled(plan, lambda batch: batching.fill(batch, groups, oldest))
+        plan = batching.plan_batch(groups, version, batch_id, self._facts)
+        ref = self._batches.put_filled_frame(plan, lambda batch: batching.fill_batch(batch, groups, oldest))
         traces = [t.trace for t in trajectories if t.trace is not None]
         batch = TakenBatch(
             batch_id=batch_id,
@@ -177,24 +177,22 @@ class Packer:
             routing_rows=sum(len(trace.rows) for trace in traces),
             routing_rows_invalid=sum(map(invalid_rows, traces)),
         )
-        return Packed(batch=batch, ref=ref, over_age=tuple(over_age))
+        return Packed(batch=batch, ref=ref, too_stale=tuple(too_stale))
 
-    def _check_routing(self, group: Group) -> None:
-        """Routing that is not of the model trained here, after a change of it, is as good as damaged."""
+    def _check_model(self, group: Group) -> None:
+        """Refuse routing rows of another model, as a damaged frame is refused."""
         if self._facts is None:
             return
         for trajectory in group.trajectories:
             try:
-                batching.check_routing(
-                    trajectory, self._facts.moe_layers, self._facts.top_k, self._facts.num_experts
-                )
+                batching.check_model(trajectory, self._facts)
             except AlignmentError as error:
                 if self._metrics is not None:
                     self._metrics.replay_rejected_total.labels(error.reason).inc()
                 raise
 
     def _age(self, version: int, trajectory: Trajectory, masked_below: int | None) -> int:
-        """Of the oldest token that is trained, which nothing may put above the bound."""
+        """Return the staleness of the oldest trained token, which must not exceed the bound."""
         trained = (
             version_
             for version_ in _sampled_versions(trajectory)

@@ -1,12 +1,13 @@
-"""Finished work as frames in files of a folder: mapped, not copied, and reused.
+"""Finished work as frames in files of a folder, which are mapped instead of copied, and reused.
 
-A frame lies at the beginning of a *slab*, a file that is created once, kept mapped by its writer and used for
-one frame after the other: pages that were never touched cost ten times a copy. Readers in this process look
-into the writer's mapping, those in others map the file.
+A frame is stored at the beginning of a *slab*: a file that is created once, kept mapped by its writer and
+used for one frame after the other. Writing to pages that were never touched takes ten times as long as a
+copy. Readers in this process use the writer's mapping, readers in others map the file.
 
-**Contract.** Whoever frees a frame says that nobody looks at it any more: its slab may hold other data the
-next moment, and arrays that were read from it would show them. `TrajectoryQueue` frees after the step that
-consumed a frame was settled. Freeing wipes the head of the frame: a reader that comes too late is told.
+**Contract.** The caller of `free_frame` promises that no reader uses the frame any more: its slab may hold
+other data the next moment, and arrays that were read from it would show them. `TrajectoryQueue` frees a frame
+after the step that consumed it was settled. Freeing wipes the head of the frame, so a late reader gets
+`CorruptFrame`.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ _WIPED = bytes(64)
 
 
 class SpoolRef(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a frame lies."""
+    """The location of a frame."""
 
     path: str
     nbytes: int
-    """Of the frame; its slab may be larger."""
+    """The size of the frame; its slab may be larger."""
     kind: str
-    """Name of the type in the frame."""
+    """The name of the type in the frame."""
 
 
-class Recovered(msgspec.Struct, frozen=True, kw_only=True):
-    """What an earlier process left in the folder."""
+class RecoveredFrames(msgspec.Struct, frozen=True, kw_only=True):
+    """The frames that an earlier process left in the folder."""
 
     intact: tuple[SpoolRef, ...]
     corrupt: dict[str, str]
-    """Reason by path; these slabs are free again."""
+    """The reason by path. These slabs are free again."""
 
 
 class Spool:
@@ -57,17 +58,17 @@ class Spool:
 
     Example:
         >>> spool = Spool(Path("spool"), max_bytes=8 << 30)
-        >>> ref = spool.put(group)
-        >>> spool.read(ref, Group).trajectories[0].token_ids
-        >>> spool.free(ref)
+        >>> ref = spool.put_frame(group)
+        >>> spool.read_frame(ref, Group).trajectories[0].token_ids
+        >>> spool.free_frame(ref)
     """
 
     def __init__(self, directory: Path, max_bytes: int | None) -> None:
-        """Open a folder; what lies in it stays until `recover` and `free`.
+        """Open a folder. Its frames stay until `recover_frames` and `free_frame`.
 
         Args:
-            directory: Made when it is missing.
-            max_bytes: Most bytes of slabs, None for no limit but the disk's.
+            directory: The folder, created when it is missing.
+            max_bytes: The limit for the bytes of slabs; None for no limit but the disk's.
         """
         self.directory = directory
         self.max_bytes = max_bytes
@@ -80,7 +81,7 @@ class Spool:
         self._used_bytes = self._total_bytes = 0
         for path in sorted(directory.glob("slab-*")):
             if path.stat().st_size == 0:
-                path.unlink()  # its maker died before it had a size
+                path.unlink()  # its writer died before it had a size
                 continue
             self._slabs[str(path)] = slab = _map(path)
             self._used.add(str(path))
@@ -90,11 +91,11 @@ class Spool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the slabs that hold a frame."""
+        """The bytes of the slabs that hold a frame."""
         return self._used_bytes
 
-    def put(self, obj: Any) -> SpoolRef:
-        """Write a frame; one copy of its arrays.
+    def put_frame(self, obj: Any) -> SpoolRef:
+        """Write an object as a frame, with one copy of its arrays.
 
         Raises:
             SpoolFull: When it does not fit, below `max_bytes` or on the disk.
@@ -102,15 +103,15 @@ class Spool:
         frame = Frame(obj)
         return self._write(frame, frame.copy_into)
 
-    def put_filled(self, obj: S, fill: Callable[[S], None]) -> SpoolRef:
-        """Write a frame whose arrays are made in place.
+    def put_filled_frame(self, obj: S, fill: Callable[[S], None]) -> SpoolRef:
+        """Write a frame whose arrays are created in place.
 
         Args:
-            obj: Gives the shapes; its arrays (all of them fields of itself) need no content.
-            fill: Is handed `obj` with arrays that lie in the frame, and fills every element.
+            obj: Gives the shapes. Its arrays (all of them fields of itself) need no content.
+            fill: Receives `obj` with arrays that are part of the frame, and fills every element.
 
         Raises:
-            SpoolFull: As `put`.
+            SpoolFull: As `put_frame`.
         """
         frame = Frame(obj)
 
@@ -120,11 +121,11 @@ class Spool:
 
         return self._write(frame, write)
 
-    def read(self, ref: SpoolRef, expected: type[T], *, verify: bool = True) -> T:
-        """Look at a frame that this process wrote or found. The arrays are valid until it is freed.
+    def read_frame(self, ref: SpoolRef, expected: type[T], *, verify: bool = True) -> T:
+        """Read a frame that this process wrote or recovered. The arrays are valid until it is freed.
 
         Raises:
-            CorruptFrame: See `codec.decode`; the message names the file.
+            CorruptFrame: As `codec.decode`; the message names the file.
         """
         with self._lock:
             slab = self._slabs[ref.path]
@@ -133,16 +134,16 @@ class Spool:
         except CorruptFrame as error:
             raise CorruptFrame(f"{ref.path}: {error}") from error
 
-    def free(self, ref: SpoolRef) -> None:
-        """Give a slab back for reuse; see the contract above.
+    def free_frame(self, ref: SpoolRef) -> None:
+        """Release a slab for reuse; see the contract above.
 
         Raises:
             ValueError: When it was free already.
         """
         self._release(ref.path)
 
-    def recover(self) -> Recovered:
-        """Verify all frames that are in the folder, whole; free those that are not."""
+    def recover_frames(self) -> RecoveredFrames:
+        """Verify all frames in the folder completely, and free those that are damaged."""
         intact, corrupt = [], {}
         for path in sorted(self._used):
             slab = self._slabs[path]
@@ -153,7 +154,7 @@ class Spool:
                 if slab[: len(_WIPED)].any():
                     corrupt[path] = str(error)
                 self._release(path)
-        return Recovered(intact=tuple(intact), corrupt=corrupt)
+        return RecoveredFrames(intact=tuple(intact), corrupt=corrupt)
 
     def _write(self, frame: Frame, write: Callable[[Bytes], None]) -> SpoolRef:
         path, slab = self._acquire(frame.nbytes)
@@ -165,7 +166,7 @@ class Spool:
         return SpoolRef(path=path, nbytes=frame.nbytes, kind=frame.kind)
 
     def _acquire(self, nbytes: int) -> tuple[str, Bytes]:
-        """The smallest free slab that is large enough and not twice too large, or a new one."""
+        """Return the smallest free slab that is large enough and not twice too large, or a new one."""
         with self._lock:
             index = bisect.bisect_left(self._free, (nbytes, ""))
             if index < len(self._free) and self._free[index][0] <= max(2 * nbytes, _SMALLEST_SLAB):
@@ -193,13 +194,13 @@ class Spool:
         self._next += 1
         try:
             with path.open("xb") as file:
-                # The blocks are taken now: a mapping that finds the disk full later would kill the process.
+                # Allocate the blocks now: a mapping that finds the disk full later would kill the process.
                 os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             path.unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SpoolFull(
-                    f"no room for {size} bytes in {self.directory}: the disk is full; free some, or lower "
+                    f"no space for {size} bytes in {self.directory}: the disk is full; free some, or lower "
                     "queue.max_bytes"
                 ) from error
             raise
@@ -219,9 +220,9 @@ class Spool:
 
 
 class FrameReader:
-    """Reads frames of a spool that another process writes, and keeps their slabs mapped for the next ones.
+    """Reads frames of a spool that another process writes, and keeps their slabs mapped.
 
-    Mapping a large file anew costs about as much as copying it. At most `max_slabs` mappings are held; arrays
+    Mapping a large file anew takes about as long as copying it. At most `max_slabs` mappings are kept; arrays
     that were read keep theirs alive beyond that.
     """
 
@@ -229,8 +230,8 @@ class FrameReader:
         self._max_slabs = max_slabs
         self._mapped: dict[str, codec.Buffer] = {}
 
-    def read(self, path: str, expected: type[T], *, verify: bool = True) -> T:
-        """See `codec.read_frame`. The arrays are valid until the writer frees the frame."""
+    def read_frame(self, path: str, expected: type[T], *, verify: bool = True) -> T:
+        """Read a frame as `codec.read_frame` does. The arrays are valid until the writer frees the frame."""
         mapped = self._mapped.pop(path, None)
         if mapped is None:
             mapped = codec.map_file(path)  # the name of a slab is never given to another file
@@ -244,7 +245,7 @@ class FrameReader:
 
 
 def slab_size(nbytes: int) -> int:
-    """The next of four sizes an octave: little is wasted, and frames of similar size share slabs."""
+    """Return the next of four sizes per octave: little is wasted, and frames of similar size share slabs."""
     if nbytes <= _SMALLEST_SLAB:
         return _SMALLEST_SLAB
     step = 1 << ((nbytes - 1).bit_length() - 3)

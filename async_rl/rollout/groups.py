@@ -20,7 +20,7 @@ import msgspec
 
 from async_rl.config import RolloutConfig
 from async_rl.errors import AsyncRLError
-from async_rl.queue.journal import Entry
+from async_rl.queue.journal import JournalEntry
 from async_rl.staleness import StalenessPolicy
 from async_rl.types import Completion, Task, Trajectory, root_of
 
@@ -160,7 +160,7 @@ class GroupInFlight:
         self.position = position
         self.trajectory_ids = tuple(trajectory_ids)
         self._staleness_policy = staleness_policy
-        self._entries: dict[str, dict[str, Entry]] = {}  # of siblings, each with its branches
+        self._entries: dict[str, dict[str, JournalEntry]] = {}  # of siblings, each with its branches
         self.finished: dict[str, Trajectory] = {}
         """Finished trajectories: siblings and their branches."""
         self.unscored: dict[str, UnscoredTrajectory] = {}
@@ -196,7 +196,7 @@ class GroupInFlight:
         ordered = sorted(self.finished, key=lambda name: (place[root_of(name)], name))
         return tuple(self.finished[name] for name in ordered)
 
-    def begin_attempt(self, entry: Entry, branches: Iterable[Entry] = ()) -> None:
+    def begin_attempt(self, entry: JournalEntry, branches: Iterable[JournalEntry] = ()) -> None:
         """Record a new attempt of a sibling, which replaces an earlier one.
 
         `branches` are what an earlier process left: they count for the group's age until the attempt opens
@@ -204,7 +204,7 @@ class GroupInFlight:
         """
         self._entries[entry.trajectory_id] = {each.trajectory_id: each for each in (entry, *branches)}
 
-    def add_branch(self, entry: Entry) -> None:
+    def add_branch(self, entry: JournalEntry) -> None:
         """Record a branch of a sibling's attempt."""
         self._entries[root_of(entry.trajectory_id)][entry.trajectory_id] = entry
 
@@ -233,7 +233,7 @@ class GroupInFlight:
             del self.finished[name]
             self.unscored.pop(name, None)
 
-    def oldest(self) -> int | None:
+    def oldest_version(self) -> int | None:
         """Implements the queue's `InFlight`."""
         mask = self._staleness_policy == "mask_tokens"
         counted = [
@@ -246,7 +246,7 @@ class GroupInFlight:
         ]
         return min((version for version in counted if version is not None), default=None)
 
-    def lengths(self) -> dict[str, int]:
+    def sampled_lengths(self) -> dict[str, int]:
         """Implements the queue's `InFlight`."""
         entries = (entry for tree in self._entries.values() for entry in tree.values())
         lengths = {entry.trajectory_id: entry.num_sampled_tokens for entry in entries}
@@ -259,5 +259,5 @@ class GroupInFlight:
             self.stop()
 
 
-def _newest_between_turns(entry: Entry) -> int | None:
+def _newest_between_turns(entry: JournalEntry) -> int | None:
     return None if entry.in_turn else max(entry.versions, default=None)

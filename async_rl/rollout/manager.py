@@ -33,9 +33,9 @@ from async_rl.errors import (
     WorkerLost,
 )
 from async_rl.queue.archive import Observer
-from async_rl.queue.holdings import LeftGroup
-from async_rl.queue.journal import Entry, Journal
-from async_rl.queue.journal_file import Journalled
+from async_rl.queue.journal import Journal, JournalEntry
+from async_rl.queue.journal_file import JournalledTrajectory
+from async_rl.queue.outstanding import RestoredGroup
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.attempt import finish_trajectories
 from async_rl.rollout.backend import RolloutBackend
@@ -82,7 +82,7 @@ class RolloutManager:
         queue: TrajectoryQueue,
         backend: RolloutBackend,
         journal: Journal | None = None,
-        journalled: dict[str, Journalled] | None = None,
+        journalled: dict[str, JournalledTrajectory] | None = None,
         observer: Observer | None = None,
     ) -> None:
         """Prepare to dispatch, first of all the groups that an earlier process left in flight.
@@ -103,14 +103,14 @@ class RolloutManager:
         self._feeder = feeder
         self._queue = queue
         self._journal = journal
-        self._journalled: dict[str, dict[str, Journalled]] = {}  # by root: it and its branches
+        self._journalled: dict[str, dict[str, JournalledTrajectory]] = {}  # by root: it and its branches
         while journalled:
             name, state = journalled.popitem()
             self._journalled.setdefault(root_of(name), {})[name] = state
         self._observer = observer or Observer()
         self.running: dict[str, RolloutSession] = {}
         """Sessions of the running attempts, by trajectory."""
-        self._attempts = {name: n for left in queue.left for name, n in left.attempts.items()}
+        self._attempts = {name: n for left in queue.restored_groups for name, n in left.attempts.items()}
         self._backend = backend
         self.slots = Slots(config.rollout.max_concurrent_trajectories)
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
@@ -125,10 +125,10 @@ class RolloutManager:
         """Dispatch groups until the data is exhausted or admission ends, then wait for them to end."""
         tasks_changed, new_id = self._feeder.retries.changed, self._context.new_id
         async with self._backend, Nursery() as groups:
-            while self._queue.left:
-                await self._resume_group(groups, self._queue.left[0])
+            while self._queue.restored_groups:
+                await self._resume_group(groups, self._queue.restored_groups[0])
             while True:
-                if not await self._queue.admit():
+                if not await self._queue.wait_for_admission():
                     break
                 # The slot comes first: a dispatched group starts to sample at once, so it is not old from the
                 # start.
@@ -149,7 +149,7 @@ class RolloutManager:
                     new_id(), task, position, trajectory_ids, self._config.rollout.staleness_policy
                 )
                 oldest_version = self._context.pool.oldest_version
-                self._queue.dispatched(
+                self._queue.dispatch_group(
                     work.group_id, task.task_id, position, trajectory_ids, oldest_version, work
                 )
                 self.slots.hand_over(trajectory_ids[0])
@@ -159,15 +159,15 @@ class RolloutManager:
                     # Its siblings come before other groups: members that wait for a slot make a group old.
                     await work.all_have_slots.wait()
         self.drained.set()
-        self._queue.end_of_data()
+        self._queue.end_data()
         await asyncio.Future()  # the trainer ends the run
 
-    async def _resume_group(self, groups: Nursery, left: LeftGroup) -> None:
+    async def _resume_group(self, groups: Nursery, left: RestoredGroup) -> None:
         """Resume a group that an earlier process left in flight; it has been admitted before."""
-        unfinished = [name for name in left.trajectory_ids if name not in left.ended]
+        unfinished = [name for name in left.trajectory_ids if name not in left.finished]
         if unfinished:
             await self.slots.acquire_slot()
-            if left not in self._queue.left:  # it was dropped meanwhile
+            if left not in self._queue.restored_groups:  # it was dropped meanwhile
                 self.slots.release_slot()
                 return
             self.slots.hand_over(unfinished[0])
@@ -178,12 +178,12 @@ class RolloutManager:
             left.trajectory_ids,
             self._config.rollout.staleness_policy,
         )
-        work.finished.update(left.ended)
+        work.finished.update(left.finished)
         for trajectory_id in unfinished:
             if known := self._journalled.get(trajectory_id):  # the group is as old as that from now on
-                begun = [Entry(name, state.attempt, state) for name, state in known.items()]
-                work.begin_attempt(Entry(trajectory_id), begun)
-        self._queue.resume(left.group_id, work)
+                begun = [JournalEntry(name, state.attempt, state) for name, state in known.items()]
+                work.begin_attempt(JournalEntry(trajectory_id), begun)
+        self._queue.resume_group(left.group_id, work)
         groups.start_task(f"group {left.group_id}", self._run_group(work))
         self._num_groups += 1
         if unfinished:
@@ -207,7 +207,7 @@ class RolloutManager:
             self._num_groups -= 1
             self._feeder.retries.changed.set()
         if self._journal is not None:
-            self._journal.forget(work.trajectory_ids)
+            self._journal.remove_entries(work.trajectory_ids)
 
     async def _run_siblings(self, work: GroupInFlight) -> None:
         """Run all unfinished siblings until they have ended, or are dropped as stragglers.
@@ -236,9 +236,9 @@ class RolloutManager:
                 work.enough_finished.set()
             if not isinstance(tree, str):
                 branches = (trajectory.trajectory_id for trajectory in tree)
-                self._queue.branched(trajectory_id, [name for name in branches if name != trajectory_id])
+                self._queue.add_branches(trajectory_id, [name for name in branches if name != trajectory_id])
                 if not (work.all_ended.is_set() or work.unscored):
-                    self._queue.ended(*tree)
+                    self._queue.finished.add_tree(*tree)
 
         async with waiting("trajectories"), Nursery() as siblings:
             work.stop = siblings.cancel_tasks
@@ -270,7 +270,7 @@ class RolloutManager:
             return
         for trajectory_id, reason in work.dropped.items():
             self._queue.drop_trajectories([trajectory_id], reason)
-        await self._queue.put(
+        await self._queue.put_group(
             Group(group_id=work.group_id, task_id=work.task.task_id, trajectories=work.trajectories)
         )
 
@@ -286,7 +286,7 @@ class RolloutManager:
         first, last = self._attempts.pop(trajectory_id, 1), self._config.rollout.max_attempts
         for attempt in range(first, max(first, last) + 1):
             if attempt > first:
-                self._queue.tried_again(trajectory_id, attempt)
+                self._queue.start_attempt(trajectory_id, attempt)
                 self._context.metrics.trajectory_retries_total.inc()
             try:
                 tree = await self._run_attempt(trajectory_id, attempt, work)
@@ -314,7 +314,7 @@ class RolloutManager:
         left = self._journalled.pop(trajectory_id, {})
         left = {name: state for name, state in left.items() if state.attempt == attempt}
         for losses_left in reversed(range(_MAX_LOST_WORKERS)):
-            entries: dict[str, Entry] = {}
+            entries: dict[str, JournalEntry] = {}
             try:
                 return await self._run_in_session(
                     trajectory_id, attempt, work, left, entries, can_resume=losses_left > 0
@@ -323,7 +323,7 @@ class RolloutManager:
                 if not losses_left:
                     raise
                 log.warning("trajectory %s goes on in another worker: %s", trajectory_id, error)
-                known = {name: entry.left for name, entry in entries.items()}
+                known = {name: entry.state_to_continue for name, entry in entries.items()}
                 left |= {name: state for name, state in known.items() if state.segments}
         raise AssertionError("the last loss is raised")
 
@@ -332,8 +332,8 @@ class RolloutManager:
         trajectory_id: str,
         attempt: int,
         work: GroupInFlight,
-        left: dict[str, Journalled],
-        entries: dict[str, Entry],
+        left: dict[str, JournalledTrajectory],
+        entries: dict[str, JournalEntry],
         *,
         can_resume: bool,
     ) -> Sequence[Trajectory]:
@@ -348,23 +348,23 @@ class RolloutManager:
             can_resume: Whether the attempt goes on in another worker if its worker ends.
         """
 
-        def open_entry(name: str, inherited: Sequence[Segment] = ()) -> Entry:
-            replay = left.pop(name, None)
-            if replay is not None and inherited and (replay := replay.after(inherited)) is None:
+        def open_entry(name: str, inherited: Sequence[Segment] = ()) -> JournalEntry:
+            restored = left.pop(name, None)
+            if restored is not None and inherited and (restored := restored.after(inherited)) is None:
                 log.warning("branch %s begins differently from before the restart: it is sampled anew", name)
             if self._journal is None:
-                entries[name] = Entry(name, attempt, replay, inherited)
+                entries[name] = JournalEntry(name, attempt, restored, inherited)
             else:
-                entries[name] = self._journal.open(name, attempt, replay, inherited)
+                entries[name] = self._journal.open_entry(name, attempt, restored, inherited)
             return entries[name]
 
-        def open_branch_entry(name: str, inherited: Sequence[Segment]) -> Entry:
+        def open_branch_entry(name: str, inherited: Sequence[Segment]) -> JournalEntry:
             entry = open_entry(name, inherited)
             work.add_branch(entry)
             return entry
 
         entry = open_entry(trajectory_id)
-        work.begin_attempt(entry, [Entry(name, attempt, state) for name, state in left.items()])
+        work.begin_attempt(entry, [JournalEntry(name, attempt, state) for name, state in left.items()])
         session = self._backend.session_class(
             self._context,
             work.task,

@@ -117,7 +117,7 @@ class Checkpoints:
         if saved.failure is None:
             self.step, self.num_failed = step, 0
             self._metrics.observe_checkpoint(step, saved.pause_s, saved.write_s)
-            self._queue.committed(step, keep=self._config.keep_checkpoints)
+            self._queue.record_checkpoint(step, keep=self._config.keep_checkpoints)
             return
         self.num_failed += 1
         self._metrics.checkpoint_failures_total.inc()

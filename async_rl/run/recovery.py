@@ -30,7 +30,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive
 from async_rl.queue.journal import Journal
-from async_rl.queue.journal_file import Journalled
+from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -49,7 +49,7 @@ class RecoveredState:
     Example:
         >>> recovered = RecoveredState(config, run_dir, tasks, facts, step, metrics, clock)
         >>> async with services(**recovered.services): ...
-        >>> recovered.leave()
+        >>> recovered.write_and_close()
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RecoveredState:
             self.archive = Archive(run_dir / archive.FILE, config.run.keep_trajectories)
             self.archive.rollback(step)
         self.journal: Journal | None = None
-        self.journalled: dict[str, Journalled] = {}
+        self.journalled: dict[str, JournalledTrajectory] = {}
         """What the journal has of trajectories in flight."""
         if self._every_s is not None:
             self.journal = Journal(run_dir / "journal", metrics)
@@ -109,12 +109,12 @@ class RecoveredState:
             retry_task=retries.retry_task,
             clock=clock,
         )
-        self.queue.restore(self.journalled)
+        self.queue.restore_groups(self.journalled)
         order = order_of(tasks, config.run.seed, config.data.shuffle)
-        for left in tuple(self.queue.left):
+        for left in tuple(self.queue.restored_groups):
             if tasks[order.task_at(left.position)].task_id != left.task_id:
-                log.warning("group %s is given up: the data has no task %s now", left.group_id, left.task_id)
-                self.queue.abandon(left)
+                log.warning("group %s is dropped: the data has no task %s now", left.group_id, left.task_id)
+                self.queue.drop_group(left.group_id, "restart")
         position = ledger.data_position()
         self.feeder = Feeder(
             tasks,
@@ -132,10 +132,10 @@ class RecoveredState:
             return
         while True:
             await asyncio.sleep(self._every_s)
-            self.journal.forget(await self.queue.keep_ended())
+            self.journal.remove_entries(await self.queue.finished.store_pending())
             # The ledger first: it must know the trajectories that the journal tells of, and those that it
             # need not tell of any more.
-            await self.journal.tick(before=self.queue.flush)
+            await self.journal.write_in_thread(before=self.queue.flush_ledger)
 
     @property
     def services(self) -> dict[str, Callable[[], Awaitable[None]]]:
@@ -149,18 +149,18 @@ class RecoveredState:
                 await asyncio.sleep(_ARCHIVE_S)
             assert self.archive is not None, "only an archive that there is is written"
             with waiting("disk"):
-                await asyncio.to_thread(self.archive.write)
+                await asyncio.to_thread(self.archive.write_notes)
 
-    def leave(self) -> None:
+    def write_and_close(self) -> None:
         """Write what is in flight at the end of a life, however it ends, up to the last token."""
         if self.archive is not None:
             self.archive.close()
         if self.journal is None:
             return
         try:
-            self.journal.forget(self.queue.keep_ended_now())
-            self.queue.flush()
-            self.journal.write()
+            self.journal.remove_entries(self.queue.finished.store_pending_now())
+            self.queue.flush_ledger()
+            self.journal.write_entries()
         except AsyncRLError as error:  # the life may end because of it
             log.warning("what is in flight could not be journalled to the last token: %s", error)
         finally:

@@ -20,7 +20,7 @@ from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
 from async_rl.observability import evaluation_record as evaluations
 from async_rl.observability.console_report import RunProgress
-from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
+from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.observability.records import (
     COUNTS,
@@ -29,8 +29,7 @@ from async_rl.observability.records import (
     Summary,
     Totals,
     TrajectoryCounts,
-    append_record,
-    read_records,
+    step_record_log,
     summarise,
 )
 from async_rl.observability.trackers.tracker import Trackers
@@ -91,16 +90,16 @@ class RunLogger:
             trackers: Get every step and evaluation; None for none.
         """
         self._config = config
-        self._file = run_dir / "metrics.jsonl"
+        self._step_records = step_record_log(run_dir / "metrics.jsonl")
         self._pool = pool
         self._metrics = metrics
         self._clock = clock
         self._progress = progress
         self._trackers = trackers
         self.phase = "starting"
-        self.records = read_records(self._file)
+        self.records = self._step_records.read()
         """All records on disk until the trainer has started, for the live page; then those up to its step."""
-        self.evaluations = read_evaluations(run_dir / evaluations.FILE)
+        self.evaluations = evaluation_record_log(run_dir / evaluations.FILE).read()
         """Evaluation records, limited like `records`."""
         self._run_begin_s: float | None = None
         """Start of the run on the clock, moved back by the seconds of earlier incarnations."""
@@ -123,7 +122,7 @@ class RunLogger:
 
     def load_records_until(self, step: int) -> None:
         """Load the records of the steps up to the one that the trainer continues from."""
-        self.records = [record for record in read_records(self._file) if record.step <= step]
+        self.records = [record for record in self._step_records.read() if record.step <= step]
         self.evaluations = [record for record in self.evaluations if record.weight_version <= step]
 
     def begin_training(self, step: int) -> None:
@@ -152,7 +151,7 @@ class RunLogger:
         )
         self._last_record_s, self._tokens_at_last_record = now, sampled
         self.records.append(record)
-        append_record(self._file, record)
+        self._step_records.append(record)
         if self._trackers is not None:
             self._trackers.log(record)
         self._observe_step(done.batch, record)

@@ -105,7 +105,7 @@ class TrainLoop(ABC):
 
     async def _next_batch(self) -> TakenBatch | None:
         """Wait for a batch; None at the end of the data."""
-        return await self._queue.take(self.step)
+        return await self._queue.next_batch(self.step)
 
     @abstractmethod
     async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
@@ -117,9 +117,9 @@ class TrainLoop(ABC):
         self.unsettled = True
         result = await self._train_batch(batch, step)
         _require_finite(result)
-        self._queue.settle(batch, step)
+        self._queue.settle_batch(batch, step)
         self.step, self.unsettled = step, False
-        self._queue.published(step)
+        self._queue.record_publication(step)
         progressed()
         now = self._clock()
         return TrainedStep(
@@ -159,7 +159,7 @@ class TrainLoop(ABC):
 
     def _finish_step(self, done: TrainedStep, report: SyncReport) -> None:
         """Admit new groups to the version that the engines now serve, and record the step."""
-        self._queue.advance(done.result.step)
+        self._queue.advance_version(done.result.step)
         self._run_log.log_step(done, report, self._queue)
 
 
@@ -238,7 +238,7 @@ class TimeSharedLoop(TrainLoop):
                 await self._checkpoints.start_checkpoint(self.step)
             self._ready_batch = None
             if self.step < self._max_steps:
-                self._ready_batch = await self._queue.take(self.step, wait=False)
+                self._ready_batch = await self._queue.next_batch(self.step, wait=False)
             if self._ready_batch is None:
                 await self._update_engines(done)
             else:

@@ -78,7 +78,7 @@ class TrainerRestarts:
         with waiting("trainer start"):
             trainer = await self._cluster.start_trainer()
             state = await trainer.setup(self._checkpoints)
-        for flaw in state.passed_over:
+        for flaw in state.skipped_checkpoints:
             log.warning("a newer checkpoint is skipped: %s", flaw)
         self._run_log.load_records_until(state.step)
         return TrainerHandle(trainer, state.step)

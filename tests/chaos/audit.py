@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from async_rl.config import Config
-from async_rl.observability.records import Summary, read_records
+from async_rl.observability.records import Summary, step_record_log
 from async_rl.queue.ledger import REDISPATCHED, Ledger
 from tests.chaos.diary import Trained, effective, read
 from tests.chaos.evidence import LedgerWatch, Processes
@@ -65,7 +65,7 @@ def _private(exposure: Exposure) -> list[Finding]:
 
 def _steps(config: Config, run_dir: Path, done: dict[int, Trained]) -> Finding:
     wanted = list(range(1, config.run.max_steps + 1))
-    recorded = [record.step for record in read_records(run_dir / "metrics.jsonl")]
+    recorded = [record.step for record in step_record_log(run_dir / "metrics.jsonl").read()]
     return Finding(
         "the run reached its steps, each done once",
         list(done) == wanted == recorded,

@@ -18,7 +18,7 @@ from async_rl.engine_protocol import Chunk, DiskUpdate, Engine, Finish, Generate
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal import Entry
+from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
@@ -84,7 +84,7 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
     )
 
     def session(number: int) -> RolloutSession:
-        transcript = Transcript(context, Entry(f"{number:032x}"))
+        transcript = Transcript(context, JournalEntry(f"{number:032x}"))
         made = RolloutSession(context, Task(task_id="t", messages=[]), transcript, group_id="g")
         made.start([{"role": "user", "content": "hi"}])
         return made

@@ -10,10 +10,10 @@ import pytest
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import DiskUpdate, Engine
 from async_rl.openai_api.endpoint import Endpoint
-from async_rl.routing import verify
 from tests.support.api import client_of, reply
 from tests.support.sessions import Bench
 from tests.support.talk import ByteTokenizer
+from tests.support.trajectories import verify
 
 pytestmark = pytest.mark.sglang
 
@@ -43,7 +43,7 @@ async def test_two_turns_are_a_trajectory_when_weights_change_while_the_first_is
     )
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     endpoint = Endpoint()
-    async with endpoint.open(bench.session, reader=None) as access, client_of(access) as client:
+    async with endpoint.open_trajectory(bench.session, reader=None) as access, client_of(access) as client:
         stream = await client.chat.completions.create(
             model="policy", messages=messages, stream=True, max_tokens=400
         )

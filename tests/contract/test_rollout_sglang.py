@@ -11,7 +11,7 @@ from async_rl.cli.main import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.long, pytest.mark.sglang]  # it starts a server of its own
 
 
 def test_an_untrained_model_writes_trajectories_with_routing_when_nothing_runs_yet(

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from async_rl.engine_protocol import Chunk, DiskUpdate, Engine, Finish, GenerateRequest
-from async_rl.routing import verify
 from async_rl.types import Trajectory
 from tests.support.engine_calls import call
 from tests.support.sessions import PROMPT, Bench, row_versions
+from tests.support.trajectories import verify
 
 pytestmark = pytest.mark.sglang
 GREEDY = {"top_k": 1, "max_context_tokens": 512, "max_new_tokens": 200}

@@ -63,8 +63,8 @@ def test_newest_whole_checkpoint_is_taken_when_newer_ones_are_damaged(moe, folde
         flip(folder / "step_00000002" / "__0_0.distcp")
         found = loading.find_checkpoint(folder)
         assert found.path == folder / "step_00000001"
-        assert "step_00000003/__0_0.distcp has" in found.passed_over[0]
-        assert "step_00000002/__0_0.distcp is damaged" in found.passed_over[1]
+        assert "step_00000003/__0_0.distcp has" in found.skipped_checkpoints[0]
+        assert "step_00000002/__0_0.distcp is damaged" in found.skipped_checkpoints[1]
         with pytest.raises(CheckpointError, match=r"step_00000002/__0_0.distcp is damaged"):
             loading.find_checkpoint(folder / "step_00000002")  # one that is named is not replaced by another
         (folder / "step_00000001" / "manifest.json").unlink()

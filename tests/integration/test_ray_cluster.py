@@ -52,7 +52,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     plan.write_text("[]")
     with RayNodes(**{PLAN: str(plan)}) as nodes:
         nodes.start()  # the driver's
-        for _ in range(2):  # room for one engine on each, and for all ranks
+        for _ in range(2):  # capacity for one engine on each, and for all ranks
             nodes.start(engines=1, trainer=2)
         yield nodes
 
@@ -162,7 +162,7 @@ async def test_a_run_goes_on_when_a_node_with_ranks_and_an_engine_is_taken_away_
         rank = int(batch.parts[2])  # /proc/<pid>/fd/<number>
         nodes.take_away(nodes.node_of(rank))
         await lines.seen("the trainer is back at step")
-        await lines.seen("Ray has no room for 2 x engine")
+        await lines.seen("Ray has no capacity for 2 x engine")
         await steps.more(2)
         nodes.kill("quick_server")  # of the engine on the node that is left, which has its place there
         await lines.seen("engine engine-0 serves again", "engine engine-1 serves again")

@@ -18,7 +18,7 @@ from async_rl.codec import read_frame
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest
 from async_rl.engines.sglang.client import SGLangEngine
-from async_rl.observability.records import Summary, read_records
+from async_rl.observability.records import Summary, step_record_log
 from async_rl.placement.ray_trainer import RayTrainer
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.api import Session
@@ -168,7 +168,7 @@ async def test_engines_and_trainer_learn_together_with_weights_from_disk(calcula
         for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
     ]
     assert any(len(versions) > 1 for versions in mixed)  # partial rollouts reached the trainer
-    records = read_records(run_dir / "metrics.jsonl")
+    records = step_record_log(run_dir / "metrics.jsonl").read()
     assert [record.weight_version for record in records] == [1, 2, 3]
     assert all(np.isfinite(record.grad_norm) and record.grad_norm > 0 for record in records)
     assert len({record.reward_mean for record in records}) > 1
@@ -198,7 +198,7 @@ async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
     run_dir, stop = Path(config.run.dir) / config.run.name, asyncio.Event()
 
     def steps() -> int:
-        return len(read_records(run_dir / "metrics.jsonl"))
+        return len(step_record_log(run_dir / "metrics.jsonl").read())
 
     async def until(happened: Callable[[], bool]) -> None:
         while not happened():  # noqa: ASYNC110 (files and logs raise no event)

@@ -51,6 +51,15 @@ QUADS = {
 }
 """Of four ranks."""
 
+DEFAULT = {
+    "data",
+    "tensor, sequence and expert",
+    "interleaved pipeline",
+    "context",
+    "four: tensor, pipeline and expert",
+}
+"""The layouts of `make test`: each kind of parallelism, and a combination. `make test-long` has the rest."""
+
 ONE_STEP = {
     "tensor, sequence and expert, all gathered",
     "context and expert",
@@ -155,11 +164,12 @@ def config_of(model, layout, recompute, ranks, replay="r3", **trainer):
     return config | {"routing": config["routing"] | {"probe_every": 2}}
 
 
-def run_rank(rank: int, model: str, hidden: dict[int, torch.Tensor], out: str) -> None:
+def run_rank(rank: int, model: str, hidden: dict[int, torch.Tensor], out: str, names: list[str]) -> None:
     """Go through the layouts; runs in a process of its own. Two pairs of ranks share those of two."""
     torch.set_num_threads(1)
-    pairs = [(name, rank // 2 * 2) for i, name in enumerate(LAYOUTS) if i % 2 == rank // 2]
-    for name, first in [*pairs, *((name, 0) for name in QUADS)]:
+    of_two = [name for name in names if name in LAYOUTS]
+    pairs = [(name, rank // 2 * 2) for i, name in enumerate(of_two) if i % 2 == rank // 2]
+    for name, first in [*pairs, *((name, 0) for name in names if name in QUADS)]:
         ranks = 2 if name in LAYOUTS else 4
         look = _Look(rank - first, ranks, name, model, hidden, out)
         with pytest.MonkeyPatch.context() as patch:
@@ -357,23 +367,36 @@ def one(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def several(one):
-    """Results by layout and rank."""
+def several(one, request):
+    """Results by layout and rank, of the layouts that the selected tests look at."""
     out = one["out"]
-    mp.spawn(run_rank, (str(one["model"]), one["hidden"], str(out)), nprocs=4)
+    selected = {
+        item.callspec.params.get("layout")
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
+    names = [name for name in [*LAYOUTS, *QUADS] if name in selected | {"data"}]
+    mp.spawn(run_rank, (str(one["model"]), one["hidden"], str(out), names), nprocs=4)
     return {
         name: [
             torch.load(out / f"{name} {rank}", weights_only=False)
             for rank in range(2 if name in LAYOUTS else 4)
         ]
-        for name in [*LAYOUTS, *QUADS]
+        for name in names
     }
 
 
-EVERY = pytest.mark.parametrize("layout", [*LAYOUTS, *QUADS])
-TWICE = pytest.mark.parametrize("layout", [name for name in LAYOUTS | QUADS if name not in ONE_STEP])
-RECORDING = pytest.mark.parametrize("layout", RECORDED)
-RESUMING = pytest.mark.parametrize("layout", RESUMED)
+def of_layouts(names):
+    marks = {True: (), False: pytest.mark.long}
+    return pytest.mark.parametrize(
+        "layout", [pytest.param(name, marks=marks[name in DEFAULT]) for name in names]
+    )
+
+
+EVERY = of_layouts([*LAYOUTS, *QUADS])
+TWICE = of_layouts([name for name in LAYOUTS | QUADS if name not in ONE_STEP])
+RECORDING = of_layouts(RECORDED)
+RESUMING = of_layouts(RESUMED)
 
 
 def close(actual, expected):
@@ -406,7 +429,7 @@ def test_ranks_equal_one_when_laid_out(one, several, layout):
         assert not seen["left"]
 
 
-@pytest.mark.parametrize("layout", OVER_ALL)
+@of_layouts(OVER_ALL)
 def test_ranks_equal_one_when_the_loss_is_over_whole_answers(one, several, layout):
     expected = one["over answers"]
     assert 0 < expected["metrics"]["importance_truncated_fraction"] < 1
@@ -422,7 +445,7 @@ def test_ranks_equal_one_when_there_are_fewer_trajectories(one, several):
         equal_gradients(rank["single"]["gradients"], one["single"]["gradients"])
 
 
-@pytest.mark.parametrize("layout", GUARDED)
+@of_layouts(GUARDED)
 def test_all_ranks_skip_the_update_when_one_has_a_loss_that_is_not_finite(several, layout):
     for rank in several[layout]:
         assert (rank["broken"]["updates"], rank["broken"]["updates_skipped"]) == (0, 1)

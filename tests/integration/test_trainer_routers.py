@@ -204,7 +204,9 @@ BALANCING = {
 
 
 @pytest.mark.case(37)
-@pytest.mark.parametrize("kind", BALANCING)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "aux_loss" else pytest.mark.long) for kind in BALANCING]
+)
 def test_balancing_losses_do_not_see_padding_when_they_are_on(
     deepseek, with_fields, padded, counting_padding, kind
 ):
@@ -357,7 +359,10 @@ def test_padded_rectangle_gives_what_the_packing_gives_when_rows_follow_its_orde
 
 
 @pytest.mark.case(31)
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    "recompute",
+    ["full", *(pytest.param(what, marks=pytest.mark.long) for what in ("none", "selective"))],
+)
 def test_recorded_routing_gives_the_native_step_bit_for_bit(deepseek, recompute):
     batch = batch_of()
     config = {"recompute": recompute, "micro_batch_tokens": 40}

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from async_rl.sft.schedule import SftBatch, SftExample, batch_of
-from async_rl.sft.sft_run import read_sft_records, sft
+from async_rl.sft.sft_run import sft, sft_record_log
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.trainers import gathered_gradients, trainer_config
 from trainer.sft import SftWorker
@@ -164,7 +164,7 @@ def test_the_command_trains_resumes_and_writes_a_folder_for_a_run(moe, tmp_path,
     assert sft(config, ["sft.max_steps=4"]) == 0
     assert sft(config) == 0
     assert "resumed after step 4" in capsys.readouterr().out
-    records = read_sft_records(tmp_path / "runs" / "warm" / "metrics.jsonl")
+    records = sft_record_log(tmp_path / "runs" / "warm" / "metrics.jsonl").read()
     assert [r.step for r in records] == list(range(1, len(records) + 1))
     assert records[-1].loss < records[0].loss / 2
     assert records[-1].validation_loss < records[3].validation_loss

@@ -15,9 +15,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.queue.batching import assemble
-from async_rl.queue.journal import Entry, Journal
-from async_rl.queue.journal_file import Journalled
+from async_rl.queue.batching import assemble_batch
+from async_rl.queue.journal import Journal, JournalEntry
+from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.runtime.supervision import Nursery
@@ -26,7 +26,7 @@ from async_rl.types import Group, Segment, Trajectory
 from tests.support.sessions import Bench, simulated
 
 FIRST = 1000
-"""Of the tokens that the policy samples: every one of them is another."""
+"""The first of the tokens that the policy samples, which are all different."""
 
 
 class Branch(NamedTuple):
@@ -63,11 +63,11 @@ blows = st.lists(
 )
 
 
-async def play(session: RolloutSession, steps: Sequence[Any]) -> None:
+async def run_steps(session: RolloutSession, steps: Sequence[Any]) -> None:
     async with Nursery() as beside, session:
         for step in steps:
             if isinstance(step, Branch):
-                line = play(session.branch(), step.steps)
+                line = run_steps(session.branch(), step.steps)
                 if step.beside:
                     beside.start_task("branch", line)
                     await asyncio.sleep(0)  # it has begun
@@ -80,8 +80,8 @@ async def play(session: RolloutSession, steps: Sequence[Any]) -> None:
                 await session.generate(max_new_tokens=step)
 
 
-class Life:
-    """A driver's: a journal, and a session on it that goes on from what the one before left."""
+class Incarnation:
+    """One incarnation of a driver: a journal, and a session that resumes what the one before left."""
 
     def __init__(self, folder: Path, numbers: count[int], interrupt: str) -> None:
         self.journal = Journal(folder)
@@ -103,21 +103,21 @@ class Life:
     def sample(self, prefix: Sequence[int], rng: random.Random) -> int:
         return next(self.number)
 
-    def open(self, name: str, inherited: Sequence[Segment]) -> Entry:
-        replay: Journalled | None = self.left.pop(name, None)
+    def open(self, name: str, inherited: Sequence[Segment]) -> JournalEntry:
+        replay: JournalledTrajectory | None = self.left.pop(name, None)
         if replay is not None and inherited:
             replay = replay.after(inherited)
-        return self.journal.open(name, 1, replay, inherited)
+        return self.journal.open_entry(name, 1, replay, inherited)
 
     async def run(self, steps: Sequence[Any], blows: Sequence[Blow], until_s: float | None) -> bool:
-        """Play to the end, or until the driver is killed; whether it came to the end."""
+        """Run to the end, or until the driver is killed; return whether it reached the end."""
         self.session.start([{"role": "user", "content": "hi"}])
         ended = False
         async with Nursery() as nursery:
 
             async def line() -> None:
                 nonlocal ended
-                await play(self.session, steps)
+                await run_steps(self.session, steps)
                 ended = True
                 nursery.cancel_tasks()
 
@@ -128,7 +128,7 @@ class Life:
 
             async def kill(after_s: float) -> None:
                 await asyncio.sleep(after_s)
-                self.journal.write()  # the last tick; what comes later is not known
+                self.journal.write_entries()  # the last tick; what comes later is not known
                 nursery.cancel_tasks()
 
             nursery.start_task("line", line())
@@ -139,21 +139,21 @@ class Life:
         return ended
 
 
-async def live(
+async def run_driver(
     folder: Path, steps: Sequence[Any], blows: Sequence[Blow], kill_s: float | None, interrupt: str
 ) -> tuple[list[Trajectory], set[int]]:
     """The trajectories of a tree, and the tokens that were journalled when the driver was killed."""
     numbers = count(FIRST)
-    life, journalled = Life(folder, numbers, interrupt), set[int]()
-    if not await life.run(steps, blows, kill_s):
-        life = Life(folder, numbers, interrupt)
-        tokens = (segment.token_ids for state in life.left.values() for segment in state.segments)
-        known = life.entry.replay
+    driver, journalled = Incarnation(folder, numbers, interrupt), set[int]()
+    if not await driver.run(steps, blows, kill_s):
+        driver = Incarnation(folder, numbers, interrupt)
+        tokens = (segment.token_ids for state in driver.left.values() for segment in state.segments)
+        known = driver.entry.restored
         tokens = [*tokens, *(s.token_ids for s in (known.segments if known else ()))]
         journalled = {token for ids in tokens for token in ids.tolist() if token >= FIRST}
-        assert await life.run(steps, (), None)
-    assert await life.session.close() == 0
-    tree = life.session.tree
+        assert await driver.run(steps, (), None)
+    assert await driver.session.close() == 0
+    tree = driver.session.tree
     return [await each.finish_trajectory(each.stop_reason, {"reward": 0.5}) for each in tree], journalled
 
 
@@ -168,14 +168,14 @@ def test_every_token_is_trained_once_when_a_tree_is_interrupted_and_killed(
     steps: list[Any], blows: list[Blow], kill_s: float | None, interrupt: str
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        tree, journalled = run_virtual(live(Path(folder), steps, blows, kill_s, interrupt))
-        batch = assemble([Group(group_id="g", task_id="t", trajectories=tuple(tree))], 99, "b")
+        tree, journalled = run_virtual(run_driver(Path(folder), steps, blows, kill_s, interrupt))
+        batch = assemble_batch([Group(group_id="g", task_id="t", trajectories=tuple(tree))], 99, "b")
         ids = [trajectory.trajectory_id for trajectory in tree]
         ledger = Ledger(Path(folder) / "ledger.sqlite")
-        ledger.dispatch("g", "t", 0, ids[:1], 0)
-        ledger.branch(ids[0], ids[1:])
-        ledger.queue("g", ids, version=0, frame="slab", frame_bytes=1)
-        ledger.train(["g"], 1, "b")
+        ledger.dispatch_group("g", "t", 0, ids[:1], 0)
+        ledger.add_branches(ids[0], ids[1:])
+        ledger.queue_group("g", ids, version=0, frame="slab", frame_bytes=1)
+        ledger.train_groups(["g"], 1, "b")
         counts = ledger.audit()
         ledger.close()
     assert (counts.dispatched, counts.trained) == (len(tree), len(tree))

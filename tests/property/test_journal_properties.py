@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.queue import journal as journal_module
-from async_rl.queue.journal import Entry, Journal
-from async_rl.queue.journal_file import Journalled, read
+from async_rl.queue.journal import Journal, JournalEntry
+from async_rl.queue.journal_file import JournalledTrajectory, read_journal
 from async_rl.types import Context, Sampled, VersionSpan
 
 NAMES = ("a", "b", "c")
@@ -62,7 +62,7 @@ class World:
         self.folder = folder
         self.journal = Journal(folder)
         self.journal.restore((), newest_version=0)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, JournalEntry] = {}
         self.told: dict[str, set[Story]] = {name: set() for name in NAMES}
         self.last: dict[str, Story] = {}
         self.token = 0
@@ -76,21 +76,21 @@ class World:
             self.tick()
         elif step.what == "forget":
             self.entries.pop(name, None)
-            self.journal.forget([name])
+            self.journal.remove_entries([name])
         elif step.what == "retry" or name not in self.entries:
             attempt = self.entries[name].attempt + 1 if name in self.entries else 1
-            self.entries[name] = self.journal.open(name, attempt)
+            self.entries[name] = self.journal.open_entry(name, attempt)
         else:
             self.grow(self.entries[name], step)
 
     def tick(self) -> None:
-        self.journal.write()
+        self.journal.write_entries()
         for name, entry in self.entries.items():
             if (story := story_of(entry))[1]:
                 self.told[name].add(story)
                 self.last[name] = story
 
-    def grow(self, entry: Entry, step: Step) -> None:
+    def grow(self, entry: JournalEntry, step: Step) -> None:
         call = entry.call
         length = sum(len(segment.token_ids) for segment in entry.segments)
         if step.what == "prompt" and call is None:
@@ -128,7 +128,7 @@ def sampled(ids: list[int], probs: list[float], version: int) -> Sampled:
     )
 
 
-def story_of(entry: Entry) -> Story:
+def story_of(entry: JournalEntry) -> Story:
     segments = list(entry.segments)
     if entry.call is not None:
         segments += journal_module._pieces(entry.call, 0)
@@ -150,7 +150,7 @@ def told_by(attempt: int, segments: Any, turns: Any) -> Story:
 
 
 def read_back(folder: Path) -> dict[str, Story]:
-    found, _ = read(folder)
+    found, _ = read_journal(folder)
     return {name: told_by(state.attempt, state.segments, state.turns) for name, state in found.items()}
 
 
@@ -216,14 +216,16 @@ def test_those_in_flight_go_on_in_the_next_file_when_another_process_takes_over(
             lowered = tuple(min(version, newest) for version in versions)
             expected = attempt, ids, probs, lowered, turns
             assert told_by(state.attempt, state.segments, state.turns) == expected
-            second.open(name, attempt, state)  # nothing is replayed yet, and the process is killed again
-        second.write()
+            second.open_entry(
+                name, attempt, state
+            )  # nothing is replayed yet, and the process is killed again
+        second.write_entries()
         second.close()
         assert read_back(world.folder).keys() == left.keys()
-        assert all(same(read(world.folder)[0][name], left[name]) for name in left)
+        assert all(same(read_journal(world.folder)[0][name], left[name]) for name in left)
 
 
-def same(one: Journalled, other: Journalled) -> bool:
+def same(one: JournalledTrajectory, other: JournalledTrajectory) -> bool:
     return told_by(one.attempt, one.segments, one.turns) == told_by(
         other.attempt, other.segments, other.turns
     )

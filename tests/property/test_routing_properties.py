@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.routing import fit, invalid_rows, make_trace, replace, splice, verify
+from async_rl.routing import fit, invalid_rows, make_trace, replace, splice
 from async_rl.types import NEVER_COMPUTED, RoutingTrace
-from tests.support.trajectories import make_rows
+from tests.support.trajectories import make_rows, verify
 
 calls = st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=6)
 """Per engine call: tokens sampled, and whether rows came with them."""

@@ -33,16 +33,16 @@ def run(
         upcoming = version + training
         if staleness_policy == "mask_tokens":
             for name in set(flying) - pinned:
-                backlog.renew(name, served)
+                backlog.renew_deadline(name, served)
         late = backlog.overdue(upcoming)
         if staleness_policy == "drop":
             gone = backlog.in_flight_until(upcoming - 1)
             for name in gone:
-                backlog.remove(name)
+                backlog.remove_group(name)
                 flying.remove(name)
             given_up += len(gone)
         for name in late:
-            backlog.remove(name)
+            backlog.remove_group(name)
         dropped += len(late)
         may = []
         if backlog.may_admit(lag=upcoming - served):
@@ -51,7 +51,7 @@ def run(
             may += ["finish", "finish", "drop"] if random_.random() < 0.2 else ["finish"]
         if staleness_policy == "mask_tokens" and set(flying) - pinned:
             may.append("pin")
-        chosen = None if training else backlog.select(version)
+        chosen = None if training else backlog.select_batch(version)
         if chosen is not None:
             may += ["take"] * 3
         if training:
@@ -62,7 +62,7 @@ def run(
         match random_.choice(may):
             case "dispatch":
                 name, names = f"g{names}", names + 1
-                backlog.dispatch(name, served)
+                backlog.add_group(name, served)
                 dispatched[name] = served
                 oldest[name] = served + (random_.randint(-3, -1) if random_.random() < lying else 0)
                 flying.append(name)
@@ -72,18 +72,18 @@ def run(
                     oldest[name] += served - dispatched[name]
                 elif random_.random() < 0.3 and staleness_policy != "mask_tokens":
                     oldest[name] = max(oldest[name], served)
-                backlog.finish(name, oldest[name])
+                backlog.finish_group(name, oldest[name])
             case "pin":
                 name = random_.choice(sorted(set(flying) - pinned))
                 pinned.add(name)
                 oldest[name] += served - dispatched[name]
             case "drop":
-                backlog.remove(flying.pop(random_.randrange(len(flying))))
+                backlog.remove_group(flying.pop(random_.randrange(len(flying))))
             case "take":
                 assert chosen is not None
                 assert len(set(chosen)) == batch
                 for name in chosen:
-                    backlog.remove(name)
+                    backlog.remove_group(name)
                     largest = max(largest, staleness(version, oldest[name]))
                 training, batches = True, batches + 1
             case "settle":

@@ -1,8 +1,7 @@
 """Loops that branch, under everything that goes wrong: each token is trained once, each leaf is settled once.
 
-The checker compares what is trained with what engines said: a token trained in two trajectories of a tree is
-one that was trained more often than it was sampled; one that a branch inherits and nobody trains is found
-by its ancestors.
+The checker compares trained tokens with what engines returned. A token that two trajectories of a tree train
+was trained more often than sampled; an inherited token that is never trained is missed in its ancestors.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 
 from async_rl.queue import batching
 from async_rl.queue.journal import Journal
-from async_rl.queue.journal_file import Journalled
+from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
 from async_rl.simulation.__main__ import run_branching_seed
 from async_rl.simulation.invariant_checker import InvariantChecker
@@ -71,7 +70,9 @@ def test_trees_are_whole_when_the_driver_is_killed_while_they_grow(
     trained, journalled = Trained(monkeypatch), set[str]()
     restore = Journal.restore
 
-    def note(journal: Journal, alive: Collection[str], newest_version: int) -> dict[str, Journalled]:
+    def note(
+        journal: Journal, alive: Collection[str], newest_version: int
+    ) -> dict[str, JournalledTrajectory]:
         left = restore(journal, alive, newest_version)
         journalled.update(left)
         return left
@@ -90,7 +91,7 @@ def test_trees_are_whole_when_the_driver_is_killed_while_they_grow(
     ledger.close()
 
 
-def test_the_witness_sees_it_when_what_is_inherited_is_trained_again(
+def test_the_checker_reports_inherited_tokens_that_are_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill = batching._fill_tokens
@@ -105,7 +106,7 @@ def test_the_witness_sees_it_when_what_is_inherited_is_trained_again(
     assert "is trained more often than it was sampled" in outcome.violations[0]
 
 
-def test_the_witness_sees_it_when_nobody_trains_what_is_inherited(
+def test_the_checker_reports_inherited_tokens_that_are_never_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill = batching._fill_tokens

@@ -49,7 +49,7 @@ async def test_steps_go_on_while_a_checkpoint_is_written_and_the_ledger_learns_w
     calculator, tmp_path, monkeypatch
 ):
     committed: list[tuple[int, int]] = []
-    commit = Ledger.commit
+    commit = Ledger.record_checkpoint
 
     def note(ledger: Ledger, step: int, keep: int) -> None:
         latest = json.loads((tmp_path / "sim" / "checkpoints" / "latest.json").read_text())

@@ -58,7 +58,7 @@ def rename_reasons(patch: pytest.MonkeyPatch) -> None:
     def drop(self: Ledger, trajectory_ids: Any, reason: str, **options: Any) -> None:
         original(self, trajectory_ids, f"{reason}, in other words", **options)
 
-    original = Ledger.drop
+    original = Ledger.drop_trajectories
     patch.setattr(Ledger, "drop", drop)
 
 
@@ -98,7 +98,7 @@ def swap_in_batch(patch: pytest.MonkeyPatch) -> None:
     def pack(self: Packer, version: int, groups: Any) -> Any:
         return original(self, version, groups[::-1])
 
-    original = Packer.pack
+    original = Packer.pack_groups
     patch.setattr(Packer, "pack", pack)
 
 
@@ -127,7 +127,7 @@ def label_a_version_off(patch: pytest.MonkeyPatch) -> None:
     ) -> None:
         original(self, group_id, task_id, position, trajectory_ids, 0)
 
-    original = Ledger.dispatch
+    original = Ledger.dispatch_group
     patch.setattr(Ledger, "dispatch", dispatch)
 
 
@@ -152,7 +152,7 @@ def drop_one(patch: pytest.MonkeyPatch) -> None:
             await original(self, group)
 
     puts: list[str] = []
-    original = TrajectoryQueue.put
+    original = TrajectoryQueue.put_group
     patch.setattr(TrajectoryQueue, "put", put)
 
 

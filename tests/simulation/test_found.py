@@ -27,7 +27,7 @@ def violations(scenario: Scenario, folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("death", ["stop", "kill"])
-def test_weights_of_an_earlier_life_are_cleared_away_when_a_driver_starts(
+def test_weights_of_an_earlier_incarnation_are_cleared_away_when_a_driver_starts(
     death: Ending, tmp_path: Path
 ) -> None:
     assert violations(small_run(0, death=death), tmp_path / "0") == ()
@@ -49,7 +49,7 @@ def test_no_checkpoint_claims_a_step_when_the_disk_was_full_as_it_was_settled(
     def refuse(self: Ledger) -> None:
         raise AsyncRLError("the ledger cannot be written; is the disk full?")
 
-    original = TrajectoryQueue.settle
+    original = TrajectoryQueue.settle_batch
     monkeypatch.setattr(TrajectoryQueue, "settle", settle)
     # Of the injected faults only that a disk was full, for a moment, is wanted: an excuse for the error.
     assert violations(small_run(0, ("disk_full",)), tmp_path / "0") == ()

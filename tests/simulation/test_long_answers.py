@@ -103,7 +103,7 @@ async def test_no_prompt_is_skipped_when_a_run_ends_amid_long_answers_and_is_res
     first.close()
     assert 0 < len(first.batches) < 16
     second = World(tmp_path, step=first.version, **settings)
-    second.position_of_groups.update(first.position_of_groups)
+    second.queue.positions.update(first.queue.positions)
     await second.train(100)
     counts = second.close()
     assert sorted(first.positions_trained + second.positions_trained) == list(range(64))

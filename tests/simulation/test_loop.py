@@ -11,7 +11,7 @@ import pytest
 from agent_loops.single_turn import SingleTurnLoop
 from async_rl.config import Config, apply_override, parse_config
 from async_rl.errors import AsyncRLError
-from async_rl.observability.records import Summary, read_records
+from async_rl.observability.records import Summary, step_record_log
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.api import Session
 from async_rl.run import orchestrator
@@ -325,7 +325,7 @@ async def test_trackers_have_each_step_once_when_a_run_repeats_some(calculator, 
     summary = await run(config, LocalCluster(config))
     assert summary.weight_versions == 4
     logged = [json.loads(line) for line in (tmp_path / "sim" / "tracker.jsonl").read_text().splitlines()]
-    records = read_records(tmp_path / "sim" / "metrics.jsonl")
+    records = step_record_log(tmp_path / "sim" / "metrics.jsonl").read()
     assert [line["step"] for line in logged] == [1, 2, 3, 4]
     assert [line["critic/rewards/mean"] for line in logged] == [record.reward_mean for record in records]
     assert sum("disk full" in message for message in caplog.messages) == 2  # once an incarnation

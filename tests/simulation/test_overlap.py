@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import TrainerError
-from async_rl.observability.records import StepRecord, read_records
+from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.runtime.waits import NamedLock
 from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.scenario import FaultKind, Injection, Scenario
@@ -44,7 +44,7 @@ def overlapping(speeds: dict[str, float], *faults: FaultKind, transport: str = "
 
 def run(scenario: Scenario, folder: Path) -> tuple[SeedOutcome, list[StepRecord]]:
     outcome = simulate(scenario.seed, folder, scenario=scenario)
-    return outcome, read_records(folder / "incarnation-0" / "metrics.jsonl")
+    return outcome, step_record_log(folder / "incarnation-0" / "metrics.jsonl").read()
 
 
 @pytest.mark.parametrize("transport", ["disk", "distributed", "tensor", "delta"])
@@ -129,7 +129,7 @@ def test_nothing_is_lost_when_a_run_is_cancelled_while_weights_are_on_their_way(
     )
 
 
-def test_the_witness_sees_it_when_a_copy_is_made_too_early(
+def test_the_invariant_checker_fails_when_a_copy_is_made_too_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = WeightSync.update_from_snapshot
@@ -143,7 +143,7 @@ def test_the_witness_sees_it_when_a_copy_is_made_too_early(
     assert "is overwritten while it is read" in outcome.violations[0]
 
 
-def test_the_witness_sees_it_when_engines_are_sent_what_the_trainer_has_now(
+def test_the_invariant_checker_fails_when_engines_are_sent_what_the_trainer_has_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def nothing(self: Any, weight_version: int) -> None:

@@ -23,7 +23,7 @@ from async_rl.data.chat_format import ChatFormat
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal_file import Journalled, read
+from async_rl.queue.journal_file import JournalledTrajectory, read_journal
 from async_rl.queue.ledger import Conservation, Ledger
 from async_rl.rollout.session.api import Session
 from async_rl.run.orchestrator import Orchestrator, RunInputs
@@ -74,7 +74,7 @@ class Incarnation(NamedTuple):
     calls: tuple[tuple[int, ...], ...]
     """Texts that were being sampled when it was killed."""
     error: BaseException | None
-    journal: dict[str, Journalled]
+    journal: dict[str, JournalledTrajectory]
     accounts: Conservation
     unfinished: frozenset[str]
     trained: dict[str, tuple[list[int], list[float]]]
@@ -84,7 +84,7 @@ class Incarnation(NamedTuple):
         return self.metrics.registry.get_sample_value(f"async_rl_{name}") or 0.0
 
     @property
-    def left(self) -> dict[str, Journalled]:
+    def left(self) -> dict[str, JournalledTrajectory]:
         """What the journal has of trajectories that have not ended."""
         return {name: self.journal[name] for name in self.unfinished if name in self.journal}
 
@@ -164,9 +164,9 @@ class World:
             metrics=metrics,
             calls=tuple(calls),
             error=error,
-            journal=read(self.folder / "journal")[0],
+            journal=read_journal(self.folder / "journal")[0],
             accounts=ledger.audit(),
-            unfinished=ledger.in_flight.difference(*(group.kept for group in ledger.outstanding())),
+            unfinished=ledger.in_flight.difference(*(group.stored for group in ledger.outstanding())),
             trained=trained,
         )
         ledger.close()
@@ -200,7 +200,7 @@ def at(moment: float) -> Callable[[float, LocalCluster], bool]:
     return lambda now, cluster: now >= moment
 
 
-def tokens_of(left: Journalled) -> list[int]:
+def tokens_of(left: JournalledTrajectory) -> list[int]:
     return np.concatenate([segment.token_ids for segment in left.segments]).tolist()
 
 

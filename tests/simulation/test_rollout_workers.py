@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from async_rl.queue.journal import Entry
-from async_rl.queue.journal_file import Journalled
+from async_rl.queue.journal import JournalEntry
+from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.simulation.__main__ import run_worker_seed
 from async_rl.simulation.cancellation_sweep import sweep
 from async_rl.simulation.scenario import FaultKind, Scenario, WorkerFault, branching
@@ -34,15 +34,15 @@ def test_nothing_is_lost_stale_or_stuck_when_loops_run_in_workers() -> None:
 def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken_over: list[Journalled] = []
-    left = Entry.left.fget
+    taken_over: list[JournalledTrajectory] = []
+    left = JournalEntry.state_to_continue.fget
     assert left is not None
 
-    def note(entry: Entry) -> Journalled:
+    def note(entry: JournalEntry) -> JournalledTrajectory:
         taken_over.append(left(entry))
         return taken_over[-1]
 
-    monkeypatch.setattr(Entry, "left", property(note))
+    monkeypatch.setattr(JournalEntry, "left", property(note))
     faults: tuple[FaultKind, ...] = ("kill_worker", "mute_worker", "die_in_call")
     scenario = with_two_workers(branching(small_run(3, faults, death="kill")))
     outcome = simulate(0, tmp_path, scenario=scenario)

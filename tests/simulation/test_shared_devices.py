@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from async_rl.engines import device_memory
 from async_rl.engines.device_phases import DevicePhases
-from async_rl.observability.records import read_records
+from async_rl.observability.records import step_record_log
 from async_rl.run.device_sharing import SharedDevices
 from async_rl.simulation.__main__ import run_shared_seed
 from async_rl.simulation.cancellation_sweep import sweep
@@ -44,7 +44,7 @@ def test_interrupted_answers_go_on_after_the_trainers_turn(tmp_path: Path) -> No
     found = outcome_of(shared_run(0), tmp_path / "0")
     assert found.violations == ()
     assert found.incarnations == ("finished",)
-    records = read_records(tmp_path / "0" / "incarnation-0" / "metrics.jsonl")
+    records = step_record_log(tmp_path / "0" / "incarnation-0" / "metrics.jsonl").read()
     assert sum(record.interrupted for record in records) > 0
     assert max(record.staleness_max for record in records) > 0
     assert any(record.sync_s == 0 for record in records)  # batches that were ready are trained in one turn

@@ -282,7 +282,7 @@ def test_the_trainer_is_named_when_it_does_not_start(patient: Make) -> None:
 
 def leak(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """From the tenth on, so many trajectories never give their slot back."""
-    release, leaked = Slots.release, set[str]()
+    release, leaked = Slots.release_slot, set[str]()
 
     def forget(self: Slots, holder: str = "") -> None:
         if holder and holder in self.view().holders:
@@ -293,7 +293,7 @@ def leak(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         if holder not in leaked:
             release(self, holder)
 
-    monkeypatch.setattr(Slots, "release", forget)
+    monkeypatch.setattr(Slots, "release_slot", forget)
 
 
 def test_holders_are_named_when_slots_leak(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_holders_are_named_when_slots_leak(patient: Make, monkeypatch: pytest.Mo
 
 
 def test_the_spool_is_named_when_it_never_has_room(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = TrajectoryQueue.put
+    put = TrajectoryQueue.put_group
 
     async def without_room(self: TrajectoryQueue, group: Group) -> None:
         Hang.current.visits += 1
@@ -347,7 +347,7 @@ def test_the_sleeper_is_named_when_a_wake_up_is_missed(
 
 def lose(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The siblings of the third group end, and nobody hands it in; its id is in the list then."""
-    settle, lost = RolloutManager._settle, list[str]()
+    settle, lost = RolloutManager._settle_group, list[str]()
 
     async def forget(self: RolloutManager, work: GroupInFlight) -> None:
         Hang.current.visits += 1
@@ -357,7 +357,7 @@ def lose(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         else:
             await settle(self, work)
 
-    monkeypatch.setattr(RolloutManager, "_settle", forget)
+    monkeypatch.setattr(RolloutManager, "_settle_group", forget)
     return lost
 
 
@@ -410,7 +410,7 @@ def cured(run: Patient, awaited: str, limit_s: float = 3600.0) -> Summary:
 
     async def main() -> Summary:
         orchestrator = run.make()
-        orchestrator.doctor._limits[awaited] = limit_s
+        orchestrator.doctor.limits_s[awaited] = limit_s
         return await run.live(orchestrator)
 
     summary = run_virtual(main())

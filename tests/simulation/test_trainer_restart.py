@@ -21,7 +21,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class RestartedCluster(LocalCluster):
-    """Counts the incarnations of its trainer, and lets each call of one fail as it is told."""
+    """Counts the incarnations of its trainer, and makes each call of one fail as configured."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

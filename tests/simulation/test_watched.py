@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 
 from async_rl.observability.metrics import Metrics
-from async_rl.observability.records import append_record
+from async_rl.observability.records import step_record_log
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from tests.simulation.test_loop import make_config, run
 from tests.support.finished_run import records
@@ -50,14 +50,14 @@ async def test_the_page_shows_a_run_while_it_goes_on(calculator: Path, tmp_path:
     assert waits & {"a chunk", "the first chunk", "agent loop", "an engine that serves"}
 
 
-async def test_the_page_shows_earlier_lives_before_the_trainer_is_up(
+async def test_the_page_shows_earlier_incarnations_before_the_trainer_is_up(
     calculator: Path, tmp_path: Path
 ) -> None:
     config = make_config(calculator, tmp_path)
     folder = tmp_path / "sim"
     folder.mkdir()
     for record in records(4):
-        append_record(folder / "metrics.jsonl", record)
+        step_record_log(folder / "metrics.jsonl").append(record)
     clock, inputs = asyncio.get_running_loop().time, RunInputs.load(config, lambda: "")
     orchestrator = Orchestrator(
         config, folder, asyncio.Event(), LocalCluster(config), Metrics(), clock, inputs

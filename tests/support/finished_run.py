@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from async_rl.observability.records import StepRecord, append_record
+from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.trainer_protocol import Extreme
 
 HOSTILE = "<img src=x onerror=\"document.title='broken in'\"><script>document.title='broken in'</script>"
@@ -108,7 +108,7 @@ def records(number: int = 120, seed: int = 7) -> list[StepRecord]:
 
 
 def write_run_folder(folder: Path, steps: list[StepRecord], *, max_steps: int = 120, log: str = "") -> Path:
-    """Write config, steps and log of a run; the config holds a key that is nobody's business."""
+    """Write config, steps and log of a run; the config holds a secret key."""
     (folder / "logs").mkdir(parents=True)
     (folder / ".lock").touch()
     tree = {
@@ -125,22 +125,22 @@ def write_run_folder(folder: Path, steps: list[StepRecord], *, max_steps: int = 
     (folder / "versions.json").write_text(json.dumps({"python": "3.11.9", "sglang": "0.5.23"}))
     (folder / "logs" / "driver.log").write_text(log)
     for record in steps:
-        append_record(folder / "metrics.jsonl", record)
+        step_record_log(folder / "metrics.jsonl").append(record)
     return folder
 
 
 LOG = f"""\
 2026-11-21 11:36:23,461 INFO    async_rl.run.run_log: bringing engines to the trainer's weights
 2026-11-21 11:36:23,479 INFO    async_rl.run.run_log: training
-2026-11-21 11:36:24,100 INFO    async_rl.queue.ledger: nobody needs to know this
+2026-11-21 11:36:24,100 INFO    async_rl.queue.ledger: a detail of no interest
 2026-11-21 11:41:02,117 WARNING async_rl.engines.pool: engine engine-1 is quarantined at version 75: silent
 2026-11-21 11:41:02,118 WARNING async_rl.rollout.manager: task {HOSTILE}, attempt 1: it raised
 2026-11-21 11:42:12,500 INFO    async_rl.engines.repair: engine engine-1 serves again
 """
-"""What a driver writes down of such a run."""
+"""The log of a driver of such a run."""
 
 FAILURE = """\
-2026-11-21 11:52:30,007 ERROR   async_rl.cli.train: the run failed: trainer failed: the GPU fell off the bus
+2026-11-21 11:52:30,007 ERROR   async_rl.run.folder: the run failed: trainer failed: the GPU fell off the bus
 Traceback (most recent call last):
   | somewhere deep
 """

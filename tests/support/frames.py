@@ -9,9 +9,8 @@ import numpy as np
 from async_rl import codec
 from async_rl.codec import Frame
 from async_rl.errors import AlignmentError, CorruptFrame
-from async_rl.routing import verify
 from async_rl.types import Group, RoutingTrace, Trajectory
-from tests.support.trajectories import FACTS, make_group, make_trajectory
+from tests.support.trajectories import FACTS, make_group, make_trajectory, verify
 
 TRAJECTORY = make_trajectory("t", sampled=((4, 0), (3, 1)))
 assert TRAJECTORY.trace is not None

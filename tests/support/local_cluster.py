@@ -109,7 +109,7 @@ class CheckingTrainer:
 
 
 class LocalCluster:
-    """See `async_rl.run.cluster.Cluster`."""
+    """Implements `async_rl.run.cluster.Cluster` in this process."""
 
     weight_backend = "gloo"
 

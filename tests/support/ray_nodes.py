@@ -41,7 +41,7 @@ class RayNodes:
             **environment,
         }
         self.address = ""
-        """Of the head, once there is one."""
+        """The address of the head, once it runs."""
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="n", ignore_cleanup_errors=True)
 

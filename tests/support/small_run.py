@@ -16,7 +16,7 @@ def small_run(
     interrupt: str = "abort",
     merge: str = "replace",
 ) -> Scenario:
-    """Two engines, five steps; a fault every 80 callbacks; the first two lives end by `death`.
+    """Two engines, five steps; a fault every 80 callbacks; the first two incarnations end by `death`.
 
     Its tasks are those of the seed, without trouble of their own.
     """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from async_rl.engine_protocol import EngineFacts
-from async_rl.routing import make_trace
+from async_rl.routing import check, fit, make_trace
 from async_rl.types import Context, Group, Outcome, RoutingTrace, Sampled, Segment, Trajectory
 
 FACTS = EngineFacts(
@@ -69,3 +69,9 @@ def make_group(group_id: str, size: int = 2, version: int = 0, tokens: int = 4, 
             for i in range(size)
         ),
     )
+
+
+def verify(trace: RoutingTrace, token_ids: np.ndarray, moe_layers: Sequence[int]) -> None:
+    """Check a finished trajectory's trace as a session does, and that no row is missing."""
+    check(trace, len(token_ids), moe_layers)
+    fit(trace, token_ids)

@@ -24,11 +24,11 @@ def test_it_closes_at_the_bound_and_opens_with_the_version_that_engines_serve(tm
     admission, backlog, _ = admission_of(tmp_path, None, max_staleness=1)
     for name in "abcd":
         assert admission.is_open
-        backlog.dispatch(name, 3)
+        backlog.add_group(name, 3)
     assert not admission.is_open
-    assert "a batch of 2 and a staleness of 1 allow while engines serve version 3" in admission.why()
+    assert "a batch of 2 and a staleness of 1 allow while engines serve version 3" in admission.why_closed()
     for name in "ab":
-        backlog.remove(name)
+        backlog.remove_group(name)
     admission.next = 4  # the batch is the trainer's
     assert not admission.is_open
     admission.served = 4
@@ -38,23 +38,23 @@ def test_it_closes_at_the_bound_and_opens_with_the_version_that_engines_serve(tm
 def test_it_closes_when_what_is_in_flight_may_need_the_room(tmp_path: Path) -> None:
     admission, backlog, spool = admission_of(tmp_path, 4)
     for name in "abc":
-        backlog.dispatch(name, 3)
+        backlog.add_group(name, 3)
     assert admission.is_open
-    spool.put(make_group("x"))
+    spool.put_frame(make_group("x"))
     assert not admission.is_open
-    assert admission.holds_all
-    assert admission.why() == f"the spool holds {SLAB} of {4 * SLAB} bytes"
-    admission.learn(2 * SLAB)
-    assert not admission.holds_all
+    assert admission.holds_in_flight
+    assert admission.why_closed() == f"the spool holds {SLAB} of {4 * SLAB} bytes"
+    admission.record_size(2 * SLAB)
+    assert not admission.holds_in_flight
 
 
 def test_groups_of_the_next_batch_are_let_in_whatever_they_need(tmp_path: Path) -> None:
     admission, backlog, spool = admission_of(tmp_path, 2)
-    admission.learn(int(np.iinfo(np.int32).max))
-    spool.put(make_group("x"))
+    admission.record_size(int(np.iinfo(np.int32).max))
+    spool.put_frame(make_group("x"))
     assert admission.is_open
-    backlog.dispatch("a", 3)
+    backlog.add_group("a", 3)
     assert admission.is_open
-    backlog.dispatch("b", 3)
+    backlog.add_group("b", 3)
     assert not admission.is_open
-    assert admission.holds_all
+    assert admission.holds_in_flight

@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def ids(reader: ArchiveReader, where: str = "1") -> list[str]:
-    return [row.trajectory_id for row in reader.rows(where)]
+    return [row.trajectory_id for row in reader.find_rows(where)]
 
 
 def test_tokens_come_back_and_routing_rows_are_counted_when_a_trajectory_is_kept(path: Path) -> None:
@@ -35,14 +35,14 @@ def test_tokens_come_back_and_routing_rows_are_counted_when_a_trajectory_is_kept
     archive = Archive(path, keep=10, clock=lambda: 100.0)
     archive.ended(trajectory, attempt=1)
     archive.close()
-    item, events = ArchiveReader(path).read("a")
+    item, events = ArchiveReader(path).read_trajectory("a")
     assert np.array_equal(item.trajectory.token_ids, trajectory.token_ids)
     assert np.array_equal(item.trajectory.rollout_log_probs, trajectory.rollout_log_probs)
     assert item.trajectory.trace is None
     assert item.routing is not None
     assert (item.routing.rows, item.routing.invalid) == (trajectory.num_tokens - 1, 0)
     assert [event.what for event in events] == ["attempt 1 begins", "ended"]
-    (row,) = ArchiveReader(path).rows()
+    (row,) = ArchiveReader(path).find_rows()
     assert (row.status, row.oldest_version, row.newest_version, row.interruptions) == ("ended", 1, 2, 1)
 
 
@@ -50,7 +50,7 @@ def test_only_the_newest_are_kept_with_their_events(path: Path) -> None:
     archive = Archive(path, keep=3)
     for name in "abcde":
         archive.ended(make_trajectory(name), attempt=1)
-        archive.write()
+        archive.write_notes()
     archive.close()
     assert ids(ArchiveReader(path)) == ["e", "d", "c"]
     with sqlite3.connect(path) as database:
@@ -65,9 +65,9 @@ def test_the_error_and_both_attempts_are_told_when_a_trajectory_is_tried_again(p
     archive.failed(unfinished, 2, AgentLoopError("again"))
     archive.dropped(["a", "never seen"], "agent_loop_error")
     archive.close()
-    (row,) = ArchiveReader(path).rows()
+    (row,) = ArchiveReader(path).find_rows()
     assert (row.status, row.attempt, row.reason) == ("dropped", 2, "AgentLoopError: again")
-    told = [event.what for event in ArchiveReader(path).read("a")[1]]
+    told = [event.what for event in ArchiveReader(path).read_trajectory("a")[1]]
     assert told[1] == "attempt 1 failed: AgentLoopError: agent loop x raised KeyError: 'y'"
     assert told[2:] == [
         "attempt 2 begins",
@@ -103,18 +103,18 @@ async def test_the_queue_tells_what_becomes_of_each(path: Path, tmp_path: Path) 
         observer=archive,
     )
     for name, members in (("g", ["a", "b"]), ("h", ["c", "d"])):
-        queue.dispatched(name, "task", 0, members, 0)
+        queue.dispatch_group(name, "task", 0, members, 0)
         for member in members:
             archive.ended(make_trajectory(member, name), attempt=1)
-    await queue.put(
+    await queue.put_group(
         replace(make_group("g"), trajectories=(make_trajectory("a", "g"), make_trajectory("b", "g")))
     )
-    archive.write()
+    archive.write_notes()
     reader = ArchiveReader(path)
     assert ids(reader, "status = 'queued'") == ["b", "a"]
-    batch = await queue.take(0)
+    batch = await queue.next_batch(0)
     assert batch is not None
-    queue.settle(batch, 1)
+    queue.settle_batch(batch, 1)
     queue.drop_group("h", "no_signal")
     archive.close()
     assert ids(reader, "status = 'trained' AND step = 1") == ["b", "a"]
@@ -125,11 +125,11 @@ async def test_the_queue_tells_what_becomes_of_each(path: Path, tmp_path: Path) 
 def test_a_reader_sees_what_is_written_while_the_run_goes_on(path: Path) -> None:
     archive = Archive(path, keep=3)
     reader = ArchiveReader(path)
-    assert reader.count() == 0
+    assert reader.count_trajectories() == 0
     archive.ended(make_trajectory("a"), attempt=1)
-    assert reader.count() == 0
-    archive.write()
-    assert reader.count() == 1
+    assert reader.count_trajectories() == 0
+    archive.write_notes()
+    assert reader.count_trajectories() == 1
     archive.close()
 
 
@@ -140,8 +140,8 @@ def test_the_run_goes_on_when_the_archive_cannot_be_written(
     other = sqlite3.connect(path, timeout=0)
     other.execute("DROP TABLE events")
     archive.ended(make_trajectory("a"), attempt=1)
-    archive.write()
-    assert "some trajectories are not kept" in caplog.text
+    archive.write_notes()
+    assert "some trajectories are not archived" in caplog.text
     archive.ended(make_trajectory("b"), attempt=1)
     archive.close()
     other.close()
@@ -167,7 +167,7 @@ def test_a_life_tells_the_archive_which_checkpoint_it_goes_on_from(path: Path, t
         archive.trained([name], step)
     archive.close()
     recovered = RecoveredState(config, tmp_path, scenario.tasks, FACTS, 1, Metrics(), lambda: 0.0)
-    recovered.leave()
+    recovered.write_and_close()
     recovered.queue.close()
     assert ids(ArchiveReader(path), "status = 'trained'") == ["a"]
 
@@ -183,7 +183,7 @@ def test_archive_and_ledger_agree_when_a_run_was_killed_twice(tmp_path: Path) ->
     ledger = sqlite3.connect(last / "ledger.sqlite")
     settled = dict(ledger.execute("SELECT trajectory_id, state FROM trajectories WHERE state != 'in_flight'"))
     ledger.close()
-    shown = {row.trajectory_id: row.status for row in reader.rows() if row.trajectory_id in settled}
+    shown = {row.trajectory_id: row.status for row in reader.find_rows() if row.trajectory_id in settled}
     assert len(shown) > 5
     assert shown == {name: settled[name] for name in shown}
-    assert any(row.oldest_version != row.newest_version for row in reader.rows())
+    assert any(row.oldest_version != row.newest_version for row in reader.find_rows())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from async_rl.errors import AlignmentError, DataError
-from async_rl.queue.batching import assemble
+from async_rl.queue.batching import assemble_batch, check_model
 from async_rl.routing import fit, truncate
 from async_rl.types import Group, Trajectory
 from tests.support.trajectories import FACTS, make_group, make_rows, make_trajectory
@@ -19,7 +19,7 @@ def group_of(*trajectories: Trajectory) -> Group:
 
 def test_each_token_lies_at_its_place() -> None:
     groups = [make_group("a", size=2, version=3), make_group("b", size=1, version=4, tokens=6)]
-    batch = assemble(groups, 5, "batch", FACTS)
+    batch = assemble_batch(groups, 5, "batch", FACTS)
     trajectories = [t for group in groups for t in group.trajectories]
     assert batch.offsets.tolist() == [0, 7, 15, 24]
     assert batch.group_index.tolist() == [0, 0, 1]
@@ -40,7 +40,7 @@ def test_each_token_lies_at_its_place() -> None:
 
 def test_versions_are_per_token_when_a_trajectory_was_interrupted() -> None:
     trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5)))
-    batch = assemble([group_of(trajectory)], 6, "batch", FACTS)
+    batch = assemble_batch([group_of(trajectory)], 6, "batch", FACTS)
     assert batch.weight_versions.tolist() == [-1, -1, 3, 3, 5, 5, 5]
     assert batch.loss_mask.tolist() == [False] * 2 + [True] * 5
 
@@ -48,10 +48,10 @@ def test_versions_are_per_token_when_a_trajectory_was_interrupted() -> None:
 def test_tokens_are_left_out_of_the_loss_when_older_weights_than_asked_for_sampled_them() -> None:
     """The bound is of each token: a trajectory's last version says nothing of its first (verl issue 7569)."""
     trajectory = make_trajectory("t", prompt=2, sampled=((2, 3), (3, 5), (1, 6)))
-    batch = assemble([group_of(trajectory)], 8, "batch", FACTS, oldest=5)
+    batch = assemble_batch([group_of(trajectory)], 8, "batch", FACTS, oldest=5)
     assert batch.loss_mask.tolist() == [False] * 4 + [True] * 4
     assert batch.weight_versions.tolist() == [-1, -1, 3, 3, 5, 5, 5, 6]  # what they are stays known
-    whole = assemble([group_of(trajectory)], 8, "batch", FACTS)
+    whole = assemble_batch([group_of(trajectory)], 8, "batch", FACTS)
     assert np.array_equal(batch.rollout_log_probs, whole.rollout_log_probs)
     assert batch.routing_valid is not None
     assert whole.routing_valid is not None
@@ -64,13 +64,13 @@ def test_a_branch_trains_only_what_it_has_not_inherited() -> None:
     branch = msgspec.structs.replace(
         branch, segments=(*trunk.segments, *branch.segments[2:]), trace=None, num_inherited=2
     )
-    batch = assemble([group_of(trunk, branch)], 6, "batch", FACTS)
+    batch = assemble_batch([group_of(trunk, branch)], 6, "batch", FACTS)
     assert batch.loss_mask.tolist() == [False] * 2 + [True] * 3 + [False] * 5 + [True] * 2
     assert batch.weight_versions.tolist() == [-1, -1, 5, 5, 5, -1, -1, 5, 5, 5, 6, 6]
 
 
 def test_there_is_no_routing_when_it_is_not_replayed() -> None:
-    batch = assemble([make_group("a")], 0, "batch")
+    batch = assemble_batch([make_group("a")], 0, "batch")
     assert (batch.routed_experts, batch.routing_valid, batch.num_experts) == (None, None, 0)
 
 
@@ -81,15 +81,15 @@ def test_rows_are_invalid_when_none_were_reported() -> None:
     kept = truncate(partial.trace, partial.token_ids[:3])
     partial = msgspec.structs.replace(partial, trace=fit(kept, partial.token_ids))
     absent = make_trajectory("absent", routing=False)
-    batch = assemble([group_of(whole, partial, absent)], 0, "batch", FACTS)
+    batch = assemble_batch([group_of(whole, partial, absent)], 0, "batch", FACTS)
     assert batch.routing_valid is not None
     valid = [batch.routing_valid[i : i + 7].tolist() for i in (0, 7, 14)]
     assert valid == [[True] * 6 + [False], [True] * 2 + [False] * 5, [False] * 7]
 
 
 def test_the_layers_are_named_when_routing_is_replayed() -> None:
-    assert assemble([make_group("a")], 0, "batch", FACTS).moe_layers == FACTS.moe_layers == (1, 2)
-    assert assemble([make_group("a")], 0, "batch").moe_layers == ()
+    assert assemble_batch([make_group("a")], 0, "batch", FACTS).moe_layers == FACTS.moe_layers == (1, 2)
+    assert assemble_batch([make_group("a")], 0, "batch").moe_layers == ()
 
 
 @pytest.mark.case(15, 28)
@@ -102,35 +102,26 @@ def test_the_layers_are_named_when_routing_is_replayed() -> None:
         ({"num_experts": 16}, "wrong_shape", "16 experts"),
         ({"moe_layers": (0, 1)}, "wrong_layers", r"layers \(0, 1\), expected \(1, 2\)"),
         ({"moe_layers": ()}, "wrong_layers", r"layers \(\), expected \(1, 2\)"),
-        ({"prefix_hash": 7}, "wrong_prefix", "6 routing rows are not of the 6 tokens"),
     ],
 )
-def test_a_trajectory_is_refused_with_the_reason_when_its_rows_do_not_fit(
+def test_a_trajectory_is_refused_with_the_reason_when_its_rows_are_of_another_model(
     change: dict[str, object], reason: str, words: str
 ) -> None:
     trajectory = make_trajectory("t")
     assert trajectory.trace is not None
-    assemble([group_of(trajectory)], 0, "batch", FACTS)
+    check_model(trajectory, FACTS)
     changed = msgspec.structs.replace(trajectory, trace=msgspec.structs.replace(trajectory.trace, **change))
     with pytest.raises(AlignmentError, match=f"trajectory t: .*{words}") as caught:
-        assemble([group_of(changed)], 0, "batch", FACTS)
+        check_model(changed, FACTS)
     assert caught.value.reason == reason
-
-
-def test_rows_of_a_sibling_are_refused() -> None:
-    ours, theirs = make_group("g", size=2).trajectories
-    assert ours.trace is not None
-    assert theirs.trace is not None
-    cut = truncate(theirs.trace, theirs.token_ids[: ours.num_tokens])
-    assert cut.rows.shape == ours.trace.rows.shape
-    with pytest.raises(AlignmentError, match="another trajectory's"):
-        assemble([group_of(msgspec.structs.replace(ours, trace=cut))], 0, "batch", FACTS)
 
 
 def test_a_batch_is_refused_when_there_is_nothing_to_train_on() -> None:
     with pytest.raises(DataError, match="0 trajectories"):
-        assemble([], 0, "batch")
+        assemble_batch([], 0, "batch")
     with pytest.raises(DataError, match="no reward"):
-        assemble([group_of(make_trajectory("t", reward=None))], 0, "batch")
+        assemble_batch([group_of(make_trajectory("t", reward=None))], 0, "batch")
     with pytest.raises(DataError, match=r"of \[0\] tokens"):
-        assemble([group_of(make_trajectory("t", prompt=0, sampled=((0, 0),), routing=False))], 0, "batch")
+        assemble_batch(
+            [group_of(make_trajectory("t", prompt=0, sampled=((0, 0),), routing=False))], 0, "batch"
+        )

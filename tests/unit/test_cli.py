@@ -60,7 +60,8 @@ def test_check_says_where_the_chat_template_writes_turns_anew(
     assert main(["check", str(write_run(tmp_path))]) == 0
     out = capsys.readouterr().out
     assert (
-        "# chat template: a thought, when a user's message follows: the template makes 'It is 4.' of" in out
+        "# chat template: a thought, when a user's message follows: the template renders 'It is 4.' for"
+        in out
     )
     assert "# chat template: sessions keep every turn as the policy wrote it" in out
 

@@ -12,10 +12,10 @@ import pytest
 
 from async_rl.codec import ALIGNMENT, Frame, decode, encode, encoded_size, inspect, read_frame, write_frame
 from async_rl.errors import AlignmentError, CorruptFrame
-from async_rl.routing import check, fit, hash_tokens, invalid_rows, make_trace, truncate, verify
+from async_rl.routing import check, fit, hash_tokens, invalid_rows, make_trace, truncate
 from async_rl.types import Group, RoutingTrace, TrainBatch, VersionSpan
 from tests.support.frames import seal, split
-from tests.support.trajectories import make_group
+from tests.support.trajectories import make_group, verify
 
 
 def frame_of(obj: object) -> bytes:
@@ -262,4 +262,4 @@ def test_a_trace_without_elements_is_refused_at_once_however_long_its_sides_are(
         crafted = header.replace(sides, b"".join(side.to_bytes(8, "little") for side in shape))
         back = decode(seal(crafted, payload), RoutingTrace)
         with pytest.raises(AlignmentError, match="expected \\[10, L, K\\]"):
-            check(back, 11)
+            check(back, 11, back.moe_layers)

@@ -15,7 +15,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.errors import StallError
 from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
-from async_rl.run.doctor import Doctor, limits, watched
+from async_rl.run.doctor import Doctor, recording_waits, wait_limits
 from async_rl.runtime.supervision import services
 from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.simulation.virtual_time import VirtualTimeLoop, run_virtual
@@ -39,7 +39,7 @@ class Ward:
     def look_until(self, end_s: float) -> None:
         while self.now_s < end_s:
             self.now_s += 5
-            self.doctor.look()
+            self.doctor.check_progress()
 
     def value(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels) or 0.0
@@ -51,13 +51,13 @@ def test_a_stall_is_said_again_only_after_growing_times(
     ward = Ward(tmp_path)
     with acting("train loop", waits=ward.waits), waiting("slot"):
         ward.look_until(600)
-        said = [record for record in caplog.records if "stands still" in record.message]
+        said = [record for record in caplog.records if "is stalled" in record.message]
         assert len(said) == 4  # at 45, 85, 165 and 325 seconds
         assert ward.value("stalls_total", awaited="slot") == 1
         assert ward.value("seconds_since_progress") == 600
         assert ward.value("oldest_wait_seconds", awaited="slot") == 600
         ward.waits.note_progress()
-        ward.doctor.look()
+        ward.doctor.check_progress()
         assert ward.value("seconds_since_progress") == 0
         ward.look_until(700)
     assert ward.value("stalls_total", awaited="slot") == 2
@@ -89,7 +89,7 @@ def test_time_in_which_the_event_loop_stood_still_is_no_stall(tmp_path: Path) ->
         assert isinstance(loop, VirtualTimeLoop)
         ward = Ward(tmp_path, "doctor.action=end", clock=loop.time)
         with acting("train loop", waits=ward.waits), waiting("slot"):
-            async with services(doctor=ward.doctor.run):
+            async with services(doctor=ward.doctor.run_checks):
                 await asyncio.sleep(1)
                 loop.jump(1000)
                 await asyncio.sleep(30)
@@ -100,7 +100,7 @@ def test_time_in_which_the_event_loop_stood_still_is_no_stall(tmp_path: Path) ->
 
 def test_limits_are_those_of_the_config(tmp_path: Path) -> None:
     config = load_config(write_run(tmp_path), ["trainer.step_timeout_s=77", "rollout.tool_timeout_s=7"])
-    assert (limits(config)["trainer step"], limits(config)["tool"]) == (77, 7)
+    assert (wait_limits(config)["trainer step"], wait_limits(config)["tool"]) == (77, 7)
 
 
 def compute_without_an_await(seconds: float) -> None:
@@ -131,7 +131,7 @@ async def test_a_loop_that_waits_is_not_blocked(caplog: pytest.LogCaptureFixture
 
 async def test_waits_belong_to_the_run_that_is_watched(tmp_path: Path) -> None:
     waits = Waits()
-    async with watched(waits, Metrics(), load_config(write_run(tmp_path)).doctor):
+    async with recording_waits(waits, Metrics(), load_config(write_run(tmp_path)).doctor):
         with waiting("checkpoint"):
             assert [str(wait.who) for wait in waits.open_waits()] == ["run"]
 

@@ -18,7 +18,7 @@ from async_rl.errors import ConfigError
 from async_rl.evaluation.estimates import EvaluatedAnswer, estimate, pass_at_k, scores
 from async_rl.evaluation.evaluator import rollout_settings
 from async_rl.evaluation.service import due
-from async_rl.observability.evaluation_record import EvaluationRecord, append_evaluation, read_evaluations
+from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import StepRecord
 from async_rl.observability.trackers.tracker import Trackers
@@ -97,13 +97,17 @@ def test_a_version_is_due(every, at_start, version, evaluated, expected):
 
 def test_the_last_record_of_a_version_counts_when_a_run_goes_on_from_a_checkpoint(tmp_path):
     path = tmp_path / "evaluations.jsonl"
-    assert read_evaluations(path) == []
+    assert evaluation_record_log(path).read() == []
     for version, seconds in ((2, 1.0), (4, 2.0), (6, 3.0), (4, 4.0)):
         record = EvaluationRecord(weight_version=version, status="missing", duration_s=seconds)
-        append_evaluation(path, record)
+        evaluation_record_log(path).append(record)
     with path.open("ab") as file:
         file.write(b'{"weight_version": 8')  # the driver was killed here
-    assert [(r.weight_version, r.duration_s) for r in read_evaluations(path)] == [(2, 1.0), (4, 4.0)]
+    records = evaluation_record_log(path).read()
+    assert [(r.weight_version, r.duration_s) for r in records] == [
+        (2, 1.0),
+        (4, 4.0),
+    ]
 
 
 def config(**evaluation):
@@ -221,7 +225,7 @@ def test_a_model_is_evaluated_alone_and_its_answers_can_be_inspected(calculator,
     shown = capsys.readouterr().out
     assert "6 answers" in shown
     assert "pass@2" in shown
-    (found,) = read_evaluations(out / "evaluations.jsonl")
+    (found,) = evaluation_record_log(out / "evaluations.jsonl").read()
     assert (found.weight_version, found.unaccounted, found.scores["val"].tasks) == (0, 0, 3)
     assert inspect(out, None, chosen=Filter(), console=console) == 0
     assert "6 of the 6" in capsys.readouterr().out

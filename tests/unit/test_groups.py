@@ -6,7 +6,7 @@ import pytest
 
 from async_rl.config import parse_config
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.queue.journal import Entry
+from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.groups import (
     GroupDecision,
     GroupInFlight,
@@ -111,9 +111,9 @@ def group_of(*names: str, staleness_policy: StalenessPolicy = "wait") -> GroupIn
     return GroupInFlight("g", Task(task_id="task", messages=[]), 0, names, staleness_policy)
 
 
-def entry_of(name: str, *spans: tuple[int, int]) -> Entry:
+def entry_of(name: str, *spans: tuple[int, int]) -> JournalEntry:
     """An entry with these (tokens, version) segments."""
-    entry = Entry(name)
+    entry = JournalEntry(name)
     entry.segments += make_trajectory(name, sampled=spans, routing=False).segments
     return entry
 
@@ -121,23 +121,23 @@ def entry_of(name: str, *spans: tuple[int, int]) -> Entry:
 def test_a_group_is_as_old_as_its_oldest_token_the_running_call_included() -> None:
     """Not as its newest: what fresh weights resumed began under old ones (verl issue 7569)."""
     group = group_of("young", "running")
-    assert group.oldest() is None
-    young, running = entry_of("young", (4, 6), (2, 7)), Entry("running")
+    assert group.oldest_version() is None
+    young, running = entry_of("young", (4, 6), (2, 7)), JournalEntry("running")
     group.begin_attempt(young)
     group.begin_attempt(running)
-    assert group.oldest() == 6
+    assert group.oldest_version() == 6
     running.call = Call(5, 5, 8, since=5)
-    assert group.oldest() == 5
+    assert group.oldest_version() == 5
     running.call.since_version = 4  # tokens may be in transit
-    assert group.oldest() == 4
-    assert group.lengths() == {"young": 6, "running": 3}
+    assert group.oldest_version() == 4
+    assert group.sampled_lengths() == {"young": 6, "running": 3}
     group.end_sibling("running", "reward_error")
-    assert group.oldest() == 6
+    assert group.oldest_version() == 6
     assert not group.all_ended.is_set()
     group.end_sibling("young", [make_trajectory("young", sampled=((4, 6), (2, 7)), routing=False)])
-    assert group.oldest() == 6
+    assert group.oldest_version() == 6
     assert group.all_ended.is_set()
-    assert group.lengths() == {"young": 6, "running": 3}
+    assert group.sampled_lengths() == {"young": 6, "running": 3}
 
 
 def test_only_answers_that_sample_no_more_age_when_tokens_are_masked() -> None:
@@ -145,20 +145,20 @@ def test_only_answers_that_sample_no_more_age_when_tokens_are_masked() -> None:
     talking, calling = entry_of("talking", (4, 2)), entry_of("calling", (4, 3), (1, 4))
     talking.begin_turn(3, 16, ())
     group.begin_attempt(talking)
-    assert group.oldest() is None  # it will have a token of the weights served now
+    assert group.oldest_version() is None  # it will have a token of the weights served now
     group.begin_attempt(calling)
-    assert group.oldest() == 4  # it is in a tool, and may end there
+    assert group.oldest_version() == 4  # it is in a tool, and may end there
     calling.begin_turn(8, 16, ())
-    assert group.oldest() is None
+    assert group.oldest_version() is None
     group.end_sibling("done", [make_trajectory("done", sampled=((4, 1), (2, 5)), routing=False)])
-    assert group.oldest() == 5
+    assert group.oldest_version() == 5
 
 
 def test_an_attempt_that_failed_does_not_age_its_group() -> None:
     group = group_of("t")
     group.begin_attempt(entry_of("t", (4, 2)))
     group.begin_attempt(entry_of("t", (1, 7)))
-    assert (group.oldest(), group.lengths()) == (7, {"t": 1})
+    assert (group.oldest_version(), group.sampled_lengths()) == (7, {"t": 1})
 
 
 def test_siblings_are_stopped_when_their_group_is_cancelled() -> None:

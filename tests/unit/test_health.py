@@ -22,7 +22,7 @@ from async_rl.runtime.supervision import Nursery, services
 from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.engine_calls import request
 from tests.support.fake_sglang import HANG, FakeSGLang, event
-from tests.support.played import END, PlayedPool, settle, tokens
+from tests.support.manual_engines import END, ManualPool, settle, tokens
 
 CONFIG = SimulatedEngines(
     stall_s=60.0, min_prefill_tokens_per_s=500.0, probe_s=10.0, probe_timeout_s=5.0, probe_misses=3
@@ -60,9 +60,9 @@ def test_an_engine_is_judged_by_what_its_calls_did(
 
 
 @asynccontextmanager
-async def watched(*names: str, config: SimulatedEngines = CONFIG) -> AsyncIterator[PlayedPool]:
+async def watched(*names: str, config: SimulatedEngines = CONFIG) -> AsyncIterator[ManualPool]:
     async with Nursery() as nursery:
-        bench = PlayedPool(*names, nursery=nursery)
+        bench = ManualPool(*names, nursery=nursery)
         watch = HealthWatch(bench.pool, config, bench.metrics, asyncio.get_running_loop().time)
         async with services(health=watch.watch_engines):
             yield bench

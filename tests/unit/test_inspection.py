@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from async_rl.cli.inspection.browse import abbreviate
-from async_rl.cli.inspection.portrait import _role, decoder, portray, token_numbers
-from async_rl.cli.inspection.show import show
+from async_rl.cli.inspection.show import show_trajectory
+from async_rl.cli.inspection.trajectory_view import decoder, role_of, token_numbers, view_trajectory
 from async_rl.cli.main import main
 from async_rl.config import load_config
 from async_rl.config.reference import resolved_yaml
 from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import AgentLoopError
-from async_rl.queue.archive import Archive, kept
+from async_rl.queue.archive import Archive, without_routing
 from async_rl.queue.ledger import Ledger
 from async_rl.types import Context, Outcome, Sampled, Segment, Trajectory, TurnRecord
 from tests.support.run_config import write_run
@@ -78,7 +78,7 @@ def printed(trajectory: Trajectory, calculator: Path, *, colour: bool = False, s
     decode = decoder(load_chat_format(calculator / "model"), special=special)
     out = io.StringIO()
     console = Console(file=out, width=140, force_terminal=colour, no_color=not colour)
-    show(console, portray(kept(trajectory), decode))
+    show_trajectory(console, view_trajectory(without_routing(trajectory), decode))
     return out.getvalue()
 
 
@@ -112,14 +112,16 @@ def test_the_whole_text_is_there_once_when_a_character_is_cut_in_two(
     assert len(ids) > 3, "the character is of several tokens"
     for cut in range(1, len(ids)):
         parts = (trajectory.segments[0], sampled(ids[:cut], 1, "abort"), sampled(ids[cut:], 2))
-        _, policy = portray(kept(replace(trajectory, segments=parts)), decoder(chat)).passages
+        _, policy = view_trajectory(
+            without_routing(replace(trajectory, segments=parts)), decoder(chat)
+        ).passages
         assert policy.text == "a😀b"
         assert "".join(call.text for call in policy.calls) == "a😀b"
         assert "\N{REPLACEMENT CHARACTER}" not in policy.calls[0].text
 
 
 def test_tokens_that_grew_too_old_are_masked(trajectory: Trajectory) -> None:
-    portrait = portray(kept(trajectory), token_numbers, oldest_trained=4)
+    portrait = view_trajectory(without_routing(trajectory), token_numbers, oldest_trained=4)
     first = portrait.passages[1]
     assert [call.masked for call in first.calls] == [9, 0]
     assert portrait.trained_tokens == trajectory.num_sampled_tokens - 9
@@ -135,7 +137,7 @@ def test_a_branch_shows_what_it_inherits_and_what_was_noted_of_its_turns(
         start=start, end=trajectory.num_tokens, finish_reason="stop", engine_s=1.5, metadata={"depth": 2}
     )
     branch = replace(trajectory, num_inherited=last, turns=(record,))
-    portrait = portray(kept(branch), token_numbers)
+    portrait = view_trajectory(without_routing(branch), token_numbers)
     assert [(p.role, p.trained) for p in portrait.passages] == [
         ("prompt", False),
         ("policy", False),
@@ -161,11 +163,11 @@ def test_a_branch_shows_what_it_inherits_and_what_was_noted_of_its_turns(
     ],
 )
 def test_who_spoke_is_told_by_how_templates_begin_it(text: str, role: str) -> None:
-    assert _role(text) == role
+    assert role_of(text) == role
 
 
 def test_log_probs_are_of_sampled_tokens_alone(trajectory: Trajectory) -> None:
-    figures = portray(kept(trajectory), token_numbers).log_probs
+    figures = view_trajectory(without_routing(trajectory), token_numbers).log_probs
     assert figures is not None
     values = trajectory.rollout_log_probs[trajectory.response_mask]
     assert figures.mean == pytest.approx(float(values.mean()))
@@ -197,7 +199,7 @@ def run_dir(tmp_path: Path, trajectory: Trajectory, calculator: Path) -> Path:
     )
     archive.close()
     ledger = Ledger(folder / "ledger.sqlite")
-    ledger.dispatch("g", "sum-1", 7, [trajectory.trajectory_id], 3)
+    ledger.dispatch_group("g", "sum-1", 7, [trajectory.trajectory_id], 3)
     ledger.close()
     return folder
 
@@ -273,7 +275,7 @@ def test_token_numbers_are_shown_when_the_model_is_gone(
 ) -> None:
     (run_dir / "config.yaml").unlink()
     assert main(["inspect", str(run_dir), "0198bbbb1"]) == 0
-    assert "tokens are shown as their numbers" in capsys.readouterr().out
+    assert "tokens are shown as numbers" in capsys.readouterr().out
 
 
 def test_beginnings_are_as_long_as_they_must_be() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,17 +28,17 @@ def ledger(path: Path) -> Iterator[Ledger]:
 
 def dispatch(ledger: Ledger, *positions: int, size: int = 2) -> None:
     for p in positions:
-        ledger.dispatch(f"g{p}", f"task-{p}", p, [f"g{p}-{i}" for i in range(size)], version=0)
+        ledger.dispatch_group(f"g{p}", f"task-{p}", p, [f"g{p}-{i}" for i in range(size)], version=0)
 
 
 def queue(ledger: Ledger, *positions: int, size: int = 2) -> None:
     for p in positions:
         ids = [f"g{p}-{i}" for i in range(size)]
-        ledger.queue(f"g{p}", ids, version=0, frame=f"slab-{p}", frame_bytes=100)
+        ledger.queue_group(f"g{p}", ids, version=0, frame=f"slab-{p}", frame_bytes=100)
 
 
 def train(ledger: Ledger, step: int, *group_ids: str) -> None:
-    ledger.train(group_ids, step, f"batch-{step - 1:08d}")
+    ledger.train_groups(group_ids, step, f"batch-{step - 1:08d}")
 
 
 def reopened(ledger: Ledger, path: Path) -> Ledger:
@@ -45,11 +47,17 @@ def reopened(ledger: Ledger, path: Path) -> Ledger:
     return Ledger(path)
 
 
+def rows(path: Path, statement: str) -> list[tuple[Any, ...]]:
+    """Run a statement on the tables that were flushed."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        return database.execute(statement).fetchall()
+
+
 def test_a_trajectory_is_counted_once_wherever_it_is(ledger: Ledger) -> None:
     dispatch(ledger, 0, 1, 2, 3)
     queue(ledger, 0, 1)
     train(ledger, 1, "g0")
-    ledger.drop(["g2-0"], "error")
+    ledger.drop_trajectories(["g2-0"], "error")
     expected = Conservation(dispatched=8, in_flight=3, queued=2, trained=2, dropped={"error": 1})
     assert ledger.counts() == expected
     assert ledger.audit() == expected
@@ -62,8 +70,8 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
     before = ledger.counts()
     for forbidden in (
         lambda: dispatch(ledger, 0),
-        lambda: ledger.dispatch("g9", "task", 9, ["g0-0"], 0),
-        lambda: ledger.dispatch("g9", "task", 9, [], 0),
+        lambda: ledger.dispatch_group("g9", "task", 9, ["g0-0"], 0),
+        lambda: ledger.dispatch_group("g9", "task", 9, [], 0),
         lambda: queue(ledger, 1),
         lambda: queue(ledger, 2),
         lambda: queue(ledger, 7),
@@ -73,9 +81,9 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
         lambda: train(ledger, 2, "g1"),
         lambda: train(ledger, 2, "g2", "g2"),
         lambda: train(ledger, 2, "g2", "g1"),
-        lambda: ledger.drop(["g1-0"], "error"),
-        lambda: ledger.drop(["g0-0", "g0-0"], "error"),
-        lambda: ledger.drop(["g0-0", "nobody"], "error"),
+        lambda: ledger.drop_trajectories(["g1-0"], "error"),
+        lambda: ledger.drop_trajectories(["g0-0", "g0-0"], "error"),
+        lambda: ledger.drop_trajectories(["g0-0", "unknown"], "error"),
         lambda: ledger.group("g1"),
         lambda: ledger.group_of("g1-0"),
     ):
@@ -86,7 +94,7 @@ def test_each_transition_is_refused_when_the_state_does_not_allow_it(ledger: Led
 
 def test_the_group_can_be_queued_without_those_that_were_dropped(ledger: Ledger) -> None:
     dispatch(ledger, 0, size=3)
-    ledger.drop(["g0-2"], "error")
+    ledger.drop_trajectories(["g0-2"], "error")
     queue(ledger, 0, size=2)
     train(ledger, 1, "g0")
     assert ledger.audit() == Conservation(
@@ -96,16 +104,16 @@ def test_the_group_can_be_queued_without_those_that_were_dropped(ledger: Ledger)
 
 def test_a_group_is_gone_when_its_last_trajectory_was_dropped(ledger: Ledger) -> None:
     dispatch(ledger, 0)
-    ledger.drop(["g0-0"], "error")
+    ledger.drop_trajectories(["g0-0"], "error")
     assert ledger.group_of("g0-1").group_id == "g0"
-    ledger.drop(["g0-1"], "error")
+    ledger.drop_trajectories(["g0-1"], "error")
     assert ledger.outstanding() == []
     assert ledger.data_position() == DataPosition(cursor=1, pending=())
 
 
 def test_an_id_is_refused_at_the_next_flush_when_it_was_settled_before(ledger: Ledger) -> None:
     dispatch(ledger, 0)
-    ledger.drop(["g0-0", "g0-1"], "error")
+    ledger.drop_trajectories(["g0-0", "g0-1"], "error")
     dispatch(ledger, 0)
     with pytest.raises(InvariantError, match="dispatched twice"):
         ledger.flush()
@@ -116,7 +124,7 @@ def test_everything_is_there_when_it_was_flushed_before_a_kill(ledger: Ledger, p
     dispatch(ledger, 0, 1, 2)
     queue(ledger, 0, 1)
     train(ledger, 1, "g0")
-    ledger.drop(["g2-0"], "error")
+    ledger.drop_trajectories(["g2-0"], "error")
     again = reopened(ledger, path)
     assert again.counts() == ledger.counts()
     assert again.outstanding() == ledger.outstanding()
@@ -142,7 +150,7 @@ def test_tasks_are_neither_skipped_nor_repeated_when_rolled_back_to_a_step(
     train(ledger, 1, "g0")
     train(ledger, 2, "g1")
     train(ledger, 3, "g2")
-    ledger.drop(["g4-0", "g4-1"], "error")
+    ledger.drop_trajectories(["g4-0", "g4-1"], "error")
     again = reopened(ledger, path)
     position = again.rollback(step=1)
     # 0 was trained, 3 is queued, 4 was used up, 5 is in flight; 1 and 2 were trained too late
@@ -162,7 +170,7 @@ def test_a_pending_position_is_used_up_when_it_is_dispatched_anew(ledger: Ledger
     train(ledger, 1, "g0", "g1")
     again = reopened(ledger, path)
     assert again.rollback(0).pending == (0, 1)
-    again.dispatch("new", "task-0", 0, ["new-0"], version=0)
+    again.dispatch_group("new", "task-0", 0, ["new-0"], version=0)
     assert again.data_position() == DataPosition(cursor=2, pending=(1,))
     third = reopened(again, path)
     assert third.data_position() == DataPosition(cursor=2, pending=(1,))
@@ -176,7 +184,7 @@ def test_a_task_comes_again_when_it_was_not_at_fault(
 ) -> None:
     dispatch(ledger, 0)
     queue(ledger, 0)
-    ledger.drop(["g0-0", "g0-1"], reason)
+    ledger.drop_trajectories(["g0-0", "g0-1"], reason)
     assert ledger.data_position().pending == pending
 
 
@@ -184,7 +192,7 @@ def test_a_group_that_was_partly_trained_comes_again_once_when_rolled_back(
     ledger: Ledger, path: Path
 ) -> None:
     dispatch(ledger, 0, size=3)
-    ledger.drop(["g0-2"], "error")
+    ledger.drop_trajectories(["g0-2"], "error")
     queue(ledger, 0, size=2)
     train(ledger, 5, "g0")
     again = reopened(ledger, path)
@@ -214,36 +222,38 @@ def test_a_ledger_of_another_version_is_refused(ledger: Ledger, path: Path) -> N
         Ledger(path)
 
 
-def test_a_wrong_count_is_found_by_an_audit(ledger: Ledger) -> None:
+def test_a_wrong_count_is_found_by_an_audit(ledger: Ledger, path: Path) -> None:
     dispatch(ledger, 0)
     ledger.flush()
-    ledger._tables._database.execute("DELETE FROM trajectories WHERE trajectory_id = 'g0-1'")
+    rows(path, "DELETE FROM trajectories WHERE trajectory_id = 'g0-1'")
     with pytest.raises(InvariantError, match="its tables hold"):
         ledger.audit()
 
 
 def test_what_has_ended_is_remembered_until_its_group_is_queued(ledger: Ledger, path: Path) -> None:
     dispatch(ledger, 0)
-    ledger.attempt("g0-0", 2)
-    ledger.finish("g0-1", segments=3, tokens=40, reward=0.5, frame="g0-1")
+    ledger.start_attempt("g0-0", 2)
+    ledger.finish_trajectory("g0-1", segments=3, tokens=40, reward=0.5, frame="g0-1")
     again = reopened(ledger, path)
     group = again.group("g0")
-    assert (group.kept, group.attempts, group.in_flight) == ({"g0-1": "g0-1"}, {"g0-0": 2}, {"g0-0", "g0-1"})
-    again.lose("g0-1")
+    assert (group.stored, group.attempts, group.in_flight) == (
+        {"g0-1": "g0-1"},
+        {"g0-0": 2},
+        {"g0-0", "g0-1"},
+    )
+    again.unfinish_trajectory("g0-1")
     third = reopened(again, path)
-    assert third.group("g0").kept == {}
-    third.finish("g0-0", segments=1, tokens=7, reward=1.0)
+    assert third.group("g0").stored == {}
+    third.finish_trajectory("g0-0", segments=1, tokens=7, reward=1.0)
     queue(third, 0)
     assert third.group("g0").attempts == {}
     third.flush()
-    rows = third._tables.rows(
-        "SELECT trajectory_id, attempt, segments, tokens, reward, frame FROM trajectories"
-    )
-    assert rows == [("g0-0", 2, 1, 7, 1.0, None), ("g0-1", 1, None, None, None, None)]
+    stored = rows(path, "SELECT trajectory_id, attempt, segments, tokens, reward, frame FROM trajectories")
+    assert stored == [("g0-0", 2, 1, 7, 1.0, None), ("g0-1", 1, None, None, None, None)]
     for forbidden in (
-        lambda: third.attempt("g0-0", 3),
-        lambda: third.finish("g0-0", segments=1, tokens=1, reward=None),
-        lambda: third.lose("nobody"),
+        lambda: third.start_attempt("g0-0", 3),
+        lambda: third.finish_trajectory("g0-0", segments=1, tokens=1, reward=None),
+        lambda: third.unfinish_trajectory("unknown"),
     ):
         with pytest.raises(InvariantError):
             forbidden()
@@ -273,15 +283,15 @@ def test_publications_acknowledgements_and_checkpoints_agree_with_the_step_rolle
     queue(ledger, 0, 1, 2)
     for step in (1, 2, 3):
         train(ledger, step, f"g{step - 1}")
-        ledger.publish(step)
-    ledger.commit(2, keep=2)
+        ledger.record_publication(step)
+    ledger.record_checkpoint(2, keep=2)
     ledger.flush()
-    assert ledger._tables.rows("SELECT * FROM steps WHERE step = 3") == [(3, "batch-00000002")]
+    assert rows(path, "SELECT * FROM steps WHERE step = 3") == [(3, "batch-00000002")]
     again = reopened(ledger, path)
     again.rollback(2)
     for table in ("steps", "publications"):
-        assert again._tables.rows(f"SELECT count(*) FROM {table}") == [(2,)]
-    assert again._tables.rows("SELECT * FROM checkpoints") == [(2,)]
+        assert rows(path, f"SELECT count(*) FROM {table}") == [(2,)]
+    assert rows(path, "SELECT * FROM checkpoints") == [(2,)]
     again.close()
 
 
@@ -290,24 +300,24 @@ def test_rows_are_folded_into_counts_when_no_kept_checkpoint_can_undo_them(
 ) -> None:
     for step in range(1, 7):
         dispatch(ledger, step)
-        ledger.drop([f"g{step}-1"], "error" if step % 2 else "too_stale")
+        ledger.drop_trajectories([f"g{step}-1"], "error" if step % 2 else "too_stale")
         queue(ledger, step, size=1)
         train(ledger, step, f"g{step}")
         if step % 2 == 0:
-            ledger.commit(step, keep=2)
+            ledger.record_checkpoint(step, keep=2)
     dispatch(ledger, 7)
     before = ledger.audit()
     assert before.trained == 6
     assert before.dropped == {"error": 3, "too_stale": 3}
     # 4 and 6 can be gone back to, so 5 and 6 have rows still, and what was dropped after the last commit
-    assert ledger._tables.rows("SELECT trajectory_id FROM trajectories") == [
+    assert rows(path, "SELECT trajectory_id FROM trajectories") == [
         ("g5-0",),
         ("g6-0",),
         ("g7-0",),
         ("g7-1",),
     ]
-    assert ledger._tables.rows("SELECT group_id FROM groups") == [("g5",), ("g6",), ("g7",)]
-    assert ledger._tables.rows("SELECT step FROM steps") == [(4,), (5,), (6,)]
+    assert rows(path, "SELECT group_id FROM groups") == [("g5",), ("g6",), ("g7",)]
+    assert rows(path, "SELECT step FROM steps") == [(4,), (5,), (6,)]
     again = reopened(ledger, path)
     assert again.audit() == before
     assert again.data_position() == ledger.data_position()
@@ -323,11 +333,11 @@ def test_no_row_is_left_of_a_year_when_checkpoints_are_committed(ledger: Ledger,
         dispatch(ledger, step)
         queue(ledger, step)
         train(ledger, step, f"g{step}")
-        ledger.publish(step)
-        ledger.commit(step, keep=1)
+        ledger.record_publication(step)
+        ledger.record_checkpoint(step, keep=1)
     ledger.flush()
     for table in ("groups", "trajectories", "pending"):
-        assert ledger._tables.rows(f"SELECT count(*) FROM {table}") == [(0,)]
+        assert rows(path, f"SELECT count(*) FROM {table}") == [(0,)]
     assert ledger.audit().trained == 398
     again = reopened(ledger, path)
     assert again.data_position() == DataPosition(cursor=200)

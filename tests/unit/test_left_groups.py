@@ -12,8 +12,8 @@ import pytest
 
 from async_rl.codec import Frame, read_frame
 from async_rl.errors import InvariantError, SpoolFull
-from async_rl.queue.journal_file import Journalled
-from async_rl.queue.kept import KeptTrajectories
+from async_rl.queue.finished_trajectories import TrajectoryFiles
+from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -22,7 +22,9 @@ from async_rl.types import Group, TrainBatch, Trajectory
 from tests.support.trajectories import FACTS, make_group, make_trajectory
 
 
-def open_queue(folder: Path, step: int, *journalled: Journalled, **settings: Any) -> TrajectoryQueue:
+def open_queue(
+    folder: Path, step: int, *journalled: JournalledTrajectory, **settings: Any
+) -> TrajectoryQueue:
     ledger = Ledger(folder / "ledger.sqlite")
     ledger.rollback(step)
     most = settings.pop("max_bytes", None)
@@ -31,23 +33,23 @@ def open_queue(folder: Path, step: int, *journalled: Journalled, **settings: Any
         Spool(folder / "spool", most),
         **{"groups_per_batch": 2, "max_staleness": 1, "facts": FACTS, "version": step, **settings},
     )
-    queue.restore({state.trajectory_id: state for state in journalled})
+    queue.restore_groups({state.trajectory_id: state for state in journalled})
     return queue
 
 
 def dispatch(queue: TrajectoryQueue, *names: str, version: int = 0) -> None:
     for name in names:
-        queue.dispatched(name, "task", len(queue._backlog._in_flight), [f"{name}-0", f"{name}-1"], version)
+        queue.dispatch_group(name, "task", len(queue.view().in_flight), [f"{name}-0", f"{name}-1"], version)
 
 
 async def keep(queue: TrajectoryQueue, trajectory: Trajectory) -> None:
-    queue.ended(trajectory)
-    assert await queue.keep_ended() == [trajectory.trajectory_id]
+    queue.finished.add_tree(trajectory)
+    assert await queue.finished.store_pending() == [trajectory.trajectory_id]
 
 
-def journalled(name: str, *versions: int) -> Journalled:
+def journalled(name: str, *versions: int) -> JournalledTrajectory:
     segments = make_trajectory(name, sampled=[(2, version) for version in versions]).segments
-    return Journalled(trajectory_id=name, attempt=1, segments=segments)
+    return JournalledTrajectory(trajectory_id=name, attempt=1, segments=segments)
 
 
 @pytest.mark.parametrize(("versions", "waits"), [((0, 1), True), ((1,), False), ((5,), False), ((), False)])
@@ -60,14 +62,14 @@ async def test_a_batch_waits_for_a_group_that_is_due_by_what_the_journal_has_of_
     queue = open_queue(tmp_path, 1, *([journalled("left-1", *versions)] if versions else []))
     dispatch(queue, "a", "b", version=1)
     for name in "ab":
-        await queue.put(make_group(name, version=1))
+        await queue.put_group(make_group(name, version=1))
     async with Nursery() as nursery:
-        taking = nursery.start_task("take", queue.take(1))
+        taking = nursery.start_task("take", queue.next_batch(1))
         for _ in range(20):
             await asyncio.sleep(0.001)
         assert taking.done() is not waits
         if waits:
-            await queue.put(make_group("left", version=0))
+            await queue.put_group(make_group("left", version=0))
     batch = taking.result()
     assert batch is not None
     assert ("left" in batch.group_ids) is waits
@@ -81,18 +83,18 @@ async def test_a_trajectory_that_has_ended_is_there_after_a_restart_until_its_gr
     dispatch(first, "g")
     ended, other = make_group("g").trajectories
     await keep(first, ended)
-    first.tried_again("g-1", 2)
+    first.start_attempt("g-1", 2)
     first.close()
     queue = open_queue(tmp_path, 0)
-    (left,) = queue.left
+    (left,) = queue.restored_groups
     assert left.trajectory_ids == ("g-0", "g-1")
     assert left.attempts == {"g-1": 2}
-    assert list(left.ended) == ["g-0"]
-    again = left.ended["g-0"]
+    assert list(left.finished) == ["g-0"]
+    again = left.finished["g-0"]
     assert again.outcome == ended.outcome
     assert np.array_equal(again.token_ids, ended.token_ids)
     assert again.trace is not None
-    await queue.put(Group(group_id="g", task_id="task", trajectories=(again, other)))
+    await queue.put_group(Group(group_id="g", task_id="task", trajectories=(again, other)))
     assert list((tmp_path / "spool" / "ended").iterdir()) == []
     queue.close()
 
@@ -110,7 +112,7 @@ async def test_a_trajectory_is_made_again_when_what_was_kept_of_it_is_damaged(tm
     (kept / "h-1").unlink()
     (kept / "orphan").write_bytes(b"")
     queue = open_queue(tmp_path, 0)
-    assert [dict(left.ended) for left in queue.left] == [{}, {}]
+    assert [dict(left.finished) for left in queue.restored_groups] == [{}, {}]
     assert list(kept.iterdir()) == []
     queue.close()
 
@@ -123,8 +125,8 @@ async def test_nothing_is_kept_of_what_was_dropped(tmp_path: Path) -> None:
     queue.drop_group("g", "error")
     assert list((tmp_path / "spool" / "ended").iterdir()) == []
     with pytest.raises(InvariantError):
-        queue.ended(ended)
-    assert await queue.keep_ended() == []
+        queue.finished.add_tree(ended)
+    assert await queue.finished.store_pending() == []
     assert list((tmp_path / "spool" / "ended").iterdir()) == []
     queue.close()
 
@@ -136,20 +138,20 @@ async def test_nothing_is_left_of_what_was_settled_while_it_was_written(
     queue = open_queue(tmp_path, 0)
     dispatch(queue, "g")
     group = make_group("g")
-    queue.ended(group.trajectories[0])
-    put, begun, go = KeptTrajectories.put, threading.Event(), threading.Event()
+    queue.finished.add_tree(group.trajectories[0])
+    put, begun, go = TrajectoryFiles.write_trajectory, threading.Event(), threading.Event()
 
-    def put_slowly(self: KeptTrajectories, trajectory: Trajectory) -> str:
+    def put_slowly(self: TrajectoryFiles, trajectory: Trajectory) -> str:
         begun.set()
         go.wait(10)
         return put(self, trajectory)
 
-    monkeypatch.setattr(KeptTrajectories, "put", put_slowly)
+    monkeypatch.setattr(TrajectoryFiles, "write_trajectory", put_slowly)
     async with Nursery() as nursery:
-        keeping = nursery.start_task("keep", queue.keep_ended())
+        keeping = nursery.start_task("keep", queue.finished.store_pending())
         await asyncio.to_thread(begun.wait, 10)
         if how == "put":
-            await queue.put(group)
+            await queue.put_group(group)
         else:
             queue.drop_group("g", "error")
         go.set()
@@ -162,23 +164,23 @@ async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(
     first = open_queue(tmp_path, 4, max_staleness=3)
     dispatch(first, "queued", "left", version=4)
     parts = [make_trajectory(f"queued-{i}", "queued", sampled=((2, 3), (3, 6))) for i in range(2)]
-    await first.put(Group(group_id="queued", task_id="task", trajectories=tuple(parts)))
+    await first.put_group(Group(group_id="queued", task_id="task", trajectories=tuple(parts)))
     await keep(first, make_trajectory("left-0", "left", sampled=((3, 6),)))
     first.close()
     queue = open_queue(tmp_path, 4, max_staleness=3)
-    (left,) = queue.left
-    assert left.ended["left-0"].oldest_weight_version == 4
+    (left,) = queue.restored_groups
+    assert left.finished["left-0"].oldest_weight_version == 4
     queue.close()
     third = open_queue(tmp_path, 5, max_staleness=3)  # a later checkpoint, but 4 was gone back to
-    (left,) = third.left
-    await third.put(
+    (left,) = third.restored_groups
+    await third.put_group(
         Group(
             group_id="left",
             task_id="task",
-            trajectories=(left.ended["left-0"], make_trajectory("left-1", "left", sampled=((2, 5),))),
+            trajectories=(left.finished["left-0"], make_trajectory("left-1", "left", sampled=((2, 5),))),
         )
     )
-    batch = await third.take(5)
+    batch = await third.next_batch(5)
     assert batch is not None
     versions = read_frame(batch.path, TrainBatch).weight_versions
     assert sorted(versions[versions >= 0].tolist()) == [3] * 4 + [4] * 6 + [4] * 3 + [5] * 2
@@ -187,13 +189,13 @@ async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(
 
 def test_what_has_ended_is_not_kept_when_there_is_no_room(tmp_path: Path) -> None:
     one, other = make_group("g").trajectories
-    kept = KeptTrajectories(tmp_path, Frame(other).nbytes + 100)
-    name = kept.put(one)
-    assert kept.put(one) == name  # in the place of itself
+    files = TrajectoryFiles(tmp_path, Frame(other).nbytes + 100)
+    name = files.write_trajectory(one)
+    assert files.write_trajectory(one) == name  # in the place of itself
     with pytest.raises(SpoolFull, match="exceed the quarter of queue"):
-        kept.put(other)
-    kept.free([name])
-    assert kept.read(kept.put(other)).trajectory_id == "g-1"
+        files.write_trajectory(other)
+    files.delete([name])
+    assert files.read_trajectory(files.write_trajectory(other)).trajectory_id == "g-1"
 
 
 async def test_the_youngest_are_given_up_when_the_spool_has_no_room_for_all_that_was_in_flight(
@@ -203,14 +205,14 @@ async def test_the_youngest_are_given_up_when_the_spool_has_no_room_for_all_that
     first = open_queue(tmp_path, 3, **settings)
     dispatch(first, *"abcdef", version=3)
     for name in "ab":
-        await first.put(make_group(name, version=3))
+        await first.put_group(make_group(name, version=3))
     first.close()
     queue = open_queue(tmp_path, 3, journalled("d-0", 2), journalled("c-0", 1), **settings)
-    assert {left.group_id for left in queue.left} == {"c", "d"}
+    assert {left.group_id for left in queue.restored_groups} == {"c", "d"}
     counts = queue.statistics()
     assert (counts.in_flight, counts.queued, counts.dropped) == (4, 4, {"restart": 4})
     for name in "cd":
-        await queue.put(make_group(name, version=3))
+        await queue.put_group(make_group(name, version=3))
     queue.close()
 
 
@@ -220,7 +222,7 @@ def test_a_group_is_no_longer_left_when_it_is_dropped_before_anybody_makes_it(tm
     first.close()
     queue = open_queue(tmp_path, 0)
     assert queue.view().left == ("a", "b")
-    queue.give_up("a", "lost")
-    assert [left.group_id for left in queue.left] == ["b"]
+    queue.cancel_group("a", "lost")
+    assert [left.group_id for left in queue.restored_groups] == ["b"]
     assert queue.statistics().dropped == {"lost": 2}
     queue.close()

@@ -21,9 +21,9 @@ def exact(ended: list[int], trained: list[int]) -> float:
 def drift_of(ended: list[int], trained: list[int], window: int = 4096) -> LengthDrift:
     drift = LengthDrift(window)
     for length in ended:
-        drift.ended(length)
+        drift.add_ended(length)
     for length in trained:
-        drift.trained(length)
+        drift.add_trained(length)
     return drift
 
 

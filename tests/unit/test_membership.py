@@ -18,7 +18,7 @@ from async_rl.engines.pool import EngineState
 from async_rl.errors import ConfigError
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.simulation.virtual_time import in_virtual_time
-from tests.support.played import END, PlayedEngine, PlayedPool, settle, tokens
+from tests.support.manual_engines import END, ManualEngine, ManualPool, settle, tokens
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
@@ -47,14 +47,14 @@ class Job:
 
     def __init__(self, path: Path, nursery: Nursery) -> None:
         self.path = path
-        self.bench = PlayedPool(nursery=nursery)
+        self.bench = ManualPool(nursery=nursery)
         self.departed: list[str] = []
         self.urls: dict[str, str] = {}
         self.aborted: list[str] = []
         self.members = EngineMembership(path, self.bench.pool, self.connect, self.depart, drain_s=30.0)
 
     def connect(self, engine_id: str, url: str) -> Engine:
-        engine = PlayedEngine(engine_id)
+        engine = ManualEngine(engine_id)
         self.bench.engines[engine_id] = engine
         self.urls[engine_id] = url
 

@@ -26,13 +26,6 @@ from tests.support.watched_run import config, now, watched
 STEPS = records(12)
 
 
-@pytest.fixture(autouse=True)
-def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second is a moment, and drawing takes no share of it."""
-    monkeypatch.setattr(feed_module, "_EVERY_S", 0.01)
-    monkeypatch.setattr(feed_module, "_DRAW_SHARE", 1e9)
-
-
 async def fetch(url: str, **headers: str) -> tuple[int, aiohttp.typedefs.LooseHeaders, str]:
     async with aiohttp.ClientSession() as client, client.get(url, headers=headers) as answer:
         return answer.status, answer.headers, await answer.text()
@@ -154,7 +147,7 @@ async def test_all_who_watch_are_told_that_the_run_ends() -> None:
             watcher.cancel()
             names = [name async for name, _, _ in events]
     assert names[-1] == "end"
-    assert feed._clients == {}
+    assert feed.num_clients == 0
 
 
 async def test_who_does_not_read_is_dropped_and_holds_up_nobody() -> None:
@@ -178,7 +171,7 @@ async def test_a_connection_that_is_not_read_is_closed() -> None:
         async with stream(f"{url}/api/events") as events:
             watching: list[int] = []
             async for _ in events:
-                watching.append(len(feed._clients))
+                watching.append(feed.num_clients)
                 if 2 in watching and watching[-1] == 1:
                     break
         with closing(writer):
@@ -193,10 +186,9 @@ async def test_so_many_may_watch_and_no_more(monkeypatch: pytest.MonkeyPatch) ->
     with feed.client(lambda: None, "") as _:
         with pytest.raises(TooManyClients), feed.client(lambda: None, ""):
             pass
-    assert not feed._watched.is_set()  # so that it rests
+    assert feed.num_clients == 0
     with feed.client(lambda: None, ""):
-        assert len(feed._clients) == 1
-        assert feed._watched.is_set()
+        assert feed.num_clients == 1
 
 
 async def test_nothing_is_looked_at_while_nobody_watches() -> None:
@@ -257,6 +249,6 @@ def test_a_long_run_is_a_page_of_bounded_size() -> None:
     long = [
         msgspec.structs.replace(STEPS[i % 12], step=i + 1, time_s=float(i)) for i in range(5_000)
     ]  # fmt: skip
-    drawn = feed_module._draw("x", long, 4)
+    drawn = feed_module.draw_steps("x", long, 4)
     assert len(msgspec.json.encode(drawn)) < 600_000
     assert isinstance(long[0], StepRecord)

@@ -11,7 +11,7 @@ import pytest
 from async_rl.cli.main import main
 from async_rl.cli.plan import calibrate
 from async_rl.config import load_config
-from async_rl.observability.records import StepRecord, append_record
+from async_rl.observability.records import StepRecord, step_record_log
 from tests.support.run_config import write_run
 
 QUICK = ["--versions", "2", "--warmup", "1", "--prompt-tokens", "8"]
@@ -36,7 +36,7 @@ def past_run(folder: Path) -> list[StepRecord]:
     ]
     folder.mkdir()
     for record in records:
-        append_record(folder / "metrics.jsonl", record)
+        step_record_log(folder / "metrics.jsonl").append(record)
     return records
 
 

@@ -16,9 +16,8 @@ from async_rl.observability.records import (
     StepRecord,
     Totals,
     TrajectoryCounts,
-    append_record,
     mean,
-    read_records,
+    step_record_log,
     summarise,
 )
 
@@ -126,31 +125,33 @@ def test_mean_leaves_out_what_is_not_a_number() -> None:
 
 def test_a_figure_is_null_in_the_file_when_it_is_not_a_number(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    append_record(path, record(1, reward_mean=0.5))
-    append_record(path, StepRecord(step=2, weight_version=2, time_s=2.0, ppo_kl=math.nan))
+    step_record_log(path).append(record(1, reward_mean=0.5))
+    step_record_log(path).append(StepRecord(step=2, weight_version=2, time_s=2.0, ppo_kl=math.nan))
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
     assert lines[0]["reward_mean"] == 0.5
     assert lines[1]["ppo_kl"] is None
-    assert read_records(path)[1].ppo_kl is None
+    assert step_record_log(path).read()[1].ppo_kl is None
 
 
 def test_records_end_at_the_last_whole_line_when_a_crash_cut_one_short(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    append_record(path, record(1))
+    step_record_log(path).append(record(1))
     with path.open("a") as file:
         file.write('{"step": 2, "weig')
-    assert [r.step for r in read_records(path)] == [1]
+    assert [r.step for r in step_record_log(path).read()] == [1]
+    step_record_log(path).append(record(2))
+    assert [r.step for r in step_record_log(path).read()] == [1, 2]
 
 
 def test_records_of_a_resumed_run_replace_the_steps_it_repeats(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9)):
-        append_record(path, record(step, reward_mean=reward))
-    assert [(r.step, r.reward_mean) for r in read_records(path)] == [(1, 0.1), (2, 0.9)]
+        step_record_log(path).append(record(step, reward_mean=reward))
+    assert [(r.step, r.reward_mean) for r in step_record_log(path).read()] == [(1, 0.1), (2, 0.9)]
 
 
 def test_there_are_no_records_when_there_is_no_file(tmp_path: Path) -> None:
-    assert read_records(tmp_path / "metrics.jsonl") == []
+    assert step_record_log(tmp_path / "metrics.jsonl").read() == []
 
 
 def test_a_lost_trajectory_is_seen_when_the_counts_do_not_add_up() -> None:
@@ -166,7 +167,7 @@ def test_what_a_trainer_reports_has_a_field_in_the_record() -> None:
 def test_extremes_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     worst = Extreme(trajectory_id="t1", position=7, token_id=3, lag=2, rollout_log_prob=-0.5, log_prob=-4.0)
-    append_record(path, StepRecord(step=1, weight_version=1, time_s=1.0, extremes=(worst,)))
-    (back,) = read_records(path)
+    step_record_log(path).append(StepRecord(step=1, weight_version=1, time_s=1.0, extremes=(worst,)))
+    (back,) = step_record_log(path).read()
     assert back.extremes == (worst,)
     assert worst.difference == -3.5

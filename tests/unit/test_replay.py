@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from async_rl.engine_protocol import Engine, EngineFacts
-from async_rl.queue.journal import Entry, Journal
-from async_rl.queue.journal_file import Journalled
+from async_rl.queue.journal import Journal, JournalEntry
+from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.types import Context, Sampled, Trajectory
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import PROMPT, Bench
@@ -26,22 +26,22 @@ class Killed(BaseException):
     """Stands for the end of the process: nothing after it is run."""
 
 
-def make_bench(scripts: Sequence[Script], entry: Entry, **changes: Any) -> Bench:
+def make_bench(scripts: Sequence[Script], entry: JournalEntry, **changes: Any) -> Bench:
     made = Bench(cast(Engine, ScriptedEngine(scripts=scripts)), replay="off", entry=entry, **changes)
     made.start()
     return made
 
 
-async def first_life(folder: Path, scripts: Sequence[Script], *turns: Callable[[Bench], None]) -> None:
+async def run_first(folder: Path, scripts: Sequence[Script], *turns: Callable[[Bench], None]) -> None:
     """Turns until the process is killed; what happens between two of them is given."""
     journal = Journal(folder)
     journal.restore((), newest_version=0)
-    entry = journal.open(NAME)
+    entry = journal.open_entry(NAME)
 
     def kill(request: Any) -> list[Any]:
         def events() -> Any:
             yield from sampled(3, "stop", 0, prompt=0, rows=False, first=300)[:1]
-            journal.write()  # the tick before the kill
+            journal.write_entries()  # the tick before the kill
             raise Killed
 
         return events()
@@ -54,12 +54,12 @@ async def first_life(folder: Path, scripts: Sequence[Script], *turns: Callable[[
 async def play(bench: Bench, turns: Sequence[Callable[[Bench], None]], **budget: Any) -> None:
     """A first turn, and another after each of what happens in between."""
     await bench.session.generate()
-    for between in turns:
-        between(bench)
+    for before_turn in turns:
+        before_turn(bench)
         await bench.session.generate(**budget)
 
 
-def left_in(folder: Path) -> tuple[Journal, Journalled]:
+def left_in(folder: Path) -> tuple[Journal, JournalledTrajectory]:
     journal = Journal(folder)
     return journal, journal.restore([NAME], newest_version=9)[NAME]
 
@@ -77,20 +77,20 @@ def written(trajectory: Trajectory) -> list[int]:
     return trajectory.token_ids[trajectory.response_mask].tolist()
 
 
-async def second_life(
+async def run_after_restart(
     folder: Path, scripts: Sequence[Script], *turns: Callable[[Bench], None], **budget: Any
 ) -> tuple[Trajectory, Bench]:
     journal, left = left_in(folder)
-    bench = make_bench(scripts, journal.open(NAME, left.attempt, left))
+    bench = make_bench(scripts, journal.open_entry(NAME, left.attempt, left))
     await play(bench, turns, **budget)
-    journal.write()
+    journal.write_entries()
     journal.close()
     return await bench.finish(), bench
 
 
 async def test_sampling_goes_on_from_the_tokens_seen_when_the_driver_was_killed(tmp_path: Path) -> None:
-    await first_life(tmp_path, [turn(4)], say("4"))
-    trajectory, bench = await second_life(tmp_path, [turn(2, first=400)], say("4"))
+    await run_first(tmp_path, [turn(4)], say("4"))
+    trajectory, bench = await run_after_restart(tmp_path, [turn(2, first=400)], say("4"))
     assert written(trajectory) == [100, 101, 102, 103, 300, 301, 302, 400, 401]
     assert [type(s) for s in trajectory.segments] == [Context, Sampled, Context, Sampled, Sampled]
     (request,) = cast(ScriptedEngine, bench.engines[0]).requests
@@ -105,11 +105,11 @@ async def test_sampling_goes_on_from_the_tokens_seen_when_the_driver_was_killed(
 
 
 async def test_a_second_kill_costs_nothing_more(tmp_path: Path) -> None:
-    await first_life(tmp_path, [turn(4)], say("4"))
-    await second_life(tmp_path, [turn(2, first=400)], say("4"))
+    await run_first(tmp_path, [turn(4)], say("4"))
+    await run_after_restart(tmp_path, [turn(2, first=400)], say("4"))
     _, left = left_in(tmp_path)
     assert left.num_sampled_tokens == 9
-    trajectory, bench = await second_life(tmp_path, [], say("4"))
+    trajectory, bench = await run_after_restart(tmp_path, [], say("4"))
     assert written(trajectory) == [100, 101, 102, 103, 300, 301, 302, 400, 401]
     assert cast(ScriptedEngine, bench.engines[0]).requests == []
 
@@ -118,9 +118,9 @@ async def test_a_second_kill_costs_nothing_more(tmp_path: Path) -> None:
 async def test_the_journal_is_cut_where_the_loop_takes_another_course(
     tmp_path: Path, budget: dict[str, Any]
 ) -> None:
-    await first_life(tmp_path, [turn(4)], say("4"))
+    await run_first(tmp_path, [turn(4)], say("4"))
     answer = say("4") if budget else say("four", "!")
-    trajectory, bench = await second_life(tmp_path, [turn(2, first=400)], answer, **budget)
+    trajectory, bench = await run_after_restart(tmp_path, [turn(2, first=400)], answer, **budget)
     assert written(trajectory) == [100, 101, 102, 103, 400, 401]
     assert bench.counted("resume_discarded_tokens_total") == 3
     assert bench.counted("resumed_tokens_total") == 4
@@ -129,10 +129,10 @@ async def test_the_journal_is_cut_where_the_loop_takes_another_course(
 
 
 async def test_all_is_thrown_away_when_the_prompt_is_another(tmp_path: Path) -> None:
-    await first_life(tmp_path, [])
+    await run_first(tmp_path, [])
     journal, left = left_in(tmp_path)
     bench = Bench(
-        cast(Engine, ScriptedEngine(scripts=[turn(2)])), replay="off", entry=journal.open(NAME, 1, left)
+        cast(Engine, ScriptedEngine(scripts=[turn(2)])), replay="off", entry=journal.open_entry(NAME, 1, left)
     )
     bench.chat.prompt_ids = lambda *_: np.arange(5, dtype=np.int32)  # type: ignore[method-assign]
     bench.start()
@@ -143,19 +143,19 @@ async def test_all_is_thrown_away_when_the_prompt_is_another(tmp_path: Path) -> 
 
 
 async def test_a_turn_is_over_when_its_last_token_was_seen_but_not_its_end(tmp_path: Path) -> None:
-    await first_life(tmp_path, [])
+    await run_first(tmp_path, [])
     journal, left = left_in(tmp_path)
     last = left.segments[-1]
     assert isinstance(last, Sampled)
     last.token_ids[-1] = 2  # the stop token
-    bench = make_bench([], journal.open(NAME, 1, left))
+    bench = make_bench([], journal.open_entry(NAME, 1, left))
     first = await bench.session.generate()
     assert (first.finish_reason, first.token_ids.tolist()) == ("stop", [300, 301, 2])
     journal.close()
 
 
 async def test_rows_of_the_whole_are_fetched_when_nothing_is_left_to_sample(tmp_path: Path) -> None:
-    await first_life(tmp_path, [turn(4)], say("4"))
+    await run_first(tmp_path, [turn(4)], say("4"))
     journal, left = left_in(tmp_path)
     complete = left.turns[0]
     assert complete.end == PROMPT + 4
@@ -164,7 +164,7 @@ async def test_rows_of_the_whole_are_fetched_when_nothing_is_left_to_sample(tmp_
         return sampled(0, "length", 0, prompt=len(request.input_ids))
 
     engine = ScriptedEngine(scripts=[recover])
-    bench = Bench(cast(Engine, engine), facts=ONE_LAYER, entry=journal.open(NAME, 1, left))
+    bench = Bench(cast(Engine, engine), facts=ONE_LAYER, entry=journal.open_entry(NAME, 1, left))
     bench.start()
     await bench.session.generate()
     trace = (await bench.finish()).trace

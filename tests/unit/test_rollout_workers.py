@@ -16,8 +16,8 @@ from async_rl.config import Config, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import AgentLoopError, EnvironmentNotReady, PromptTooLong, RewardError, WorkerLost
 from async_rl.observability.metrics import Metrics
-from async_rl.placement.rollout_worker_actor import shared_out
-from async_rl.queue.journal import Entry, Journal
+from async_rl.placement.rollout_worker_actor import config_per_worker
+from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.rollout.attempt import AttemptResult, finish_trajectories
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.session.api import Session
@@ -154,13 +154,16 @@ class WorkerBench:
         await self._stack.aclose()
 
     def session(
-        self, entry: Entry | None = None, kind: type[RolloutSession] = DriverSession, name: str = "0" * 32
+        self,
+        entry: JournalEntry | None = None,
+        kind: type[RolloutSession] = DriverSession,
+        name: str = "0" * 32,
     ) -> Any:
         """A session that the backend can run."""
-        self.entries = {name: entry or Entry(name)}
+        self.entries = {name: entry or JournalEntry(name)}
 
-        def open_branch_entry(branch: str, inherited: Any) -> Entry:
-            self.entries[branch] = Entry(branch, inherited=inherited)
+        def open_branch_entry(branch: str, inherited: Any) -> JournalEntry:
+            self.entries[branch] = JournalEntry(branch, inherited=inherited)
             return self.entries[branch]
 
         context = replace(self.bench.context, rollout=self.config.rollout, routing=self.config.routing)
@@ -217,16 +220,16 @@ async def test_nothing_sampled_is_lost_when_a_worker_ends_in_a_turn(how: str) ->
         session = workers.session()
         playing = tasks.create_task(_lost(workers.backend.run_attempt(TASK, session)))
         await workers.policy.reaches(12)
-        assert sum(map(getattr(workers.processes, how), (0, 1))) == 2  # whoever has it
+        assert sum(map(getattr(workers.processes, how), (0, 1))) == 2  # one of them has it
         begin = asyncio.get_running_loop().time()
         error = await playing
         lasted_s = asyncio.get_running_loop().time() - begin
         assert 7.0 < lasted_s < 11.0 if how == "mute" else lasted_s < 1.0  # worker_stall_s, in ticks of 1 s
         assert "rollout-worker-" in str(error)
         (entry,) = workers.entries.values()
-        sampled = sum(len(s.token_ids) for s in entry.left.segments if isinstance(s, Sampled))
+        sampled = sum(len(s.token_ids) for s in entry.state_to_continue.segments if isinstance(s, Sampled))
         assert sampled == 10 if how == "mute" else sampled >= 5  # a turn goes on while its worker is silent
-        again = workers.session(Entry(session.trajectory_id, replay=entry.left))
+        again = workers.session(JournalEntry(session.trajectory_id, restored=entry.state_to_continue))
         (trajectory,) = await finish_trajectories(await workers.backend.run_attempt(TASK, again))
         restarts = workers.bench.counted("rollout_worker_restarts_total")
     assert trajectory.token_ids.tolist() == await _undisturbed()
@@ -350,14 +353,14 @@ def test_the_journal_has_all_tokens_when_an_attempt_goes_on_elsewhere(tmp_path: 
 
     journal = Journal(tmp_path)
     journal.restore([], 0)
-    entry = journal.open(name)
+    entry = journal.open_entry(name)
     entry.begin_turn(0, 9, ())
     entry.segments.append(sampled(1, 2))
-    journal.write()
+    journal.write_entries()
     entry.segments.append(sampled(3))  # not in the file yet, and its worker ends
-    again = journal.open(name, 1, entry.left)
-    journal.write()
-    assert again.news() is None  # it is reported once
+    again = journal.open_entry(name, 1, entry.state_to_continue)
+    journal.write_entries()
+    assert again.next_record() is None  # it is reported once
     journal.close()
     left = Journal(tmp_path).restore([name], 0)[name]
     assert [token for segment in left.segments for token in segment.token_ids.tolist()] == [1, 2, 3]
@@ -368,7 +371,7 @@ def test_limits_of_rewards_are_divided_among_workers() -> None:
     slow = {"kind": "function", "function": f"{HERE}:reward", "max_concurrent": 1}
     free = {"kind": "function", "function": f"{HERE}:reward"}
     config = config_of(num_workers=4, rewards={"judge": judge, "slow": slow, "free": free})
-    parted = shared_out(config).rollout.rewards
+    parted = config_per_worker(config).rollout.rewards
     assert {name: each.max_concurrent for name, each in parted.items()} == {
         "judge": 16,
         "slow": 1,

@@ -22,10 +22,9 @@ from async_rl.routing import (
     replace,
     splice,
     truncate,
-    verify,
 )
 from async_rl.types import NEVER_COMPUTED, RoutingTrace, VersionSpan
-from tests.support.trajectories import make_rows
+from tests.support.trajectories import FACTS, make_group, make_rows, verify
 
 PROMPT = 4
 TEXT = np.arange(100, 120, dtype=np.int32)
@@ -139,7 +138,7 @@ def test_rows_that_were_never_reported_come_from_the_new_trace_when_spliced() ->
     assert trace is not None
     assert np.array_equal(trace.rows[4:], new.rows[4:])
     assert spans(trace) == [(0, 4, 1), (4, 11, 2)]
-    check(trace, 12)
+    check(trace, 12, LAYERS)
     assert invalid_rows(trace) == 0
 
 
@@ -225,9 +224,9 @@ def test_a_trace_is_refused_when_it_breaks_its_promise(
     change: dict[str, object], reason: str, words: str
 ) -> None:
     trace = full(7, 1)
-    check(trace, 7)
+    check(trace, 7, LAYERS)
     with pytest.raises(AlignmentError, match=words) as caught:
-        check(msgspec.structs.replace(trace, **change), 7)
+        check(msgspec.structs.replace(trace, **change), 7, LAYERS)
     assert caught.value.reason == reason
 
 
@@ -256,7 +255,7 @@ def test_rows_belong_to_one_text_and_one_model(
 
 def test_a_trace_that_knows_no_text_is_not_verified() -> None:
     unknown = make_trace(make_rows(6), 8, 1, moe_layers=LAYERS)
-    check(unknown, 7)
+    check(unknown, 7, LAYERS)
     with pytest.raises(AlignmentError) as caught:
         verify(unknown, TEXT[:7], LAYERS)
     assert caught.value.reason == "wrong_prefix"
@@ -268,6 +267,18 @@ def test_rows_of_another_text_are_not_merged() -> None:
         splice(full(7, 1), other)
     with pytest.raises(AlignmentError, match="another trajectory's"):
         fit(full(7, 1), TEXT[1:12])
+
+
+@pytest.mark.case(15, 28)
+def test_rows_of_a_sibling_are_refused() -> None:
+    ours, theirs = make_group("g", size=2).trajectories
+    assert ours.trace is not None
+    assert theirs.trace is not None
+    cut = truncate(theirs.trace, theirs.token_ids[: ours.num_tokens])
+    assert cut.rows.shape == ours.trace.rows.shape
+    with pytest.raises(AlignmentError, match="another trajectory's") as caught:
+        verify(cut, ours.token_ids, FACTS.moe_layers)
+    assert caught.value.reason == "wrong_prefix"
 
 
 def test_a_text_has_one_name_whatever_its_width_and_order_in_memory() -> None:
@@ -289,9 +300,9 @@ def test_invalid_rows_may_hold_anything_when_checked() -> None:
     holes = tuple(
         VersionSpan(start=a, end=b, weight_version=v) for a, b, v in [(0, 2, 1), (2, 3, -1), (3, 6, 1)]
     )
-    check(msgspec.structs.replace(trace, rows=rows, spans=holes), 7)
+    check(msgspec.structs.replace(trace, rows=rows, spans=holes), 7, LAYERS)
     with pytest.raises(AlignmentError, match="expert id 255 outside"):
-        check(msgspec.structs.replace(trace, rows=rows), 7)
+        check(msgspec.structs.replace(trace, rows=rows), 7, LAYERS)
 
 
 def test_changed_experts_are_counted_whatever_their_order() -> None:

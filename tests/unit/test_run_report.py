@@ -49,7 +49,7 @@ def test_a_finished_run_is_one_file_with_its_curves(tmp_path: Path) -> None:
     assert read_run(folder).state == "finished"
     assert f"{sum(step.trajectories for step in steps):,}" in page.text
     assert "engine engine-1 is quarantined at version 75" in page.text
-    assert "nobody needs to know" not in page.text
+    assert "a detail of no interest" not in page.text
     assert "run.max_steps" in page.text
     assert "0.5.23" in page.text
 

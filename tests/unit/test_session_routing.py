@@ -14,11 +14,12 @@ from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import AlignmentError, EngineError
-from async_rl.routing import invalid_rows, verify
+from async_rl.routing import invalid_rows
 from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Context, Sampled, Trajectory, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import FACTS, PROMPT, Bench, Watched, row_versions, rows_under, simulated
+from tests.support.trajectories import verify
 
 LONG = {"max_context_tokens": 512, "max_new_tokens": 200}
 
@@ -261,7 +262,9 @@ async def test_a_mixture_raises_the_alarm_when_an_update_did_not_flush(interrupt
     versions = row_versions(trajectory.trace)
     assert set(versions) == {0, 1}
     assert bench.counted("routing_mixed_versions_total") == 1
-    assert np.array_equal(trajectory.trace.rows, rows_under(trajectory, versions))  # told truly all the same
+    assert np.array_equal(
+        trajectory.trace.rows, rows_under(trajectory, versions)
+    )  # reported correctly nevertheless
 
 
 @pytest.mark.case(18)
@@ -325,7 +328,7 @@ async def test_old_rows_keep_their_version_when_weights_change_in_place() -> Non
 
 @pytest.mark.case(20)
 async def test_the_versions_of_rows_are_those_of_tokens_when_an_engine_does_not_know_them() -> None:
-    """Most engines say under which weights tokens were sampled, and nothing of rows."""
+    """Most engines report the weights of sampled tokens, but not of rows."""
     spans = (VersionSpan(start=0, end=2, weight_version=0), VersionSpan(start=2, end=5, weight_version=1))
 
     def two(request: GenerateRequest) -> list[Any]:

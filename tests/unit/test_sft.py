@@ -20,9 +20,9 @@ from async_rl.codec import read_frame
 from async_rl.config import SftConfig, parse_config
 from async_rl.errors import ConfigError
 from async_rl.sft import sft_run as sft_run
-from async_rl.sft.examples import read_rows
+from async_rl.sft.examples import load_conversations
 from async_rl.sft.schedule import SftBatch, learning_rate, plan_batches
-from async_rl.sft.sft_run import read_sft_records, sft
+from async_rl.sft.sft_run import sft, sft_record_log
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from tests.support.run_config import MOE
 from tests.support.templates_of_models import chat_of
@@ -43,7 +43,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def rows_of(path: Path, name: str = "ours", **changes: Any):
-    return read_rows(path, "sft.path", SftConfig(path=str(path), **changes), chat_of(name))
+    return load_conversations(path, "sft.path", SftConfig(path=str(path), **changes), chat_of(name))
 
 
 def by_mask(row, chat) -> list[tuple[bool, str]]:
@@ -152,7 +152,7 @@ def test_file_and_line_are_named_when_a_row_cannot_be_used(tmp_path, row, words)
     assert words in str(caught.value)
 
 
-def test_a_role_that_nobody_has_is_named_when_it_is_to_be_trained_on(tmp_path):
+def test_a_role_of_no_message_is_named_when_it_is_to_be_trained_on(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": MESSAGES})
     with pytest.raises(
         ConfigError, match=r"a\.jsonl:1: .*\['asistant'\]: its roles are user, assistant, tool"
@@ -285,7 +285,7 @@ def test_all_steps_are_taken_and_the_model_is_written(tmp_path, monkeypatch, cap
     assert sft(config, (), opened(ranks)) == 0
     assert sorted(ids[0] for _, _, ids in ranks.steps) == list(range(6))
     run_dir = tmp_path / "runs" / "warm"
-    records = read_sft_records(run_dir / "metrics.jsonl")
+    records = sft_record_log(run_dir / "metrics.jsonl").read()
     assert [r.step for r in records] == [1, 2, 3, 4, 5, 6]
     assert [r.loss for r in records] == [float(ids[0]) for _, _, ids in ranks.steps]
     # Of all tokens alike, though one is in a batch of its own: (20 + 3 * 40) / 4.
@@ -310,7 +310,7 @@ def test_a_run_goes_on_where_its_checkpoint_was_written(tmp_path, monkeypatch):
     assert sft(config, (), opened(first)) == 1
     assert sft(config, (), opened(second)) == 0
     assert first.steps[:4] + second.steps == whole.steps
-    records = read_sft_records(tmp_path / "runs" / "warm" / "metrics.jsonl")
+    records = sft_record_log(tmp_path / "runs" / "warm" / "metrics.jsonl").read()
     assert [r.step for r in records] == [1, 2, 3, 4, 5, 6]
 
 

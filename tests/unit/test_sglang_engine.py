@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, RoutingPayload, TensorSpec
+from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, Finish, RoutingPayload, TensorSpec
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.errors import (
     AlignmentError,
@@ -190,8 +190,8 @@ async def test_an_error_is_raised_when_the_connection_is_lost(server: FakeSGLang
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (b'data: {"output_ids": 7}\n\n', "not what was expected"),
-        (b"data: {nonsense\n\n", "not what was expected"),
+        (b'data: {"output_ids": 7}\n\n', "of an unknown format"),
+        (b"data: {nonsense\n\n", "of an unknown format"),
         (b"", "without a finish"),
         (event([1], 1, finish_reason=finish("whim")), "unknown reason"),
         (event([1], 1, finish_reason=finish("abort", status_code=500, message="boom")), "boom"),
@@ -556,17 +556,16 @@ async def test_aborts_are_repeated_when_a_request_missed_the_first(server: FakeS
         return 200, {}
 
     server.answers["abort_request"] = abort
+    server.streams = [[event([10], 1), release, event([11], 2, finish_reason=finish("abort"))]]
     async with server.client() as engine:
-        engine._running = 1  # a call that only ends once the third abort has come
-        engine._idle.clear()
+        stream = engine.generate(request(PROMPT, 8))
+        await anext(stream)
 
-        async def end() -> None:
-            await release.wait()
-            engine._running = 0
-            engine._idle.set()
+        async def read_to_the_end() -> None:
+            assert [e.reason async for e in stream if isinstance(e, Finish)] == ["abort"]
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(end())
+            group.create_task(read_to_the_end())
             await engine.interrupt("abort")
     assert server.requests("abort_request") == [{"abort_all": True}] * 3
 

@@ -46,30 +46,30 @@ def test_a_batch_goes_when_the_rest_can_still_be_in_time(
 def test_the_earliest_deadlines_go_first_and_within_one_the_first_that_finished() -> None:
     backlog = Backlog(groups_per_batch=3, max_staleness=2, staleness_policy="wait")
     for name, oldest in (("a", 1), ("b", 0), ("c", 0), ("d", 1)):
-        backlog.dispatch(name, oldest)
+        backlog.add_group(name, oldest)
     for name in "dcab":
-        backlog.finish(name)
-    assert backlog.select(version=1) == ["c", "b", "d"]
+        backlog.finish_group(name)
+    assert backlog.select_batch(version=1) == ["c", "b", "d"]
 
 
 def test_a_group_gets_time_when_it_was_sampled_by_newer_weights_than_feared() -> None:
     backlog = Backlog(groups_per_batch=1, max_staleness=0, staleness_policy="wait")
-    backlog.dispatch("a", 3)
-    backlog.finish("a", 4)
+    backlog.add_group("a", 3)
+    backlog.finish_group("a", 4)
     assert backlog.overdue(version=4) == []
-    assert backlog.select(version=4) == ["a"]
+    assert backlog.select_batch(version=4) == ["a"]
 
 
 @pytest.mark.parametrize("oldest", [0, 1])
 def test_only_groups_in_time_are_taken_when_late_ones_are_dropped(oldest: int) -> None:
     backlog = Backlog(groups_per_batch=1, max_staleness=1, staleness_policy="drop")
-    backlog.dispatch("late", oldest)
-    backlog.dispatch("slow", 0)
-    backlog.dispatch("fresh", 3)
-    backlog.finish("late")
-    backlog.finish("fresh")
+    backlog.add_group("late", oldest)
+    backlog.add_group("slow", 0)
+    backlog.add_group("fresh", 3)
+    backlog.finish_group("late")
+    backlog.finish_group("fresh")
     assert backlog.overdue(version=3) == ["late"]
-    assert backlog.select(version=3) == ["fresh"]
+    assert backlog.select_batch(version=3) == ["fresh"]
 
 
 @pytest.mark.parametrize(
@@ -96,15 +96,15 @@ def test_a_batch_waits_by_what_is_done_about_late_groups(
 
 def test_a_batch_need_not_wait_when_the_group_in_flight_is_younger_than_feared() -> None:
     backlog = Backlog(groups_per_batch=1, max_staleness=1, staleness_policy="wait")
-    backlog.dispatch("slow", 0)
-    backlog.dispatch("quick", 1)
-    backlog.finish("quick")
+    backlog.add_group("slow", 0)
+    backlog.add_group("quick", 1)
+    backlog.finish_group("quick")
     assert (backlog.in_flight_until(0), backlog.in_flight_until(1)) == ([], ["slow"])
-    assert backlog.select(version=1) is None
-    backlog.renew("slow", 1)
+    assert backlog.select_batch(version=1) is None
+    backlog.renew_deadline("slow", 1)
     assert backlog.in_flight_until(1) == []
-    assert backlog.select(version=1) == ["quick"]
-    backlog.renew("slow", 0)  # it cannot have become older
+    assert backlog.select_batch(version=1) == ["quick"]
+    backlog.renew_deadline("slow", 0)  # it cannot have become older
     assert backlog.in_flight_until(2) == ["slow"]
     assert backlog.in_flight_until(1) == []
 
@@ -112,24 +112,24 @@ def test_a_batch_need_not_wait_when_the_group_in_flight_is_younger_than_feared()
 def test_late_groups_go_first_when_their_old_tokens_are_masked() -> None:
     backlog = Backlog(groups_per_batch=1, max_staleness=1, staleness_policy="mask_tokens")
     for name, oldest in (("fresh", 3), ("late", 0)):
-        backlog.dispatch(name, oldest)
-        backlog.finish(name)
+        backlog.add_group(name, oldest)
+        backlog.finish_group(name)
     assert backlog.overdue(version=3) == []
-    assert backlog.select(version=3) == ["late"]
+    assert backlog.select_batch(version=3) == ["late"]
 
 
 def test_a_group_is_gone_when_it_was_removed() -> None:
     backlog = Backlog(groups_per_batch=1, max_staleness=1, staleness_policy="wait")
-    backlog.dispatch("a", 0)
-    backlog.dispatch("b", 0)
+    backlog.add_group("a", 0)
+    backlog.add_group("b", 0)
     with pytest.raises(ValueError, match="outstanding already"):
-        backlog.dispatch("a", 0)
-    backlog.finish("a")
-    backlog.remove("a")
-    backlog.remove("b")
-    assert (backlog.outstanding, "a" in backlog, backlog.select(0)) == (0, False, None)
+        backlog.add_group("a", 0)
+    backlog.finish_group("a")
+    backlog.remove_group("a")
+    backlog.remove_group("b")
+    assert (backlog.outstanding, "a" in backlog, backlog.select_batch(0)) == (0, False, None)
     with pytest.raises(KeyError):
-        backlog.remove("a")
+        backlog.remove_group("a")
 
 
 World = tuple[int, bool, int, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]

@@ -257,7 +257,9 @@ def test_steps_do_not_wait_for_a_tracker_that_blocks(caplog: pytest.LogCaptureFi
         trackers.close(limit_s=0)
         assert "left to itself" in caplog.messages[-1]
     go_on.set()
-    trackers._couriers[0]._thread.join(60)
+    for thread in threading.enumerate():
+        if thread.name == "tracker slow":
+            thread.join(60)
     assert [step for step, _ in blocking.logged] == list(range(MAX_WAITING + 1))
     assert blocking.closed
 

@@ -22,7 +22,7 @@ from async_rl.observability.records import (
     Summary,
     Totals,
     TrajectoryCounts,
-    append_record,
+    step_record_log,
     summarise,
 )
 from async_rl.runtime.supervision import Nursery, services
@@ -32,7 +32,7 @@ from tests.support.run_config import write_run
 def two_steps(run_dir: Path) -> Summary:
     records = [StepRecord(step=i, weight_version=i, time_s=float(i), reward_mean=0.5) for i in (1, 2)]
     for record in records:
-        append_record(run_dir / "metrics.jsonl", record)
+        step_record_log(run_dir / "metrics.jsonl").append(record)
     counts = TrajectoryCounts(dispatched=8, trained=8, in_flight=0, queued=0)
     return summarise(
         records,
@@ -95,7 +95,7 @@ def test_nothing_is_made_when_the_config_cannot_work(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_second_life_is_refused_when_resume_is_never(tmp_path: Path) -> None:
+def test_a_folder_with_checkpoints_is_refused_when_resume_is_never(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "step-000002"
     assert train(path, ["run.resume=never"], finishes) == 0
@@ -105,7 +105,7 @@ def test_a_second_life_is_refused_when_resume_is_never(tmp_path: Path) -> None:
     assert train(path, ["run.resume=auto"], finishes) == 0
 
 
-def test_a_first_life_is_refused_when_resume_is_must(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_refused_when_resume_is_must(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
     with pytest.raises(ConfigError, match=r"run\.resume is must, but there is no checkpoint in .*tiny"):

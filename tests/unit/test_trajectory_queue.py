@@ -22,6 +22,7 @@ from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import Waits, acting
+from async_rl.staleness import Backlog
 from async_rl.types import Group, TrainBatch
 from tests.support.trajectories import FACTS, make_group, make_trajectory
 
@@ -39,22 +40,35 @@ class Run:
             self.spool,
             **{"groups_per_batch": 2, "max_staleness": 1, "facts": FACTS, "version": step, **settings},
         )
-        self.position = self.queue.restore()
+        self.position = self.queue.restore_groups()
         self.next = self.position.cursor
 
     def dispatch(self, name: str, size: int = 2, version: int = 0) -> None:
-        self.queue.dispatched(name, f"task-{name}", self.next, [f"{name}-{i}" for i in range(size)], version)
+        self.queue.dispatch_group(
+            name, f"task-{name}", self.next, [f"{name}-{i}" for i in range(size)], version
+        )
         self.next += 1
 
     async def ready(self, *names: str, version: int = 0, **others: int) -> None:
         for name in names:
             self.dispatch(name, version=version)
-            await self.queue.put(make_group(name, version=version, **others))
+            await self.queue.put_group(make_group(name, version=version, **others))
 
     async def take(self, version: int = 0) -> TakenBatch:
-        batch = await self.queue.take(version)
+        batch = await self.queue.next_batch(version)
         assert batch is not None
         return batch
+
+    def frame_of(self, name: str) -> SpoolRef:
+        """The frame of a queued group."""
+        record = self.ledger.group(name)
+        assert record.frame is not None
+        path = str(self.spool.directory / record.frame)
+        return SpoolRef(path=path, nbytes=record.frame_bytes, kind="Group")
+
+    def batch_frames(self) -> tuple[SpoolRef, ...]:
+        """The frames of batches on the disk."""
+        return Spool(self.spool.directory / "batches", None).recover_frames().intact
 
     def again(self, step: int = 0) -> Run:
         return Run(self.folder, step, **self.settings)
@@ -113,7 +127,7 @@ def damage(ref: SpoolRef) -> None:
 
 
 async def test_a_group_goes_through_the_whole_queue(run: Run) -> None:
-    assert await run.queue.admit()
+    assert await run.queue.wait_for_admission()
     await run.ready("a", "b", "c")
     batch = await run.take(0)
     assert (batch.group_ids, batch.staleness) == (("a", "b"), (0, 0, 0, 0))
@@ -124,7 +138,7 @@ async def test_a_group_goes_through_the_whole_queue(run: Run) -> None:
     packed = read_frame(batch.path, TrainBatch)
     assert packed.trajectory_ids == batch.trajectory_ids
     assert np.diff(packed.offsets).tolist() == list(batch.lengths)
-    run.queue.settle(batch, 1)
+    run.queue.settle_batch(batch, 1)
     counts = run.queue.statistics()
     assert (counts.trained, counts.queued, counts.in_flight, counts.dropped) == (4, 2, 0, {})
     assert (counts.groups_ready, counts.bytes) == (1, 64 << 10)
@@ -135,15 +149,15 @@ async def test_a_group_goes_through_the_whole_queue(run: Run) -> None:
 async def test_a_batch_cannot_be_settled_twice(run: Run) -> None:
     await run.ready("a", "b")
     batch = await run.take()
-    run.queue.settle(batch, 1)
+    run.queue.settle_batch(batch, 1)
     with pytest.raises(InvariantError, match="settled already"):
-        run.queue.settle(batch, 1)
+        run.queue.settle_batch(batch, 1)
 
 
 async def test_admission_opens_when_engines_serve_the_next_version_and_not_before(run: Run) -> None:
     await run.ready("a", "b", "c", "d")
     async with named_waits() as waited, Nursery() as nursery:
-        admitted = nursery.start_task("feeder", run.queue.admit())
+        admitted = nursery.start_task("feeder", run.queue.wait_for_admission())
         await settled()
         assert not admitted.done()
         assert waited()["admission"] == (
@@ -151,10 +165,10 @@ async def test_admission_opens_when_engines_serve_the_next_version_and_not_befor
             "serve version 0"
         )
         batch = await run.take(0)
-        run.queue.settle(batch, 1)
+        run.queue.settle_batch(batch, 1)
         await settled()
         assert not admitted.done()
-        run.queue.advance(1)
+        run.queue.advance_version(1)
         assert await admitted
         assert waited() == {}
 
@@ -163,7 +177,7 @@ async def test_a_slot_is_free_when_a_group_was_dropped(run: Run) -> None:
     for name in "abcd":
         run.dispatch(name)
     async with Nursery() as nursery:
-        admitted = nursery.start_task("feeder", run.queue.admit())
+        admitted = nursery.start_task("feeder", run.queue.wait_for_admission())
         await settled()
         assert not admitted.done()
         run.queue.drop_trajectories(["a-0"], "error")
@@ -177,11 +191,11 @@ async def test_admission_closes_when_the_spool_could_not_hold_another_group(tmp_
     run = Run(tmp_path, max_bytes=384 << 10, max_staleness=5)
     await run.ready("a", "b", tokens=6000)  # slabs of 160 kB each
     async with named_waits() as waited, Nursery() as nursery:
-        admitted = nursery.start_task("feeder", run.queue.admit())
+        admitted = nursery.start_task("feeder", run.queue.wait_for_admission())
         await settled()
         assert waited() == {"admission": f"the spool holds {run.spool.used_bytes} of 393216 bytes"}
-        run.queue.settle(await run.take(), 1)
-        run.queue.advance(1)
+        run.queue.settle_batch(await run.take(), 1)
+        run.queue.advance_version(1)
         assert await admitted
     run.queue.close()
 
@@ -195,7 +209,7 @@ async def test_small_groups_are_admitted_by_the_slabs_that_they_take(tmp_path: P
         run.dispatch(names[-1])
     assert len(names) == 4
     for name in names:
-        await run.queue.put(make_group(name))
+        await run.queue.put_group(make_group(name))
     assert run.spool.used_bytes == 256 << 10
     run.queue.close()
 
@@ -205,12 +219,12 @@ async def test_put_waits_for_a_step_when_the_spool_is_full(tmp_path: Path) -> No
     await run.ready("a", "b", tokens=6000)
     run.dispatch("c")
     async with named_waits() as waited, Nursery() as nursery:
-        put = nursery.start_task("put", run.queue.put(make_group("c", tokens=6000)))
+        put = nursery.start_task("put", run.queue.put_group(make_group("c", tokens=6000)))
         batch = await run.take()
         await until(lambda: "capacity" in waited())
         assert waited()["capacity"] == f"a step must free some of {run.spool.used_bytes} bytes in the spool"
         assert run.queue.statistics().groups_in_flight == 1
-        run.queue.settle(batch, 1)
+        run.queue.settle_batch(batch, 1)
         await put
     assert run.queue.statistics().groups_ready == 1
     run.queue.close()
@@ -221,7 +235,7 @@ async def test_put_fails_clearly_when_the_spool_is_too_small_for_one_batch(tmp_p
     await run.ready("a", tokens=6000)
     run.dispatch("b")
     with pytest.raises(SpoolFull, match="raise it"):
-        await run.queue.put(make_group("b", tokens=6000))
+        await run.queue.put_group(make_group("b", tokens=6000))
     assert run.queue.statistics().in_flight == 2
     run.queue.close()
 
@@ -229,12 +243,12 @@ async def test_put_fails_clearly_when_the_spool_is_too_small_for_one_batch(tmp_p
 async def test_put_fails_as_clearly_when_a_step_was_settled_before(tmp_path: Path) -> None:
     run = Run(tmp_path, max_bytes=256 << 10)
     await run.ready("a", "b")
-    run.queue.settle(await run.take(), 1)
+    run.queue.settle_batch(await run.take(), 1)
     await run.ready("c", tokens=6000)
     run.dispatch("d")
     with pytest.raises(SpoolFull, match="raise it"):
         async with asyncio.timeout(5):
-            await run.queue.put(make_group("d", tokens=6000))
+            await run.queue.put_group(make_group("d", tokens=6000))
     run.queue.close()
 
 
@@ -243,17 +257,17 @@ async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Pa
     run.dispatch("old", version=0)
     await run.ready("a", version=0)
     await run.ready("b", version=0)
-    run.queue.settle(await run.take(0), 1)
-    run.queue.advance(1)
+    run.queue.settle_batch(await run.take(0), 1)
+    run.queue.advance_version(1)
     await run.ready("c", "d", version=1)
     async with named_waits() as waited, Nursery() as nursery:
-        taking = nursery.start_task("trainer", run.queue.take(1))
+        taking = nursery.start_task("trainer", run.queue.next_batch(1))
         await settled()
         assert waited()["batch"] == (
             "1 of 1 groups in flight must go before the 2 ready ones, or they would grow older than 1"
         )
         assert run.queue.view().due == ("old",)
-        await run.queue.put(make_group("old", version=0))
+        await run.queue.put_group(make_group("old", version=0))
         batch = await taking
     assert batch is not None
     assert batch.group_ids == ("old", "c")
@@ -265,10 +279,10 @@ async def test_take_goes_on_when_the_group_that_it_waits_for_is_lost(tmp_path: P
     """Nothing waits for an id that will not come any more (verl issue 7155)."""
     run = Run(tmp_path, max_staleness=1, groups_per_batch=1)
     run.dispatch("lost", version=0)
-    run.queue.advance(1)
+    run.queue.advance_version(1)
     await run.ready("a", version=1)
     async with Nursery() as nursery:
-        taking = nursery.start_task("trainer", run.queue.take(1))
+        taking = nursery.start_task("trainer", run.queue.next_batch(1))
         await settled()
         assert not taking.done()
         run.queue.drop_trajectories(["lost-0"], "engine_error")
@@ -291,9 +305,9 @@ async def test_a_restart_admits_no_more_than_the_bound_allows(tmp_path: Path) ->
     first.queue.close()
     second = first.again()
     assert not second.queue.admits
-    second.queue.settle(await second.take(0), 1)
+    second.queue.settle_batch(await second.take(0), 1)
     assert not second.queue.admits
-    second.queue.advance(1)
+    second.queue.advance_version(1)
     for name in "ef":
         assert second.queue.admits
         second.dispatch(name, version=1)
@@ -305,7 +319,7 @@ async def test_late_groups_are_dropped_and_counted_when_batches_do_not_wait(tmp_
     metrics = Metrics()
     run = Run(tmp_path, max_staleness=0, staleness_policy="drop", metrics=metrics)
     await run.ready("late", version=0)
-    run.queue.advance(1)
+    run.queue.advance_version(1)
     await run.ready("b", "c", version=1)
     batch = await run.take(1)
     assert batch.group_ids == ("b", "c")
@@ -313,7 +327,7 @@ async def test_late_groups_are_dropped_and_counted_when_batches_do_not_wait(tmp_
     assert counts.dropped == {"too_stale": 2}
     assert metrics.trajectories_dropped_total.labels(reason="too_stale")._value.get() == 2
     assert metrics.trajectories_dispatched_total._value.get() == 6
-    run.queue.settle(batch, 2)
+    run.queue.settle_batch(batch, 2)
     assert metrics.trajectories_trained_total._value.get() == 4
     assert run.spool.used_bytes == 0
     run.queue.close()
@@ -323,10 +337,10 @@ async def test_a_trajectory_above_the_bound_is_never_handed_out(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run.ready("a", "b")
-    monkeypatch.setattr(run.queue._backlog, "overdue", lambda version: [])
-    monkeypatch.setattr(run.queue._backlog, "select", lambda version: ["a", "b"])
+    monkeypatch.setattr(Backlog, "overdue", lambda self, version: [])
+    monkeypatch.setattr(Backlog, "select_batch", lambda self, version: ["a", "b"])
     with pytest.raises(InvariantError, match=r"staleness 2 exceeds rollout\.max_staleness = 1"):
-        await run.queue.take(2)
+        await run.queue.next_batch(2)
     assert run.queue.statistics().groups_ready == 2
 
 
@@ -336,10 +350,10 @@ class Work:
     def __init__(self, oldest: int | None = None, **lengths: int) -> None:
         self.age, self.sampled, self.cancelled = oldest, lengths, False
 
-    def oldest(self) -> int | None:
+    def oldest_version(self) -> int | None:
         return self.age
 
-    def lengths(self) -> dict[str, int]:
+    def sampled_lengths(self) -> dict[str, int]:
         return self.sampled
 
     def cancel(self) -> None:
@@ -348,11 +362,11 @@ class Work:
 
 async def test_take_does_not_wait_for_a_group_that_is_younger_than_its_dispatch(run: Run) -> None:
     """A group may wait for an engine until newer weights are served: its age is that of its tokens."""
-    run.queue.dispatched("old", "task", 0, ["old-0"], 0, Work(oldest=1))
-    run.queue.dispatched("idle", "task", 1, ["idle-0"], 0, Work(oldest=None))
+    run.queue.dispatch_group("old", "task", 0, ["old-0"], 0, Work(oldest=1))
+    run.queue.dispatch_group("idle", "task", 1, ["idle-0"], 0, Work(oldest=None))
     run.next = 2
     await run.ready("c", "d", version=1)
-    run.queue.advance(1)
+    run.queue.advance_version(1)
     assert (await run.take(1)).group_ids == ("c", "d")
 
 
@@ -365,10 +379,10 @@ async def test_groups_that_are_due_are_given_up_when_batches_do_not_wait(tmp_pat
 
     run = Run(tmp_path, staleness_policy="drop", groups_per_batch=1, retry_task=retry_task)
     due, waiting = Work(oldest=0, **{"due-0": 77}), Work(oldest=None)
-    run.queue.dispatched("due", "task", 0, ["due-0", "due-1"], 0, due)
-    run.queue.dispatched("waiting", "task", 1, ["waiting-0"], 0, waiting)
+    run.queue.dispatch_group("due", "task", 0, ["due-0", "due-1"], 0, due)
+    run.queue.dispatch_group("waiting", "task", 1, ["waiting-0"], 0, waiting)
     run.next = 2
-    run.queue.advance(1)
+    run.queue.advance_version(1)
     await run.ready("fresh", version=1)
     batch = await run.take(1)
     assert batch.group_ids == ("fresh",)
@@ -385,16 +399,16 @@ async def test_a_batch_that_is_not_waited_for_costs_no_group_in_flight(
     tmp_path: Path, staleness_policy: str
 ) -> None:
     run = Run(tmp_path, staleness_policy=staleness_policy, groups_per_batch=1)
-    assert await run.queue.take(0, wait=False) is None  # there is nothing
+    assert await run.queue.next_batch(0, wait=False) is None  # there is nothing
     due = Work(oldest=0, **{"due-0": 77})
-    run.queue.dispatched("due", "task", 0, ["due-0"], 0, due)
+    run.queue.dispatch_group("due", "task", 0, ["due-0"], 0, due)
     run.next = 1
-    run.queue.advance(1)
+    run.queue.advance_version(1)
     await run.ready("fresh", version=1)
-    assert await run.queue.take(1, wait=False) is None
+    assert await run.queue.next_batch(1, wait=False) is None
     assert not due.cancelled
-    run.queue.give_up("due", "test")
-    batch = await run.queue.take(1, wait=False)
+    run.queue.cancel_group("due", "test")
+    batch = await run.queue.next_batch(1, wait=False)
     assert batch is not None
     assert batch.group_ids == ("fresh",)
     run.queue.close()
@@ -403,15 +417,15 @@ async def test_a_batch_that_is_not_waited_for_costs_no_group_in_flight(
 async def mixed(run: Run, name: str, *ages: tuple[tuple[int, int], ...]) -> None:
     """Put a group; each trajectory of (tokens, version) spans."""
     ids = [f"{name}-{i}" for i in range(len(ages))]
-    run.queue.dispatched(name, "task", run.next, ids, 0)
+    run.queue.dispatch_group(name, "task", run.next, ids, 0)
     run.next += 1
     trajectories = tuple(make_trajectory(i, name, sampled=spans) for i, spans in zip(ids, ages, strict=True))
-    await run.queue.put(Group(group_id=name, task_id="task", trajectories=trajectories))
+    await run.queue.put_group(Group(group_id=name, task_id="task", trajectories=trajectories))
 
 
 async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_masked(tmp_path: Path) -> None:
     run = Run(tmp_path, staleness_policy="mask_tokens", min_group_size=2)
-    run.queue.advance(3)
+    run.queue.advance_version(3)
     await mixed(run, "a", ((4, 0), (2, 3)), ((5, 2),))
     await mixed(run, "b", ((3, 1), (1, 2), (1, 3)), ((2, 1),), ((2, 3),))
     batch = await run.take(3)
@@ -421,7 +435,7 @@ async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_mask
     packed = read_frame(batch.path, TrainBatch)
     assert packed.weight_versions[packed.loss_mask].min() == 2
     assert packed.loss_mask.sum() == batch.num_sampled_tokens - batch.num_masked_tokens
-    run.queue.settle(batch, 4)
+    run.queue.settle_batch(batch, 4)
     counts = run.queue.statistics()
     assert (counts.trained, counts.dropped) == (4, {"too_stale": 1})
     run.ledger.audit()
@@ -430,7 +444,7 @@ async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_mask
 
 async def test_a_group_is_dropped_when_masking_leaves_too_few_of_it(tmp_path: Path) -> None:
     run = Run(tmp_path, staleness_policy="mask_tokens", min_group_size=2, groups_per_batch=1)
-    run.queue.advance(3)
+    run.queue.advance_version(3)
     await mixed(run, "a", ((4, 0),), ((4, 0), (5, 3)))
     await mixed(run, "b", ((4, 3),), ((5, 3),))
     batch = await run.take(3)
@@ -442,14 +456,14 @@ async def test_a_group_is_dropped_when_masking_leaves_too_few_of_it(tmp_path: Pa
 async def test_what_was_masked_away_stays_dropped_when_the_batch_comes_again(tmp_path: Path) -> None:
     """After a crash the trainer may take the group at an older version: settled is settled."""
     first = Run(tmp_path, staleness_policy="mask_tokens", groups_per_batch=1)
-    first.queue.advance(3)
+    first.queue.advance_version(3)
     await mixed(first, "a", ((4, 1),), ((4, 1), (5, 3)))
     assert (await first.take(3)).trajectory_ids == ("a-1",)
     first.ledger.flush()
     second = first.again(step=2)
     batch = await second.take(2)
     assert batch.trajectory_ids == ("a-1",)
-    second.queue.settle(batch, 3)
+    second.queue.settle_batch(batch, 3)
     counts = second.queue.statistics()
     assert (counts.trained, counts.dropped) == (1, {"too_stale": 1})
     second.ledger.audit()
@@ -461,10 +475,10 @@ async def test_lengths_of_all_that_ended_are_compared_with_those_of_what_was_tra
     run = Run(tmp_path, groups_per_batch=50, max_staleness=3)
     names = [f"g{i}" for i in range(50)]
     await run.ready(*names)
-    run.queue.settle(await run.take(), 1)
+    run.queue.settle_batch(await run.take(), 1)
     assert run.queue.length_ks == 0.0
     ids = [f"lost-{i}" for i in range(100)]
-    run.queue.dispatched("lost", "task", 50, ids, 0, Work(0, **dict.fromkeys(ids, 1000)))
+    run.queue.dispatch_group("lost", "task", 50, ids, 0, Work(0, **dict.fromkeys(ids, 1000)))
     run.queue.drop_trajectories(ids[:50], "error")
     assert run.queue.length_ks == pytest.approx(50 / 150)
     run.queue.drop_group("lost", "straggler")
@@ -478,16 +492,16 @@ async def test_lengths_that_an_earlier_process_saw_end_are_counted_with_what_is_
     first = Run(tmp_path, groups_per_batch=50)
     await first.ready(*(f"g{i}" for i in range(50)))
     second = first.again()
-    second.queue.settle(await second.take(), 1)
+    second.queue.settle_batch(await second.take(), 1)
     assert second.queue.length_ks == 0.0
     for run in (first, second):
         run.queue.close()
 
 
 async def test_a_group_sampled_by_older_weights_than_was_said_is_dropped_not_trained(run: Run) -> None:
-    run.queue.advance(3)
+    run.queue.advance_version(3)
     run.dispatch("a", version=3)
-    await run.queue.put(make_group("a", version=1))
+    await run.queue.put_group(make_group("a", version=1))
     await run.ready("b", "c", version=3)
     batch = await run.take(3)
     assert batch.group_ids == ("b", "c")
@@ -497,23 +511,23 @@ async def test_a_group_sampled_by_older_weights_than_was_said_is_dropped_not_tra
 async def test_a_group_is_trained_without_those_that_failed(run: Run) -> None:
     run.dispatch("a", size=3)
     run.queue.drop_trajectories(["a-2"], "error")
-    await run.queue.put(make_group("a", size=2))
+    await run.queue.put_group(make_group("a", size=2))
     await run.ready("b")
     batch = await run.take()
     assert len(batch.trajectory_ids) == 4
-    run.queue.settle(batch, 1)
+    run.queue.settle_batch(batch, 1)
     assert run.queue.statistics().dropped == {"error": 1}
 
 
 async def test_what_does_not_fit_the_ledger_is_refused_when_put(run: Run) -> None:
     run.dispatch("a", size=3)
     with pytest.raises(InvariantError, match="put with"):
-        await run.queue.put(make_group("a", size=2))
+        await run.queue.put_group(make_group("a", size=2))
     with pytest.raises(InvariantError, match="not outstanding"):
-        await run.queue.put(make_group("unknown"))
-    await run.queue.put(make_group("a", size=3))
+        await run.queue.put_group(make_group("unknown"))
+    await run.queue.put_group(make_group("a", size=3))
     with pytest.raises(InvariantError):
-        await run.queue.put(make_group("a", size=3))
+        await run.queue.put_group(make_group("a", size=3))
     with pytest.raises(InvariantError, match="queued groups"):
         run.queue.drop_trajectories(["a-0"], "error")
     assert run.queue.statistics().queued == 3
@@ -525,13 +539,13 @@ async def test_a_ready_group_can_be_dropped_and_a_taken_one_cannot(run: Run) -> 
     batch = await run.take()
     with pytest.raises(InvariantError, match="the trainer has"):
         run.queue.drop_group("a", "error")
-    run.queue.settle(batch, 1)
+    run.queue.settle_batch(batch, 1)
     assert run.spool.used_bytes == 0
 
 
 async def test_a_damaged_frame_is_dropped_and_the_next_group_takes_its_place(run: Run) -> None:
     await run.ready("a", "b", "c")
-    damage(run.queue._ready["a"].ref)
+    damage(run.frame_of("a"))
     batch = await run.take()
     assert batch.group_ids == ("b", "c")
     assert run.queue.statistics().dropped == {"corrupt": 2}
@@ -549,7 +563,7 @@ async def test_a_group_is_dropped_with_the_reason_when_its_routing_is_of_other_l
         for t in stale.trajectories
     )
     run.dispatch("a")
-    await run.queue.put(msgspec.structs.replace(stale, trajectories=trajectories))
+    await run.queue.put_group(msgspec.structs.replace(stale, trajectories=trajectories))
     await run.ready("b", "c")
     batch = await run.take()
     assert batch.group_ids == ("b", "c")
@@ -563,7 +577,7 @@ async def test_a_trajectory_that_sampled_nothing_has_no_age(run: Run) -> None:
     run.dispatch("a", size=1)
     empty = make_trajectory("a-0", "a", sampled=((0, 0),))
     group = make_group("a", size=1)
-    await run.queue.put(type(group)(group_id="a", task_id="task", trajectories=(empty,)))
+    await run.queue.put_group(type(group)(group_id="a", task_id="task", trajectories=(empty,)))
     await run.ready("b")
     assert (await run.take(1)).staleness == (0, 1, 1)
 
@@ -572,24 +586,24 @@ async def test_nobody_waits_any_more_when_the_queue_is_stopped(run: Run) -> None
     for name in "abcd":
         run.dispatch(name)
     async with named_waits() as waited, Nursery() as nursery:
-        admitted = nursery.start_task("feeder", run.queue.admit())
-        taken = nursery.start_task("trainer", run.queue.take(0))
+        admitted = nursery.start_task("feeder", run.queue.wait_for_admission())
+        taken = nursery.start_task("trainer", run.queue.next_batch(0))
         await settled()
         assert waited().keys() == {"admission", "batch"}
         run.queue.stop()
     assert (admitted.result(), taken.result()) == (False, None)
-    await run.queue.put(make_group("a"))  # what is in flight is kept
+    await run.queue.put_group(make_group("a"))  # what is in flight is kept
     assert run.queue.statistics().groups_ready == 1
 
 
 async def test_the_last_batches_are_handed_out_when_the_data_has_ended(run: Run) -> None:
     await run.ready("a", "b", "c")
     run.dispatch("d")
-    run.queue.end_of_data()
-    assert not await run.queue.admit()
-    run.queue.settle(await run.take(0), 1)
+    run.queue.end_data()
+    assert not await run.queue.wait_for_admission()
+    run.queue.settle_batch(await run.take(0), 1)
     async with Nursery() as nursery:
-        taken = nursery.start_task("trainer", run.queue.take(1))
+        taken = nursery.start_task("trainer", run.queue.next_batch(1))
         await settled()
         assert not taken.done()  # d may still come
         run.queue.drop_group("d", "error")
@@ -601,9 +615,9 @@ async def test_a_group_is_queued_whole_when_put_is_cancelled_while_it_writes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.dispatch("a")
-    async with held(monkeypatch, run.spool, "put") as go:
+    async with held(monkeypatch, run.spool, "put_frame") as go:
         async with Nursery() as nursery:
-            putting = nursery.start_task("put", run.queue.put(make_group("a")))
+            putting = nursery.start_task("put", run.queue.put_group(make_group("a")))
             await settled()
             putting.cancel()
             await settled()
@@ -623,10 +637,10 @@ async def test_a_group_is_in_flight_whole_when_put_is_cancelled_and_fails(
     def full(_: object) -> None:
         raise SpoolFull("full")
 
-    monkeypatch.setattr(run.spool, "put", full)
-    async with held(monkeypatch, run.spool, "put") as go:
+    monkeypatch.setattr(run.spool, "put_frame", full)
+    async with held(monkeypatch, run.spool, "put_frame") as go:
         async with Nursery() as nursery:
-            putting = nursery.start_task("put", run.queue.put(make_group("a")))
+            putting = nursery.start_task("put", run.queue.put_group(make_group("a")))
             await settled()
             putting.cancel()
             go()
@@ -638,9 +652,9 @@ async def test_groups_are_ready_again_when_take_is_cancelled_while_it_packs(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run.ready("a", "b", "c")
-    async with held(monkeypatch, run.queue._batches, "put_filled") as go:
+    async with held(monkeypatch, Spool, "put_filled_frame") as go:
         async with Nursery() as nursery:
-            taking = nursery.start_task("take", run.queue.take(0))
+            taking = nursery.start_task("take", run.queue.next_batch(0))
             await settled()
             with pytest.raises(InvariantError, match="the trainer has"):
                 run.queue.drop_group("a", "error")
@@ -648,7 +662,7 @@ async def test_groups_are_ready_again_when_take_is_cancelled_while_it_packs(
             go()
     assert taking.cancelled()
     assert run.queue.statistics().groups_ready == 3
-    assert run.queue._batches.used_bytes == 0
+    assert run.batch_frames() == ()
     monkeypatch.undo()
     assert (await run.take(0)).group_ids == ("a", "b")
 
@@ -664,12 +678,12 @@ async def test_finished_work_is_kept_when_the_driver_dies(tmp_path: Path) -> Non
     assert second.position.pending == ()
     counts = second.queue.statistics()
     assert (counts.queued, counts.in_flight, counts.dropped) == (6, 2, {})
-    (left,) = second.queue.left
+    (left,) = second.queue.restored_groups
     assert (left.group_id, left.position, left.trajectory_ids) == ("d", 3, ("d-0", "d-1"))
-    assert not second.queue._batches.used_bytes
+    assert second.batch_frames() == ()
     batch = await second.take(0)
     assert batch.trajectory_ids == taken.trajectory_ids
-    second.queue.settle(batch, 1)
+    second.queue.settle_batch(batch, 1)
 
     third = second.again(step=0)  # the checkpoint of step 1 was not written
     assert third.position.pending == (0, 1)
@@ -682,15 +696,15 @@ async def test_finished_work_is_kept_when_the_driver_dies(tmp_path: Path) -> Non
 async def test_a_damaged_or_lost_frame_is_settled_when_work_is_restored(tmp_path: Path) -> None:
     first = Run(tmp_path)
     await first.ready("a", "b", "c")
-    refs = {name: first.queue._ready[name].ref for name in "abc"}
+    refs = {name: first.frame_of(name) for name in "abc"}
     damage(refs["a"])
     Path(refs["b"].path).unlink()
-    first.spool.put(make_group("orphan"))
+    first.spool.put_frame(make_group("orphan"))
 
     second = first.again()
     assert second.position.pending == (0, 1)
     assert second.queue.statistics().dropped == {"corrupt": 4}
-    assert list(second.queue._ready) == ["c"]
+    assert [group.group_id for group in second.ledger.outstanding()] == ["c"]
     assert second.spool.used_bytes == 64 << 10
     second.ledger.audit()
     for run in (first, second):
@@ -700,9 +714,9 @@ async def test_a_damaged_or_lost_frame_is_settled_when_work_is_restored(tmp_path
 async def test_a_frame_of_another_group_is_not_taken_for_the_lost_one(tmp_path: Path) -> None:
     first = Run(tmp_path)
     await first.ready("a")
-    path = first.queue._ready["a"].ref.path
-    first.spool.free(first.queue._ready["a"].ref)
-    assert first.spool.put(make_group("other")).path == path
+    ref = first.frame_of("a")
+    first.spool.free_frame(ref)
+    assert first.spool.put_frame(make_group("other")).path == ref.path
     second = first.again()
     assert second.queue.statistics().dropped == {"corrupt": 2}
     for run in (first, second):
@@ -715,7 +729,9 @@ async def test_groups_of_a_later_life_are_consumed_within_the_bound_when_the_tra
     first = Run(tmp_path, step=7)
     await first.ready("a", "b", version=7)
     second = first.again(step=4)
-    assert [entry.oldest for entry in second.queue._ready.values()] == [4, 4]
-    assert await second.take(4)
-    for run in (first, second):
+    assert (await second.take(4)).staleness == (0, 0, 0, 0)
+    third = second.again(step=4)
+    assert await third.queue.next_batch(6, wait=False) is None  # they count as sampled by version 4
+    assert third.queue.statistics().dropped == {"too_stale": 4}
+    for run in (first, second, third):
         run.queue.close()

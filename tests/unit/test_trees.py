@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from async_rl.config import parse_config
 from async_rl.errors import InvariantError, SpoolFull
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.batching import assemble
-from async_rl.queue.journal import Entry, Journal
-from async_rl.queue.kept import KeptTrajectories
+from async_rl.queue.batching import assemble_batch
+from async_rl.queue.finished_trajectories import TrajectoryFiles
+from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import TrajectoryQueue
@@ -27,7 +27,7 @@ def open_queue(folder: Path, metrics: Metrics | None = None) -> TrajectoryQueue:
     queue = TrajectoryQueue(
         ledger, Spool(folder / "spool", None), groups_per_batch=1, max_staleness=1, metrics=metrics
     )
-    queue.restore()
+    queue.restore_groups()
     return queue
 
 
@@ -43,7 +43,7 @@ def tree(root: str, *branches: str) -> list[Trajectory]:
 
 def test_what_a_branch_inherits_is_read_with_its_numbers_and_neither_trained_nor_counted_as_old() -> None:
     trunk, branch = tree("a", "a.1")
-    batch = assemble([Group(group_id="g", task_id="t", trajectories=(trunk, branch))], 1, "b")
+    batch = assemble_batch([Group(group_id="g", task_id="t", trajectories=(trunk, branch))], 1, "b")
     part = slice(*batch.offsets[1:3])
     assert batch.loss_mask[part].tolist() == [False] * 7 + [True] * 3
     assert batch.weight_versions[part].tolist() == [-1] * 3 + [0] * 4 + [1] * 3
@@ -56,20 +56,20 @@ def test_what_a_branch_inherits_is_read_with_its_numbers_and_neither_trained_nor
 async def test_branches_are_members_of_the_group_from_the_end_of_their_trunk_on(tmp_path: Path) -> None:
     metrics = Metrics()
     queue = open_queue(tmp_path, metrics)
-    queue.dispatched("g", "t", 0, ["a", "b"], 0)
-    queue.branched("a", ["a.1", "a.1.1"])
+    queue.dispatch_group("g", "t", 0, ["a", "b"], 0)
+    queue.add_branches("a", ["a.1", "a.1.1"])
     assert (queue.statistics().dispatched, queue.statistics().in_flight) == (4, 4)
     assert metrics.registry.get_sample_value("async_rl_trajectories_dispatched_total") == 4
-    queue.branched("b", ["b.1"])
+    queue.add_branches("b", ["b.1"])
     queue.drop_trajectories(["b"], "reward_error")
     assert queue.statistics().dropped == {"reward_error": 2}
     leaves = tree("a", "a.1", "a.1.1")
     with pytest.raises(InvariantError, match="in flight are"):
-        await queue.put(Group(group_id="g", task_id="t", trajectories=tuple(leaves[:2])))
-    await queue.put(Group(group_id="g", task_id="t", trajectories=tuple(leaves)))
-    batch = await queue.take(1)
+        await queue.put_group(Group(group_id="g", task_id="t", trajectories=tuple(leaves[:2])))
+    await queue.put_group(Group(group_id="g", task_id="t", trajectories=tuple(leaves)))
+    batch = await queue.next_batch(1)
     assert batch is not None
-    queue.settle(batch, 2)
+    queue.settle_batch(batch, 2)
     assert queue.statistics().trained == 3
     queue.close()
 
@@ -78,32 +78,32 @@ async def test_a_tree_is_made_again_when_not_all_of_it_was_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = open_queue(tmp_path)
-    first.dispatched("g", "t", 0, ["a", "b", "c"], 0)
+    first.dispatch_group("g", "t", 0, ["a", "b", "c"], 0)
     for root in "ab":
-        first.branched(root, [f"{root}.1"])
-        first.ended(*tree(root, f"{root}.1"))
-    put = KeptTrajectories.put
+        first.add_branches(root, [f"{root}.1"])
+        first.finished.add_tree(*tree(root, f"{root}.1"))
+    put = TrajectoryFiles.write_trajectory
 
-    def full(self: KeptTrajectories, trajectory: Trajectory) -> str:
+    def full(self: TrajectoryFiles, trajectory: Trajectory) -> str:
         if trajectory.trajectory_id == "b.1":
-            raise SpoolFull("no room")
+            raise SpoolFull("full")
         return put(self, trajectory)
 
-    monkeypatch.setattr(KeptTrajectories, "put", full)
-    assert await first.keep_ended() == ["a", "a.1"]
+    monkeypatch.setattr(TrajectoryFiles, "write_trajectory", full)
+    assert await first.finished.store_pending() == ["a", "a.1"]
     first.close()
     second = open_queue(tmp_path)
-    (left,) = second.left
+    (left,) = second.restored_groups
     assert left.trajectory_ids == ("a", "b", "c")
-    assert sorted(left.ended) == ["a", "a.1"]
+    assert sorted(left.finished) == ["a", "a.1"]
     # The loop of `b` runs again and takes another course: another branch, and one that the ledger knows less.
-    second.branched("b", ["b.2"])
+    second.add_branches("b", ["b.2"])
     assert second.statistics().dropped == {"restart": 1}
     assert second.statistics().in_flight == 5
     second.close()
     (tmp_path / "spool" / "ended" / "a.1").write_bytes(b"")
     third = open_queue(tmp_path)
-    assert not third.left[0].ended
+    assert not third.restored_groups[0].finished
     third.close()
 
 
@@ -120,14 +120,14 @@ def test_the_journal_has_branches_of_the_attempt_that_runs_and_forgets_them_with
     journal.restore((), newest_version=0)
     prefix: tuple[Segment, ...] = tree("a")[0].segments[:2]
     for root, attempt in (("a", 1), ("b", 1), ("c", 1)):
-        journal.open(root, attempt).segments.extend(prefix)
-        journal.open(f"{root}.1", attempt, inherited=prefix).segments.append(sampled(2, 0))
-    journal.write()
-    journal.open("b", 2).segments.extend(prefix)  # tried again: its branch was of the other attempt
-    journal.forget(["c"])
-    journal.open("d")  # nothing is said in it yet, but in another conversation of its
-    journal.open("d.1").segments.extend(prefix)
-    journal.write()
+        journal.open_entry(root, attempt).segments.extend(prefix)
+        journal.open_entry(f"{root}.1", attempt, inherited=prefix).segments.append(sampled(2, 0))
+    journal.write_entries()
+    journal.open_entry("b", 2).segments.extend(prefix)  # tried again: its branch was of the other attempt
+    journal.remove_entries(["c"])
+    journal.open_entry("d")  # nothing is said in it yet, but in another conversation of its
+    journal.open_entry("d.1").segments.extend(prefix)
+    journal.write_entries()
     journal.close()
     left = Journal(tmp_path).restore(["a", "b", "d"], newest_version=0)
     assert {name: state.num_tokens for name, state in left.items()} == {"a": 7, "a.1": 9, "b": 7, "d.1": 7}
@@ -135,24 +135,26 @@ def test_the_journal_has_branches_of_the_attempt_that_runs_and_forgets_them_with
     assert after is not None
     assert after.num_tokens == 2
     assert left["a.1"].after([Context(token_ids=prefix[0].token_ids + 1), prefix[1]]) is None
-    entry = Entry("a.1", 1, after, prefix)
+    entry = JournalEntry("a.1", 1, after, prefix)
     assert (entry.num_sampled_tokens, list(entry.versions)) == (2, [0])
 
 
 def test_a_group_is_as_old_as_its_oldest_branch_that_a_restart_has_not_come_to_yet() -> None:
     group = GroupInFlight("g", Task(task_id="t", messages=[]), 0, ["a", "b"], "wait")
-    old, young = Entry("a.1"), Entry("a")
+    old, young = JournalEntry("a.1"), JournalEntry("a")
     old.segments.append(sampled(1, 2))
     young.segments.append(sampled(1, 5))
     group.begin_attempt(young, [old])
-    assert group.oldest() == 2
-    group.add_branch(Entry("a.1", inherited=young.segments))  # sampled anew, it has nothing of its own yet
-    assert group.oldest() == 5
+    assert group.oldest_version() == 2
+    group.add_branch(
+        JournalEntry("a.1", inherited=young.segments)
+    )  # sampled anew, it has nothing of its own yet
+    assert group.oldest_version() == 5
     group.end_sibling("a", tree("a", "a.1"))
     assert (group.num_finished_siblings, group.running) == (1, ["b"])
     group.end_sibling("b", tree("b"))
     assert [t.trajectory_id for t in group.trajectories] == ["a", "a.1", "b"]
-    assert group.lengths() == {"a": 6, "a.1": 3, "b": 6}
+    assert group.sampled_lengths() == {"a": 6, "a.1": 3, "b": 6}
 
 
 def test_a_group_of_one_is_a_config_error_unless_it_may_branch() -> None:

@@ -56,7 +56,7 @@ def test_a_pass_ends_with_the_tensors_of_its_bucket_when_one_is_not_the_planned_
     changing.plan_buckets(1000)
     passed.clear()
     changing.planned_specs = [changing.planned_specs[0], changing.planned_specs[2], changing.planned_specs[1]]
-    with pytest.raises(WeightSyncError, match="the engines were told of"):
+    with pytest.raises(WeightSyncError, match="the engines expect"):
         changing.share_bucket(0, 1000, 1)
     assert passed == ["a", "b", "c"]
     changing.close()

@@ -26,7 +26,7 @@ class ExportedModel(NamedTuple):
 
     checkpoint: Path
     step: int
-    passed_over: tuple[str, ...]
+    skipped_checkpoints: tuple[str, ...]
 
 
 def export_checkpoint(
@@ -75,4 +75,4 @@ def export_checkpoint(
         bridge.save_hf(chunks, out)
     finally:
         stop_process_groups()
-    return ExportedModel(found.path, found.manifest.step, found.passed_over)
+    return ExportedModel(found.path, found.manifest.step, found.skipped_checkpoints)

@@ -26,7 +26,7 @@ class WholeCheckpoint(NamedTuple):
 
     path: Path
     manifest: Manifest
-    passed_over: tuple[str, ...]
+    skipped_checkpoints: tuple[str, ...]
     """What is wrong with each newer checkpoint that was skipped."""
 
 
@@ -117,7 +117,9 @@ def load_checkpoint(
             shards.set_optimizer_step(model, manifest.optimizer_step)
         if same_layout:
             shards.set_random_state(model, random)
-    return TrainerState(step=manifest.step, extra=manifest.extra, passed_over=found.passed_over)
+    return TrainerState(
+        step=manifest.step, extra=manifest.extra, skipped_checkpoints=found.skipped_checkpoints
+    )
 
 
 def check_tensors(path: Path, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> None:

@@ -40,12 +40,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 
 from async_rl.errors import AlignmentError, ConfigError
+from async_rl.routing import MIN_ROWS_TO_JUDGE_LAYER
 from async_rl.types import BoolArray, ExpertIdArray, Int64Array, TrainBatch
 
 Output = TypeVar("Output")
-
-_MIN_ROWS_TOP1 = 32
-"""With one expert per token, a short trajectory may send every token to expert 0; a long one does not."""
 
 
 class ReplayRows(NamedTuple):
@@ -340,7 +338,7 @@ def _check_trajectory(
             f"trajectory {j} has expert id {rows.max()}, expected below {config.num_moe_experts}"
         )
     top_k = rows.shape[2]
-    if top_k > 1 or len(rows) >= _MIN_ROWS_TOP1:
+    if top_k > 1 or len(rows) >= MIN_ROWS_TO_JUDGE_LAYER:
         empty = ~rows.any(axis=(0, 2))
         if empty.any():
             number = layers[int(empty.argmax())]

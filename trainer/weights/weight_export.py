@@ -159,7 +159,7 @@ class WeightExport:
             if self._rank != 0:
                 return False
             raw = ((name, tensor.element_size(), raw_of(tensor)) for name, tensor in tensors)
-            return self._deltas.write(raw, path, base, version)
+            return self._deltas.write_delta(raw, path, base, version)
         finally:
             collections.deque(tensors, maxlen=0)
 

@@ -26,12 +26,14 @@ from async_rl.config import changed_fields, load_config
 from async_rl.errors import ConfigError
 from async_rl.observability.console_report import REPORT_FILE
 from async_rl.observability.evaluation_record import FILE as EVALUATIONS
-from async_rl.observability.evaluation_record import EvaluationRecord, read_evaluations
+from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
+from async_rl.observability.formatting import format_duration
 from async_rl.observability.page import CHART_SCRIPTS, STATIC, STYLES
 from async_rl.observability.page.charts import RECENT, sections
 from async_rl.observability.page.tiles import Stage, compact, stages, tiles
-from async_rl.observability.records import StepRecord, TrajectoryCounts, mean, read_records
+from async_rl.observability.records import StepRecord, TrajectoryCounts, mean, step_record_log
 from async_rl.runtime import yaml12
+from async_rl.runtime.files import replace_file
 from async_rl.runtime.processes import private_files
 
 T = TypeVar("T")
@@ -52,7 +54,7 @@ _SECRET: Final = re.compile(
 _FAILED: Final = "the run failed"
 """How the driver's last word begins when it ends with an error, see `train`."""
 
-_OWN: Final = ("cli.train", "run")
+_OWN: Final = "run"
 """What speaks for the run as a whole."""
 
 
@@ -103,11 +105,9 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """
     page = render(read_run(run_dir), datetime.now(UTC))
     path = run_dir / REPORT_FILE if out is None else out
-    partial = path.with_name(f".{path.name}.part")
     try:
         with private_files():
-            partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
+            replace_file(path, page.encode())
     except OSError as error:
         raise ConfigError(
             f"cannot write the report to {path}: {error.strerror}; choose --out FILE"
@@ -129,8 +129,8 @@ def read_run(run_dir: Path) -> RunFiles:
         )
     try:
         tree = yaml12.load(config_file.read_text())
-        records = read_records(run_dir / "metrics.jsonl")
-        evaluations = read_evaluations(run_dir / EVALUATIONS)
+        records = step_record_log(run_dir / "metrics.jsonl").read()
+        evaluations = evaluation_record_log(run_dir / EVALUATIONS).read()
         summary = _decoded(run_dir / "summary.json", _Ended)
         versions = _decoded(run_dir / "versions.json", dict[str, str]) or {}
     except (msgspec.MsgspecError, ValueError) as error:
@@ -246,7 +246,7 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     invalid = sum(record.routing_rows_invalid for record in records)
     waited = sum(record.wait_s for record in records)
     facts = [
-        ("time of training", _duration(last.time_s)),
+        ("time of training", format_duration(last.time_s)),
         ("weight version", str(last.weight_version)),
         ("trajectories trained", f"{trained:,}, {interrupted / max(trained, 1):.0%} interrupted and resumed"),
         ("dropped", f"{last.dropped:,}"),
@@ -260,12 +260,6 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     if run.summary is not None and run.summary.trajectories.unaccounted:
         facts.append(("unaccounted for", f"{run.summary.trajectories.unaccounted:,} trajectories"))
     return facts
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 def _state(run_dir: Path, records: Sequence[StepRecord], events: Sequence[Event], max_steps: Any) -> State:

@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from async_rl.observability.formatting import format_percent
 from async_rl.observability.records import WINDOW, Figure, StepRecord, is_finite, mean
 
 _COMPACT: Final = ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e4, "k", 1e3))
@@ -42,7 +43,7 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
             name="ppo-kl",
             label="ppo_kl_bypass" if bypass else "ppo_kl",
             value=compact(last.ppo_kl_bypass if bypass else last.ppo_kl),
-            note=f"nats; clipped {_percent(last.clip_fraction)} of tokens",
+            note=f"nats; clipped {format_percent(last.clip_fraction)} of tokens",
         ),
         Tile(
             name="mismatch",
@@ -65,14 +66,10 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
         Tile(
             name="trainer-idle",
             label="trainer idle",
-            value=_percent(trainer_idle(last)),
+            value=format_percent(trainer_idle(last)),
             note=f"waited {last.wait_s:.1f} s for its batch",
         ),
     ]
-
-
-def _percent(share: Figure) -> str:
-    return f"{share:.0%}" if is_finite(share) else "n/a"
 
 
 def trainer_idle(record: StepRecord) -> Figure:

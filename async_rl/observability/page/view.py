@@ -50,7 +50,7 @@ class InProgress(Protocol):
         ...
 
 
-class TrajectoryView(msgspec.Struct, frozen=True, kw_only=True):
+class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """One of the slowest trajectories."""
 
     trajectory_id: str
@@ -95,7 +95,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     engines_more: int
     """Engines that the table leaves out."""
     engines_by_state: dict[str, int]
-    slowest: Sequence[TrajectoryView]
+    slowest: Sequence[SlowTrajectory]
     report: str
     """What the run waits for, as `async-rl doctor` says it."""
 
@@ -146,7 +146,7 @@ def _report(diagnosis: Diagnosis) -> str:
     return "\n  <- ".join(diagnosis.causes[0].chain)
 
 
-def slowest(running: Iterable[InProgress], waits: Waits) -> list[TrajectoryView]:
+def slowest(running: Iterable[InProgress], waits: Waits) -> list[SlowTrajectory]:
     """The trajectories that have been running for longest, and what each of them waits for."""
     chosen = heapq.nsmallest(NUM_SLOWEST, running, key=lambda trajectory: trajectory.started_s)
     ids = {trajectory.trajectory_id for trajectory in chosen}
@@ -158,7 +158,7 @@ def slowest(running: Iterable[InProgress], waits: Waits) -> list[TrajectoryView]
         wait = inner.get(trajectory.trajectory_id)
         why = wait.why() if wait is not None and wait.why is not None else None
         views.append(
-            TrajectoryView(
+            SlowTrajectory(
                 trajectory_id=trajectory.trajectory_id,
                 task_id=trajectory.task.task_id,
                 age_s=now - trajectory.started_s,

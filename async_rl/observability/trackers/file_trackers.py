@@ -9,46 +9,32 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import google_crc32c
-import msgspec
+
+from async_rl.observability.record_log import RecordLog
 
 
 class JsonlTracker:
-    """One line a step: `{"step": 7, "actor/ppo_kl": 0.0, ...}`; a repeated one replaces those from it on."""
+    """Logs one line per step: `{"step": 7, "actor/ppo_kl": 0.0, ...}`.
+
+    A repeated step replaces the lines from it on.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._last = max((step for step, _ in _lines(path)), default=-1)
+        self._records = RecordLog(path, dict[str, Any], lambda record: int(record["step"]))
+        self._last = max((record["step"] for record in self._records.read()), default=-1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Implements `Tracker.log`."""
         if step <= self._last:
-            self._forget(step)
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode({"step": step, **metrics}) + b"\n")
+            self._records.truncate_to(step - 1)
+        self._records.append({"step": step, **metrics})
         self._last = step
 
     def close(self) -> None:
         """Implements `Tracker.close`."""
-
-    def _forget(self, step: int) -> None:
-        """Leave out lines from a step on, so that a reader sees the old file or the new one."""
-        kept = b"".join(line for logged, line in _lines(self._path) if logged < step)
-        partial = self._path.with_name(f".{self._path.name}.part")
-        partial.write_bytes(kept)
-        partial.replace(self._path)
-
-
-def _lines(path: Path) -> list[tuple[int, bytes]]:
-    """Whole lines with their steps; what a crash cut short is left out."""
-    if not path.exists():
-        return []
-    whole, _, cut = path.read_bytes().rpartition(b"\n")
-    if cut:  # the next line must not go on with it
-        os.truncate(path, len(whole) + 1 if whole else 0)
-    return [(msgspec.json.decode(line)["step"], line + b"\n") for line in whole.splitlines()]
 
 
 class ConsoleTracker:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_rl.queue.journal_file import Journalled, TurnNote
+from async_rl.queue.journal_file import JournalledTrajectory, TurnNote
 from async_rl.types import Context, Int32Array, Sampled
 
 
@@ -34,7 +34,7 @@ class RestoredTurns:
         >>> sampled, note = restored.next_turn(start=len(prompt), max_new_tokens=64, stop=())
     """
 
-    def __init__(self, journalled: Journalled) -> None:
+    def __init__(self, journalled: JournalledTrajectory) -> None:
         self._segments = deque(journalled.segments)
         self._turns = deque(journalled.turns)
         self.num_discarded = 0

@@ -234,7 +234,7 @@ class RoutingRows:
                 token_ids=token_ids[:0],
             )
         merged = routing.fit(merged, token_ids)
-        routing.verify(merged, token_ids, facts.moe_layers)
+        routing.check(merged, len(token_ids), facts.moe_layers)
         return merged
 
     # -- weight versions -------------------------------------------------------------------------------

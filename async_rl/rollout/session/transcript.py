@@ -35,7 +35,7 @@ from async_rl.engine_protocol import (
 )
 from async_rl.engines.pool import Lease
 from async_rl.errors import EngineError
-from async_rl.queue.journal import Entry
+from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.restore import RestoredTurns
 from async_rl.rollout.session.routing_rows import RoutingRows
@@ -59,13 +59,13 @@ _MAX_UNREQUESTED_ABORTS: Final = 8
 _MAX_RECOVERIES: Final = 4
 """The most attempts to fetch missing routing rows; a weight update can interrupt each of them."""
 
-OpenBranchEntry = Callable[[str, Sequence[Segment]], Entry]
+OpenBranchEntry = Callable[[str, Sequence[Segment]], JournalEntry]
 """Makes the journal's entry of a branch, from its id and the segments that it inherits."""
 
 
-def entry_without_journal(trajectory_id: str, inherited: Sequence[Segment]) -> Entry:
+def entry_without_journal(trajectory_id: str, inherited: Sequence[Segment]) -> JournalEntry:
     """Make an entry that no journal writes."""
-    return Entry(trajectory_id, inherited=inherited)
+    return JournalEntry(trajectory_id, inherited=inherited)
 
 
 class _RunningCall:
@@ -119,7 +119,7 @@ class Transcript(TokenWriter):
     def __init__(
         self,
         context: SessionContext,
-        entry: Entry,
+        entry: JournalEntry,
         open_branch_entry: OpenBranchEntry = entry_without_journal,
     ) -> None:
         """Start the transcript of the trajectory that a journal's entry names.
@@ -134,7 +134,7 @@ class Transcript(TokenWriter):
         self._context = context
         self._entry = entry
         self._open_branch_entry = open_branch_entry
-        self._restored = None if entry.replay is None else RestoredTurns(entry.replay)
+        self._restored = None if entry.restored is None else RestoredTurns(entry.restored)
         self._rows = RoutingRows(
             entry.trajectory_id,
             config=context.routing,
@@ -354,7 +354,7 @@ class Transcript(TokenWriter):
                 )
                 self._context.metrics.resume_discarded_tokens_total.inc(self._restored.num_discarded)
             self._restored = None
-            self._entry.end_replay()
+            self._entry.end_restoring()
 
     def _has_stopped(self, begin: int, sampling: SamplingParams) -> bool:
         """Return whether the turn that began at `begin` ends in a stop token or contains a stop string."""

@@ -1,4 +1,4 @@
-"""What a run writes down of its steps, over several lives."""
+"""The records of a run over several incarnations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
-from async_rl.observability.records import StepRecord, append_record, read_records
-from async_rl.queue.holdings import QueueStatistics
+from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.queue.packing import TakenBatch
-from async_rl.queue.trajectory_queue import TrajectoryQueue
+from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
 from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.trainer_protocol import StepResult
 from async_rl.weights.weight_sync import SyncReport
@@ -59,12 +58,12 @@ def done(step: int, wait_s: float) -> TrainedStep:
     return TrainedStep(batch=batch, result=result, wait_s=wait_s, step_s=1.0, sync_hidden_s=0.0)
 
 
-def test_a_chronicle_goes_on_where_the_checkpoint_stands_when_a_run_has_a_second_life(
+def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     tmp_path: Path,
 ) -> None:
     for step, time_s in ((1, 10.0), (2, 20.0), (3, 30.0)):
         record = StepRecord(step=step, weight_version=step, time_s=time_s, wait_s=4.0, tokens_per_s=2.0)
-        append_record(tmp_path / "metrics.jsonl", record)
+        step_record_log(tmp_path / "metrics.jsonl").append(record)
     now_s, metrics = 1000.0, Metrics()
     pool = EnginePool(metrics, lambda: now_s, max_prefill_tokens=1024)
     run_log = RunLogger(config_of(), tmp_path, pool, metrics, lambda: now_s)
@@ -79,7 +78,7 @@ def test_a_chronicle_goes_on_where_the_checkpoint_stands_when_a_run_has_a_second
     metrics.sampled_tokens_total.inc(10)
     run_log.log_step(done(3, wait_s=2.0), SyncReport.none(3), cast(TrajectoryQueue, Queue()))
 
-    written = read_records(tmp_path / "metrics.jsonl")[-1]
+    written = step_record_log(tmp_path / "metrics.jsonl").read()[-1]
     assert (written.step, written.time_s, written.tokens_per_s) == (3, 25.0, 2.0)
     assert [record.step for record in run_log.records] == [1, 2, 3]
     assert metrics.registry.get_sample_value("async_rl_trainer_idle_ratio") == pytest.approx(10 / 25)

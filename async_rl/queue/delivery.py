@@ -1,0 +1,91 @@
+"""Batches on their way to the trainer: packed from ready groups, and settled after the trainer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+import msgspec
+
+from async_rl.errors import InvariantError
+from async_rl.queue.outstanding import OutstandingGroups, ReadyGroup
+from async_rl.queue.packing import Packer, TakenBatch
+from async_rl.queue.spool import Spool, SpoolRef
+from async_rl.runtime.threads import run_uncancellable
+
+
+class TakenGroups(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups of a batch that the trainer has, and the frame of the batch."""
+
+    ref: SpoolRef
+    groups: tuple[ReadyGroup, ...]
+
+
+class BatchDelivery:
+    """Packs ready groups into batch frames and keeps them until their step is settled."""
+
+    def __init__(self, groups: OutstandingGroups, packer: Packer, batches: Spool, executor: Executor) -> None:
+        """Start without batches; frames of an earlier process are freed, their groups are still queued.
+
+        Args:
+            groups: The groups that batches are made of.
+            packer: Reads groups and writes batches.
+            batches: Holds the batch frames that `packer` writes.
+            executor: Runs the packer.
+        """
+        self._groups = groups
+        self._packer = packer
+        self._batches = batches
+        self._executor = executor
+        self._packing = False
+        self._taken: dict[str, TakenGroups] = {}
+        for ref in batches.recover_frames().intact:
+            batches.free_frame(ref)
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a batch is being packed or has been taken: its groups will free their frames."""
+        return self._packing or bool(self._taken)
+
+    async def pack_batch(self, version: int, group_ids: Sequence[str]) -> TakenBatch | None:
+        """Pack ready groups for the trainer, which has them afterwards. Cancelled, they stay ready.
+
+        Args:
+            version: The version that consumes the batch.
+            group_ids: The groups, in the order of the batch.
+
+        Returns:
+            None when some groups cannot be trained on; these are dropped.
+        """
+        stored = [self._groups.stored_group(group_id) for group_id in group_ids]
+        self._packing = True
+        try:
+            with self._groups.claim(group_ids):
+                packed, cancelled = await run_uncancellable(
+                    self._executor, lambda: self._packer.pack_groups(version, stored)
+                )
+        finally:
+            self._packing = False
+        for group_id, reason in packed.unusable.items():
+            self._groups.drop_and_retry(group_id, reason)
+        if cancelled is not None:
+            if packed.ref is not None:
+                self._batches.free_frame(packed.ref)
+            raise cancelled
+        if packed.batch is None or packed.ref is None:
+            return None
+        groups = self._groups.take_groups(packed.batch, packed.too_stale)
+        self._taken[packed.batch.batch_id] = TakenGroups(ref=packed.ref, groups=groups)
+        return packed.batch
+
+    def settle_batch(self, batch: TakenBatch, step: int) -> None:
+        """Record that a step has trained a batch, and free its frames.
+
+        Raises:
+            InvariantError: When the batch was settled before.
+        """
+        taken = self._taken.pop(batch.batch_id, None)
+        if taken is None:
+            raise InvariantError(f"batch {batch.batch_id} is settled already, or was never taken")
+        self._groups.settle_trained(batch, step, taken.groups)
+        self._batches.free_frame(taken.ref)

@@ -1,0 +1,122 @@
+"""Restores the groups of an earlier process: queued ones from the spool, the others from the journal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from async_rl.queue.admission import Admission
+from async_rl.queue.finished_trajectories import FinishedTrajectories
+from async_rl.queue.journal_file import JournalledTrajectory
+from async_rl.queue.ledger import GroupRecord, Ledger
+from async_rl.queue.outstanding import OutstandingGroups, RestoredGroup
+from async_rl.queue.spool import Spool, SpoolRef
+from async_rl.types import Group, root_of
+
+log = logging.getLogger(__name__)
+
+
+class GroupRestorer:
+    """Adds the outstanding groups of the ledger to a queue that has none yet.
+
+    A damaged frame settles its group as `corrupt` and makes its position pending. Frames that belong to no
+    group are freed.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        spool: Spool,
+        groups: OutstandingGroups,
+        admission: Admission,
+        finished: FinishedTrajectories,
+    ) -> None:
+        """Read from the ledger and the spool, and add to `groups`."""
+        self._ledger = ledger
+        self._spool = spool
+        self._groups = groups
+        self._admission = admission
+        self._finished = finished
+
+    def restore_groups(self, journalled: Mapping[str, JournalledTrajectory]) -> None:
+        """Restore all groups; blocking.
+
+        Args:
+            journalled: What the journal has of trajectories in flight.
+        """
+        frames = {Path(ref.path).name: ref for ref in self._spool.recover_frames().intact}
+        outstanding = self._ledger.outstanding()
+        sampled = oldest_by_root(journalled.values())
+        self._finished.recover_files(outstanding)
+        for group in outstanding:
+            ref = frames.pop(group.frame or "", None)
+            if group.queued:
+                self._restore_queued(group, ref)
+            else:
+                self._groups.restore_in_flight(self._in_flight(group, sampled))
+        for orphan in frames.values():
+            self._spool.free_frame(orphan)
+        self._drop_excess()
+        self._ledger.flush()
+
+    def _restore_queued(self, group: GroupRecord, ref: SpoolRef | None) -> None:
+        if ref is None or not self._holds(ref, group.group_id):
+            self._groups.drop_corrupt(group)
+            if ref is not None:
+                self._spool.free_frame(ref)
+            return
+        # Versions above ours were published after the checkpoint and are undone: they count as ours, or as
+        # those of an earlier restart's checkpoint.
+        ceiling = self._admission.next if group.ceiling is None else group.ceiling
+        oldest = min(group.weight_version, ceiling, self._admission.next)
+        self._groups.restore_ready(group.group_id, ref, oldest)
+
+    def _in_flight(self, group: GroupRecord, sampled: Mapping[str, int]) -> RestoredGroup:
+        """Return a group in flight with its finished trajectories.
+
+        Args:
+            group: The group, from the ledger.
+            sampled: By trajectory, the oldest version that sampled what the journal has of it.
+        """
+        version = self._admission.next
+        ended = self._finished.recover_trajectories(group, version)
+        versions = [trajectory.oldest_weight_version for trajectory in ended.values()]
+        versions += [sampled[name] for name in group.in_flight if name in sampled]
+        return RestoredGroup(
+            group_id=group.group_id,
+            task_id=group.task_id,
+            position=group.position,
+            trajectory_ids=tuple(sorted({root_of(name) for name in group.in_flight})),
+            finished=ended,
+            attempts=dict(group.attempts),
+            oldest_version=min([version, *(v for v in versions if v is not None)]),
+        )
+
+    def _holds(self, ref: SpoolRef, group_id: str) -> bool:
+        return (
+            ref.kind == Group.__name__
+            and self._spool.read_frame(ref, Group, verify=False).group_id == group_id
+        )
+
+    def _drop_excess(self) -> None:
+        """Drop the youngest groups in flight that the spool has no space for.
+
+        The earlier process may have ended for lack of space because it learned the size of its groups too
+        late; restoring all of them would repeat this.
+        """
+        for group in sorted(self._groups.restored, key=lambda group: group.oldest_version, reverse=True):
+            if self._admission.holds_in_flight:
+                return
+            log.warning("group %s in flight is dropped: the spool has no space for it", group.group_id)
+            self._groups.drop_group(group.group_id, "restart")
+
+
+def oldest_by_root(journalled: Iterable[JournalledTrajectory]) -> dict[str, int]:
+    """Return the oldest version that sampled a trajectory or one of its branches, by trajectory."""
+    oldest: dict[str, int] = {}
+    for state in journalled:
+        if (version := state.oldest_weight_version) is not None:
+            root = root_of(state.trajectory_id)
+            oldest[root] = min(version, oldest.get(root, version))
+    return oldest
