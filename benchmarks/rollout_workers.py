@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.config import Config, SimulatedEngines, parse_config
 from async_rl.data.chat_format import ChatFormat

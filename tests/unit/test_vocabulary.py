@@ -107,7 +107,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 NOT_YET: tuple[str, ...] = (
     "async_rl/",
     "agent_loops/",
-    "trainer/",
     "tests/",
     "docs/reference/",  # generated from async_rl
     "docs/guide/own-task.md",  # quotes messages of async_rl
