@@ -1,4 +1,4 @@
-"""Rollout workers as Ray actors, one of which dies in the middle of a turn; models are left out."""
+"""Rollout workers as Ray actors, one of which dies during a turn; without models."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Trainer ranks that are killed or stopped for real, under Ray; engines are simulated, models left out."""
+"""Trainer ranks that are killed or stopped under Ray; with simulated engines and without models."""
 
 import asyncio
 import json

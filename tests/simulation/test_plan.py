@@ -1,4 +1,4 @@
-"""The scheduler that runs, planned in virtual time: figures that can be computed by hand, and the aims."""
+"""The real scheduler in virtual time: figures that can be computed by hand, and its targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHORT = PlannedRun(versions=4, warmup=2)
 
 
 def job(*overrides: str) -> Config:
-    """One engine of four slots, a group of four in a batch, and everything else out of the way."""
+    """One engine of four slots, batches of one group of four, and no other limits."""
     tree = {
         "model": {"path": "none"},
         "data": {"path": "none.jsonl"},

@@ -1,4 +1,4 @@
-"""A small simulated run that does not depend on what seeds draw, in which faults come again and again."""
+"""A small simulated run that is independent of what seeds draw, with recurring faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def small_run(
 ) -> Scenario:
     """Two engines, five steps; a fault every 80 callbacks; the first two incarnations end by `death`.
 
-    Its tasks are those of the seed, without trouble of their own.
+    Its tasks are those of the seed, without their failures.
     """
     drawn = draw(seed)
     tree = {

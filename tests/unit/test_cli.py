@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it imports, and how it ends."""
+"""The command line: output, imports, error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_remedy_is_named_when_a_dense_model_is_to_replay_routing(
 def test_off_policy_data_is_refused_when_nothing_corrects_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Elsewhere it is trained in silence (miles#1829; SkyRL#1315)."""
+    """Other frameworks train on it silently (miles#1829; SkyRL#1315)."""
     path = write_run(tmp_path)
     plain = ["check", str(path), "trainer.loss.importance.level=off"]
     assert main(plain) == 2

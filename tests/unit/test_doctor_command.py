@@ -1,4 +1,4 @@
-"""`async-rl doctor` against what a driver serves."""
+"""`async-rl doctor` against the endpoints of a driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What answers are worth, when an evaluation is due, and what is written down of it."""
+"""Scores of answers, when an evaluation is due, and its record."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def answer(
 
 
 def test_scores_are_those_of_a_hand_computed_case():
-    """Two tasks with 1 of 4 and 3 of 4 answers that pass; one more of another dataset, which all fail."""
+    """Two tasks with 1 of 4 and 3 of 4 answers that pass, and one task of another dataset with none."""
     found = scores(
         [
             *[answer("a", reward, format=1.0) for reward in (1.0, 0.0, 0.0, 0.0)],
@@ -147,7 +147,9 @@ def test_evaluation_without_a_validation_set_is_refused():
 
 
 def record_of(version: int, **rewards: float) -> EvaluationRecord:
-    """Done, with one answer of a task in each set; `dataset` and its sources, where names have a slash."""
+    """Return a finished evaluation with one answer to one task per set; `dataset` and its sources have a
+    slash.
+    """
     answers = [answer("t", reward, dataset=name) for name, reward in rewards.items()]
     found = scores(answers, pass_at=(1,), pass_reward=1.0)
     return EvaluationRecord(weight_version=version, status="done", scores=found, asked=len(answers))

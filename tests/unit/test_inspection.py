@@ -1,4 +1,4 @@
-"""`async-rl inspect` and what it shows of a trajectory."""
+"""`async-rl inspect` and its views of a trajectory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sampled(ids: np.ndarray, version: int, reason: str = "stop", low: float = -0
 
 @pytest.fixture
 def trajectory(calculator: Path) -> Trajectory:
-    """A call of the calculator that a weight update cut in two, and an answer."""
+    """A call of the calculator that a weight update interrupted, and an answer."""
     chat = load_chat_format(calculator / "model")
 
     def ids(text: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""`async-rl new-loop`: what it writes works as it is, and nothing is written over."""
+"""`async-rl new-loop`: its files work unchanged, and it overwrites nothing."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_only_loopback_addresses_are_told_to_be_of_this_machine(host, own):
 
 @pytest.fixture
 def ray_untouched(monkeypatch):
-    """What a start of Ray sets in this process is as it was afterwards."""
+    """Restore what starting Ray sets in this process."""
     for name in (
         *("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_TOKEN", "GLOO_SOCKET_IFNAME"),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",

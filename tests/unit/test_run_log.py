@@ -19,7 +19,7 @@ from tests.support.run_config import config_of
 
 
 class Queue:
-    """As far as a run_log asks it."""
+    """The part of a queue that the run log uses."""
 
     length_ks = None
 

@@ -1,4 +1,4 @@
-"""Which GPU a rank shares with an engine."""
+"""Assignment of the GPUs that ranks share with engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run from checks to summary, with the processes replaced: its folder, its signals, its ending."""
+"""`async-rl train` from checks to summary, without processes: its folder, signals and exit codes."""
 
 from __future__ import annotations
 

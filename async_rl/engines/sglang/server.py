@@ -42,7 +42,7 @@ _STOP_LIMIT_S = 30.0
 _EVERYWHERE = ("0.0.0.0", "::")
 """Addresses that can be bound to but not connected to."""
 
-_PORTS = range(15000, 30000)
+PORTS = range(15000, 30000)
 """Below the ephemeral range: while a server starts, no outgoing connection can take its port."""
 
 
@@ -287,7 +287,7 @@ def detect_device() -> str:
 
 def free_port(host: str) -> int:
     """Returns a free port."""
-    for port in random.SystemRandom().sample(_PORTS, k=100):
+    for port in random.SystemRandom().sample(PORTS, k=100):
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -295,4 +295,4 @@ def free_port(host: str) -> int:
             except OSError:
                 continue
             return port
-    raise EnvironmentNotReady(f"found no free port on {host} between {_PORTS.start} and {_PORTS.stop}")
+    raise EnvironmentNotReady(f"found no free port on {host} between {PORTS.start} and {PORTS.stop}")
