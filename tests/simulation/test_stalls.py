@@ -312,10 +312,10 @@ def test_the_spool_is_named_when_it_never_has_space(
         Hang.current.visits += 1
         while Hang.current.visits > 8:
             Hang.current.begun.set()
-            await self._change("capacity", self._why_put)
+            await self._changes.wait_for_change("capacity", self._admission.why_full)
         await put(self, group)
 
-    monkeypatch.setattr(TrajectoryQueue, "put", without_space)
+    monkeypatch.setattr(TrajectoryQueue, "put_group", without_space)
     diagnosis = stalling_run().examine(Hang)
     assert of(diagnosis)[0] == "capacity"
     assert (diagnosis.causes[0].problem, diagnosis.state) == ("deadlock", "stalled")
@@ -341,7 +341,7 @@ def test_the_sleeper_is_named_when_a_wake_up_is_missed(
         self._admission.served = self._admission.next = version
         Hang.current.begun.set()
 
-    monkeypatch.setattr(TrajectoryQueue, "advance", advance)
+    monkeypatch.setattr(TrajectoryQueue, "advance_version", advance)
     diagnosis = stalling_run("rollout.max_staleness=0").examine(Hang)
     assert of(diagnosis)[0] == "admission"
     assert (diagnosis.causes[0].problem, diagnosis.state) == ("asleep", "stalled")
