@@ -50,12 +50,10 @@ ALLOWED: dict[str, dict[str, str]] = {
         "_BRIDGES": "the test covers exactly the architectures of this table",
     },
     "tests/integration/test_trainer_routers.py": {
-        "_bridge": "the mbridge object behind the worker's model",
         "_get_transformer_layer_spec": "mbridge has no public API for it",
         "_get_gptmodel_args": "mbridge has no public API for it",
     },
     "tests/integration/test_trainer_spec.py": {
-        "_bridge": "the mbridge object behind the worker's model",
         "_get_transformer_layer_spec": "mbridge has no public API for it",
         "_weight_name_mapping_mcore_to_hf": "mbridge has no public API for it",
     },
