@@ -2,8 +2,8 @@
 
     python benchmarks/generate_path.py [--quick] [--json FILE]
 
-The server is another process that answers immediately (a 1024-token prompt, 4 tokens back, one event each),
-so that what is measured is the client. Reported for each concurrency: calls/s, p50 latency, CPU of the client
+The server is another process that answers at once (a 1024-token prompt, 4 tokens back, one event each), so
+that what is measured is the client. Reported for each concurrency: calls/s, p50 latency, CPU of the client
 process a call, p99 lag of its event loop; then how long an aborted call takes until its first new token. Each
 figure is the median of the rounds, ratios are of the same round, with their smallest and largest. "client" is
 the engine client alone, "session" a whole turn: pool, session, segments and metrics around the same call.
@@ -77,7 +77,7 @@ _EMPTY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
 
 class _Server(asyncio.Protocol):
-    """Serves minimal HTTP: bodies with a length, one request at a time per connection."""
+    """Just enough HTTP: bodies with a length, one request at a time on a connection."""
 
     held: ClassVar[set[asyncio.Transport]] = set()
 
@@ -140,7 +140,7 @@ async def _ours(engine: SGLangEngine, number: int) -> int:
 
 
 class _Chat:
-    """Returns a prompt of 1024 tokens and decodes nothing: tokenizers are not measured."""
+    """A prompt of 1024 tokens; nothing is decoded, as tokenizers are not what is measured."""
 
     stop_token_ids = ()
     end_of_turn_id = None
@@ -158,7 +158,7 @@ _NO_ROUTING = RoutingConfig(replay="off")
 
 
 async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
-    """Runs one turn of an agent loop."""
+    """One turn of an agent loop."""
     context = SessionContext(
         chat=cast(ChatFormat, _Chat()),
         rollout=_ROLLOUT,
@@ -180,7 +180,7 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
 
 
 async def _plain(session: aiohttp.ClientSession, url: str, number: int) -> int:
-    """Reads a stream with minimal code: one post, lines, json."""
+    """The least that reads a stream: one post, lines, json."""
     tokens = 0
     body = {
         "rid": f"{number:032x}",
@@ -197,7 +197,7 @@ async def _plain(session: aiohttp.ClientSession, url: str, number: int) -> int:
 
 
 async def _measure(call: Callable[[int], Awaitable[int]], concurrency: int, calls: int) -> dict[str, float]:
-    """Makes calls at a given concurrency."""
+    """Make calls, so many at a time."""
     latencies: list[float] = []
     lags: list[float] = []
     numbers = iter(range(calls))
@@ -231,7 +231,7 @@ async def _measure(call: Callable[[int], Awaitable[int]], concurrency: int, call
 
 
 async def _abort_to_resume(engine: SGLangEngine, concurrency: int) -> float:
-    """Returns the milliseconds from the interruption until the last aborted call has a new token."""
+    """Milliseconds from the interruption until the last of the aborted calls has a new token."""
     started, resumed_s = asyncio.Semaphore(0), []
 
     async def trajectory(number: int) -> None:

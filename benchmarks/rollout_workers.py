@@ -58,7 +58,7 @@ PROMPT = " ".join(str(5 + number % 300) for number in range(256))
 
 
 class Computing:
-    """An agent loop of three turns that computes after each."""
+    """Three turns; computes after each of them."""
 
     async def run(self, task: Task, session: Session) -> None:
         """Implements `AgentLoop.run`."""
@@ -72,7 +72,7 @@ class Computing:
 
 
 async def reward(task: Task, completion: Completion) -> float:
-    """Returns no reward."""
+    """Nothing."""
     return 0.0
 
 
@@ -104,7 +104,7 @@ def config_of(workers: int) -> Config:
 
 
 def work(workers: int, port: int, key: bytes) -> None:
-    """Runs a worker in its own process."""
+    """The process of a worker."""
 
     async def run() -> None:
         worker = RolloutWorker(config_of(workers), chat=CHAT, metrics=Metrics(), clock=time.monotonic)
@@ -116,7 +116,7 @@ def work(workers: int, port: int, key: bytes) -> None:
 
 @asynccontextmanager
 async def open_worker(workers: int) -> AsyncIterator[Link]:
-    """Starts a worker that ends with the block."""
+    """Start a worker, which ends with the block."""
     async with listen("127.0.0.1") as listener:
         spawn = multiprocessing.get_context("spawn")
         process = spawn.Process(target=work, args=(workers, listener.port, listener.key))
@@ -138,7 +138,7 @@ async def open_worker(workers: int) -> AsyncIterator[Link]:
 
 
 async def ended(process: SpawnProcess) -> None:
-    """Waits until the worker has ended."""
+    """Wait until it has."""
     loop, gone = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(process.sentinel, gone.set)
     try:
@@ -216,7 +216,7 @@ async def compare(rounds: int, trajectories: int) -> list[dict[str, Any]]:
 
 
 def row(compute_ms: float, workers: int, costs: list[Cost], here: list[Cost]) -> dict[str, Any]:
-    """Builds a row of medians and ratios to the driver without workers."""
+    """Medians, and ratios to the driver that plays all itself."""
     ratios = [cost.cpu_us / own.cpu_us for cost, own in zip(costs, here, strict=True)]
     return {
         "compute_ms": compute_ms,
@@ -230,7 +230,7 @@ def row(compute_ms: float, workers: int, costs: list[Cost], here: list[Cost]) ->
 
 
 def main() -> None:
-    """Runs the command."""
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer trajectories and rounds")
     parser.add_argument("--json", help="write the rows here as well")

@@ -32,7 +32,7 @@ async def agent(task: Any, api: Any) -> None:
 
 
 async def solve(client: AsyncOpenAI, model: str, messages: list[Any]) -> str:
-    """Answers a question with a calculator."""
+    """Answer a question, with a calculator."""
     messages = list(messages)
     for _ in range(MAX_TURNS):
         answer = await client.chat.completions.create(model=model, messages=messages, tools=[TOOL])

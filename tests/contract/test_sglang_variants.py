@@ -45,9 +45,9 @@ class Answers(msgspec.Struct, frozen=True, eq=False):
     calls: list[Call]
     """Of `PROMPTS`, in order."""
     later: Call
-    """Of the last prompt, with routing from its end on."""
+    """A call of the last prompt, with routing from its end on."""
     stopped: Call
-    """Of the first prompt, to be stopped by a string."""
+    """A call of the first prompt, stopped by a string."""
     info: dict
     engine: SGLangEngine
 

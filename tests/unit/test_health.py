@@ -1,4 +1,4 @@
-"""What counts as a sign of life, and what does not count against an engine (sglang#22511: false kills)."""
+"""What shows that an engine is alive, and what must not count against it (sglang#22511: false kills)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_an_idle_engine_that_stopped_is_noticed_before_it_is_needed() -> N
 
 @in_virtual_time
 async def test_an_engine_that_answers_but_does_nothing_is_noticed_by_its_silence() -> None:
-    """Its HTTP process lives, its scheduler hangs."""
+    """Its HTTP process answers, its scheduler hangs."""
     async with watched("a") as bench:
         running = bench.start("t1", prompt=500)
         await asyncio.wait([running])
@@ -155,7 +155,7 @@ async def test_a_stream_that_the_engine_forgot_moves_and_the_others_stay() -> No
 
 @in_virtual_time
 async def test_an_update_is_no_silence_but_a_missing_answer_ends_it() -> None:
-    """Calls stand still while the update lasts; whether the engine is there is asked all the same."""
+    """Calls are paused during the update; the engine is probed all the same."""
     async with watched("a") as bench:
         bench.start("t1")
         await settle()

@@ -16,7 +16,7 @@ from tests.support.manual_engines import END, ManualPool, settle, tokens
 
 @in_virtual_time
 async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quarantined() -> None:
-    """A stopped engine sends no error: who waits for it must be told by others."""
+    """A stopped engine sends no error: the pool must end the calls that wait for it."""
     async with Nursery() as nursery:
         bench = ManualPool("a", nursery=nursery)
         running, queued = bench.start("t1"), bench.start("t2")
@@ -30,7 +30,7 @@ async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quaranti
         assert bench.tokens == {"t1": 3}
         assert "it does not answer" in str(bench.ended["t1"])
         assert isinstance(bench.ended["t2"], CallLost)
-        assert bench.engines["a"].left == 2  # the streams were closed, so that the engine is told
+        assert bench.engines["a"].left == 2  # the streams were closed, which ends the calls on the engine
         assert asyncio.get_running_loop().time() == 0.0
 
 
@@ -58,7 +58,7 @@ async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
         for key in ("t5", "t3", "t9", "t1"):
             bench.start(key, prompt=40)
         await settle()
-        assert bench.order == ["t5", "t3"]  # 40 tokens leave room, 80 do not
+        assert bench.order == ["t5", "t3"]  # 40 tokens fit, 80 do not
         for stream, expected in ((0, ["t1"]), (1, ["t1", "t9"])):
             bench.engines["a"].say(stream, tokens(1))
             await settle()

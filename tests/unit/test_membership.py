@@ -91,7 +91,7 @@ async def job(tmp_path: Path, *lines: str) -> AsyncIterator[Job]:
 
 
 @in_virtual_time
-async def test_a_new_line_is_a_newcomer_that_nobody_calls_before_it_has_its_weights(tmp_path: Path) -> None:
+async def test_a_new_line_is_a_newcomer_that_gets_no_calls_before_it_has_its_weights(tmp_path: Path) -> None:
     async with job(tmp_path, A) as made:
         assert made.urls == {"engine-0": A}
         await made.write(A, B)
@@ -168,7 +168,7 @@ async def test_a_server_that_comes_back_is_another_engine(tmp_path: Path) -> Non
 
 
 @in_virtual_time
-async def test_nobody_leaves_when_the_file_is_half_written_broken_or_gone(tmp_path: Path) -> None:
+async def test_no_engine_leaves_when_the_file_is_half_written_broken_or_gone(tmp_path: Path) -> None:
     async with job(tmp_path, A, B) as made:
         made.path.write_text("")  # an editor truncates, then writes
         await asyncio.sleep(REREAD_S)

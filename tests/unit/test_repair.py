@@ -162,7 +162,7 @@ async def test_others_come_back_while_one_cannot_be_restarted() -> None:
 
 
 @in_virtual_time
-async def test_the_run_ends_with_every_cause_when_nobody_serves_for_long() -> None:
+async def test_the_run_ends_with_every_cause_when_no_engine_serves_for_long() -> None:
     async def outage() -> None:
         async with workshop("a", "b") as shop:
             shop.broken = {"a": EnvironmentNotReady("no GPU"), "b": EnvironmentNotReady("no model")}

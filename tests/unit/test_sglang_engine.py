@@ -210,7 +210,7 @@ async def test_an_error_is_raised_when_a_stream_makes_no_sense(
             await call(engine, PROMPT, 8)
 
 
-async def test_a_foreign_version_is_refused_when_nobody_published_it(server: FakeSGLang) -> None:
+async def test_a_foreign_version_is_refused_when_it_was_not_published(server: FakeSGLang) -> None:
     server.streams = [[event([1], 1, finish_reason=STOP, weight_version="default")]]
     async with server.client() as engine:
         with pytest.raises(VersionMismatch, match="'default'"):
@@ -561,11 +561,11 @@ async def test_aborts_are_repeated_when_a_request_missed_the_first(server: FakeS
         stream = engine.generate(request(PROMPT, 8))
         await anext(stream)
 
-        async def read_to_the_end() -> None:
+        async def read_until_the_finish() -> None:
             assert [e.reason async for e in stream if isinstance(e, Finish)] == ["abort"]
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(read_to_the_end())
+            group.create_task(read_until_the_finish())
             await engine.interrupt("abort")
     assert server.requests("abort_request") == [{"abort_all": True}] * 3
 
@@ -722,7 +722,7 @@ async def test_waiting_ends_with_its_last_words_when_the_server_died(server: Fak
             await engine.wait_ready()
 
 
-async def test_waiting_ends_when_nobody_answers_in_time(server: FakeSGLang) -> None:
+async def test_waiting_ends_when_no_server_answers_in_time(server: FakeSGLang) -> None:
     server.answers["ready"] = (503, {})
     async with server.client(start_timeout_s=0.1) as engine:
         with pytest.raises(EnvironmentNotReady, match=r"engine\.start_timeout_s = 0\.1"):
@@ -739,7 +739,7 @@ async def test_a_wrong_key_is_named_when_the_server_refuses_it(server: FakeSGLan
             await engine.interrupt("retract")
 
 
-async def test_a_server_that_was_left_standing_still_is_told_to_go_on(server: FakeSGLang) -> None:
+async def test_a_server_that_was_left_paused_is_resumed(server: FakeSGLang) -> None:
     """SGLang says 503 to /ready for as long as it is paused."""
     server.answers["ready"] = lambda _: (200 if server.requests("continue_generation") else 503, {})
     async with server.client(start_timeout_s=5.0) as engine:
