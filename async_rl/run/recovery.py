@@ -1,16 +1,17 @@
-"""What a life of a run takes over from the one before, and leaves to the next.
+"""Restores queue, feeder and journal from the run's folder, and writes them there at the end of an
+incarnation.
 
-A life ends with its process, or with its trainer, which comes back at its newest checkpoint. Either way the
-next one begins here, from what stands in the run's folder:
+An incarnation ends with its process, or with its trainer, which restarts at its newest checkpoint. In both
+cases the next one starts here, from the files of the run's folder:
 
 ```
- ledger.sqlite   who owns which trajectory, what the trainer acknowledged  ─► rolled back to the checkpoint
- spool/          finished groups; finished trajectories of groups that are not ─► not made again
- journal/        tokens of what was in flight, up to the last second         ─► sampled on from there
- trajectories.sqlite   the newest finished trajectories, for people          ─► told of the rollback
+ ledger.sqlite   the state of every trajectory, the steps of the trainer     ─► rolled back to the checkpoint
+ spool/          finished groups; finished trajectories of unfinished groups ─► not sampled again
+ journal/        tokens of what was in flight, up to the last second         ─► sampling continues from there
+ trajectories.sqlite   the newest finished trajectories, for inspection      ─► marked after the rollback
 ```
 
-Nothing that was sampled is sampled again, but for what a kill found unwritten; nothing is trained twice.
+Only what a kill found unwritten is sampled again; nothing is trained twice.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from async_rl.types import Task
 log = logging.getLogger(__name__)
 
 _ARCHIVE_S: Final = 1.0
-"""Between two writings of finished trajectories."""
+"""The interval at which finished trajectories are written."""
 
 
 class RecoveredState:
-    """Queue, feeder and journal of a life, as the life before left them.
+    """Queue, feeder and journal of an incarnation, in the state that the previous one left.
 
     Example:
         >>> recovered = RecoveredState(config, run_dir, tasks, facts, step, metrics, clock)
@@ -62,20 +63,20 @@ class RecoveredState:
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        """Take over what is in the run's folder; blocking.
+        """Restore the state from the run's folder; blocking.
 
         Args:
-            config: Of the run.
-            run_dir: Its folder.
-            tasks: The dataset. A group in flight whose task is no longer at its position is given up.
-            facts: Of the model.
-            step: Of the checkpoint that the trainer goes on from.
-            metrics: Of the run.
-            clock: Monotonic seconds.
+            config: The config of the run.
+            run_dir: The folder of the run.
+            tasks: The dataset. A group in flight whose task is no longer at its position is dropped.
+            facts: The facts of the model.
+            step: The step of the checkpoint that the trainer continues from.
+            metrics: The metrics of the run.
+            clock: Returns monotonic seconds.
 
         Raises:
-            AsyncRLError: When the ledger cannot go back to the step.
-            SpoolFull: When the disk has no room for the journal to go on.
+            AsyncRLError: When the ledger cannot be rolled back to the step.
+            SpoolFull: When the disk has no space for the journal to continue.
         """
         ledger = Ledger(run_dir / "ledger.sqlite")
         ledger.rollback(step)
@@ -86,7 +87,7 @@ class RecoveredState:
             self.archive.rollback(step)
         self.journal: Journal | None = None
         self.journalled: dict[str, JournalledTrajectory] = {}
-        """What the journal has of trajectories in flight."""
+        """The trajectories in flight according to the journal."""
         if self._every_s is not None:
             self.journal = Journal(run_dir / "journal", metrics)
             self.journalled = self.journal.restore(ledger.in_flight, newest_version=step)
@@ -139,7 +140,7 @@ class RecoveredState:
 
     @property
     def services(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """What must run beside the life."""
+        """The services that must run during the incarnation."""
         loops: dict[str, Callable[[], Awaitable[None]]] = {"journal": self.write_journal}
         return loops if self.archive is None else {**loops, "archive": self._write_archive}
 
@@ -152,7 +153,7 @@ class RecoveredState:
                 await asyncio.to_thread(self.archive.write_notes)
 
     def write_and_close(self) -> None:
-        """Write what is in flight at the end of a life, however it ends, up to the last token."""
+        """Write what is in flight up to the last token at the end of an incarnation, however it ends."""
         if self.archive is not None:
             self.archive.close()
         if self.journal is None:
@@ -161,7 +162,7 @@ class RecoveredState:
             self.journal.remove_entries(self.queue.finished.store_pending_now())
             self.queue.flush_ledger()
             self.journal.write_entries()
-        except AsyncRLError as error:  # the life may end because of it
+        except AsyncRLError as error:  # it may be the reason why the incarnation ends
             log.warning("what is in flight could not be journalled to the last token: %s", error)
         finally:
             self.journal.close()

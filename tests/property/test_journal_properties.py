@@ -56,7 +56,7 @@ class Call:
 
 
 class World:
-    """A journal and the trajectories that it is told of."""
+    """A journal and the trajectories that it receives."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
