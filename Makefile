@@ -15,10 +15,10 @@ tools:  ## Get Prometheus and Chromium for the tests, from the PATH or Debian's 
 quickstart: setup  ## Set up and train a tiny MoE with a calculator tool, on this CPU.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/calculator/quickstart.sh
 
-test: setup tools  ## Set up and run the tests (under 15 minutes on 2 cores).
+test: setup tools  ## Set up and run the tests (under 8 minutes on 2 quiet cores after set-up).
 	@$(BIN)/python -m pytest -n 2 -m "not long" $(TESTS)
 
-test-long: setup tools  ## Run what `test` leaves out: kills, a cluster, more models and layouts.
+test-long: setup tools  ## Run what `test` leaves out: kills, a cluster, more models and layouts, mutants.
 	@$(BIN)/python -m pytest -n 2 -m long $(TESTS)
 
 mutants: setup  ## Break the program in every way listed in tests/mutants/table.py; some test must notice each (ONLY="NAME NAME").

@@ -9,15 +9,15 @@ from async_rl.types import StopReason, Task
 
 
 class AgentLoop(ABC):
-    """Runs one task as a conversation between the policy and its surroundings.
+    """Runs one task as a conversation between the policy and its environment.
 
     A run makes one instance, with `rollout.agent_loop_args` as keyword arguments, and calls `run` for many
-    trajectories at once: what belongs to one trajectory lives in local variables. An exception fails that
-    trajectory alone; its outcome records it.
+    trajectories concurrently, so the state of one trajectory belongs in local variables. An exception fails
+    that trajectory alone; its outcome records it.
 
-    A loop that is an async context manager as well is entered before its first trajectory and left at the
-    end of the run: that is where connections and processes belong that all trajectories share. One with a
-    method `check(chat_template)` is asked by `async-rl check` for sentences about itself.
+    A loop that is also an async context manager is entered before its first trajectory and exited at the end
+    of the run. It holds the connections and processes that all trajectories share. `async-rl check` prints
+    the sentences that an optional method `check(chat_template)` returns.
 
     Example:
         A loop that asks the policy to check its own answer. In `check_twice.py` beside the config, it is
@@ -43,13 +43,12 @@ class AgentLoop(ABC):
 
     @abstractmethod
     async def run(self, task: Task, session: Session) -> StopReason | None:
-        """Play one trajectory to its end.
+        """Run one trajectory to its end.
 
         Args:
-            task: The row of the dataset.
-            session: What was said so far, and the way to have the policy say more.
+            task: The task, from an example of the dataset.
+            session: The conversation so far, and the interface to continue it.
 
         Returns:
-            Why the trajectory ended, where the loop knows better than the session (`max_turns`); None
-            otherwise.
+            Why the trajectory ended, if the loop knows better than the session (`max_turns`); None otherwise.
         """

@@ -1,4 +1,4 @@
-"""A calculator that evaluates what a model wrote, and nothing but arithmetic."""
+"""A calculator tool, which evaluates nothing but arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 _MAX_CHARS = 200
 _MAX_BITS = 512
-"""Of an intermediate integer: `9**9**9` must not take the machine down."""
+"""The most bits of an intermediate integer, so that `9**9**9` cannot exhaust the machine."""
 _ALLOWED = re.compile(r"[0-9+\-*/%(). ]*")
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -31,8 +31,8 @@ def calculator(expression: str) -> str:
         expression: Numbers with + - * / // % ** and parentheses.
 
     Raises:
-        ValueError: It is not arithmetic, or too long or too large to evaluate.
-        ZeroDivisionError: Division by zero.
+        ValueError: The expression is not arithmetic, or too long or too large to evaluate.
+        ZeroDivisionError: The expression divides by zero.
     """
     if len(expression) > _MAX_CHARS:
         raise ValueError(f"the expression has {len(expression)} characters; at most {_MAX_CHARS} are allowed")

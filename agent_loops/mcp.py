@@ -1,11 +1,11 @@
-"""Tools of MCP servers, by the official client (`pip install 'async-rl[mcp]'`).
+"""Tools of MCP servers, with the official client (`pip install 'async-rl[mcp]'`).
 
 ```
- trajectories ── call ──► McpServer ── one connection, held by a task of its own ─► server
-                              └ lost: a call says so; connected anew before the next one, with back-off
+ trajectories ── call ──► McpServer ── one connection, held by its own task ─► server
+                              └ lost: the call fails; the next call waits for a new connection, with back-off
 ```
 
-A call that the server's end cuts short is answered with an error, not made again: who knows how far it came?
+A call that a lost connection interrupts fails. It is not repeated, because it may have had effects.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_PAGES: Final = 100
-"""Of a server's list of tools; one that never ends must not hang the start."""
+"""The most pages of a server's list of tools, so that an endless list cannot block the start."""
 _MAX_BACKOFF_S: Final = 30.0
 _MAX_TIMEOUTS: Final = 3
-"""So many calls in a row may run past their time before the connection is given up."""
+"""The connection is closed after this many timeouts in a row."""
 
 
 class McpServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to reach a server: `command` starts one, `url` is one that runs."""
+    """How to reach a server: `command` starts one, `url` names a running one."""
 
     command: list[str] = []
     url: str = ""
     env: dict[str, str] = {}
-    """For the command: what it is called there, by the name of our environment variable that holds it."""
+    """For a command: maps its environment variables to the variables of ours that hold their values."""
     headers: dict[str, str] = {}
-    """For the URL: header, by the name of our environment variable that holds its whole value."""
+    """For a URL: maps headers to our environment variables that hold their whole values."""
     prefix: str = ""
-    """Put before the names of its tools."""
+    """A prefix for the names of its tools."""
     connect_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Refuse contradictory settings."""
         if bool(self.command) == bool(self.url):
             raise ValueError("an MCP server has either a `command` or a `url`")
         if (self.url and self.env) or (self.command and self.headers):
@@ -60,7 +60,7 @@ class McpServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def label(self) -> str:
-        """Short, for messages. A command may have keys among its later words, a URL behind its `?`."""
+        """A short name for messages, without later arguments or URL queries, which may contain keys."""
         if self.command:
             words = self.command[: 3 if self.command[1:2] == ["-m"] else 2]
             return " ".join([os.path.basename(words[0]), *words[1:]])
@@ -68,7 +68,7 @@ class McpServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class McpTool:
-    """One tool of a server; see `agent_loops.tools.Tool` for what a tool is."""
+    """One tool of a server, with the interface of `agent_loops.tools.Tool`."""
 
     keeps_state = False
 
@@ -86,13 +86,13 @@ class McpTool:
         }
 
     async def create(self, task: Task) -> None:
-        """See `Tool.create`."""
+        """Implements `Tool.create`; a server's tool has no state."""
 
     async def release(self, state: Any) -> None:
-        """See `Tool.release`."""
+        """Implements `Tool.release`."""
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float, state: Any = None) -> str:
-        """Have the server run it. It checks the arguments itself.
+        """Run the tool on the server, which checks the arguments itself.
 
         Raises:
             ToolError: The tool or its server failed, or took too long.
@@ -102,20 +102,20 @@ class McpTool:
                 asyncio.timeout(timeout_s) as limit,
                 waiting("tool", self.name, scope=limit, why=self._server.state),
             ):
-                return await self._server.call(self._own_name, dict(arguments))
+                return await self._server.call_tool(self._own_name, dict(arguments))
         except TimeoutError as error:
-            self._server.timed_out()
+            self._server.record_timeout()
             raise ToolError(f"{self.name}: no result within {timeout_s:g} s{self._server.trouble}") from error
         except ToolError as error:
             raise ToolError(f"{self.name}: {error}") from error
 
 
 class McpServer:
-    """One server and the connection to it. Entered for as long as the run.
+    """One server and the connection to it, entered for the whole run.
 
     Raises:
-        ConfigError: An environment variable that is named is not set.
-        EnvironmentNotReady: The client is not installed.
+        ConfigError: A named environment variable is not set.
+        EnvironmentNotReady: The client package is not installed.
     """
 
     def __init__(self, spec: McpServerSpec) -> None:
@@ -125,7 +125,7 @@ class McpServer:
                 "'async-rl[mcp]'"
             )
         self._spec = spec
-        _secrets({**spec.env, **spec.headers}, spec.label)  # known now, not an hour from now
+        _secrets({**spec.env, **spec.headers}, spec.label)  # check them now, not at the first call
         self._tools: list[Any] | None = None
         self._client: Client | None = None
         self._changed = asyncio.Condition()
@@ -137,32 +137,32 @@ class McpServer:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is entered."""
+        """Whether the server is entered."""
         return self._is_open
 
     @property
     def trouble(self) -> str:
-        """Why there is no connection, as the end of a sentence; empty where there is one."""
+        """Why there is no connection, as the end of a sentence; empty if there is one."""
         if self._client is not None or self._failure is None:
             return ""
-        return f": the MCP server {self._spec.label} cannot be reached ({_said(self._failure)})"
+        return f": the MCP server {self._spec.label} cannot be reached ({_describe_error(self._failure)})"
 
     def state(self) -> str:
-        """In words, for a stall report."""
+        """Describe the connection for a stall report."""
         return (
             f"MCP server {self._spec.label}: {'connected' if self._client is not None else 'not connected'}"
         )
 
     async def __aenter__(self) -> Self:
-        """Connect, and learn of its tools.
+        """Connect, and read the list of tools.
 
         Raises:
-            EnvironmentNotReady: It does not answer.
+            EnvironmentNotReady: The server does not answer.
         """
         async with AsyncExitStack() as stack:
             nursery = await stack.enter_async_context(Nursery())
             stack.callback(nursery.cancel_tasks)
-            nursery.start_task(f"MCP server {self._spec.label}", self._keep())
+            nursery.start_task(f"MCP server {self._spec.label}", self._keep_connected())
             self._wanted.set()
             async with self._changed:
                 with waiting("tool", self._spec.label):
@@ -173,8 +173,8 @@ class McpServer:
                 self._open, self._is_open = stack.pop_all(), True
                 return self
         raise EnvironmentNotReady(
-            f"the MCP server {self._spec.label} does not come up within {self._spec.connect_timeout_s:g} s: "
-            f"{_said(self._failure)}"
+            f"the MCP server {self._spec.label} did not answer within {self._spec.connect_timeout_s:g} s: "
+            f"{_describe_error(self._failure)}"
         )
 
     async def __aexit__(self, *error: object) -> None:
@@ -182,10 +182,10 @@ class McpServer:
         await self._open.aclose()
 
     def tools(self, only: Sequence[str] | None = None) -> list[McpTool]:
-        """Its tools, as they were when it was first connected to.
+        """Return the server's tools, as of the first connection.
 
         Raises:
-            EnvironmentNotReady: It has none of a name that is asked for.
+            EnvironmentNotReady: The server lacks a tool of `only`.
         """
         known = {tool.name: tool for tool in self._tools or []}
         missing = [name for name in only or [] if name not in known]
@@ -196,11 +196,11 @@ class McpServer:
         names = known if only is None else only
         return [McpTool(self, self._spec.prefix + name, known[name]) for name in names]
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call one of its tools and give the result as text; whoever calls bounds the time.
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
+        """Call a tool and return its result as text; the caller sets the time limit.
 
         Raises:
-            ToolError: The tool says so, or the connection broke.
+            ToolError: The tool failed, or the connection broke.
         """
         from mcp import MCPError
 
@@ -209,25 +209,29 @@ class McpServer:
             result = await client.call_tool(name, arguments)
         except MCPError as error:
             if client is self._client and _is_broken(error):
-                self._lose(error)
-                raise ToolError(f"the MCP server {self._spec.label} went away during the call") from error
+                self._drop_connection(error)
+                raise ToolError(
+                    f"the connection to the MCP server {self._spec.label} broke during the call"
+                ) from error
             raise ToolError(str(error)) from error
-        except Exception as error:  # transports raise what they like
-            self._lose(error)
-            raise ToolError(f"the MCP server {self._spec.label} went away during the call") from error
+        except Exception as error:  # transports may raise anything
+            self._drop_connection(error)
+            raise ToolError(
+                f"the connection to the MCP server {self._spec.label} broke during the call"
+            ) from error
         self._num_timeouts = 0
         text = "\n".join(_as_text(block) for block in result.content)
         if not text and result.structured_content is not None:
             text = msgspec.json.encode(result.structured_content).decode()
         if result.is_error:
-            raise ToolError(text or "it failed and does not say why")
+            raise ToolError(text or "the tool failed without a message")
         return text
 
-    def timed_out(self) -> None:
-        """A call ran past its time: after a few in a row the connection is made anew."""
+    def record_timeout(self) -> None:
+        """Record that a call timed out; after a few in a row the connection is renewed."""
         self._num_timeouts += 1
         if self._num_timeouts >= _MAX_TIMEOUTS and self._client is not None:
-            self._lose(TimeoutError(f"{self._num_timeouts} calls in a row ran past their time"))
+            self._drop_connection(TimeoutError(f"{self._num_timeouts} calls in a row timed out"))
 
     async def _connected(self) -> Client:
         async with self._changed:
@@ -237,17 +241,17 @@ class McpServer:
             assert self._client is not None
             return self._client
 
-    def _lose(self, error: Exception) -> None:
-        log.warning("MCP server %s: connection lost: %s", self._spec.label, _said(error))
+    def _drop_connection(self, error: Exception) -> None:
+        log.warning("MCP server %s: connection lost: %s", self._spec.label, _describe_error(error))
         self._client, self._failure, self._num_timeouts = None, error, 0
         self._wanted.clear()
         self._lost.set()
 
-    async def _keep(self) -> None:
-        """Hold a connection from when one is wanted until it is lost.
+    async def _keep_connected(self) -> None:
+        """Connect when a call needs it, and hold the connection until it is lost.
 
         Consumes: `_wanted`. Waits for: `_lost`. Produces: `_client`. Client and transport have task groups
-        that must be left by the task that entered them, which is this one.
+        that the task that entered them must exit, which is this one.
         """
         failures = 0
         while True:
@@ -257,25 +261,25 @@ class McpServer:
             try:
                 async with self._connection() as client:
                     failures = 0
-                    await self._tell(client, None)
+                    await self._set_connection(client, None)
                     with waiting("idle"):
                         await self._lost.wait()
-            except Exception as error:  # what SDK, server and transport raise, often in groups
+            except Exception as error:  # SDK, server and transport raise many kinds, often in groups
                 self._client = None
                 failures += 1
-                await self._tell(None, _cause(error))
-                log.warning("MCP server %s: %s", self._spec.label, _said(_cause(error)))
+                await self._set_connection(None, _cause(error))
+                log.warning("MCP server %s: %s", self._spec.label, _describe_error(_cause(error)))
                 with waiting("idle"):
                     await asyncio.sleep(min(_MAX_BACKOFF_S, 0.1 * 2**failures))  # back-off, not a poll
 
-    async def _tell(self, client: Client | None, failure: Exception | None) -> None:
+    async def _set_connection(self, client: Client | None, failure: Exception | None) -> None:
         async with self._changed:
             self._client, self._failure = client, failure
             self._changed.notify_all()
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Client]:
-        """One connection; its server has said what tools it has."""
+        """Open one connection, and read the list of tools."""
         import httpx2
         from mcp import Client, StdioServerParameters
         from mcp.client.streamable_http import streamable_http_client
@@ -289,9 +293,7 @@ class McpServer:
                         command=spec.command[0], args=spec.command[1:], env=env
                     )
                 else:
-                    limits = httpx2.Timeout(
-                        spec.connect_timeout_s, read=None
-                    )  # calls have limits of their own
+                    limits = httpx2.Timeout(spec.connect_timeout_s, read=None)  # each call has its own limit
                     headers = _secrets(spec.headers, spec.label)
                     http = await stack.enter_async_context(
                         httpx2.AsyncClient(headers=headers, timeout=limits)
@@ -310,25 +312,25 @@ class McpServer:
 
 
 def _secrets(names: Mapping[str, str], label: str) -> dict[str, str]:
-    """Their values, from the environment."""
+    """Return the values of environment variables."""
     missing = sorted(name for name in names.values() if name not in os.environ)
     if missing:
         raise ConfigError(
             f"the MCP server {label} needs the environment variable {missing[0]}, which is not set (`env` "
-            "and `headers` name variables; secrets do not belong into a config)"
+            "and `headers` name variables; secrets do not belong in a config)"
         )
     return {key: os.environ[name] for key, name in names.items()}
 
 
 def _is_broken(error: Any) -> bool:
-    """Whether the SDK says that the connection is at its end, rather than that the server refuses."""
+    """Return whether an error ends the connection, instead of only refusing a request."""
     from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
     return error.error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT)
 
 
 def _as_text(block: Any) -> str:
-    """A piece of a result as the policy reads it."""
+    """Return a part of a result as text for the policy."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource":
@@ -344,5 +346,5 @@ def _cause(error: Exception) -> Exception:
     return cause if isinstance(cause, Exception) else error
 
 
-def _said(error: BaseException | None) -> str:
+def _describe_error(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

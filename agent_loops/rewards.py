@@ -1,6 +1,6 @@
 """Rewards: `reward(task, completion) -> float | Mapping[str, float]`, sync or async.
 
-A mapping holds `"reward"`, on which the policy is trained, beside parts that are only recorded.
+A mapping holds `"reward"`, on which the policy is trained, and parts that are only recorded.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from async_rl.types import Completion, Task
 
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d)")
 _RELATIVE_TOLERANCE = 1e-6
-"""For answers with a fraction; whole numbers must be equal."""
+"""The tolerance for reference answers with a fraction; whole numbers must be equal."""
 
 
 def exact_match(task: Task, completion: Completion) -> float:
-    """1 when the answer is the reference answer, white space around both aside; else 0."""
+    """Return 1 if the answer equals the reference answer, ignoring surrounding white space; else 0."""
     return float(completion.text.strip() == str(task.answer).strip())
 
 
 def last_number(task: Task, completion: Completion) -> float:
-    """1 when the last number in the answer is the last number of the reference answer; else 0.
+    """Return 1 if the last number of the answer equals the last number of the reference answer; else 0.
 
-    The way mathematics sets such as GSM8K are marked ("#### 42"). Thousands separators are understood.
+    This suits mathematics datasets such as GSM8K ("#### 42"). Thousands separators are understood.
     """
     expected, actual = _last_number(str(task.answer)), _last_number(completion.text)
     if expected is None or actual is None:

@@ -1,12 +1,12 @@
-r"""Programs, tested in the sandbox: `rollout.reward: agent_loops.rewards_code:code_tests`.
+r"""Rewards programs by tests in the sandbox: `rollout.reward: agent_loops.rewards_code:code_tests`.
 
-The row's answer holds the tests, as JSON text or as it is:
+The task's answer holds the tests, as a value or as JSON text:
 
 ```
- {"inputs": ["1 2\n"], "outputs": ["3\n"]}                what the program reads and must print (APPS, PRIME)
+ {"inputs": ["1 2\n"], "outputs": ["3\n"]}                program input and expected output (APPS, PRIME)
  [{"input": "1 2\n", "output": "3\n"}]                    the same
- {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}   what a function of it must return
- ["assert add(1, 2) == 3"]                                what must hold after it (MBPP); also one string
+ {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}   arguments and expected result of a function
+ ["assert add(1, 2) == 3"]                                assertions after the program (MBPP); or one string
 ```
 """
 
@@ -20,14 +20,14 @@ from typing import Any, Final
 
 import msgspec
 
-from agent_loops.sandbox import Limits, Ran, Sandbox
+from agent_loops.sandbox import Limits, ProgramResult, Sandbox
 from async_rl.types import Completion, Task
 
 _BLOCK: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One test: of what a program prints, or of what holds after it."""
+    """One test: of a program's output, or an assertion after it."""
 
     stdin: str = ""
     stdout: str | None = None
@@ -42,41 +42,41 @@ async def code_tests(
     max_tests: int | None = None,
     **limits: Any,
 ) -> dict[str, float]:
-    """1 when the program in the answer passes all tests, else 0; its last block of code counts.
+    """Return 1 if the last code block of the answer passes all tests, else 0.
 
     Args:
-        task: Its answer holds the tests.
-        completion: Of the policy.
-        partial: Reward the share of tests that pass; otherwise the first that fails is the last that runs.
-        max_tests: Only so many of them.
-        **limits: Of `agent_loops.sandbox.Limits`: `wall_s` for each test, `memory_mb`, …
+        task: The task, whose answer holds the tests.
+        completion: The completion, whose last code block is tested.
+        partial: Reward the share of passed tests; otherwise testing stops at the first failure.
+        max_tests: The most tests to run.
+        **limits: Fields of `agent_loops.sandbox.Limits`: `wall_s` for each test, `memory_mb`, …
 
     Raises:
-        ValueError: The answer holds no tests.
+        ValueError: The task's answer holds no tests.
     """
     cases = cases_of(task.answer)[:max_tests]
     sandbox = await asyncio.to_thread(_sandbox, msgspec.json.encode(limits, order="sorted"))
     program = program_of(completion.text)
     checks = [case for case in cases if case.stdout is None]
     prints = [case for case in cases if case.stdout is not None]
-    passed = await _check(sandbox, program, checks, go_on=partial)
+    passed = await _count_assertions(sandbox, program, checks, go_on=partial)
     if partial or passed == len(checks):
-        passed += await _print(sandbox, program, prints, go_on=partial)
+        passed += await _count_outputs(sandbox, program, prints, go_on=partial)
     share = passed / len(cases)
     return {"reward": share if partial else float(share == 1), "passed": share}
 
 
 def program_of(text: str) -> str:
-    """The last block of code of an answer, or all of it where there is none."""
+    """Return the last code block of an answer, or the whole answer if it has none."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else text
 
 
 def cases_of(answer: Any) -> list[Case]:
-    """The tests that a row's answer holds; see the top of this file.
+    """Return the tests in a task's answer, in the forms that the module's docstring shows.
 
     Raises:
-        ValueError: It holds none.
+        ValueError: The answer holds no tests.
     """
     tests = answer
     if isinstance(answer, str):
@@ -103,28 +103,28 @@ def cases_of(answer: Any) -> list[Case]:
     return cases
 
 
-async def _check(sandbox: Sandbox, program: str, cases: Sequence[Case], *, go_on: bool) -> int:
-    """How many hold after the program, which runs once."""
+async def _count_assertions(sandbox: Sandbox, program: str, cases: Sequence[Case], *, go_on: bool) -> int:
+    """Return how many assertions hold after the program, which runs once."""
     if not cases:
         return 0
     passed = 0
     async with sandbox.interpreter() as interpreter:
-        ran: Ran = await interpreter.run(program)
+        ran: ProgramResult = await interpreter.run_program(program)
         for case in cases:
-            if ran.is_over or (ran.ended in ("error", "exit") and case is cases[0]):
+            if ran.interpreter_ended or (ran.ended in ("error", "exit") and case is cases[0]):
                 break
-            ran = await interpreter.run(case.check)
+            ran = await interpreter.run_program(case.check)
             passed += ran.ended == "done"
             if ran.ended != "done" and not go_on:
                 break
     return passed
 
 
-async def _print(sandbox: Sandbox, program: str, cases: Sequence[Case], *, go_on: bool) -> int:
-    """How many print what they should, each in an interpreter of its own."""
+async def _count_outputs(sandbox: Sandbox, program: str, cases: Sequence[Case], *, go_on: bool) -> int:
+    """Return how many runs print the expected output, each in a new interpreter."""
     passed = 0
     for case in cases:
-        ran = await sandbox.run(program, stdin=case.stdin)
+        ran = await sandbox.run_program(program, stdin=case.stdin)
         if ran.ended in ("done", "exit") and _lines(ran.output) == _lines(case.stdout or ""):
             passed += 1
         elif not go_on:
@@ -133,7 +133,7 @@ async def _print(sandbox: Sandbox, program: str, cases: Sequence[Case], *, go_on
 
 
 def _lines(text: str) -> list[str]:
-    """As judges compare: white space at the ends of lines and of the whole does not count."""
+    """Return lines without trailing white space, as programming judges compare output."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 

@@ -1,7 +1,7 @@
-"""Mathematical answers, compared as mathematics: `rollout.reward: agent_loops.rewards_math:math_answer`.
+"""Compares answers as mathematics: `rollout.reward: agent_loops.rewards_math:math_answer`.
 
-The comparison is `math-verify`'s, on sympy, which can compute for ever: it runs in worker processes, in their
-main threads, as its own limits by signals want it.
+The comparison uses `math-verify` on sympy, which may never finish. It runs in the main threads of worker
+processes, because its own limits need signals.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if importlib.util.find_spec("math_verify") is None:
 
 @in_processes(2)
 def math_answer(task: Task, completion: Completion, limit_s: int = 5) -> float:
-    r"""1 when the answer equals the reference, as mathematics; else 0.
+    r"""Return 1 if the answer equals the reference mathematically, else 0.
 
-    Of the answer, the last `\boxed{}` counts, or else its last formula or number; of the reference, what
-    stands after `####` where it has that (GSM8K), and else all of it.
+    The last `\boxed{}` of the completion counts, or else its last formula or number. The reference is the
+    text after `####` (GSM8K), or else the whole answer of the task.
 
     Args:
-        task: Its answer is the reference.
-        completion: Of the policy.
-        limit_s: For reading an answer, and again for comparing it, seconds; one that takes longer is wrong.
+        task: The task, whose answer is the reference.
+        completion: The completion with the answer.
+        limit_s: Seconds for parsing an answer, and again for comparing it; a slower answer is wrong.
 
     Raises:
-        ValueError: The reference is no mathematics.
+        ValueError: The reference is not mathematics.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

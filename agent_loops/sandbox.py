@@ -1,4 +1,4 @@
-"""Programs that a policy wrote, run in a process with walls around it.
+"""Runs programs of the policy in an isolated process.
 
 ```
  ours ── Interpreter ── request ──► launcher ── fork ──► process 1 of its own pid space: runs programs
@@ -6,9 +6,9 @@
               └───────────── output, a marker at its end ──────────────────┘
 ```
 
-docs/guide/tools.md says what the walls keep out. The process gets an environment made from
-nothing, two pipes and the source of `sandbox_child`; it ends with the block that it was made for, and with
-our process. Its scratch folder is memory, and goes with it.
+docs/guide/tools.md describes what the isolation prevents. The process receives a minimal environment, two
+pipes and the source of `sandbox_child`. It ends with its block and with our process. Its scratch folder is in
+memory and ends with it.
 """
 
 from __future__ import annotations
@@ -41,71 +41,71 @@ log = logging.getLogger(__name__)
 _CHILD: Final = Path(__file__).with_name("sandbox_child.py")
 _SETUP_FAILED: Final = 97
 _FIRST_USER: Final = 0x40000000
-"""Of the users that programs run as where we are root: far from any that has files or processes here."""
+"""The first user id for programs if we are root: far from any user with files or processes here."""
 _START_S: Final = 30.0
-"""For a start on a machine that is busy; one takes about 50 ms."""
-_LAST_WORD_S: Final = 1.0
+"""The time limit of a start on a busy machine; a start takes about 50 ms."""
+_EXIT_CODE_S: Final = 1.0
 _MAX_CODE_BYTES: Final = 1 << 20
 _users = itertools.count(_FIRST_USER + os.getpid() % 10_000 * 10_000)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a program may use.
+    """The limits of a program.
 
-    Memory is of each process: all processes together may use `max_processes` times as much.
+    Memory is limited for each process: all processes together may use `max_processes` times as much.
     """
 
     wall_s: Annotated[float, Meta(gt=0)] = 10.0
-    """Seconds a run may take."""
+    """The longest run, in seconds."""
     cpu_s: Annotated[int, Meta(ge=1)] = 10
-    """Seconds of processor time, of each process, over all runs of an interpreter."""
+    """Seconds of processor time of each process, over all runs of an interpreter."""
     memory_mb: Annotated[int, Meta(ge=32)] = 512
     """Address space of each process, MiB."""
     max_output_bytes: Annotated[int, Meta(ge=1)] = 65_536
-    """What is printed beyond it ends the program."""
+    """A program that prints more is ended."""
     max_processes: Annotated[int, Meta(ge=1)] = 16
-    """Processes and threads at a time."""
+    """The most concurrent processes and threads."""
     scratch_mb: Annotated[int, Meta(ge=1)] = 64
-    """The folder that can be written, MiB; also the largest file."""
+    """The size of the writable folder in MiB, and of the largest file."""
     isolation: Literal["namespaces", "guarded"] = "namespaces"
-    """`namespaces`: walls of the kernel. `guarded`: for machines that refuse those; the interpreter refuses
-    sockets, processes and files elsewhere, which a program that is set on it gets around."""
+    """`namespaces`: isolation by the kernel. `guarded`: for machines that refuse namespaces; the interpreter
+    refuses sockets, processes and files elsewhere, but a malicious program can circumvent that."""
     import_paths: tuple[str, ...] = ()
-    """Folders with packages that programs may import; they can be read, too."""
+    """Folders with packages that programs may import and read."""
     python: str = ""
-    """The interpreter that runs them; ours, without our packages, where it is empty."""
+    """The Python interpreter for programs; empty takes ours, without our packages."""
 
 
-class Ran(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one program."""
+class ProgramResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one program."""
 
     output: str
-    """What it printed, errors included, as far as `max_output_bytes`."""
+    """What the program printed, with errors, up to `max_output_bytes`."""
     ended: Literal["done", "error", "exit", "time", "output", "killed"]
-    """done: to its end.  error: by an exception.  exit: by an exit code.  time: it ran past `wall_s`.
-    output: it printed too much.  killed: by a limit of the kernel (processor time, memory) or a crash."""
+    """done: reached its end.  error: raised an exception.  exit: ended with an exit code.  time: exceeded
+    `wall_s`.  output: printed too much.  killed: by a kernel limit (processor time, memory) or a crash."""
     seconds: float
-    is_over: bool
-    """Whether its interpreter has ended with it."""
+    interpreter_ended: bool
+    """Whether the interpreter has ended with the program."""
 
 
 class Sandbox:
-    r"""Runs each program in an interpreter of its own.
+    r"""Runs each program in a new interpreter.
 
     Example:
         >>> sandbox = Sandbox(Limits(wall_s=2))
-        >>> (await sandbox.run("print(int(input()) * 2)", stdin="21")).output
+        >>> (await sandbox.run_program("print(int(input()) * 2)", stdin="21")).output
         '42\\n'
 
     Raises:
-        EnvironmentNotReady: The machine does not allow the isolation that is asked for.
+        EnvironmentNotReady: The machine does not allow the configured isolation.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         for path in self.limits.import_paths:
             if not os.path.isdir(path):
-                raise ConfigError(f"sandbox: import_paths has {path!r}, which is no folder here")
+                raise ConfigError(f"sandbox: import_paths has {path!r}, which is not a folder here")
             if os.geteuid() == 0 and os.stat(path).st_mode & 0o005 != 0o005:
                 raise ConfigError(
                     f"sandbox: import_paths has {path!r}, which only its owner can read, but root's programs "
@@ -113,22 +113,22 @@ class Sandbox:
                 )
         if sys.platform != "linux":
             raise EnvironmentNotReady(f"the sandbox needs Linux; this is {sys.platform}")
-        _try_out(self.limits)
+        _check_isolation(self.limits)
 
-    async def run(self, code: str, *, stdin: str = "", echo: bool = False) -> Ran:
-        """Run a program to its end.
+    async def run_program(self, code: str, *, stdin: str = "", echo: bool = False) -> ProgramResult:
+        """Run a program in a new interpreter.
 
         Args:
-            code: Python.
-            stdin: What it may read.
-            echo: Show the value of its last line, as a notebook does.
+            code: Python code.
+            stdin: Its standard input.
+            echo: Print the value of its last line, as a notebook does.
         """
         async with self.interpreter() as interpreter:
-            return await interpreter.run(code, stdin=stdin, echo=echo)
+            return await interpreter.run_program(code, stdin=stdin, echo=echo)
 
     @asynccontextmanager
     async def interpreter(self) -> AsyncIterator[Interpreter]:
-        """One whose variables and files last from run to run, until the block ends."""
+        """Start an interpreter that keeps variables and files between programs, until the block ends."""
         interpreter = await Interpreter.start(self.limits)
         try:
             yield interpreter
@@ -137,18 +137,18 @@ class Sandbox:
 
 
 class Interpreter:
-    """A process that runs one program after the other. Once one `is_over` it is gone."""
+    """A process that runs one program after another, until a result has `interpreter_ended`."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits, scratch: str | None) -> None:
-        self._process = process
-        # Not by its number: asyncio's `kill` may take the exit status away from asyncio's own watcher.
+        self.process = process
+        # Not by its process id: asyncio's `kill` may take the exit status away from asyncio's own watcher.
         self._handle: int | None = os.pidfd_open(process.pid)
         self._limits = limits
         self._scratch = scratch
 
     @classmethod
     async def start(cls, limits: Limits) -> Interpreter:
-        """Start the process; `close` it whatever happens."""
+        """Start the process; the caller must `close` it."""
         command, scratch = _command(limits)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -164,72 +164,77 @@ class Interpreter:
             raise
         return cls(process, limits, scratch)
 
-    async def run(self, code: str, *, stdin: str = "", echo: bool = False) -> Ran:
-        """Run a program in the variables that earlier ones left.
+    async def run_program(self, code: str, *, stdin: str = "", echo: bool = False) -> ProgramResult:
+        """Run a program with the variables of earlier programs.
 
         Raises:
-            EnvironmentNotReady: The walls could not be built.
+            EnvironmentNotReady: The isolation could not be set up.
             ToolError: The program is too long.
         """
-        program, given = code.encode(errors="replace"), stdin.encode(errors="replace")
+        program, input_data = code.encode(errors="replace"), stdin.encode(errors="replace")
         if len(program) > _MAX_CODE_BYTES:
             raise ToolError(f"the program has {len(program)} bytes; at most {_MAX_CODE_BYTES} are allowed")
         token = secrets.token_hex(16)
-        header = f"{token} {echo:d} {len(program)} {len(given)}\n".encode()
+        header = f"{token} {echo:d} {len(program)} {len(input_data)}\n".encode()
         loop = asyncio.get_running_loop()
         begin = loop.time()
         output = _Output(token, self._limits.max_output_bytes)
         try:
             async with asyncio.timeout(self._limits.wall_s):
-                await asyncio.gather(self._send(header + program + given), self._receive(output))
+                await asyncio.gather(self._send(header + program + input_data), self._receive(output))
         except TimeoutError:
             output.ended = "time"
-        if is_over := output.ended in ("time", "output", "killed"):
+        if interpreter_ended := output.ended in ("time", "output", "killed"):
             if output.ended == "killed":
-                with suppress(TimeoutError):  # its launcher has yet to say how it ended
-                    async with asyncio.timeout(_LAST_WORD_S):
-                        await self._process.wait()
+                with suppress(TimeoutError):  # wait for the launcher's exit code
+                    async with asyncio.timeout(_EXIT_CODE_S):
+                        await self.process.wait()
             await self.close()
-            exit_code = self._process.returncode
+            exit_code = self.process.returncode
             if output.ended == "killed" and exit_code == _SETUP_FAILED:
                 raise _refused(output.text)
             if output.ended == "killed" and exit_code is not None and 0 <= exit_code < 128:
-                output.ended = "exit"  # without saying so, as by os._exit
-        return Ran(output=output.text, ended=output.ended, seconds=loop.time() - begin, is_over=is_over)
+                output.ended = "exit"  # without a marker, as by os._exit
+        return ProgramResult(
+            output=output.text,
+            ended=output.ended,
+            seconds=loop.time() - begin,
+            interpreter_ended=interpreter_ended,
+        )
 
     async def close(self) -> None:
-        """Kill what is left of it, with all processes it has started."""
+        """Kill the process and all processes that it has started."""
         try:
             if self._handle is not None:
-                with suppress(ProcessLookupError):  # it went by itself
+                with suppress(ProcessLookupError):  # it has ended already
                     signal.pidfd_send_signal(self._handle, signal.SIGKILL)
                 os.close(self._handle)
                 self._handle = None
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            self._process.stdin.close()
-            while await self._process.stdout.read(65_536):
-                pass  # a pipe that nobody empties is not seen to end
-            await self._process.wait()
+            assert self.process.stdin is not None
+            assert self.process.stdout is not None
+            self.process.stdin.close()
+            while await self.process.stdout.read(65_536):
+                pass  # the end of a pipe is only visible once it is empty
+            await self.process.wait()
         finally:
             _remove(self._scratch)
 
     async def _send(self, data: bytes) -> None:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         try:
-            self._process.stdin.write(data)
-            await self._process.stdin.drain()
+            self.process.stdin.write(data)
+            await self.process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it has ended: what it said of it comes with the output
+            pass  # it has ended; the output shows why
 
     async def _receive(self, output: _Output) -> None:
-        assert self._process.stdout is not None
+        assert self.process.stdout is not None
         while output.ended is None:
-            output.take(await self._process.stdout.read(65_536))
+            output.add_data(await self.process.stdout.read(65_536))
 
 
 class _Output:
-    """What one program prints, up to the marker at its end."""
+    """The output of one program, up to the end marker."""
 
     def __init__(self, token: str, limit: int) -> None:
         self._marker = f"\n\x1e{token} ".encode()
@@ -237,8 +242,8 @@ class _Output:
         self._data = bytearray()
         self.ended: Any = None
 
-    def take(self, data: bytes) -> None:
-        """A piece; an empty one is the end of the process."""
+    def add_data(self, data: bytes) -> None:
+        """Add data; empty data means that the process has ended."""
         if not data:
             self.ended = "killed"
             return
@@ -253,12 +258,12 @@ class _Output:
 
     @property
     def text(self) -> str:
-        """As far as the limit."""
+        """The output up to the limit."""
         return self._data[: self._limit].decode(errors="replace")
 
 
 class Python:
-    """A tool that runs each program by itself: `agent_loops.sandbox:Python`, with `Limits` as its `args`."""
+    """A tool with a new interpreter for each program: `agent_loops.sandbox:Python`, with `Limits` as args."""
 
     name = "python"
 
@@ -271,7 +276,7 @@ class Python:
         Args:
             code: The program. The value of its last line is shown, too. Nothing is kept between programs.
         """
-        return _say(await self._sandbox.run(code, echo=True), self._sandbox.limits)
+        return _tool_result(await self._sandbox.run_program(code, echo=True), self._sandbox.limits)
 
 
 class PythonSession:
@@ -283,7 +288,7 @@ class PythonSession:
         self._sandbox = Sandbox(_as_limits(limits))
 
     def create(self, task: Task) -> list[Interpreter]:
-        """The interpreter, once there is one."""
+        """Return a list that holds the interpreter once there is one."""
         return []
 
     async def execute(self, state: list[Interpreter], code: str) -> str:
@@ -296,13 +301,14 @@ class PythonSession:
         if not state:
             state.append(await Interpreter.start(self._sandbox.limits))
         try:
-            ran = await state[0].run(code, echo=True)
-        except asyncio.CancelledError:  # what comes of it would be taken for the next one's output
+            result = await state[0].run_program(code, echo=True)
+        except asyncio.CancelledError:  # its output would be mistaken for that of the next program
             await finished(state.pop().close(), limit_s=_START_S)
             raise
-        if ran.is_over:
+        if result.interpreter_ended:
             state.clear()
-        return _say(ran, self._sandbox.limits, lost=" Its variables are gone." if ran.is_over else "")
+        lost = " Its variables are gone." if result.interpreter_ended else ""
+        return _tool_result(result, self._sandbox.limits, lost=lost)
 
     async def release(self, state: list[Interpreter]) -> None:
         """End the interpreter."""
@@ -310,34 +316,36 @@ class PythonSession:
             await state.pop().close()
 
 
-def _say(ran: Ran, limits: Limits, lost: str = "") -> str:
-    """What the policy reads.
+def _tool_result(result: ProgramResult, limits: Limits, lost: str = "") -> str:
+    """Return the result of a program as text for the policy.
 
     Raises:
-        ToolError: The program was ended by a limit.
+        ToolError: A limit ended the program.
     """
     why = {
         "time": f"the program ran past {limits.wall_s:g} s and was ended.",
         "output": f"the program printed more than {limits.max_output_bytes} bytes and was ended.",
         "killed": f"the program crashed or used more than {limits.cpu_s} s of processor time or its memory.",
-    }.get(ran.ended)
+    }.get(result.ended)
     if why is not None:
-        raise ToolError(f"{why}{lost}" + (f" It had printed:\n{ran.output}" if ran.output else ""))
-    return ran.output or "(no output)"
+        raise ToolError(f"{why}{lost}" + (f" It had printed:\n{result.output}" if result.output else ""))
+    return result.output or "(no output)"
 
 
 def _as_limits(given: dict[str, Any]) -> Limits:
     try:
         return msgspec.convert(given, Limits)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"sandbox: {error}; there are {', '.join(Limits.__struct_fields__)}") from error
+        raise ConfigError(
+            f"sandbox: {error}; the fields are {', '.join(Limits.__struct_fields__)}"
+        ) from error
 
 
 def _command(limits: Limits) -> tuple[list[str], str | None]:
-    """How the process is started, and its scratch folder on the host where it has one."""
-    walls = limits.isolation == "namespaces"
+    """Return the command of the process, and its scratch folder on the host, if any."""
+    isolated = limits.isolation == "namespaces"
     user = next(_users) if os.geteuid() == 0 else None
-    scratch = None if walls else tempfile.mkdtemp(prefix="async-rl-sandbox-")
+    scratch = None if isolated else tempfile.mkdtemp(prefix="async-rl-sandbox-")
     if scratch is not None and user is not None:
         os.chown(scratch, user, user)
     maxima = {
@@ -347,11 +355,11 @@ def _command(limits: Limits) -> tuple[list[str], str | None]:
         "FSIZE": limits.scratch_mb << 20,
         "NOFILE": 128,
     }
-    if walls or user is not None:  # else it would count what else this user runs
+    if isolated or user is not None:  # else it would count all processes of this user
         maxima["NPROC"] = limits.max_processes
     python = os.path.realpath(limits.python or sys.executable)
     settings = {
-        "namespaces": walls,
+        "namespaces": isolated,
         "user": user,
         "scratch": scratch,
         "scratch_bytes": limits.scratch_mb << 20,
@@ -364,14 +372,14 @@ def _command(limits: Limits) -> tuple[list[str], str | None]:
 
 
 def _environment(limits: Limits) -> dict[str, str]:
-    """Nothing of ours."""
+    """Return a minimal environment without our variables."""
     home = {"HOME": "/scratch", "TMPDIR": "/scratch"} if limits.isolation == "namespaces" else {}
-    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # else a thread a core, of few
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # else one thread for each core
     return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **home}
 
 
-def _try_out(limits: Limits) -> None:
-    """Run an empty program, so that a machine without the isolation is known before the first trajectory."""
+def _check_isolation(limits: Limits) -> None:
+    """Run an empty program, so that missing isolation is reported before the first trajectory."""
     command, scratch = _command(limits)
     try:
         ran = subprocess.run(
@@ -394,9 +402,9 @@ def _try_out(limits: Limits) -> None:
 
 def _refused(why: str) -> EnvironmentNotReady:
     return EnvironmentNotReady(
-        f"sandbox: this machine does not let us build its walls ({why.strip()[-500:]}); expected "
+        f"sandbox: this machine refuses the isolation ({why.strip()[-500:]}); expected "
         "Linux 5.12 or later with user namespaces (in a container: a seccomp profile that allows unshare and "
-        "mount). Allow them, or choose isolation: guarded, which is no wall against a program that means harm"
+        "mount). Allow them, or choose isolation: guarded, which does not stop a malicious program"
     )
 
 

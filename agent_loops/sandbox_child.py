@@ -1,20 +1,21 @@
-"""What runs inside the sandbox: builds its walls, then runs the programs that it is sent.
+"""The process inside the sandbox: sets up the isolation, then runs the programs that it receives.
 
-A program of its own (`python -I -S -u -c SOURCE SETTINGS`), never imported by ours; `agent_loops.sandbox` is
-the other side and says what the settings are. Standard library, Linux.
+This is a separate program (`python -I -S -u -c SOURCE SETTINGS`) that our code never imports;
+`agent_loops.sandbox` is the other side and defines the settings. It needs only Linux and the standard
+library.
 
 ```
  launcher   new mount, pid, network, ipc and host name spaces; an empty root with what Python needs, read-only
     └ fork  process 1 of the new pid space: other user or no capabilities, limits, then requests until EOF
 ```
 
-A request is a line (token, whether to echo, lengths of code and stdin) and those two, as bytes. Output goes
-to descriptor 1 as it comes; its end is a line that begins with a control character and the request's token.
+A request is a line (token, whether to echo, lengths of code and stdin), followed by both as bytes. Output
+goes to descriptor 1 at once; its end is a line that begins with a control character and the request's token.
 """
 
 from __future__ import annotations
 
-import _signal as signal  # type: ignore[import-not-found]  # these two without the enums of `signal` and `ast`: a start is milliseconds
+import _signal as signal  # type: ignore[import-not-found]  # without the enums of `signal`, whose import takes milliseconds
 import builtins
 import marshal
 import os
@@ -34,7 +35,7 @@ MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x4
 MNT_DETACH, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 2, -100, 0x8000, 1, 2
 CAPABILITY_VERSION_3 = 0x20080522
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""The architecture in the words of audit(8), and the column of the tables below."""
+"""The architecture as audit(8) names it, and its column in the tables below."""
 REFUSED = {
     "ptrace": (101, 117),
     "add_key": (248, 217),
@@ -65,9 +66,9 @@ REFUSED = {
     "open_by_handle_at": (304, 265),
     "io_uring_setup": (425, 425),
 }
-"""System calls that no program here needs: new name spaces, memory that nothing counts, others' processes,
-kernel machinery with a long record of holes."""
-REFUSED_WITHOUT_WALLS = {
+"""System calls that no program here needs: new namespaces, unaccounted memory, other processes, and kernel
+interfaces with many past vulnerabilities."""
+REFUSED_WITHOUT_NAMESPACES = {
     "fork": (57, -1),
     "vfork": (58, -1),
     "execve": (59, 221),
@@ -81,33 +82,34 @@ CLONE, SOCKET, CLONE3 = (56, 220), (41, 198), 435
 AST_ONLY = 0x400
 """`ast.PyCF_ONLY_AST`; the module `ast` takes milliseconds to import."""
 SETUP_FAILED = 97
-"""Exit code; the output then says why."""
-STAGE = "/tmp"
-"""Where the new root is put together; any folder does, for only this process sees it."""
+"""The exit code if the setup failed; the output has the reason."""
+NEW_ROOT = "/tmp"
+"""Where the new root is mounted; any folder works, because only this process sees it."""
 SCRATCH = "/scratch"
-"""The only folder inside that can be written; `/tmp` leads there."""
+"""The only writable folder inside; `/tmp` is a link to it."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib32", "/lib64")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def main() -> None:
-    """Build the walls, then serve."""
+    """Set up the isolation, then run programs."""
     settings = marshal.loads(bytes.fromhex(sys.argv[1]))
     sys.argv[1:] = []
     try:
-        walls(settings)
+        set_up_isolation(settings)
     except OSError as error:
         print(error.strerror or error, error.filename or "", flush=True)
         os._exit(SETUP_FAILED)
-    serve(settings)
-    os._exit(0)  # threads that the programs left behind do not count
+    run_requests(settings)
+    os._exit(0)  # without waiting for threads of the programs
 
 
-# -- walls -------------------------------------------------------------------------------------------------
+# -- isolation
+# -------------------------------------------------------------------------------------------------
 
 
-def walls(settings: dict[str, Any]) -> None:
-    """Return in the process that may run programs; raise OSError where a wall cannot be built."""
+def set_up_isolation(settings: dict[str, Any]) -> None:
+    """Return in the process that may run programs; raise OSError if a part cannot be set up."""
     os.setsid()
     if settings["namespaces"]:
         import ctypes
@@ -138,11 +140,11 @@ def walls(settings: dict[str, Any]) -> None:
 
 
 def enter_namespaces(libc: CDLL, settings: dict[str, Any]) -> bool:
-    """Leave the host's; whether this is still the host's root."""
+    """Enter new namespaces, and return whether this process is still the host's root."""
     uid, gid = os.getuid(), os.getgid()
     is_root = uid == 0 and libc.unshare(CLONE_REST) == 0
     if not is_root:
-        if uid == 0:  # of a container without the capability; root's processes cannot be limited in number
+        if uid == 0:  # in a container without the capability; root's processes cannot be limited in number
             uid = gid = settings["user"]
             become(uid)
             libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self stays root's
@@ -160,7 +162,7 @@ def enter_namespaces(libc: CDLL, settings: dict[str, Any]) -> bool:
 
 
 def change_root(libc: CDLL, settings: dict[str, Any]) -> None:
-    """An empty root that holds what Python needs, read-only, and a scratch folder of limited size."""
+    """Switch to a new root with what Python needs, read-only, and a scratch folder of limited size."""
 
     def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
         arguments = [None if a is None else a.encode() for a in (source, target, kind)]
@@ -171,24 +173,24 @@ def change_root(libc: CDLL, settings: dict[str, Any]) -> None:
     shown = dict.fromkeys(
         path for path in (*SYSTEM_FOLDERS, *settings["read_only"], *DEVICES) if os.path.exists(path)
     )
-    # By descriptor: the new root is mounted over a folder that may hold them.
+    # By descriptor, because the new root is mounted over a folder that may contain them.
     opened = {path: os.open(path, os.O_PATH) for path in shown if not os.path.islink(path)}
     links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
-    mount("none", STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=64k,nr_inodes=4096")
+    mount("none", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=64k,nr_inodes=4096")
     for path, descriptor in opened.items():
         if os.fstat(descriptor).st_mode & 0o170000 == 0o040000:  # a folder
-            os.makedirs(STAGE + path, exist_ok=True)
+            os.makedirs(NEW_ROOT + path, exist_ok=True)
         else:
-            os.makedirs(os.path.dirname(STAGE + path), exist_ok=True)
-            os.close(os.open(STAGE + path, os.O_CREAT, 0o600))
-        mount(f"/proc/self/fd/{descriptor}", STAGE + path, None, MS_BIND | MS_REC)
+            os.makedirs(os.path.dirname(NEW_ROOT + path), exist_ok=True)
+            os.close(os.open(NEW_ROOT + path, os.O_CREAT, 0o600))
+        mount(f"/proc/self/fd/{descriptor}", NEW_ROOT + path, None, MS_BIND | MS_REC)
         os.close(descriptor)
     for path, target in links.items():
-        os.symlink(target, STAGE + path)
-    os.mkdir(STAGE + SCRATCH)
-    if not os.path.lexists(STAGE + "/tmp"):
-        os.symlink(SCRATCH, STAGE + "/tmp")
-    os.chdir(STAGE)
+        os.symlink(target, NEW_ROOT + path)
+    os.mkdir(NEW_ROOT + SCRATCH)
+    if not os.path.lexists(NEW_ROOT + "/tmp"):
+        os.symlink(SCRATCH, NEW_ROOT + "/tmp")
+    os.chdir(NEW_ROOT)
     check(libc.syscall(REFUSED["pivot_root"][MACHINES[os.uname().machine][1]], b".", b"."), "pivot_root")
     check(libc.umount2(b".", MNT_DETACH), "leaving the host's files")
     os.chdir("/")
@@ -199,7 +201,7 @@ def change_root(libc: CDLL, settings: dict[str, Any]) -> None:
 
 
 def set_attributes(libc: CDLL, path: str, attributes: int) -> None:
-    """Set them on this mount and all below."""
+    """Set attributes on a mount and all mounts below it."""
     import ctypes
 
     value = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # struct mount_attr: set, clear, propagation, user ns
@@ -212,7 +214,7 @@ def set_attributes(libc: CDLL, path: str, attributes: int) -> None:
 
 
 def fork_first_process(libc: CDLL) -> None:
-    """Go on as the first process of the new pid space; the launcher waits for it and ends as it ends."""
+    """Continue as the first process of the new pid namespace; the launcher exits with its exit code."""
     alive, held = os.pipe()
     child = os.fork()
     if child:
@@ -225,13 +227,13 @@ def fork_first_process(libc: CDLL) -> None:
     os.set_blocking(alive, False)
     try:
         if not os.read(alive, 1):
-            os._exit(SETUP_FAILED)  # the launcher died before it could take this one along
+            os._exit(SETUP_FAILED)  # the launcher died before this process would die with it
     except BlockingIOError:
         os.close(alive)
 
 
 def leave_privileges(libc: CDLL, user: int | None) -> None:
-    """Become another user, or drop all capabilities in the user namespace; no way back by setuid files."""
+    """Become another user, or drop all capabilities in the user namespace; setuid files have no effect."""
     import ctypes
 
     if user is not None:
@@ -243,39 +245,39 @@ def leave_privileges(libc: CDLL, user: int | None) -> None:
 
 
 def filter_calls(libc: CDLL, *, alone: bool) -> int:
-    """Refuse `REFUSED`, and sockets beyond Unix and IP: a machine's to its host is in no network space.
+    """Refuse `REFUSED`, and sockets other than Unix and IP: network namespaces do not cover vsock.
 
     Args:
         libc: The C library.
-        alone: There are no walls: no processes, signals or sockets at all.
+        alone: Whether there are no namespaces, so that processes, signals and all sockets are refused.
 
     Returns:
-        0, or -1 where the kernel refuses (errno).
+        0, or -1 if the kernel refuses the filter (errno).
 
-    Source: seccomp(2); the numbers are of the kernel's table for each machine.
+    Source: seccomp(2); the numbers are from the kernel's table of each architecture.
     """
     import ctypes
 
     architecture, column = MACHINES[os.uname().machine]
-    refused = [*REFUSED.values(), *(REFUSED_WITHOUT_WALLS.values() if alone else ())]
+    refused = [*REFUSED.values(), *(REFUSED_WITHOUT_NAMESPACES.values() if alone else ())]
     code: list[bytes] = []
 
     def add(kind: int, k: int, jump_true: int = 0, jump_false: int = 0) -> None:
         code.append(kind.to_bytes(2, "little") + bytes([jump_true, jump_false]) + k.to_bytes(4, "little"))
 
     load, equal, at_least, some_bits, leave = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, unknown = 0x7FFF0000, 0x00050001, 0x00050026  # EPERM; ENOSYS has libc use `clone`
+    allow, refuse, unknown = 0x7FFF0000, 0x00050001, 0x00050026  # EPERM; ENOSYS makes libc use `clone`
     add(load, 4)
     add(equal, architecture, 1, 0)
     add(leave, refuse)
     add(load, 0)
-    add(at_least, 0x40000000, 0, 1)  # x86's third set of numbers
+    add(at_least, 0x40000000, 0, 1)  # the x32 numbers of x86
     add(leave, refuse)
     for numbers in refused:
         if numbers[column] >= 0:
             add(equal, numbers[column], 0, 1)
             add(leave, refuse)
-    add(equal, CLONE3, 0, 1)  # its flags are out of sight
+    add(equal, CLONE3, 0, 1)  # a filter cannot see its flags
     add(leave, unknown)
     add(equal, CLONE[column], 0, 4)
     add(load, 16)
@@ -301,14 +303,14 @@ def filter_calls(libc: CDLL, *, alone: bool) -> int:
 
 
 def become(user: int) -> None:
-    """Another user, in no group but its own, for good."""
+    """Become another user permanently, with no group except its own."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def limit(settings: dict[str, Any]) -> None:
-    """Set the limits of the kernel, as far as the host allows so much."""
+    """Set the limits of the kernel, bounded by those of the host."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     for name, value in settings["limits"].items():
         kind = getattr(resource, "RLIMIT_" + name)
@@ -318,7 +320,7 @@ def limit(settings: dict[str, Any]) -> None:
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError where a call into the C library has failed."""
+    """Raise OSError if a call into the C library has failed."""
     if result != 0:
         import ctypes
 
@@ -329,8 +331,8 @@ def check(result: int, what: str) -> None:
 def guard(writable: list[str], readable: list[str]) -> None:
     """Refuse what an audit hook sees: processes, sockets, foreign functions, files elsewhere.
 
-    Keeps honest programs from doing harm by mistake. It is no wall: an interpreter that is set on it gets
-    around its own hooks.
+    This prevents accidents. It is no security boundary: malicious code can circumvent the hooks of its own
+    interpreter.
     """
     may_read = tuple(os.path.realpath(path) for path in (*readable, *writable))
     may_write = tuple(os.path.realpath(path) for path in writable)
@@ -401,8 +403,8 @@ def guard(writable: list[str], readable: list[str]) -> None:
 # -- programs ----------------------------------------------------------------------------------------------
 
 
-def serve(settings: dict[str, Any]) -> None:
-    """Run what comes, until nothing comes any more."""
+def run_requests(settings: dict[str, Any]) -> None:
+    """Run programs until the end of the input."""
     requests = os.fdopen(os.dup(0), "rb")
     output = os.dup(1)
     sys.path[:] = [path for path in sys.path if path] + settings["import_paths"]
@@ -410,18 +412,18 @@ def serve(settings: dict[str, Any]) -> None:
     while line := requests.readline():
         token, echo, num_code, num_stdin = line.split()
         code = requests.read(int(num_code)).decode()
-        give_stdin(requests.read(int(num_stdin)))
-        ended = run(code, names, echo == b"1")
+        set_stdin(requests.read(int(num_stdin)))
+        ended = run_program(code, names, echo == b"1")
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except Exception:  # the program may have put anything there
+            except Exception:  # the program may have replaced the stream
                 ended = "error"
         os.write(output, b"\n\x1e%s %s\n" % (token, ended.encode()))
 
 
-def give_stdin(data: bytes) -> None:
-    """Have the program read this."""
+def set_stdin(data: bytes) -> None:
+    """Replace standard input by this data."""
     if data:
         with open("stdin", "wb") as file:
             file.write(data)
@@ -433,8 +435,8 @@ def give_stdin(data: bytes) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process
 
 
-def run(code: str, names: dict[str, Any], echo: bool) -> str:
-    """Run a program; its last line's value is shown as in a notebook where `echo` says so."""
+def run_program(code: str, names: dict[str, Any], echo: bool) -> str:
+    """Run a program, and print the value of its last line as a notebook does if `echo` is set."""
     import _ast
 
     file = os.path.join(os.getcwd(), "program.py")
@@ -442,7 +444,7 @@ def run(code: str, names: dict[str, Any], echo: bool) -> str:
         with open(file, "w") as source:  # tracebacks show its lines
             source.write(code)
     except (OSError, UnicodeError):
-        pass  # the scratch folder is full: they go without
+        pass  # the scratch folder is full; tracebacks lack the lines
     try:
         tree: Any = compile(code, file, "exec", AST_ONLY)
         last = None
@@ -457,7 +459,7 @@ def run(code: str, names: dict[str, Any], echo: bool) -> str:
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
         return "exit"
-    except BaseException as error:  # whatever a program raises
+    except BaseException as error:  # programs may raise anything
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_frame.f_code.co_filename != file:
             traceback = traceback.tb_next

@@ -1,4 +1,4 @@
-"""One question, one answer."""
+"""The simplest agent loop: one prompt, one answer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from async_rl.types import Task
 
 
 class SingleTurnLoop(AgentLoop):
-    """Asks the policy once; what it writes is the answer.
+    """Lets the policy write one turn, which is the answer.
 
     Args:
-        stop: Strings that end the answer besides the end of turn.
+        stop: Additional strings that end the answer.
     """
 
     def __init__(self, stop: list[str] | None = None) -> None:
         self._stop = tuple(stop or ())
 
     async def run(self, task: Task, session: Session) -> None:
-        """See `AgentLoop.run`."""
+        """Implements `AgentLoop.run`."""
         session.start(task.messages, task.tools)
         await session.generate(stop=self._stop)

@@ -1,4 +1,4 @@
-"""Tests of agent loops without a model: a session whose policy says what the test wrote down.
+"""Tests of agent loops without a model: a session with scripted turns of the policy.
 
 ```
 play(loop, task, *turns) ──► loop.run(task, ScriptedSession) ──► Completion ──► your asserts, your reward
@@ -19,12 +19,12 @@ from async_rl.types import Completion, StopReason, Task
 
 
 def make_task(**fields: Any) -> Task:
-    """A row of a dataset; only what the test is about need be said."""
+    """Make a task with default values for fields that the test does not need."""
     return Task(**{"task_id": "t", "messages": [{"role": "user", "content": "What is 2 + 2?"}], **fields})
 
 
 class ScriptedSession:
-    """A `Session` that says the given turns in order.
+    """A `Session` that returns the given turns in order.
 
     Example:
         >>> session = ScriptedSession("Paris.", ("The capital of Fr", "length"))
@@ -33,9 +33,9 @@ class ScriptedSession:
 
     Args:
         turns: Texts; a pair `(text, "length")` is a turn that ran out of budget. Branches and conversations
-            of the session take theirs from the same list.
-        task: Of the trajectory.
-        tool_timeout_s: Longest tool call.
+            of the session take their turns from the same list.
+        task: The task of the trajectory.
+        tool_timeout_s: The longest tool call.
     """
 
     def __init__(
@@ -51,23 +51,23 @@ class ScriptedSession:
         self.remaining_branches = 100
         self.num_turns = 0
         self.tokens_per_message = 0
-        """What each message takes from `remaining_tokens`."""
+        """How many `remaining_tokens` each message uses."""
         self.tools: list[dict[str, Any]] = []
         self.tool_calls: list[str] = []
-        """`ok` or `error`, of each call."""
+        """`ok` or `error` for each call."""
         self.tools_called: list[str] = []
-        """The tool's name, of each call."""
+        """The tool's name for each call."""
         self.chat_template = "<tool_call>"
-        """Teaches the format of Hermes."""
+        """A template that teaches the format of Hermes."""
         self.stops: list[Sequence[str]] = []
         self.notes: list[dict[str, Any]] = []
         self.last_turn: Turn | None = None
         self.branches: list[ScriptedSession] = []
-        """Other conversations of the attempt, in the order of their beginning."""
+        """Other conversations of the attempt, in the order in which they began."""
         self._turns = list(turns)
 
     def start(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None:
-        """See `Session.start`."""
+        """Implements `Session.start`."""
         self.messages = list(messages)
         self.tools = list(tools)
 
@@ -81,9 +81,9 @@ class ScriptedSession:
         """See `Session.generate`.
 
         Raises:
-            AssertionError: When the loop asks for more turns than there are.
+            AssertionError: The loop asked for more turns than there are.
         """
-        assert self._turns, f"the loop asked for turn {self.num_turns + 1}, but the test wrote no more"
+        assert self._turns, f"the loop asked for turn {self.num_turns + 1}, but the test has no more"
         turn = self._turns.pop(0)
         text, reason = turn if isinstance(turn, tuple) else (turn, "stop")
         self.stops.append(stop)
@@ -100,47 +100,47 @@ class ScriptedSession:
 
     @property
     def sampling(self) -> dict[str, float]:
-        """See `Session.sampling`."""
+        """Implements `Session.sampling`."""
         return {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """See `Session.pieces`: the numbers of the tokens, for there is no tokenizer."""
+        """Implements `Session.pieces` with the numbers of the tokens, without a tokenizer."""
         return [f"<{token_id}>" for token_id in token_ids]
 
     def add_messages(self, messages: Sequence[dict[str, Any]]) -> None:
-        """See `Session.add_messages`."""
+        """Implements `Session.add_messages`."""
         self.messages += messages
         self.remaining_tokens -= self.tokens_per_message * len(messages)
 
     def add_tool_result(
         self, content: Any, *, name: str | None = None, tool_call_id: str | None = None, error: bool = False
     ) -> None:
-        """See `Session.add_tool_result`."""
+        """Implements `Session.add_tool_result`."""
         self.record_tool_call(error=error)
         self.add_messages([{"role": "tool", "content": content, **({"name": name} if name else {})}])
 
     def record_tool_call(
         self, *, error: bool, tool: str = "unnamed", seconds: float = 0.0, waited_s: float = 0.0
     ) -> None:
-        """See `Session.record_tool_call`."""
+        """Implements `Session.record_tool_call`."""
         self.tool_calls.append("error" if error else "ok")
         self.tools_called.append(tool)
 
     def record_request(self, result: str, ignored: Sequence[str] = ()) -> None:
-        """See `Session.record_request`: nothing counts them here."""
+        """Implements `Session.record_request`; nothing is counted."""
 
     def annotate(self, **values: Any) -> None:
-        """See `Session.annotate`."""
+        """Implements `Session.annotate`."""
         self.notes.append(values)
 
     def branch(self) -> ScriptedSession:
-        """See `Session.branch`."""
+        """Implements `Session.branch`."""
         other = self.conversation()
         other.messages, other.tools = list(self.messages), list(self.tools)
         return other
 
     def conversation(self) -> ScriptedSession:
-        """See `Session.conversation`."""
+        """Implements `Session.conversation`."""
         other = ScriptedSession(task=self.task, tool_timeout_s=self.tool_timeout_s)
         other.trajectory_id = f"{self.trajectory_id}.{len(self.branches) + 1}"
         other._turns = self._turns
@@ -148,10 +148,10 @@ class ScriptedSession:
         return other
 
     def share_reward(self) -> None:
-        """See `Session.share_reward`."""
+        """Implements `Session.share_reward`."""
 
     async def __aenter__(self) -> ScriptedSession:
-        """See `Session.branch`."""
+        """Implements `Session.branch`."""
         return self
 
     async def __aexit__(
@@ -160,21 +160,21 @@ class ScriptedSession:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """See `Session.branch`."""
+        """Implements `Session.branch`."""
         return False
 
     @property
     def tool_results(self) -> list[str]:
-        """What the tools said."""
+        """The content of all tool messages."""
         return [message["content"] for message in self.messages if message["role"] == "tool"]
 
     @property
     def turns_left(self) -> int:
-        """Turns that the loop did not ask for."""
+        """The number of turns that the loop did not ask for."""
         return len(self._turns)
 
     def completion(self, ended: StopReason | None) -> Completion:
-        """What a reward function would see now."""
+        """Return the completion that a reward function would receive now."""
         text = self.last_turn.text if self.last_turn is not None else ""
         length = self.last_turn is not None and self.last_turn.finish_reason == "length"
         return Completion(
@@ -187,7 +187,7 @@ class ScriptedSession:
 
 
 async def play(loop: AgentLoop, task: Task, *turns: str | tuple[str, str]) -> Completion:
-    """Let a loop play a task with a policy that says these turns.
+    """Run a loop on a task with scripted turns of the policy.
 
     Example:
         >>> completion = asyncio.run(play(MyLoop(), make_task(answer="4"), "4"))

@@ -1,4 +1,4 @@
-"""The policy and its tools, turn by turn."""
+"""An agent loop in which the policy calls tools, turn by turn."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from async_rl.types import StopReason, Task
 class ToolLoop(AgentLoop):
     """Lets the policy call tools until it answers without a call.
 
-    The calls of one turn run side by side; their results go back in the order of the calls. A call that is
-    malformed, names no tool, has wrong arguments, raises or runs past its time is answered with the error as
-    text, so that the policy can do better.
+    The calls of one turn run concurrently; their results are returned in the order of the calls. A call that
+    is malformed, names an unknown tool, has wrong arguments, raises or times out is answered with the error
+    as text, so that the policy can correct it.
 
     Args:
-        tools: Dotted paths of typed functions and of classes with `execute`, or mappings as of
-            `agent_loops.toolbox.ToolSpec` and `McpSpec`.
-        max_turns: Most turns of the policy.
-        max_calls: Most calls of one turn; further ones are answered with an error.
-        max_result_chars: A longer tool result is cut, and says so.
+        tools: Dotted paths of typed functions and of classes with `execute`, or mappings with the fields of
+            `agent_loops.toolbox.ToolSpec` or `McpSpec`.
+        max_turns: The most turns of the policy.
+        max_calls: The most calls of one turn; further ones are answered with an error.
+        max_result_chars: The most characters of a tool result; a longer one is cut and says so.
         parser: The format of the calls: a name of `agent_loops.parsing.PARSERS`, or `module:Class`; by
-            default what the model's chat template teaches.
+            default the format that the model's chat template teaches.
 
     Raises:
         ConfigError: A tool is missing or cannot be described, or two have one name.
@@ -53,7 +53,7 @@ class ToolLoop(AgentLoop):
         self._max_result_chars = max_result_chars
 
     async def __aenter__(self) -> Self:
-        """Connect to the MCP servers among the tools; a run does so before the first trajectory."""
+        """Connect to the MCP servers among the tools, before the first trajectory of a run."""
         await self._toolbox.__aenter__()
         return self
 
@@ -61,20 +61,20 @@ class ToolLoop(AgentLoop):
         await self._toolbox.__aexit__(*error)
 
     def check(self, chat_template: str) -> list[str]:
-        """What `async-rl check` says of it.
+        """Return the findings for `async-rl check`.
 
         Raises:
-            ConfigError: The format of the calls is not known.
+            ConfigError: The format of the calls is unknown.
         """
         name = self._parser_name or f"{recognise(chat_template)}, recognised from the chat template"
         return [f"tools: {self._toolbox.listing}", f"tool-call parser: {name}"]
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
-        """See `AgentLoop.run`."""
+        """Implements `AgentLoop.run`."""
         parser = self._parser or self._recognised(session.chat_template)
         schemas = self._toolbox.schemas
         session.start(task.messages, schemas)
-        async with self._toolbox.hands(task, session, self._max_result_chars) as hands:
+        async with self._toolbox.open_tools(task, session, self._max_result_chars) as tools:
             for turns_left in reversed(range(self._max_turns)):
                 turn = await session.generate()
                 if turn.finish_reason == "length":
@@ -83,13 +83,13 @@ class ToolLoop(AgentLoop):
                 if not calls:
                     return "completed"
                 if not turns_left:
-                    break  # nobody would read the results
-                async with Nursery() as nursery:  # ends when all have ended, also when it is cancelled
+                    break  # no further turn would read the results
+                async with Nursery() as nursery:  # waits for all calls, even if it is cancelled
                     answers = [
-                        nursery.start_task(f"tool call {number}", hands.answer(call))
+                        nursery.start_task(f"tool call {number}", tools.answer_call(call))
                         for number, call in enumerate(calls[: self._max_calls])
                     ]
-                excess = [hands.refuse(self._max_calls) for _ in calls[self._max_calls :]]
+                excess = [tools.refuse_call(self._max_calls) for _ in calls[self._max_calls :]]
                 session.add_messages([*(answer.result() for answer in answers), *excess])
                 if session.remaining_tokens < 1:
                     return "length"

@@ -1,9 +1,9 @@
-"""The tools of a run as its config lists them, and how each trajectory uses them.
+"""The tools of a run as its config lists them, and their use by each trajectory.
 
 ```
- Toolbox  one a run           tools, limits of how many calls run at a time, MCP servers
-    └ Hands  one a trajectory     states of stateful tools, from their first call to the trajectory's end
-         └ answer(call)              a message for the policy, whatever happens
+ Toolbox  one per run                   tools, limits of concurrent calls, MCP servers
+    └ TrajectoryTools  one per trajectory   states of stateful tools, from their first call to its end
+         └ answer_call(call)                  a message for the policy, whatever happens
 ```
 """
 
@@ -30,29 +30,29 @@ from async_rl.types import Task
 log = logging.getLogger(__name__)
 
 _RELEASE_S: Final = 10.0
-"""For giving back the state of one tool; what takes longer is cancelled and logged."""
+"""The time for releasing the state of one tool; a longer release is cancelled and logged."""
 _NO_TOOL: Final = "unknown"
-"""Stands in metrics for what the policy calls without there being one: its words must not become labels."""
+"""The label of calls of tools that do not exist: text of the policy must not become a label."""
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
 
 class _Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What can be said of any tool."""
+    """Settings of any tool."""
 
     max_concurrent: PositiveInt | None = None
-    """Calls at a time, over all trajectories; others wait, and their time does not run meanwhile."""
+    """The most concurrent calls over all trajectories; waiting for a slot does not count for `timeout_s`."""
     timeout_s: PositiveFloat | None = None
-    """Longest call; `rollout.tool_timeout_s` by default."""
+    """The longest call; `rollout.tool_timeout_s` by default."""
 
 
 class ToolSpec(_Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function or class by dotted path."""
+    """A tool that is a function or class, by dotted path."""
 
     tool: str
     args: dict[str, Any] = {}
-    """What a class is made with."""
+    """Keyword arguments of a class."""
     name: str | None = None
 
 
@@ -61,72 +61,73 @@ class McpSpec(_Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     mcp: McpServerSpec
     only: list[str] | None = None
-    """Names of those that are offered; all by default."""
+    """Names of the offered tools; all by default."""
 
 
 class AnyTool(Protocol):
-    """What a toolbox holds: see `agent_loops.tools.Tool`."""
+    """The interface of a tool, as `agent_loops.tools.Tool` implements it."""
 
     name: str
     schema: dict[str, Any]
     keeps_state: bool
 
     async def create(self, task: Task) -> Any:
-        """Make what the calls of one trajectory share."""
+        """Make the state that the calls of one trajectory share."""
 
     async def release(self, state: Any) -> None:
-        """Give it back."""
+        """Release the state."""
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float, state: Any = None) -> str:
-        """The result as text; raises `ToolError`."""
+        """Run the tool and return its result as text; raises `ToolError`."""
 
 
-class _Offer:
-    """A tool, and how often it may be called at a time."""
+class _LimitedTool:
+    """A tool with its limit of concurrent calls."""
 
     def __init__(self, tool: AnyTool, limits: _Limits) -> None:
         self.tool = tool
         self.timeout_s = limits.timeout_s
         self._limit = limits.max_concurrent
-        self._room = None if self._limit is None else asyncio.Semaphore(self._limit)
+        self._semaphore = None if self._limit is None else asyncio.Semaphore(self._limit)
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait until one more call may run, and be that one."""
-        if self._room is None:
+        """Hold one of the slots for concurrent calls."""
+        if self._semaphore is None:
             yield
             return
-        if self._room.locked():
+        if self._semaphore.locked():
             with waiting(
-                "tool", self.tool.name, why=lambda: f"its {self._limit} calls at a time are all running"
+                "tool", self.tool.name, why=lambda: f"all {self._limit} concurrent calls are running"
             ):
-                await self._room.acquire()
+                await self._semaphore.acquire()
         else:
-            await self._room.acquire()  # at once
+            await self._semaphore.acquire()  # without waiting
         try:
             yield
         finally:
-            self._room.release()
+            self._semaphore.release()
 
 
 class Toolbox:
-    """The tools of a run. Entered for as long as the run: MCP servers are connected to meanwhile.
+    """The tools of a run. It is entered for the whole run and holds the connections to MCP servers.
 
     Args:
-        specs: Each a dotted path, or a mapping as of `ToolSpec` or `McpSpec`.
+        specs: Dotted paths, or mappings with the fields of `ToolSpec` or `McpSpec`.
 
     Raises:
         ConfigError: A tool is missing or cannot be described, or two have one name.
 
     Example:
-        >>> async with Toolbox(["my_tools:search"]) as toolbox, toolbox.hands(task, session) as hands:
-        ...     message = await hands.answer(call)
+        >>> async with Toolbox(["my_tools:search"]) as toolbox:
+        ...     async with toolbox.open_tools(task, session) as tools:
+        ...         message = await tools.answer_call(call)
     """
 
     def __init__(self, specs: Sequence[str | Mapping[str, Any]]) -> None:
         if isinstance(specs, str) or not specs:
             raise ConfigError(f"rollout.agent_loop_args: tools is {specs!r}; expected a list of dotted paths")
-        self._offers: dict[str, _Offer] = {}
+        self._tools: dict[str, _LimitedTool] = {}
         self._servers: list[tuple[McpServer, McpSpec]] = []
         for number, given in enumerate(specs):
             spec = _as_spec(given, f"rollout.agent_loop_args: tools[{number}]")
@@ -138,27 +139,27 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the policy is told of the tools; those of MCP servers once it is entered."""
-        return [offer.tool.schema for offer in self._offers.values()]
+        """The schemas of the tools for the policy; those of MCP servers only once the toolbox is entered."""
+        return [limited.tool.schema for limited in self._tools.values()]
 
     @property
     def listing(self) -> str:
-        """Its tools in a line."""
+        """The names of the tools in one line."""
         servers = [f"those of the MCP server {spec.mcp.label}" for _, spec in self._servers]
-        return ", ".join([*(name for name in self._offers), *servers])
+        return ", ".join([*(name for name in self._tools), *servers])
 
     async def __aenter__(self) -> Self:
         """Connect to the MCP servers.
 
         Raises:
-            EnvironmentNotReady: One does not answer, or lacks a tool.
+            EnvironmentNotReady: A server does not answer, or lacks a tool.
         """
         async with AsyncExitStack() as stack:
             for server, spec in self._servers:
                 await stack.enter_async_context(server)
                 for tool in server.tools(spec.only):
                     self._add(tool, spec)
-                    stack.callback(self._offers.pop, tool.name)
+                    stack.callback(self._tools.pop, tool.name)
             self._open = stack.pop_all()
         return self
 
@@ -166,67 +167,67 @@ class Toolbox:
         await self._open.aclose()
 
     @asynccontextmanager
-    async def hands(
+    async def open_tools(
         self, task: Task, session: Session, max_result_chars: int = 16_384
-    ) -> AsyncIterator[Hands]:
-        """The tools in the hands of one trajectory; what they keep for it is released when the block ends.
+    ) -> AsyncIterator[TrajectoryTools]:
+        """Give one trajectory access to the tools, and release their states when the block ends.
 
-        That happens however the block ends, and a cancellation meanwhile waits for it.
+        The release happens however the block ends; a cancellation waits for it.
         """
         if missing := [server for server, _ in self._servers if not server.is_open]:
             raise RuntimeError(
                 f"{missing[0].state()}: enter the toolbox (or its agent loop) first: `async with`"
             )
-        hands = Hands(self._offers, task, session, max_result_chars)
+        tools = TrajectoryTools(self._tools, task, session, max_result_chars)
         try:
-            yield hands
+            yield tools
         finally:
-            await hands.release()
+            await tools.release_states()
 
     def _add(self, tool: AnyTool, limits: _Limits) -> None:
-        if tool.name in self._offers:
+        if tool.name in self._tools:
             raise ConfigError(
                 f"rollout.agent_loop_args: two tools are called {tool.name!r}; give one another `name` "
-                "(`prefix` for those of an MCP server), or leave it out by `only`"
+                "(`prefix` for those of an MCP server), or exclude it with `only`"
             )
-        self._offers[tool.name] = _Offer(tool, limits)
+        self._tools[tool.name] = _LimitedTool(tool, limits)
 
 
-class Hands:
-    """See `Toolbox.hands`."""
+class TrajectoryTools:
+    """The tools of a toolbox as one trajectory uses them, with the states of stateful tools."""
 
     def __init__(
-        self, offers: Mapping[str, _Offer], task: Task, session: Session, max_result_chars: int
+        self, tools: Mapping[str, _LimitedTool], task: Task, session: Session, max_result_chars: int
     ) -> None:
-        self._offers = offers
+        self._tools = tools
         self._task = task
         self._session = session
         self._max_result_chars = max_result_chars
         self._locks: dict[str, asyncio.Lock] = {}
         self._states: dict[str, Any] = {}
-        """By tool, in the order in which they were made."""
+        """States by tool, in the order of their creation."""
 
-    async def answer(self, call: Call) -> dict[str, Any]:
-        """The tool message that answers one call, an error as text; counted in outcome and metrics."""
-        offer = None if isinstance(call, MalformedCall) else self._offers.get(call.name)
+    async def answer_call(self, call: Call) -> dict[str, Any]:
+        """Run one call and return its tool message, with an error as text; outcome and metrics count it."""
+        limited = None if isinstance(call, MalformedCall) else self._tools.get(call.name)
         clock = asyncio.get_running_loop().time
         begin = started = clock()
         try:
             if isinstance(call, MalformedCall):
                 raise ToolError(call.error)
-            if offer is None:
-                raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._offers)}")
-            async with self._turn_of(offer.tool), offer.slot():
+            if limited is None:
+                raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
+            async with self._lock_of(limited.tool), limited.slot():
                 started = clock()
-                timeout_s = offer.timeout_s or self._session.tool_timeout_s
-                state = await self._state(offer.tool, timeout_s)
-                content = await offer.tool.call(call.arguments, timeout_s=timeout_s, state=state)
+                timeout_s = limited.timeout_s or self._session.tool_timeout_s
+                state = await self._state_of(limited.tool, timeout_s)
+                content = await limited.tool.call(call.arguments, timeout_s=timeout_s, state=state)
             error = False
         except ToolError as problem:
             content, error = f"Error: {problem}", True
         self._session.record_tool_call(
             error=error,
-            tool=_NO_TOOL if offer is None else offer.tool.name,
+            tool=_NO_TOOL if limited is None else limited.tool.name,
             seconds=clock() - started,
             waited_s=started - begin,
         )
@@ -236,37 +237,37 @@ class Hands:
         message = {"role": "tool", "content": content}
         return message if isinstance(call, MalformedCall) else {**message, "name": call.name}
 
-    def refuse(self, limit: int) -> dict[str, Any]:
-        """The tool message for a call beyond so many in one turn."""
+    def refuse_call(self, limit: int) -> dict[str, Any]:
+        """Return the tool message for a call beyond the limit of calls in one turn."""
         self._session.record_tool_call(error=True, tool=_NO_TOOL)
         return {"role": "tool", "content": f"Error: not called: at most {limit} calls a turn are allowed"}
 
-    async def release(self) -> None:
-        """Give back all states, the newest first; one that fails keeps none of the others."""
-        await finished(self._release(), limit_s=_RELEASE_S * (1 + len(self._states)))
+    async def release_states(self) -> None:
+        """Release all states, the newest first, even if one of them fails."""
+        await finished(self._release_all(), limit_s=_RELEASE_S * (1 + len(self._states)))
 
-    def _turn_of(self, tool: AnyTool) -> Any:
-        """Calls that share a state come one after the other, in the order in which they were made."""
+    def _lock_of(self, tool: AnyTool) -> Any:
+        """Return the lock that runs calls with a shared state one after the other, in order."""
         return self._locks.setdefault(tool.name, asyncio.Lock()) if tool.keeps_state else nullcontext()
 
-    async def _state(self, tool: AnyTool, timeout_s: float) -> Any:
+    async def _state_of(self, tool: AnyTool, timeout_s: float) -> Any:
         if not tool.keeps_state:
             return None
         if tool.name not in self._states:
             try:
                 async with asyncio.timeout(timeout_s) as limit, waiting("tool", tool.name, scope=limit):
                     self._states[tool.name] = await tool.create(self._task)
-            except Exception as error:  # the tool's own code raises what it likes
+            except Exception as error:  # the tool's own code may raise anything
                 raise ToolError(f"{tool.name}: cannot be set up: {error or type(error).__name__}") from error
         return self._states[tool.name]
 
-    async def _release(self) -> None:
+    async def _release_all(self) -> None:
         while self._states:
             name, state = self._states.popitem()
             try:
                 async with asyncio.timeout(_RELEASE_S) as limit, waiting("tool", name, scope=limit):
-                    await self._offers[name].tool.release(state)
-            except Exception as error:  # the tool's own code raises what it likes
+                    await self._tools[name].tool.release(state)
+            except Exception as error:  # the tool's own code may raise anything
                 log.warning("tool %s: release failed: %s: %s", name, type(error).__name__, error)
 
 

@@ -1,4 +1,4 @@
-"""Tools from typed Python: plain functions, and classes that keep something for each trajectory."""
+"""Tools from typed Python: plain functions, and classes with a state for each trajectory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PLAIN_DEFAULTS = (str, int, float, bool, type(None))
 
 
 class Tool:
-    """A function the policy may call: its name, its JSON schema, and a checked, timed call.
+    """A function that the policy may call: its name, its JSON schema, and a checked call with a time limit.
 
-    The schema comes from the signature, the descriptions from the docstring (Google style). Parameters of
-    any type that msgspec can convert are fine: numbers, strings, `Literal`, lists, dicts, Structs.
+    The schema comes from the signature, the descriptions come from the docstring (Google style). Parameters
+    may have any type that msgspec can convert: numbers, strings, `Literal`, lists, dicts, Structs.
 
     Example:
         >>> def weather(city: str, days: int = 1) -> str:
@@ -40,14 +40,15 @@ class Tool:
         >>> await tool.call({"city": "Oslo"}, timeout_s=5)
 
     Args:
-        function: Sync (run in a thread of its own) or async. Every parameter has a type annotation.
+        function: A sync function, which runs in a thread, or an async one. Every parameter needs a type
+            annotation.
 
     Raises:
         ConfigError: The function cannot be described to a model.
     """
 
     keeps_state = False
-    """Whether `create` and `release` stand around the calls of a trajectory."""
+    """Whether the tool has a state for each trajectory, from `create` to `release`."""
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.name: str = name or function.__name__
@@ -64,23 +65,23 @@ class Tool:
         }
 
     async def create(self, task: Task) -> Any:
-        """What the calls of one trajectory share; nothing."""
+        """Make the state that the calls of one trajectory share; a plain function has none."""
 
     async def release(self, state: Any) -> None:
-        """Give back what `create` made."""
+        """Release the state that `create` made."""
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float, state: Any = None) -> str:
-        """Check the arguments, run the function, and give its result as text (JSON unless it is a string).
+        """Check the arguments, run the function, and return its result as text (JSON unless it is a string).
 
-        A sync function that runs past its time keeps its thread until it returns; nobody waits for it.
+        A sync function that times out keeps its thread until it returns; its result is discarded.
 
         Args:
-            arguments: As the policy wrote them.
-            timeout_s: Longest run.
-            state: What `create` made, where it `keeps_state`.
+            arguments: The arguments as the policy wrote them.
+            timeout_s: The longest run.
+            state: The state that `create` made, if the tool `keeps_state`.
 
         Raises:
-            ToolError: The arguments do not fit, the function raised, or it ran past its time.
+            ToolError: The arguments are wrong, the function raised, or it timed out.
         """
         try:
             checked = msgspec.convert(dict(arguments), self._arguments_type)
@@ -100,19 +101,19 @@ class Tool:
             if deadline.expired():
                 raise ToolError(f"{self.name}: no result within {timeout_s:g} s") from error
             raise ToolError(f"{self.name}: {_describe(error)}") from error
-        except Exception as error:  # the tool's own code raises what it likes
+        except Exception as error:  # the tool's own code may raise anything
             raise ToolError(f"{self.name}: {_describe(error)}") from error
         return _as_text(self.name, result)
 
 
 class StatefulTool(Tool):
-    """A tool made of a class: one object a run, and one state a trajectory.
+    """A tool made of a class: one object per run, and one state per trajectory.
 
-    The class has `execute(self, state, …)`, whose signature and docstring the policy is told, and may have
-    `create(self, task)` and `release(self, state)`, each sync (run in a thread of its own) or async. The
-    state is made before the trajectory's first call and released at its end, also when the trajectory is
-    cancelled or runs past its time; calls of one trajectory run one after the other. Without `create` there
-    is no state, and `execute` is not given one.
+    The class has `execute(self, state, …)`, whose signature and docstring describe the tool to the policy. It
+    may have `create(self, task)` and `release(self, state)`. Each method is sync (and runs in a thread) or
+    async. The state is made before the trajectory's first call and released at its end, even if the
+    trajectory is cancelled or times out; calls of one trajectory run one after the other. Without `create`
+    there is no state, and `execute` has no parameter for it.
 
     Example:
         ```python
@@ -140,31 +141,31 @@ class StatefulTool(Tool):
         self.keeps_state = hasattr(thing, "create")
         if hasattr(thing, "release") and not self.keeps_state:
             raise ConfigError(
-                f"tool {type(thing).__name__!r} has `release` but no `create`: what is to be released?"
+                f"tool {type(thing).__name__!r} has `release` but no `create`: add one that makes the state"
             )
         own = getattr(thing, "name", None) or re.sub(r"(?<!^)(?=[A-Z])", "_", type(thing).__name__).lower()
         super().__init__(thing.execute, name=name or own)
 
     async def create(self, task: Task) -> Any:
-        """See `Tool.create`."""
+        """Implements `Tool.create`."""
         return await _run(partial(self._thing.create, task), f"create-{self.name}")
 
     async def release(self, state: Any) -> None:
-        """See `Tool.release`."""
+        """Implements `Tool.release`."""
         if hasattr(self._thing, "release"):
             await _run(partial(self._thing.release, state), f"release-{self.name}")
 
 
 def load_tool(path: str, args: Mapping[str, Any] | None = None, *, name: str | None = None) -> Tool:
-    """The tool at a dotted path: a function, a class with `execute`, or a `Tool`.
+    """Load the tool at a dotted path: a function, a class with `execute`, or a `Tool`.
 
     Args:
         path: `module:attribute`.
-        args: Keyword arguments that the class is made with.
-        name: What the policy is to call it; its own name by default.
+        args: Keyword arguments of the class.
+        name: The name for the policy; its own name by default.
 
     Raises:
-        ConfigError: There is none, or it cannot be described to a model.
+        ConfigError: It does not exist, or cannot be described to a model.
     """
     value = load_object(path, what="tool")
     if inspect.isclass(value) and hasattr(value, "execute"):
@@ -176,7 +177,7 @@ def load_tool(path: str, args: Mapping[str, Any] | None = None, *, name: str | N
             ) from error
     if args:
         raise ConfigError(
-            f"tool {path!r} is no class with `execute`, so it takes no args; there are {list(args)}"
+            f"tool {path!r} is not a class with `execute`, so it takes no args; found {list(args)}"
         )
     if isinstance(value, Tool):
         return value
@@ -188,7 +189,7 @@ def load_tool(path: str, args: Mapping[str, Any] | None = None, *, name: str | N
 
 
 async def _run(function: Callable[[], Any], name: str) -> Any:
-    """Call what may be sync or async."""
+    """Call a sync function in a thread, or an async one directly."""
     inner = function.func if isinstance(function, partial) else function
     if inspect.iscoroutinefunction(inner):
         return await function()
@@ -198,7 +199,7 @@ async def _run(function: Callable[[], Any], name: str) -> Any:
 def _arguments_type(
     function: Callable[..., Any], name: str, docs: Mapping[str, str], *, given: bool
 ) -> type[msgspec.Struct]:
-    """A strict Struct with the function's parameters as fields; `given`: the first is not the policy's."""
+    """Return a strict Struct with the function's parameters; `given`: the first one is the state."""
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError as error:
@@ -212,18 +213,18 @@ def _arguments_type(
         if not named or parameter.name not in hints:
             raise ConfigError(
                 f"tool {name!r}: parameter {str(parameter)!r} must be a named one with a type "
-                "annotation, because the model is told its type"
+                "annotation, because the schema contains its type"
             )
         hint = hints[parameter.name]
-        if (text := docs.get(parameter.name) or _said_beside(hint)) is not None:
+        if (text := docs.get(parameter.name) or _annotated_text(hint)) is not None:
             hint = Annotated[hint, msgspec.Meta(description=text)]
         fields.append((parameter.name, hint, *_default(parameter)))
     arguments_type = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
     return arguments_type
 
 
-def _said_beside(hint: Any) -> str | None:
-    """The description in `Annotated[int, "how many"]`, as other libraries have it."""
+def _annotated_text(hint: Any) -> str | None:
+    """Return the description in `Annotated[int, "how many"]`, as other libraries use it."""
     return next((text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)), None)
 
 
@@ -246,13 +247,13 @@ def _object_schema(arguments_type: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _read_docstring(function: Callable[..., Any], name: str) -> tuple[str, dict[str, str]]:
-    """What the function does, and what each parameter is."""
+    """Return the descriptions of a function and of its parameters."""
     docstring = inspect.getdoc(function) or ""
     parts = _SECTION.split(docstring)
     description = " ".join(parts[0].split())
     if not description:
         raise ConfigError(
-            f"tool {name!r} has no docstring; expected one, because the model is told what it does"
+            f"tool {name!r} has no docstring; expected one, because the policy needs a description"
         )
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     docs: dict[str, str] = {}
@@ -270,7 +271,7 @@ def _read_docstring(function: Callable[..., Any], name: str) -> tuple[str, dict[
 
 def _as_text(name: str, result: Any) -> str:
     if isinstance(result, str):
-        return result.encode(errors="replace").decode()  # half of a surrogate pair is nothing to a tokenizer
+        return result.encode(errors="replace").decode()  # tokenizers reject half of a surrogate pair
     try:
         return msgspec.json.encode(result).decode()
     except (TypeError, ValueError) as error:

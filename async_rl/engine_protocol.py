@@ -1,9 +1,8 @@
-"""What an engine is to the rest of the program, whether it is an SGLang server or a simulation.
+"""The interface of an engine, implemented by SGLang servers and by simulated engines.
 
 A call to `generate` streams `Chunk`s and ends with exactly one `Finish`. An interrupted call ends like any
-other, with `finish.reason == "abort"` and everything sampled so far already delivered; it never raises for
-that. What raises is an engine that failed: `EngineError` and its children, after which the caller keeps the
-chunks it has seen.
+other, with `finish.reason == "abort"` and all sampled tokens delivered; it does not raise. Only a failed
+engine raises (`EngineError` and its subclasses), and the caller keeps the chunks it has received.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from async_rl.types import Int32Array, RoutingTrace, VersionSpan
 InterruptMode = Literal["abort", "retract", "in_place"]
 
 MemoryPart = Literal["weights", "kv_cache", "cuda_graph"]
-"""What an engine can give back of a device, by SGLang's tags."""
+"""Parts of device memory that an engine can release, by SGLang's tags."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -32,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One engine call. Token ids in, token ids out; text is never sent."""
+    """One engine call: token ids in, token ids out; text is never sent."""
 
     request_id: str
     """Fixed width (a UUIDv7 in hex): SGLang's scheduler compares ids by prefix when it aborts."""
@@ -41,23 +40,23 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     sampling: SamplingParams
     return_routing: bool = False
     routing_start: int = 0
-    """Position of the first routing row that is wanted, at most P: earlier ones are held already."""
+    """Position of the first requested routing row, at most P: the session has the earlier rows."""
 
 
 class RoutingPayload(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Expert ids as the engine sent them, not yet decoded: an aborted call's are often never needed.
+    """Expert ids as the engine sent them, not decoded yet: those of an aborted call are often not needed.
 
-    `data` is whatever `decode_routing` of the same engine's `RoutingCodec` understands.
+    `Engine.decode_routing` of the same engine decodes `data`.
     """
 
     data: bytes | memoryview
     num_rows: int
-    """Rows that the tokens of the call ask for: prompt + sampled - 1 - start."""
+    """Number of rows for the tokens of the call: prompt + sampled - 1 - start."""
     weight_version: int
     start: int = 0
     """Position of the first row, `GenerateRequest.routing_start`."""
     fault: str | None = None
-    """What was wrong with it as it came; `decode_routing` raises it."""
+    """The error that was found on arrival; `decode_routing` raises it."""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,28 +71,28 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     reason: Literal["stop", "length", "abort"]
     version_spans: tuple[VersionSpan, ...]
-    """Over the sampled tokens of this call, a partition; empty when nothing was sampled."""
+    """A partition of the sampled tokens of this call; empty when no token was sampled."""
     routing: RoutingPayload | None = None
-    """None when it was not asked for, or when the engine had none (an abort in its queue)."""
+    """None when it was not requested, or when the engine had none (an abort in its queue)."""
     cached_tokens: int = 0
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cheap health request says."""
+    """The reply to a cheap health request."""
 
     weight_version: int
     model_path: str = ""
 
 
 class DiskUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="disk"):
-    """New weights as a folder of safetensors in Hugging Face names."""
+    """New weights as a folder of safetensors with Hugging Face names."""
 
     weight_version: int
     path: str
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Name, dtype (`float32`, `bfloat16`) and shape of one tensor to come."""
+    """Name, dtype (`float32`, `bfloat16`) and shape of one tensor in a bucket."""
 
     name: str
     dtype: str
@@ -103,7 +102,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 class DistributedUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="distributed"):
     """New weights as a sequence of broadcasts in a process group that the engine has joined.
 
-    Each bucket is one flattened uint8 broadcast from rank 0, its tensors one after the other without gaps.
+    Each bucket is one flattened uint8 broadcast from rank 0, its tensors concatenated without gaps.
     """
 
     weight_version: int
@@ -114,8 +113,8 @@ class DistributedUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="distribu
 class TensorUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="tensor"):
     """New weights as buckets in memory that the trainer and an engine of its host share.
 
-    `buckets` starts the sequence of `num_buckets`. Each has one payload for each of the engine's
-    tensor-parallel ranks, which says where the bytes lie; they stay until the next bucket is asked for.
+    `buckets` starts the sequence of `num_buckets`. Each bucket has one payload for each of the engine's
+    tensor-parallel ranks, which refers to the bytes; they stay until the next bucket is requested.
     """
 
     weight_version: int
@@ -127,7 +126,7 @@ WeightUpdate = DiskUpdate | DistributedUpdate | TensorUpdate
 
 
 class GroupInvite(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an engine joins a weight-update group: `torch.distributed` rendezvous on TCP."""
+    """The TCP rendezvous (`torch.distributed`) at which an engine joins a weight-update group."""
 
     group_name: str
     backend: Literal["nccl", "gloo"]
@@ -140,9 +139,8 @@ class GroupInvite(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """One engine.
 
-    `interrupt` returns once no call is running any more (`abort`), or once running calls stand still
-    (`retract`, `in_place`). Nothing is sent to an engine between `interrupt` and `resume_generation`; the
-    pool sees to that.
+    `interrupt` returns once no call runs (`abort`), or once running calls are paused (`retract`, `in_place`).
+    The pool ensures that an engine gets no calls between `interrupt` and `resume_generation`.
     """
 
     @property
@@ -151,36 +149,35 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
-        """Stream one call; see the module's docstring. Closing the iterator aborts the call on the engine."""
+        """Streams one call as the module describes. Closing the iterator aborts the call on the engine."""
         ...
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
-        """Decode and narrow a payload. Pure CPU work that releases the GIL: call it in a thread.
+        """Decodes and narrows a payload. CPU work that releases the GIL: call it in a thread.
 
         Raises:
-            AlignmentError: When its size, its ids or its layers are not what the model and the tokens ask
-            for.
+            AlignmentError: When its size, ids or layers do not fit the model and the tokens.
         """
         ...
 
     async def interrupt(self, mode: InterruptMode) -> None:
-        """Stop what runs, keeping what was sampled."""
+        """Stops running calls; sampled tokens are kept."""
         ...
 
     async def resume_generation(self, mode: InterruptMode) -> None:
-        """Undo `interrupt`."""
+        """Continues after `interrupt`."""
         ...
 
     async def join_weight_group(self, invite: GroupInvite) -> None:
-        """Join a process group for distributed updates; returns when the group stands."""
+        """Joins a process group for distributed updates; returns when the group is complete."""
         ...
 
     async def leave_weight_group(self, group_name: str) -> None:
-        """Leave it again."""
+        """Leaves a weight-update group."""
         ...
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
-        """Load new weights and, if asked, forget the prefix cache. Counts the version once.
+        """Loads new weights and, with `flush`, flushes the prefix cache.
 
         Raises:
             WeightSyncError: When the engine did not take them; its weights are then unknown.
@@ -188,43 +185,45 @@ class Engine(Protocol):
         ...
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """Give device memory back; what was in it is lost. Called by `engines.memory` alone: an engine dies
-        when it is asked while anything runs, or for what it does not hold.
+        """Releases device memory; its content is lost. Only `engines.device_memory` calls this.
+
+        An engine dies when calls run, or when it does not hold the memory.
 
         Raises:
-            EngineError: When it did not; what it holds is then unknown.
+            EngineError: When the request failed; what the engine holds is then unknown.
         """
         ...
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """Take it again, with nothing of use in it. Likewise: an engine dies when it holds it already."""
+        """Takes device memory, with undefined content. Only `engines.device_memory` calls this.
+
+        An engine dies when it holds the memory already.
+        """
         ...
 
     async def checksums(self) -> tuple[dict[str, str], ...]:
-        """Of each of its ranks: a sum over every parameter, by name. Reads all weights."""
+        """Returns for each of its ranks a sum over every parameter, by name. Reads all weights."""
         ...
 
     async def health(self) -> EngineHealth:
-        """Ask cheaply, without generating. Raises `EngineError` when there is no answer."""
+        """Asks for its health, without generating. Raises `EngineError` when there is no answer."""
         ...
 
     async def wait_ready(self) -> None:
-        """Wait until it answers, and let it go on if it was left standing still.
+        """Waits until it answers, and resumes it if it was left paused.
 
         Raises:
-            EnvironmentNotReady: With the engine's last words, when it will not answer.
+            EnvironmentNotReady: When it does not answer, with its exit reason.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of connections (and, for engines we started, of nothing else: `engines.server` stops
-        those).
-        """
+        """Closes connections. It does not stop a server: `engines.sglang.server` stops those we started."""
         ...
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client must know of the model to decode routing: all from its config.json."""
+    """The dimensions of a model, from its config.json, that are needed to decode routing."""
 
     num_layers: int
     moe_layers: tuple[int, ...]
@@ -236,7 +235,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_moe(self) -> bool:
-        """Whether there is any routing to replay."""
+        """Whether the model has experts, so that there is routing to replay."""
         return bool(self.moe_layers)
 
 

@@ -1,8 +1,8 @@
-"""What the orchestrator requires of a trainer, and what each of its ranks must offer.
+"""The protocols of a trainer as a whole and of one of its ranks.
 
-`async_rl` uses the trainer only through these two protocols. The config names the class that implements
-`TrainerRank` (`trainer.worker`), which is in the `trainer` package. `async_rl.placement` makes a `Trainer` of
-ranks.
+`async_rl` knows the trainer only through these two protocols; the class behind `TrainerRank` is named in the
+config (`trainer.worker`) and is part of the `trainer` package. `async_rl.placement` turns ranks into a
+`Trainer`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from async_rl.engine_protocol import GroupInvite, TensorSpec
 
 
 class Extreme(msgspec.Struct, frozen=True, kw_only=True):
-    """A trained token with a large difference between the log-probs of trainer and engine before the step."""
+    """One of the trained tokens on which trainer and engine disagree most, before the step."""
 
     trajectory_id: str
     position: int
-    """The position of the token in its trajectory, from 0, including the prompt."""
+    """Position of the token in its trajectory, from 0, including the prompt."""
     token_id: int
     lag: int
-    """The number of versions between the weights that sampled it and the trainer's."""
+    """Versions between the weights that sampled the token and the trainer's."""
     rollout_log_prob: float
     """The engine's log-prob, nats."""
     log_prob: float
@@ -30,36 +30,36 @@ class Extreme(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def difference(self) -> float:
-        """Trainer minus rollout, nats."""
+        """Trainer minus rollout log-prob, nats."""
         return self.log_prob - self.rollout_log_prob
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a trainer after it was set up or resumed."""
+    """The state of a trainer after set-up or resume."""
 
     step: int
-    """The number of steps done; the weight version equals it."""
+    """Number of completed steps; the weight version equals it."""
     extra: dict[str, Any] = {}
-    """The argument of `save_checkpoint`: the data position."""
+    """The `extra` argument of `save_checkpoint`: the data position."""
     skipped_checkpoints: tuple[str, ...] = ()
-    """What is wrong with newer checkpoints than the one that it was resumed from."""
+    """The defect of each newer checkpoint that was skipped."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of the last checkpoint."""
+    """The outcome of the last checkpoint."""
 
     step: int | None = None
-    """The step of the newest checkpoint that this trainer has written completely."""
+    """Step of the newest complete checkpoint that this trainer has written."""
     writing: bool = False
     """Whether the last checkpoint is still being written."""
     failure: str | None = None
     """Why the last checkpoint could not be written."""
     pause_s: float = 0.0
-    """The seconds that training paused for it."""
+    """How long the checkpoint paused the trainer, seconds."""
     write_s: float = 0.0
-    """The seconds of writing it beside the training."""
+    """How long writing took beside the training, seconds."""
     num_bytes: int = 0
-    """The bytes that one rank wrote of it."""
+    """Bytes that one rank wrote."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,50 +67,50 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     metrics: dict[str, float]
-    """The figures by name: the fields of `observability.records.StepRecord` that a trainer measures. `loss`,
-    `grad_norm` and `step_s` are always present."""
+    """Figures by name: the fields of `StepRecord` that a trainer measures. `loss`, `grad_norm` and `step_s`
+    are always present."""
     extremes: tuple[Extreme, ...] = ()
-    """The tokens with the largest differences, for `StepRecord.extremes`."""
+    """Largest absolute log-prob differences first."""
 
 
 class TrainerRank(Protocol):
-    """One process of the trainer. All methods are called on all ranks, in the same order, and block.
+    """One process of the trainer. All methods are called on all ranks in the same order, and block.
 
-    With `weights.overlap`, the methods that send weights (`publish`, `publish_delta`, `send_weights`,
+    With `weights.overlap`, the methods that export weights (`publish`, `publish_delta`, `send_weights`,
     `share_bucket`, `plan_buckets`, the groups) are called on rank 0 alone, by a second thread while the first
-    one trains: after `take_snapshot` they read only the copy and do not communicate with other ranks.
+    one trains. After `take_snapshot` they only read the copy and exchange nothing with other ranks.
     """
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
-        """Take the whole run config as plain values; build nothing yet."""
+        """Store the whole run config, given as plain values; `setup` builds the model."""
         ...
 
     def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """Build the model, load the checkpoint (or the model's own weights) and start on all ranks."""
+        """Build the model on all ranks and load the checkpoint, or else the model's own weights."""
         ...
 
     def train_step(self, batch_path: str, step: int) -> StepResult:
-        """Train on the `TrainBatch` frame at a path; every rank returns, rank 0's result is reported."""
+        """Train on the `TrainBatch` frame at a path. Every rank returns a result; rank 0's is reported."""
         ...
 
     def take_snapshot(self, weight_version: int) -> None:
-        """Copy the current weights: until the next call, this copy is published and sent."""
+        """Copy the current weights; exports use this copy until the next snapshot."""
         ...
 
     def publish(self, directory: str, weight_version: int) -> None:
-        """Write the current weights as safetensors in Hugging Face names, atomically."""
+        """Write the current weights atomically as safetensors with Hugging Face names."""
         ...
 
     def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
-        """Keep a copy of the current weights on rank 0, and write their difference to the copy before.
+        """Keep a copy of the current weights on rank 0, and write its difference from the previous copy.
 
         Args:
-            path: The path of the file, which appears when it is complete.
-            base: The version that the difference is relative to; None to write nothing.
-            weight_version: The version of the current weights.
+            path: The file, which appears complete or not at all.
+            base: The version that the difference must start from; None writes nothing.
+            weight_version: Version of the current weights.
 
         Returns:
-            On rank 0, whether there is a file: the copy before was of `base`.
+            On rank 0, whether the file was written, that is, whether the previous copy had version `base`.
         """
         ...
 
@@ -123,58 +123,54 @@ class TrainerRank(Protocol):
         ...
 
     def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """Return names, dtypes and shapes of all tensors in the order in which `send_weights` broadcasts
-        them.
-        """
+        """Return names, dtypes and shapes of all tensors in the order in which `send_weights` sends them."""
         ...
 
     def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
-        """Broadcast the current weights, bucket by bucket, into each of the groups."""
+        """Broadcast the current weights, bucket by bucket, to each group."""
         ...
 
     def checksums(self) -> dict[str, str]:
-        """Return sums over the current weights, under an engine's names, computed as an engine does.
+        """Compute checksums of the current weights by the engine's method and under its names.
 
         Returns:
-            On rank 0, for engines on a CPU; else nothing.
+            The checksums on rank 0 if engines run on a CPU; otherwise an empty dict.
         """
         ...
 
     def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """Write one bucket of the current weights to memory that processes of rank 0's host can read.
+        """Put one bucket of the current weights where processes on rank 0's host can read it.
 
-        Numbers are requested in order; 0 starts anew, at any time. A bucket stays valid while the next one
-        is requested.
+        Buckets are requested in order; 0 starts again at any time. A bucket stays readable until the next one
+        has been requested.
 
         Args:
-            number: The index of the bucket in `plan_buckets`.
+            number: Index of the bucket in `plan_buckets`.
             bucket_bytes: The argument of `plan_buckets`.
-            copies: The number of readers: each needs its own payload.
+            copies: Number of readers; each needs a payload of its own.
 
         Returns:
-            `copies` payloads on rank 0, none on the others.
+            `copies` payloads on rank 0, none on other ranks.
         """
         ...
 
     def offload(self) -> None:
-        """Move all device memory that training needs to the host; only `reload` and `close` follow.
+        """Move all device memory of the trainer to the host; only `reload` or `close` may follow.
 
-        A repeated call has no effect.
+        A second call changes nothing.
         """
         ...
 
     def reload(self) -> None:
-        """Move the memory back to the device, unchanged. A repeated call has no effect."""
+        """Move the memory back unchanged. A second call changes nothing."""
         ...
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """Copy model, optimizer, step and `extra`; write them beside the training, after the checkpoint
-        before.
-        """
+        """Copy model, optimizer, step and `extra`; write them in the background after the previous ones."""
         ...
 
     def saved_checkpoint(self, wait: bool) -> Saved:
-        """Return the status of the last checkpoint; `wait` until it is complete or has failed."""
+        """Return the outcome of the last checkpoint; `wait` blocks until it is complete or has failed."""
         ...
 
     def close(self) -> None:
@@ -185,7 +181,7 @@ class TrainerRank(Protocol):
 class Trainer(Protocol):
     """All ranks together, asynchronously.
 
-    The orchestrator makes one call at a time, and with `weights.overlap` one more of those that send weights.
+    The orchestrator makes one call at a time, and with `weights.overlap` one export beside it.
     """
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:

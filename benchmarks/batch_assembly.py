@@ -1,11 +1,11 @@
-"""From finished groups to a packed batch, against verl's way and against one memcpy.
+"""Measures packing finished groups into a batch, against verl's method and against one memcpy.
 
     python benchmarks/batch_assembly.py [--quick] [--json FILE]
 
 64 trajectories, 6 thousand tokens on average and 32 thousand at most, with the routing of 48 layers, top-8.
-verl's way pads the int32 rows of every trajectory to the longest of the batch, and takes the padding out
-again where the trainer packs its micro-batches; here it is written anew, and leniently: into one tensor, with
-nothing sent between processes. Ours copies each uint8 row once, to its place.
+verl's method pads the int32 rows of every trajectory to the longest of the batch and removes the padding
+where the trainer packs its micro-batches. It is reimplemented here in its favour: into one tensor, with
+nothing sent between processes. async_rl copies each uint8 row once, to its final position.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.codec import Frame
 from async_rl.queue import batching
@@ -33,7 +33,7 @@ COUNT, GROUP = 64, 8
 
 
 def lengths(mean: int, longest: int) -> np.ndarray:
-    """Log-normal, with that mean, and the longest among them."""
+    """Draws log-normal lengths with that mean, the longest among them."""
     drawn = np.sort(np.random.default_rng(0).lognormal(0, 0.8, COUNT))
     drawn[:-1] *= (mean * COUNT - longest) / drawn[:-1].sum()
     drawn[-1] = longest
@@ -41,7 +41,7 @@ def lengths(mean: int, longest: int) -> np.ndarray:
 
 
 def groups_of(sizes: np.ndarray) -> list[Group]:
-    """Finished groups, each trajectory with arrays of its own."""
+    """Builds finished groups in which each trajectory has its own arrays."""
     ids = make_ids(int(sizes.max()))
     trajectories = [trajectory(int(n), f"{i:032x}", ids.copy()) for i, n in enumerate(sizes)]
     return [
@@ -51,7 +51,7 @@ def groups_of(sizes: np.ndarray) -> list[Group]:
 
 
 def padded_and_unpadded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """`[T-1, L, K]` of each trajectory to `[S, L, K]` over `[B, T_max, L, K]`, as verl does; bytes taken."""
+    """Packs `[T-1, L, K]` rows into `[S, L, K]` through `[B, T_max, L, K]`, as verl does; returns bytes."""
     longest = max(len(r) for r in rows)
     padded = torch.zeros(len(rows), longest, *rows[0].shape[1:], dtype=torch.int32)
     mask = torch.zeros(len(rows), longest, dtype=torch.bool)
@@ -63,7 +63,7 @@ def padded_and_unpadded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
 
 
 def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row]:
-    """Ours, a memcpy of the same bytes, and verl's, in turns; then what each takes of memory."""
+    """Times async_rl, a memcpy of the same bytes and verl's method alternately, then their memory."""
     groups = groups_of(lengths(mean, longest))
     wide = [torch.from_numpy(t.trace.rows.astype(np.int32)) for g in groups for t in g.trajectories]
     slab = batching.plan_batch(groups, 0, "batch", FACTS)
@@ -108,7 +108,7 @@ def measure(mean: int, longest: int, repetitions: int, folder: Path) -> list[Row
 def memory(
     what: str, size: str, taken: int, against: int, target: str = "", reference: str = "packed bytes"
 ) -> Row:
-    """Bytes, or another amount, in the columns of times."""
+    """Formats bytes, or another amount, for the columns of times."""
     ratio = taken / against
     return Row(
         what=what,
@@ -125,7 +125,7 @@ def memory(
 
 
 def arrays_of(struct: msgspec.Struct) -> list[np.ndarray]:
-    """The arrays of a struct."""
+    """Returns the arrays of a struct."""
     values = (getattr(struct, name) for name in struct.__struct_fields__)
     return [value for value in values if isinstance(value, np.ndarray)]
 

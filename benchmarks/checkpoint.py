@@ -1,11 +1,12 @@
-"""How long the trainer stands still for a checkpoint, and how fast it reaches the disk.
+"""Measures the trainer's pause for a checkpoint, and how fast the checkpoint reaches the disk.
 
 python benchmarks/checkpoint.py [--quick] [--json FILE]
 
-One rank of the real trainer with a model of some size and full optimizer state. In turns: a checkpoint as a
-run writes it (the trainer stands still while the state is copied, the rest goes on beside it), the same one
-waited for, and `torch.save` of the same bytes into one file, synced. A ratio is of neighbours in one turn.
-Steps are timed too, alone and while a checkpoint is written: on two cores the writer takes some of them.
+One rank of the real trainer with a model of some size and full optimizer state alternates between a
+checkpoint as a run writes it (the trainer pauses while the state is copied, the rest runs beside it), the
+same checkpoint waited for, and `torch.save` of the same bytes into one file, synced. A ratio is of neighbours
+in one round. Steps are timed too, alone and while a checkpoint is written: on two cores the writer slows them
+down.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 def build_model(path: Path, hidden: int, layers: int) -> Path:
-    """A Qwen3-MoE model with random weights."""
+    """Writes a Qwen3-MoE model with random weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # once the trainer has prepared its imports
 
     config = Qwen3MoeConfig(
@@ -66,7 +67,7 @@ def build_model(path: Path, hidden: int, layers: int) -> Path:
 
 
 def batch() -> TrainBatch:
-    """Four trajectories of 64 tokens, in two groups."""
+    """Returns four trajectories of 64 tokens, in two groups."""
     count, length = 4, 64
     rng = np.random.default_rng(0)
     mask = np.tile(np.arange(length) >= length // 2, count)
@@ -87,22 +88,22 @@ def batch() -> TrainBatch:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Returns the duration of a call, seconds."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
 
 
 def torch_save(worker: TrainerWorker, path: Path) -> None:
-    """The same tensors in one file, down to the disk."""
+    """Writes the same tensors into one file and syncs it."""
     with path.open("wb") as file:
-        torch.save({part.key: part.data for part in shards.to_save(worker.model)}, file)
+        torch.save({part.key: part.data for part in shards.parts_to_save(worker.model)}, file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def measure(worker: TrainerWorker, folder: Path, turns: int) -> list[Row]:
-    """All rows, in turns after one that is thrown away."""
+    """Measures all rows alternately, after one discarded round."""
     data, step = batch(), 1
     times: dict[str, list[float]] = {
         name: [] for name in ("step", "copy", "beside", "written", "waited", "torch.save")
@@ -132,15 +133,15 @@ def measure(worker: TrainerWorker, folder: Path, turns: int) -> list[Row]:
     size = f"{num_bytes / 1e6:.0f} MB"
     rate = {name: f"{num_bytes / np.median(times[name]) / 1e6:.0f} MB/s" for name in ("waited", "torch.save")}
     return [
-        row(f"trainer stands still, {size}", times, "copy", "waited", "checkpoint waited for"),
-        row(f"trainer stands still, {size}", times, "copy", "torch.save", "torch.save"),
+        row(f"trainer's pause, {size}", times, "copy", "waited", "checkpoint waited for"),
+        row(f"trainer's pause, {size}", times, "copy", "torch.save", "torch.save"),
         row(f"checkpoint to disk, {rate['waited']}", times, "waited", "torch.save", rate["torch.save"]),
         row("step while a checkpoint is written", times, "beside", "step", "step alone"),
     ]
 
 
 def row(what: str, times: dict[str, list[float]], ours: str, other: str, reference: str) -> Row:
-    """Medians, and the quartiles of the turns' ratios."""
+    """Builds a row of medians and of the quartiles of the rounds' ratios."""
     ratios = np.asarray(times[ours]) / np.asarray(times[other])
     low, middle, high = np.percentile(ratios, [25, 50, 75])
     return Row(
@@ -154,7 +155,7 @@ def row(what: str, times: dict[str, list[float]], ours: str, other: str, referen
 
 
 def show(rows: list[Row]) -> None:
-    """As a table."""
+    """Prints the rows as a table."""
     table = Table(title="checkpoint")
     for column in ("", "ours", "reference", "ratio", "quartiles"):
         table.add_column(column, justify="right" if column in ("ratio", "quartiles") else "left")
@@ -166,7 +167,7 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    """Measure, show, and write if asked to."""
+    """Measures, prints, and writes JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer, about a minute")
     parser.add_argument("--json", type=Path, help="also write the rows here")

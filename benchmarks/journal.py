@@ -1,11 +1,11 @@
-"""What the journal costs a run, and how long a killed one takes to go on.
+"""Measures what the journal costs a run, and how long a killed run takes to resume.
 
 python benchmarks/journal.py [--quick] [--json FILE]
 
-The loop that is measured is the real one (orchestrator, manager, sessions, queue, ledger), on simulated
-engines. Without the journal nothing is written of groups in flight, finished siblings included. With and
-without it runs in turns in one process; a ratio is of two neighbouring runs. Processor time is that of all
-threads: what else this machine does is in the wall time, not in it.
+The measured loop is the real one (orchestrator, manager, sessions, queue, ledger) on simulated engines.
+Without the journal, groups in flight are not written at all, finished siblings included. Runs with and
+without it alternate in one process; a ratio is of two neighbouring runs. CPU time is that of all threads;
+other load on the machine affects only the wall time.
 """
 
 from __future__ import annotations
@@ -61,36 +61,36 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class Reader:
-    """A trainer that reads its batch and has nothing to learn."""
+    """A trainer that reads its batch and learns nothing."""
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """See `Trainer`."""
+        """Implements `Trainer.setup`."""
         return TrainerState(step=0)
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
-        """See `Trainer`."""
+        """Implements `Trainer.train_step`."""
         batch = read_frame(batch_path, TrainBatch)
         counts = {"tokens": batch.num_tokens, "trained_tokens": int(batch.loss_mask.sum())}
         rows = {"routing_rows": 0.0, "routing_rows_invalid": 0.0, "step_s": 0.0}
         return StepResult(step=step, metrics=dict.fromkeys(FIGURES, 0.0) | counts | rows)
 
     async def publish(self, directory: str, weight_version: int) -> None:
-        """See `Trainer`."""
+        """Implements `Trainer.publish`."""
         await asyncio.to_thread(Path(directory).mkdir, parents=True, exist_ok=True)
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """See `Trainer`."""
+        """Implements `Trainer.save_checkpoint`."""
 
     async def saved_checkpoint(self, wait: bool) -> Saved:
-        """See `Trainer`."""
+        """Implements `Trainer.saved_checkpoint`."""
         return Saved()
 
     async def close(self) -> None:
-        """See `Trainer`."""
+        """Implements `Trainer.close`."""
 
 
 class InProcess(Cluster):
-    """Everything in this process."""
+    """A cluster whose engines and trainer are in this process."""
 
     weight_backend = "gloo"
 
@@ -102,28 +102,28 @@ class InProcess(Cluster):
         ]
 
     async def start_engines(self) -> list[Engine]:
-        """See `Cluster`."""
+        """Implements `Cluster.start_engines`."""
         return list(self._engines)
 
     async def start_trainer(self) -> Trainer:
-        """See `Cluster`."""
+        """Implements `Cluster.start_trainer`."""
         return cast(Trainer, Reader())
 
     async def restart_engine(self, engine_id: str) -> None:
-        """See `Cluster`."""
+        """Implements `Cluster.restart_engine`."""
         raise EngineError(f"{engine_id} failed in a benchmark")
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
-        """See `Cluster`."""
+        """Implements `Cluster.watch_engines`."""
         await asyncio.Future()
 
     async def open_port(self) -> tuple[str, int]:
-        """See `Cluster`."""
+        """Implements `Cluster.open_port`."""
         return "127.0.0.1", 0
 
 
 class Cost(msgspec.Struct):
-    """Of one run."""
+    """CPU and wall time of one run."""
 
     wall_s: float
     cpu_s: float
@@ -132,7 +132,7 @@ class Cost(msgspec.Struct):
 
 
 def live(folder: Path, *, journal: bool, steps: int, decode_step_s: float) -> Cost:
-    """One run."""
+    """Runs the loop once."""
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     (run_dir / "checkpoints").mkdir()
     config = parse_config(
@@ -179,7 +179,7 @@ def live(folder: Path, *, journal: bool, steps: int, decode_step_s: float) -> Co
 
 
 def compare(folder: Path, repetitions: int, steps: int) -> list[Row]:
-    """The whole loop as fast as it goes, in turns."""
+    """Compares the loop at full speed with and without the journal, alternately."""
     live(folder, journal=True, steps=2, decode_step_s=0.0)  # to warm up
     pairs: list[tuple[Cost, Cost]] = []
     for turn in range(repetitions):
@@ -207,7 +207,7 @@ def compare(folder: Path, repetitions: int, steps: int) -> list[Row]:
 
 
 def pace(folder: Path, repetitions: int, steps: int) -> Row:
-    """At the quickstart's pace, about 1,000 tokens/s: what is added to one core's load."""
+    """Measures the load added to one core at the quickstart's pace, about 1,000 tokens/s."""
     shares = []
     for _ in range(repetitions):
         ours, theirs = (
@@ -224,7 +224,7 @@ def pace(folder: Path, repetitions: int, steps: int) -> Row:
 
 
 def resume(folder: Path, counts: list[int], tokens: int, repetitions: int) -> list[Row]:
-    """From the folder of a killed run to trajectories that can be replayed."""
+    """Measures the time from a killed run's folder to restored trajectories."""
     rows = []
     for count in counts:
         directory = folder / f"journal-of-{count}"
@@ -261,7 +261,7 @@ def resume(folder: Path, counts: list[int], tokens: int, repetitions: int) -> li
 
 
 def sampled(count: int) -> Sampled:
-    """Tokens of one call."""
+    """Returns the tokens of one call."""
     return Sampled(
         token_ids=np.arange(count, dtype=np.int32),
         rollout_log_probs=np.full(count, -0.5, np.float32),
@@ -285,7 +285,7 @@ def row(what: str, measured: str, reference: str, ratios: np.ndarray, target: st
 
 
 def show(rows: list[Row]) -> None:
-    """As a table."""
+    """Prints the rows as a table."""
     table = Table(title="journal")
     for column in ("", "with it", "reference", "ratio", "quartiles", "target"):
         table.add_column(column, justify="right" if column in ("ratio", "quartiles") else "left")

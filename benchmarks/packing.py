@@ -1,13 +1,13 @@
-"""Packed against padded: time and memory of a forward and backward pass over the same trajectories.
+"""Compares packing and padding: time and memory of a forward and backward pass over the same trajectories.
 
     python benchmarks/packing.py [--quick] [--json FILE]
 
-    packed    one trajectory after the other, as many as the budget of a micro-batch holds: the trainer's way
+    packed    one trajectory after the other, as many as a micro-batch's budget holds, as in the trainer
     padded    the same micro-batches, each trajectory as long as the longest beside it
     sorted    rectangles of similar lengths, the budget counts their padding: the best that padding can do
 
-All on a small Qwen3-MoE on real Megatron-Core, float32 on a CPU, each in a process of its own that is asked
-in turns. Times are of the processor; memory is what the passes add to the peak of their process.
+All use a small Qwen3-MoE on real Megatron-Core, float32 on a CPU, each in its own process, alternately. Times
+are CPU times; memory is what the passes add to the peak of their process.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ import msgspec
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.types import TrainBatch
 from benchmarks.batch_assembly import memory
 from benchmarks.trainer_step import batch_of, build_model
 from benchmarks.trajectory_queue import Row, row, show
 from tests.support.trainers import started, trainer_config
-from trainer.megatron.packing import MicroBatch, Packing, pack, plan_micro_batches
+from trainer.megatron.packing import MicroBatch, Packing, pack_micro_batch, plan_micro_batches
 
 BUDGET = 4096
 
 
 def packed(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
-    """As the trainer does it."""
+    """Packs as the trainer does."""
     (plan,) = plan_micro_batches(lengths, BUDGET, ranks=1)
-    return [pack(micro_batch, offsets) for micro_batch in plan]
+    return [pack_micro_batch(micro_batch, offsets) for micro_batch in plan]
 
 
 def padded(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
-    """The trainer's micro-batches, as rectangles."""
+    """Pads the trainer's micro-batches to rectangles."""
     (plan,) = plan_micro_batches(lengths, BUDGET, ranks=1)
     return [rectangle(micro_batch.trajectories, lengths, offsets) for micro_batch in plan]
 
 
 def padded_by_length(lengths: Sequence[int], offsets: np.ndarray) -> list[Packing]:
-    """Neighbours in length beside each other, as many as fit with their padding."""
+    """Pads trajectories of similar lengths, as many as fit with their padding."""
     left = sorted(range(len(lengths)), key=lambda j: -lengths[j])
     rectangles = []
     while left:
@@ -63,11 +63,11 @@ def padded_by_length(lengths: Sequence[int], offsets: np.ndarray) -> list[Packin
 
 
 def rectangle(members: Sequence[int], lengths: Sequence[int], offsets: np.ndarray) -> Packing:
-    """Trajectories side by side, all as long as the longest."""
+    """Lays trajectories side by side, padded to the longest."""
     width = max(lengths[j] for j in members)
     source = np.full((len(members), width), -1, np.int64)
     for line, j in zip(source, members, strict=True):
-        line[: lengths[j]] = pack(MicroBatch((j,)), offsets).source
+        line[: lengths[j]] = pack_micro_batch(MicroBatch((j,)), offsets).source
     return Packing(source=source.ravel(), lengths=(width,) * len(members))
 
 
@@ -75,33 +75,35 @@ WAYS = {"packed": packed, "padded": padded, "sorted": padded_by_length}
 
 
 def serve(way: str, model: str, batch: TrainBatch, connection: Connection) -> None:
-    """The other process: a pass whenever it is asked; answers seconds, bytes of its peak, tokens computed."""
+    """Runs a pass per request in the other process; replies with seconds, peak bytes and computed tokens."""
     torch.set_num_threads(1)
     lengths = np.diff(batch.offsets).tolist()
     with started(trainer_config(Path(model), replay=False)) as worker:
         packings = WAYS[way](lengths, batch.offsets)
-        inputs = [worker.model.place(packing, batch.token_ids)[0] for packing in packings]
+        inputs = [worker.model.place_inputs(packing, batch.token_ids)[0] for packing in packings]
         before = resident()
         connection.send(sum(len(packing.source) for packing in packings))
         while connection.recv():
             begin = time.process_time()
-            worker.model.run(inputs, lambda index, logits: (logits.logsumexp(-1).sum(), len(logits), None))
+            worker.model.run_schedule(
+                inputs, lambda index, logits: (logits.logsumexp(-1).sum(), len(logits), None)
+            )
             seconds = time.process_time() - begin
             connection.send((seconds, peak() - before))
 
 
 def resident() -> int:
-    """Bytes that this process holds."""
+    """Returns the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak() -> int:
-    """The most bytes that it ever held."""
+    """Returns the peak of the resident bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(model: Path, batch: TrainBatch, rounds: int) -> list[Row]:
-    """Both ways in turns, after a round to warm up."""
+    """Measures both methods alternately, after a warm-up round."""
     context = multiprocessing.get_context("spawn")
     connections: dict[str, Connection] = {}
     processes = []
@@ -109,7 +111,7 @@ def measure(model: Path, batch: TrainBatch, rounds: int) -> list[Row]:
         connections[way], theirs = context.Pipe()
         processes.append(context.Process(target=serve, args=(way, str(model), batch, theirs), daemon=True))
         processes[-1].start()
-        theirs.close()  # so that one that ends is an EOFError here
+        theirs.close()  # so that the end of the process raises an EOFError here
     tokens = {way: connection.recv() for way, connection in connections.items()}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     grown = dict.fromkeys(WAYS, 0)

@@ -1,4 +1,4 @@
-"""Rows of an interrupted trajectory: take the newest answer's (replace), or keep the older ones (splice)?
+"""Compares the rows of an interrupted trajectory: the newest answer's (replace) or the older ones (splice).
 
     python benchmarks/replace_vs_splice.py [--quick] [--seeds N] [--dtype NAME] [--live] [--json FILE]
 
@@ -24,7 +24,7 @@ better by itself; for y2, sampled with the trainer's own weights, all of it is e
 over the tokens of a seed (another model, other weights, other prompts), then over the seeds, with the half
 width of its 95% interval; `s-r` is the paired difference, splice minus replace.
 
-One call runs at a time and is told how many tokens it may sample, so that all follows from the seeds: it
+One call runs at a time with a fixed number of tokens, so that everything follows from the seeds: it
 leaves engine and answer as an abort after as many tokens does, and as a pause in place when the next call
 finds its prefix in the cache. `--live` interrupts calls while they run, many at a time; it is not repeatable.
 """
@@ -46,7 +46,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl import routing
 from async_rl.engine_protocol import DiskUpdate, EngineFacts
@@ -81,7 +81,7 @@ EXACT = 1e-4
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to be interrupted."""
+    """A kind and number of interruptions."""
 
     interruptions: int
     delta: str
@@ -89,7 +89,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The name in tables."""
         return f"{self.interruptions} {self.delta} {self.cache}" if self.interruptions else "0"
 
 
@@ -107,7 +107,7 @@ def settings(interruptions: Sequence[int]) -> list[Setting]:
 
 @dataclass(frozen=True)
 class Part:
-    """What was sampled between two interruptions."""
+    """The tokens sampled between two interruptions."""
 
     token_ids: Int32Array
     log_probs: Float32Array
@@ -218,14 +218,14 @@ def _expect_cached(call: Call, count: int) -> None:
 
 
 def _boundaries(tokens: int, interruptions: int) -> list[int]:
-    """How many tokens are there at each interruption, and at the end."""
+    """Returns the number of tokens at each interruption and at the end."""
     return [tokens * (i + 1) // (interruptions + 1) for i in range(interruptions + 1)]
 
 
 async def _abort_after(
     engine: SGLangEngine, calls: Sequence[Call], counts: Sequence[int], *, last: bool
 ) -> None:
-    """Run calls side by side and abort all of them once each has as many tokens as it should."""
+    """Runs calls concurrently and aborts all of them once each has its tokens."""
 
     async def abort() -> None:
         await asyncio.gather(*(call.has_tokens(n) for call, n in zip(calls, counts, strict=True)))
@@ -242,7 +242,7 @@ async def _pause_in_place(
     tokens: int,
     setting: Setting,
 ) -> list[Mixed]:
-    """Run one call a prompt and change the weights under them while they stand still."""
+    """Runs one call per prompt and changes the weights while the calls are paused."""
     calls = [Call(engine, request(prompt.tolist(), tokens, temperature=1.0)) for prompt in prompts]
 
     async def pause() -> None:
@@ -355,7 +355,7 @@ def evaluate(
 def _jobs(
     setting: Setting, rolled: Sequence[Mixed], version: int
 ) -> Iterator[tuple[Setting, Merge, int, Trajectory]]:
-    """What is to be scored with one version of the weights, the parts of a trajectory in order."""
+    """Returns what to score with one version of the weights, the parts of a trajectory in order."""
     for number, mixed in enumerate(rolled):
         for index, part in enumerate(mixed.parts):
             if part.version == version:
@@ -422,7 +422,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is sampled for each seed and setting."""
+    """The amount of sampling per seed and setting."""
 
     interruptions: tuple[int, ...]
     trajectories: int
@@ -439,7 +439,7 @@ Found = dict[tuple[Setting, Merge], list[Measured]]
 async def roll_out_seeds(
     worlds: Sequence[dict[str, list[Path]]], size: Size, dtype: str, logs: Path, *, live: bool
 ) -> list[dict[Setting, list[Mixed]]]:
-    """Everything that is sampled, on one server."""
+    """Samples for all seeds on one server."""
     result = []
     async with serving(worlds[0]["small"][0], logs, dtype=dtype) as engine:
         for seed, chains in enumerate(worlds):
@@ -453,7 +453,7 @@ async def roll_out_seeds(
 
 
 def measure(size: Size, seeds: int, dtype: str, *, live: bool = False) -> Found:
-    """Sample and score all seeds."""
+    """Samples and scores all seeds."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         worlds = []
@@ -471,7 +471,7 @@ def measure(size: Size, seeds: int, dtype: str, *, live: bool = False) -> Found:
 
 
 def violations(found: Found) -> list[str]:
-    """What holds by principle in float32, and does not."""
+    """Returns the violations of what must hold in float32."""
     wrong = []
     for setting in dict.fromkeys(setting for setting, _ in found):
         values = {

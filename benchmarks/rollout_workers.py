@@ -1,4 +1,4 @@
-"""What agent loops cost the driver: in it, beside one worker and beside two, in turns.
+"""Measures what agent loops cost the driver: without workers, with one and with two, alternately.
 
     python benchmarks/rollout_workers.py [--quick] [--json FILE]
 
@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.config import Config, SimulatedEngines, parse_config
 from async_rl.data.chat_format import ChatFormat
@@ -35,9 +35,12 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.attempt import close
+from async_rl.queue.journal import JournalEntry
+from async_rl.rollout.attempt import finish_trajectories
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
+from async_rl.rollout.session.context import SessionContext
+from async_rl.rollout.session.transcript import Transcript
 from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
@@ -58,7 +61,7 @@ class Computing:
     """Three turns; computes after each of them."""
 
     async def run(self, task: Task, session: Session) -> None:
-        """See `agent_loops`."""
+        """Implements `AgentLoop.run`."""
         session.start(task.messages)
         for _ in range(TURNS):
             await session.generate(max_new_tokens=16)
@@ -74,15 +77,15 @@ async def reward(task: Task, completion: Completion) -> float:
 
 
 class Cost(msgspec.Struct):
-    """Of one run."""
+    """The cost of one run."""
 
     cpu_us: float
-    """Of the driver, a turn."""
+    """Processor time of the driver for each turn."""
     turns_per_s: float
 
 
 def config_of(workers: int) -> Config:
-    """Of a run with so many workers."""
+    """Return the config of a run with this many workers."""
     return parse_config(
         {
             "model": {"path": "unused"},
@@ -145,70 +148,69 @@ async def ended(process: SpawnProcess) -> None:
     process.join()
 
 
-Play = Callable[[float, int], Awaitable[Cost]]
-"""Plays so many trajectories, whose loops compute for so many seconds a turn."""
+RunTrajectories = Callable[[float, int], Awaitable[Cost]]
+"""Runs a number of trajectories whose loops compute for some seconds after each turn."""
 
 
 @asynccontextmanager
-async def playing(workers: int) -> AsyncIterator[Play]:
-    """Engines, and who plays on them."""
+async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
+    """Start engines and a rollout backend with this many workers."""
     config, metrics, ids = config_of(workers), Metrics(), count()
     assert isinstance(config.engine, SimulatedEngines)
     pool = EnginePool(metrics, time.monotonic)
     for index in range(4):
         pool.add_engine(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
         pool.serve_engine(f"engine-{index}", 0)
-    stage: RolloutBackend = (
+    backend: RolloutBackend = (
         WorkerBackend(config.rollout, lambda name: open_worker(workers), metrics)
         if workers
         else LocalBackend(config, chat=CHAT, metrics=metrics, clock=time.monotonic)
     )
+    context = SessionContext(
+        chat=CHAT,
+        rollout=config.rollout,
+        metrics=metrics,
+        clock=time.monotonic,
+        pool=pool,
+        facts=FACTS,
+        routing=config.routing,
+        interrupt="abort",
+        new_id=lambda: f"{next(ids):032x}",
+    )
 
-    async def play(task: Task, number: int) -> None:
+    async def run_attempts(task: Task, number: int) -> None:
         for _ in range(number):
-            session = stage.session(
-                task=task,
-                trajectory_id=f"{next(ids):032x}",
-                group_id="g",
-                pool=pool,
-                chat=CHAT,
-                facts=FACTS,
-                rollout=config.rollout,
-                routing_config=config.routing,
-                interrupt="abort",
-                metrics=metrics,
-                new_id=lambda: f"{next(ids):032x}",
-                clock=time.monotonic,
-            )
-            await close(await stage.play(task, session))
+            transcript = Transcript(context, JournalEntry(f"{next(ids):032x}"))
+            session = backend.session_class(context, task, transcript, group_id="g")
+            await finish_trajectories(await backend.run_attempt(task, session))
 
     async def cost(compute_s: float, trajectories: int) -> Cost:
         messages = [{"role": "user", "content": PROMPT}]
         task = Task(task_id="t", messages=messages, metadata={"compute_s": compute_s})
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        async with Nursery() as players:
-            for player in range(CONCURRENT):
-                players.start_task(f"player {player}", play(task, trajectories // CONCURRENT))
+        async with Nursery() as slots:
+            for slot in range(CONCURRENT):
+                slots.start_task(f"slot {slot}", run_attempts(task, trajectories // CONCURRENT))
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         turns = trajectories * TURNS
         return Cost(cpu_us=1e6 * cpu_s / turns, turns_per_s=turns / wall_s)
 
-    async with stage:
+    async with backend:
         yield cost
 
 
 async def compare(rounds: int, trajectories: int) -> list[dict[str, Any]]:
-    """With no worker, one and two, in turns, after a round to warm up."""
+    """Alternate between no, one and two workers, after a round to warm up."""
     async with AsyncExitStack() as stack:
-        plays = [await stack.enter_async_context(playing(workers)) for workers in range(3)]
-        for play in plays:
-            await play(0.0, CONCURRENT)
+        settings = [await stack.enter_async_context(rollouts(workers)) for workers in range(3)]
+        for run_trajectories in settings:
+            await run_trajectories(0.0, CONCURRENT)
         rows = []
         for compute_ms in (0.0, 2.0):
-            found: list[list[Cost]] = [[] for _ in plays]
+            found: list[list[Cost]] = [[] for _ in settings]
             for _ in range(rounds):
-                for play, costs in zip(plays, found, strict=True):
-                    costs.append(await play(compute_ms / 1e3, trajectories))
+                for run_trajectories, costs in zip(settings, found, strict=True):
+                    costs.append(await run_trajectories(compute_ms / 1e3, trajectories))
             rows += [row(compute_ms, workers, costs, found[0]) for workers, costs in enumerate(found)]
     return rows
 

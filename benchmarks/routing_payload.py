@@ -1,8 +1,8 @@
-"""What it costs to take in the routing of 32k tokens (48 layers, top-8): peers' ways beside ours, in turns.
+"""Measures decoding the routing of 32k tokens (48 layers, top-8), against the methods of peers.
 
     python benchmarks/routing_payload.py [--quick] [--json FILE]
 
-First one payload that is there already, as an event with its JSON: time, MB/s of what was sent against memcpy
+First one payload that has arrived, as an event with its JSON: time, MB/s of what was sent against memcpy
 of the same bytes, bytes a token sent and kept, and the most memory held meanwhile. Then many that arrive at
 the same time over HTTP, from a server in another process: payloads/s, the lag of the event loop (and how much
 of it was the loop's own doing: CPU time of its thread between two ticks, which the load of other programs
@@ -38,7 +38,7 @@ import pybase64
 from async_rl.engine_protocol import Finish, GenerateRequest, RoutingPayload, SamplingParams
 from async_rl.engines.model_facts import facts_of
 from async_rl.engines.sglang.client import SGLangEngine
-from async_rl.engines.sglang.routing_payload import PIECE_BYTES, SLABS, RoutingText
+from async_rl.engines.sglang.routing_payload import PIECE_BYTES, SLABS, RoutingText, RoutingWire
 from async_rl.engines.sglang.sse import EventReader
 
 TOKENS, LAYERS, TOP_K, EXPERTS = 32768, 48, 8, 128
@@ -122,29 +122,30 @@ def serve(ready: Connection) -> None:
 
 
 def by_json(document: bytes) -> np.ndarray:
-    """How verl's rollout servers read it, and then what it takes to keep as little as we do."""
+    """Decodes as verl's rollout servers do, then narrows the ids as async_rl does."""
     text = json.loads(document)["meta_info"]["routed_experts"]
     rows = np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, LAYERS, TOP_K)
     return rows.astype(np.uint8)
 
 
 def by_orjson(document: bytes) -> np.ndarray:
-    """The same with the fastest libraries."""
+    """Does the same with the fastest libraries."""
     text = orjson.loads(document)["meta_info"]["routed_experts"]
     rows = np.frombuffer(pybase64.b64decode(text), np.int32).reshape(-1, LAYERS, TOP_K)
     return rows.astype(np.uint8)
 
 
-def by_us(reads: list[bytes], engine: SGLangEngine) -> np.ndarray:
-    """Event to trace, without the network: narrowed a piece at a time as it comes."""
-    reader = EventReader(lambda: RoutingText(engine._wire, ROWS - 1))
+def by_us(reads: list[bytes], engine: SGLangEngine, *, narrow: bool) -> np.ndarray:
+    """Event to trace, without the network: decoded piece by piece as it arrives."""
+    wire = RoutingWire(facts=FACTS, narrow=narrow)
+    reader = EventReader(lambda: RoutingText(wire, ROWS - 1))
     for data in reads:
         events = reader.feed(data)
         if reader.payload is not None and reader.payload.pending >= PIECE_BYTES:
-            reader.payload.narrow()
+            reader.payload.decode_pending()
     ((_, text),) = events
     assert text is not None
-    payload = RoutingPayload(data=text.rows(ROWS).data, num_rows=ROWS, weight_version=0)
+    payload = RoutingPayload(data=text.finish_rows(ROWS).data, num_rows=ROWS, weight_version=0)
     return engine.decode_routing(payload).rows
 
 
@@ -154,7 +155,7 @@ def cut(document: bytes) -> list[bytes]:
 
 
 def one_payload(rounds: int) -> list[dict[str, object]]:
-    """Each way in turn."""
+    """Measures each method once per round."""
     rows = ids()
     wide, narrow = event(rows), event(rows.astype(np.uint8))
     engines = [SGLangEngine("engine-0", "http://nowhere", FACTS, narrow_routing=n) for n in (False, True)]
@@ -162,8 +163,8 @@ def one_payload(rounds: int) -> list[dict[str, object]]:
     ways: dict[str, tuple[bytes, Callable[[bytes], np.ndarray]]] = {
         "json + base64": (wide[6:-2], by_json),
         "orjson + pybase64": (wide[6:-2], by_orjson),
-        "ours, int32": (wide, lambda _: by_us(wide_reads, engines[0])),
-        "ours, narrowed by the engine": (narrow, lambda _: by_us(narrow_reads, engines[1])),
+        "ours, int32": (wide, lambda _: by_us(wide_reads, engines[0], narrow=False)),
+        "ours, narrowed by the engine": (narrow, lambda _: by_us(narrow_reads, engines[1], narrow=True)),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     copies: dict[str, list[float]] = {name: [] for name in ways}
@@ -231,7 +232,7 @@ async def take(engine: SGLangEngine, number: int) -> np.ndarray:
 async def take_on_the_loop(
     session: aiohttp.ClientSession, url: str, read: Callable[[bytes], np.ndarray]
 ) -> np.ndarray:
-    """As peers do it."""
+    """Decodes on the event loop, as peers do."""
     async with session.post(f"{url}/generate", data=b"{}") as response:
         body = await response.read()
     return read(body[6 : body.index(b"\n\n")])
@@ -292,7 +293,7 @@ WAYS = ("ours, int32", "ours, narrowed by the engine", "json + base64", "orjson 
 
 
 def many_payloads(way: str, url: str, quick: bool, sender: Connection) -> None:
-    """One way, in a process of its own, so that none finds memory that another one has warmed."""
+    """Measures one method in its own process, so that none reuses memory that another has warmed."""
     sender.send(asyncio.run(_many_payloads(way, url, quick)))
 
 
@@ -347,7 +348,7 @@ def show(rows: list[dict[str, object]]) -> None:
 
 
 def begin(target: Callable[..., None], *arguments: Any) -> tuple[SpawnProcess, Connection]:
-    """A process of its own, and where its answers come; its end is an EOFError there."""
+    """Starts a process and returns the pipe of its replies; its end raises EOFError there."""
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=target, args=(*arguments, sender), daemon=True)

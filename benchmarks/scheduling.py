@@ -1,15 +1,15 @@
-"""Scheduling policies in one world, in virtual time: ours as it runs, the peers' as models beside it.
+"""Compares scheduling policies in virtual time: async_rl's production code and models of its peers.
 
 python benchmarks/scheduling.py [--quick] [--seeds N] [--json FILE]
 
 The world: 8 engines of 128 slots, a decode step of 12 ms + 0.06 ms for each running call, prefill at 30k
-tokens/s, prompts of 512 tokens that nobody shares, groups of 8, answers lognormal (mean 8192, sigma 0.8, cut
+tokens/s, unshared prompts of 512 tokens, groups of 8, answers lognormal (mean 8192, sigma 0.8, cut
 at 32768). Training a version takes 0.9 of its fluid generation time, updating engines 5 s. `rel` is trained
 trajectories a second over the fluid bound: engines always full, updates free, the trainer never waited for.
 
-Ours is `async_rl.simulation.planned_job.simulate`: the orchestrator, manager, queue, pool and weight sync
-that run. A peer is modelled by what its scheduler decides, on the same engines: what may be in flight, what
-an update does to it, what a batch is made of, and what is thrown away. Each model says which project it
+async_rl runs `async_rl.simulation.planned_job.simulate`: the orchestrator, manager, queue, pool and weight
+sync that run. A peer is modelled by what its scheduler decides, on the same engines: what may be in flight,
+what an update does to it, what a batch is made of, and what is thrown away. Each model says which project it
 follows.
 """
 
@@ -77,7 +77,7 @@ class Group(msgspec.Struct):
 
 
 class Length(msgspec.Struct):
-    """How long a simulation goes on."""
+    """Length of a simulation."""
 
     versions: int
     warmup: int
@@ -588,7 +588,7 @@ def over_seeds(rows: Sequence[Row]) -> Row:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """As a table, one a world."""
+    """Prints one table per world."""
     for groups in sorted({row.groups for row in rows}, reverse=True):
         table = Table(title=f"{groups} groups a version", title_justify="left")
         for column in ("policy", "rel", "trainer idle", "staleness", "dropped", "masked", "prefilled", "KS"):

@@ -1,10 +1,10 @@
-"""What a trainer step costs: with routing replayed and without, with old log-probs computed anew and without.
+"""Measures a trainer step with and without routing replay, with and without recomputed old log-probs.
 
     python benchmarks/trainer_step.py [--quick] [--json FILE]
 
 A small Qwen3-MoE on real Megatron-Core, one rank, float32 on a CPU. A row is a whole step (log-probs of the
-proximal policy, forward, backward, optimizer) against the one without replay, in turns. Times are of the
-processor.
+proximal policy, forward, backward, optimizer) against the one without replay, alternately. Times are
+CPU times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.types import TrainBatch
 from benchmarks.trajectory_queue import Row, row, show
@@ -40,11 +40,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all recomputed": {"replay": "off", "recompute": "full"},
     "all recomputed, replay r3": {"replay": "r3", "recompute": "full"},
 }
-"""All are measured against the first."""
+"""The first variant is the reference of the others."""
 
 
 def build_model(path: Path) -> Path:
-    """A model in which the layers are most of a step, as they are in large ones."""
+    """Builds a model whose layers dominate a step, as in large models."""
     transformers.utils.logging.disable_progress_bar()
     return build_tiny_qwen3_moe(
         path,
@@ -60,7 +60,7 @@ def build_model(path: Path) -> Path:
 
 
 def batch_of(trajectories: int, mean: int, longest: int) -> TrainBatch:
-    """Log-normal lengths, as answers have them."""
+    """Builds a batch with log-normal lengths."""
     rng = np.random.default_rng(0)
     drawn = (rng.lognormal(0, 0.8, trajectories) * mean / np.exp(0.32)).clip(16, longest).astype(int)
     return random_batch(
@@ -74,7 +74,7 @@ def batch_of(trajectories: int, mean: int, longest: int) -> TrainBatch:
 
 
 def step_times(model: Path, batch: TrainBatch, warm_up: TrainBatch, rounds: int) -> dict[str, np.ndarray]:
-    """Processor seconds of a step, `[rounds]`: a trainer for each and in turns, after a small first step."""
+    """Returns CPU seconds per step, `[rounds]`: one trainer each, alternately, after a small first step."""
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for _ in range(rounds):
         for name, fields in VARIANTS.items():

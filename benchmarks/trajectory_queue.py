@@ -1,9 +1,9 @@
-"""The data plane against the physical limit: a group to another process, a decision.
+"""Compares the data plane with the physical limit: a group to another process, an admission decision.
 
 python benchmarks/trajectory_queue.py [--quick] [--json FILE] [--directory DIR]
 
-Each row is measured in turns with its reference in one run, and shown as their ratio: absolute times are
-those of this machine, the ratios carry over.
+Each row alternates with its reference in one run and is shown as their ratio: absolute times are those of
+this machine, ratios carry over.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 def trajectory(tokens: int, name: str, ids: np.ndarray) -> Trajectory:
-    """Half prompt, half sampled; `ids` is a stock of routing rows to cut from."""
+    """Builds a trajectory, half prompt, half sampled; `ids` is a stock of routing rows to cut from."""
     half = tokens // 2
     read, sampled = np.arange(half, dtype=np.int32), np.arange(tokens - half, dtype=np.int32)
     return Trajectory(
@@ -95,7 +95,7 @@ def make_ids(tokens: int) -> np.ndarray:
 
 
 def group_of(tokens: int, ids: np.ndarray) -> Group:
-    """Siblings with arrays of their own."""
+    """Builds siblings with their own arrays."""
     return Group(
         group_id="group",
         task_id="task",
@@ -104,7 +104,7 @@ def group_of(tokens: int, ids: np.ndarray) -> Group:
 
 
 def in_turns(repetitions: int, **contestants: Callable[[], float]) -> dict[str, np.ndarray]:
-    """Seconds of each, one after the other in each repetition, after two rounds to warm up."""
+    """Returns the seconds of each, alternately, after two warm-up rounds."""
     measured = {name: np.empty(repetitions) for name in contestants}
     for round_ in range(-2, repetitions):
         for name, contestant in contestants.items():
@@ -115,7 +115,7 @@ def in_turns(repetitions: int, **contestants: Callable[[], float]) -> dict[str, 
 
 
 def timed(work: Callable[[], Any]) -> Callable[[], float]:
-    """Seconds that the work takes."""
+    """Returns the seconds that the work takes."""
 
     def run() -> float:
         begin = time.perf_counter()
@@ -143,7 +143,7 @@ def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarra
 
 
 def read_frames(connection: Connection) -> None:
-    """The other process: read what it is told to, answer when it has it."""
+    """Reads the requested frames in the other process and replies when done."""
     reader = FrameReader()
     while (message := connection.recv()) is not None:
         kind, content, verify = message
@@ -158,7 +158,7 @@ def read_frames(connection: Connection) -> None:
 
 
 def as_lists(group: Group) -> dict[str, Any]:
-    """The naive way: arrays as lists of numbers."""
+    """Converts arrays to lists of numbers, the naive method."""
     return {
         "trajectories": [
             {
@@ -172,7 +172,7 @@ def as_lists(group: Group) -> dict[str, Any]:
 
 
 def hand_over(spool: Spool, connection: Connection, lengths: list[int], repetitions: int) -> list[Row]:
-    """A group from here into the hands of the other process, answered."""
+    """Passes a group to the other process and waits for its reply."""
     rows = []
     for tokens in lengths:
         group = group_of(tokens, make_ids(tokens))
@@ -252,7 +252,7 @@ def decide(repetitions: int) -> list[Row]:
 
 
 def show(rows: list[Row], title: str) -> None:
-    """As a table."""
+    """Prints the rows as a table."""
     table = Table(title=title)
     for column in ("", "size", "p50", "p99", "reference", "its p50", "ratio", "quartiles", "target"):
         table.add_column(column, justify="left" if column in ("", "size", "reference", "target") else "right")
@@ -299,7 +299,7 @@ def main() -> None:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=read_frames, args=(theirs,), daemon=True)
     process.start()
-    theirs.close()  # so that its end is an EOFError here
+    theirs.close()  # so that the end of the process raises an EOFError here
     try:
         spool = Spool(folder, max_bytes=None)
         rows = hand_over(spool, ours, [2048, 8192] if options.quick else [2048, 8192, 32768], repetitions)

@@ -1,11 +1,11 @@
-"""What it takes to give an engine new weights, by transport, against copying the same bytes.
+"""Measures giving an engine new weights, by transport, against copying the same bytes.
 
     python benchmarks/weight_sync.py [--quick] [--json FILE]
 
-A real SGLang server on the CPU gets the weights of a random Qwen3-MoE again and again, by each transport in
-turns, as `WeightSync` does it: into an engine that runs nothing, prefix cache flushed, version read back. The
-sender is `trainer.weights.weight_export`, from whole tensors in memory: gathering and renaming are the
-trainer's, and every transport has them.
+A real SGLang server on the CPU gets the weights of a random Qwen3-MoE again and again, by each transport
+alternately, as `WeightSync` does it: into an engine that runs nothing, prefix cache flushed, version read
+back. The sender is `trainer.weights.weight_export`, from whole tensors in memory: gathering and renaming are
+the trainer's, and every transport has them.
 
     publish   the engine goes on generating meanwhile: the files of `disk`
     stall     the engine generates nothing: from the first request of the update to the version read back
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
 from async_rl.engines.sglang.client import SGLangEngine
@@ -50,7 +50,7 @@ GROUP = "benchmark"
 
 
 class Size(NamedTuple):
-    """Of the model and the measurement."""
+    """Sizes of the model and the measurement."""
 
     hidden: int
     layers: int
@@ -63,19 +63,19 @@ QUICK = Size(hidden=256, layers=2, rounds=3, bucket_bytes=8 << 20)
 
 
 class Times(NamedTuple):
-    """Of one update; seconds."""
+    """Times of one update, seconds."""
 
     publish: float
     stall: float
 
     @property
     def total(self) -> float:
-        """From the trainer's weights to the engine's."""
+        """Brings the trainer's weights to the engine by one transport."""
         return self.publish + self.stall
 
 
 class Sender:
-    """The trainer's end of all transports."""
+    """The trainer's side of all transports."""
 
     def __init__(self, model: Path, engine: SGLangEngine, size: Size, scratch: Path) -> None:
         self.tensors = in_trainer_order(load_file(model / "model.safetensors"))
@@ -89,10 +89,10 @@ class Sender:
             check=lambda specs: None,
             group_timeout_s=300.0,
         )
-        self._plan = self._export.plan(size.bucket_bytes)
+        self._plan = self._export.plan_buckets(size.bucket_bytes)
 
     async def join(self) -> None:
-        """The group of `distributed`, which stands for the life of an engine."""
+        """Joins the process group of `distributed`, which exists as long as the engine."""
         invite = GroupInvite(
             group_name=GROUP,
             backend="gloo",
@@ -106,7 +106,7 @@ class Sender:
         )
 
     async def disk(self) -> Times:
-        """Files, written while the engine goes on; the ones before are removed."""
+        """Updates through files, written while the engine continues; older files are removed."""
         folder = self._scratch / f"version_{self._version + 1}"
         begin = time.perf_counter()
         await asyncio.to_thread(self._write, folder)
@@ -118,16 +118,16 @@ class Sender:
 
     def _write(self, folder: Path) -> None:
         folder.mkdir()
-        # As the trainer does: out of memory that is its own to write from.
+        # The trainer writes from memory of its own as well.
         copied = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
         save_file(copied, folder / "model.safetensors", metadata={"format": "pt"})
         shutil.copyfile(self._model / "config.json", folder / "config.json")
 
     async def distributed(self) -> Times:
-        """Broadcasts into the group."""
+        """Updates by broadcasts into the group."""
         begin = time.perf_counter()
         await asyncio.gather(
-            asyncio.to_thread(self._export.send, [GROUP], self._size.bucket_bytes),
+            asyncio.to_thread(self._export.send_weights, [GROUP], self._size.bucket_bytes),
             self._update(
                 lambda version: DistributedUpdate(
                     weight_version=version, group_name=GROUP, buckets=self._plan
@@ -137,10 +137,10 @@ class Sender:
         return Times(0.0, time.perf_counter() - begin)
 
     async def tensor(self) -> Times:
-        """Shared memory: the next bucket is filled while one is loaded."""
+        """Updates through shared memory: the next bucket is filled while one is loaded."""
 
         async def fill(number: int) -> list[bytes]:
-            return await asyncio.to_thread(self._export.share, number, self._size.bucket_bytes, 1)
+            return await asyncio.to_thread(self._export.share_bucket, number, self._size.bucket_bytes, 1)
 
         relay = BucketRelay(["engine"], len(self._plan), fill)
         begin = time.perf_counter()
@@ -161,43 +161,43 @@ class Sender:
         await self._engine.update_weights(make(self._version), flush=True)
 
     def held(self, transport: str) -> int:
-        """Bytes that sending takes beside the weights, counted without an engine."""
+        """Returns the bytes that sending needs in addition to the weights, measured without an engine."""
         with LiveBytes() as live:
             if transport == "disk":
                 folder = self._scratch / "held"
                 self._write(folder)
                 shutil.rmtree(folder)
             elif transport == "distributed":
-                self._export.send([], self._size.bucket_bytes)
+                self._export.send_weights([], self._size.bucket_bytes)
             else:
                 self._export.close()
                 for number in range(len(self._plan)):
-                    self._export.share(number, self._size.bucket_bytes, 1)
+                    self._export.share_bucket(number, self._size.bucket_bytes, 1)
         return live.peak
 
     async def same(self) -> bool:
-        """Whether the engine has what was sent."""
+        """Checks that the engine has the sent weights."""
         return await self._engine.checksums() == (self._export.checksums(),)
 
     async def sums_of_engine(self) -> float:
-        """Seconds that the engine sums for."""
+        """Returns the seconds that the engine's checksums take."""
         begin = time.perf_counter()
         await self._engine.checksums()
         return time.perf_counter() - begin
 
     def sums_of_trainer(self) -> float:
-        """Seconds that the trainer sums for."""
+        """Returns the seconds that the trainer's checksums take."""
         begin = time.perf_counter()
         self._export.checksums()
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leaves the group."""
         self._export.close()
 
 
 def memcpy_s(num_bytes: int) -> Callable[[], float]:
-    """Seconds to copy as many bytes between pages that exist."""
+    """Returns the seconds to copy the same bytes between existing pages."""
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
 
     def copy() -> float:
@@ -209,7 +209,7 @@ def memcpy_s(num_bytes: int) -> Callable[[], float]:
 
 
 def loopback_s(num_bytes: int) -> float:
-    """Seconds to send as many bytes through one TCP connection on this host."""
+    """Returns the seconds to send the same bytes through one TCP connection on this host."""
     data = memoryview(bytearray(num_bytes))
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -230,7 +230,7 @@ def loopback_s(num_bytes: int) -> float:
 
 
 async def measure(size: Size, scratch: Path) -> list[dict[str, Any]]:
-    """All transports in turns; rows for the table."""
+    """Measures all transports alternately; returns rows for the table."""
     model = build_tiny_qwen3_moe(
         scratch / "model",
         vocab_size=300,
@@ -252,7 +252,7 @@ async def measure(size: Size, scratch: Path) -> list[dict[str, Any]]:
             "distributed": sender.distributed,
             "tensor": sender.tensor,
         }
-        for number in range(size.rounds + 1):  # the first one makes buffers and pages
+        for number in range(size.rounds + 1):  # the first update allocates buffers and pages
             for name, way in ways.items():
                 taken = await way()
                 if number:
@@ -281,7 +281,7 @@ async def measure(size: Size, scratch: Path) -> list[dict[str, Any]]:
 
 
 def row(name: str, seconds: list[float], num_bytes: int) -> dict[str, Any]:
-    """What is known of each kind of row."""
+    """Returns the figures of each kind of row."""
     median = statistics.median(seconds)
     return {
         "name": name,
@@ -294,7 +294,7 @@ def row(name: str, seconds: list[float], num_bytes: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows for people."""
+    """Prints the rows as a table."""
     mb = 1e6
     lines = [f"{rows[0]['bytes'] / mb:.0f} MB of weights", ""]
     lines.append(
@@ -310,7 +310,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Measure and tell."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -23,7 +23,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "async-rl",
         "title": "async_rl",
-        "description": "One run, from rollouts to trainer. What to do about it: docs/guide/watching.md.",
+        "description": "One run, from rollouts to trainer. docs/guide/watching.md says what to do about it.",
         "tags": ["async_rl"],
         "schemaVersion": 39,
         "editable": True,

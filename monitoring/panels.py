@@ -14,7 +14,7 @@ GREEN, YELLOW, RED, BLUE, GREY, PURPLE = "green", "#EAB839", "red", "blue", "#8e
 
 @dataclass(frozen=True)
 class Query:
-    """One or several lines of a panel."""
+    """A PromQL query that draws one or several lines of a panel."""
 
     expr: str
     legend: str = ""
@@ -43,27 +43,27 @@ class Panel:
 
 
 def value(name: str) -> str:
-    """The series of a metric in the chosen run."""
+    """Returns the series of a metric in the chosen run."""
     return f'async_rl_{name}{{run="$run"}}'
 
 
 def rate(name: str, *by: str) -> str:
-    """Per second, over the chosen window."""
+    """Returns the rate per second over the chosen window."""
     return _sum(f"rate({value(name)}[$window])", by)
 
 
 def increase(name: str, *by: str) -> str:
-    """How much a counter grew in the chosen window."""
+    """Returns how much a counter grew in the chosen window."""
     return _sum(f"increase({value(name)}[$window])", by)
 
 
 def quantile(q: float, name: str, *by: str) -> str:
-    """Of a histogram's observations in the chosen window."""
+    """Returns a quantile of a histogram's observations in the chosen window."""
     return f"histogram_quantile({q}, {rate(f'{name}_bucket', 'le', *by)})"
 
 
 def mean(name: str, *by: str) -> str:
-    """Of a histogram's observations in the chosen window."""
+    """Returns the mean of a histogram's observations in the chosen window."""
     return f"{rate(f'{name}_sum', *by)} / {rate(f'{name}_count', *by)}"
 
 
@@ -72,7 +72,7 @@ def _sum(expr: str, by: tuple[str, ...]) -> str:
 
 
 def _share(part: str, *others: str) -> str:
-    """Of a rate in the sum of several."""
+    """Returns the share of one rate in the sum of several."""
     return f"{part} / ({' + '.join((part, *others))})"
 
 
@@ -96,7 +96,7 @@ AT_A_GLANCE: Final = (
     ),
     Panel(
         "Step",
-        "Trainer steps done: each makes a weight version.",
+        "Finished trainer steps; each publishes a weight version.",
         (Query(value("trainer_weight_version")),),
         kind="stat",
         width=3,
@@ -123,7 +123,7 @@ AT_A_GLANCE: Final = (
     ),
     Panel(
         "Tokens per second",
-        "What the engines make.",
+        "Tokens that the engines sample.",
         (Query(value("tokens_per_second")),),
         kind="stat",
         width=3,
@@ -131,7 +131,7 @@ AT_A_GLANCE: Final = (
     ),
     Panel(
         "Staleness, p95",
-        "How many versions old trained trajectories are; never above rollout.max_staleness.",
+        "Age of trained trajectories in versions; never above rollout.max_staleness.",
         (Query(quantile(0.95, "staleness_versions")),),
         kind="stat",
         width=3,
@@ -140,7 +140,7 @@ AT_A_GLANCE: Final = (
     ),
     Panel(
         "Engines that serve",
-        "Share of the engines that take requests.",
+        "Share of the engines that accept requests.",
         (Query(f"avg({value('engine_up')})"),),
         kind="stat",
         width=3,
@@ -149,8 +149,8 @@ AT_A_GLANCE: Final = (
         limits=((0, RED), (0.5, YELLOW), (1, GREEN)),
     ),
     Panel(
-        "Since it last moved",
-        "Falls to zero all the time while the run is well.",
+        "Since last progress",
+        "Falls to zero again and again while the run is healthy.",
         (Query(value("seconds_since_progress")),),
         kind="stat",
         width=3,
@@ -172,7 +172,7 @@ FLOW: Final = (
         colors={"in flight": BLUE, "queued": GREEN},
     ),
     Panel(
-        "Begun and settled",
+        "Dispatched and settled",
         "Trajectories per second. In the long run dispatched is trained plus dropped.",
         (
             Query(rate("trajectories_dispatched_total"), "dispatched"),
@@ -184,20 +184,20 @@ FLOW: Final = (
     ),
     Panel(
         "Tokens",
-        "Per second, sampled by engines and trained on.",
+        "Tokens per second, sampled and trained.",
         (Query(rate("sampled_tokens_total"), "sampled"), Query(rate("trained_tokens_total"), "trained")),
         unit="si:tok/s",
         colors={"sampled": BLUE, "trained": GREEN},
     ),
     Panel(
         "Waits by stage, p95",
-        "Where work waits.",
+        "How long trajectories wait in each stage.",
         (Query(quantile(0.95, "stage_wait_seconds", "stage"), "{{stage}}"),),
         unit="s",
     ),
     Panel(
         "Tools, p95",
-        "How long calls take, and how long they wait for others of the same tool.",
+        "How long calls take, and how long they wait for other calls of the same tool.",
         (
             Query(quantile(0.95, "tool_seconds", "tool"), "{{tool}}"),
             Query(quantile(0.95, "tool_wait_seconds", "tool"), "{{tool}} waits"),
@@ -206,7 +206,7 @@ FLOW: Final = (
     ),
     Panel(
         "Length of trajectories",
-        "Tokens of the finished, prompt and all turns.",
+        "Tokens of finished trajectories, prompt and all turns.",
         (
             Query(quantile(0.5, "trajectory_tokens"), "p50"),
             Query(quantile(0.95, "trajectory_tokens"), "p95"),
@@ -215,7 +215,7 @@ FLOW: Final = (
     ),
     Panel(
         "Retries",
-        "Attempts and tasks per second that had to be given out again, and why.",
+        "Retried attempts and tasks per second, by reason.",
         (
             Query(rate("trajectory_retries_total"), "attempts"),
             Query(rate("task_retries_total", "reason"), "tasks: {{reason}}"),
@@ -229,8 +229,8 @@ FLOW: Final = (
         unit="s",
     ),
     Panel(
-        "Rewards that failed",
-        "Per second, trajectories that a reward failed for good, and calls that were made again.",
+        "Failed rewards",
+        "Per second: trajectories that failed in their reward for good, and retried calls.",
         (
             Query(rate("reward_errors_total", "reward"), "{{reward}}: failed"),
             Query(rate("reward_retries_total", "reward"), "{{reward}}: called again"),
@@ -254,13 +254,13 @@ FLOW: Final = (
     ),
     Panel(
         "On disk",
-        "Finished trajectories in the spool and the journal of what is in flight; both are bounded.",
+        "Finished trajectories in the spool, unfinished ones in the journal; both are bounded.",
         (Query(value("queue_bytes"), "spool"), Query(value("journal_bytes"), "journal")),
         unit="bytes",
     ),
     Panel(
         "Journal",
-        "What is written of trajectories in flight, compaction included.",
+        "Bytes per second written for trajectories in flight, compaction included.",
         (Query(rate("journal_written_bytes_total"), "written"),),
         unit="Bps",
     ),
@@ -269,13 +269,13 @@ FLOW: Final = (
 STALENESS: Final = (
     Panel(
         "Staleness of trained trajectories",
-        "How many were how old. The bound is rollout.max_staleness.",
+        "Trajectories by age. The bound is rollout.max_staleness.",
         (Query(increase("staleness_versions_bucket", "le"), "{{le}}"),),
         kind="heatmap",
     ),
     Panel(
         "Staleness, versions",
-        "Of trained trajectories. Near the bound, admission holds rollouts back.",
+        "Age of trained trajectories. Near the bound, admission holds rollouts back.",
         (
             Query(quantile(0.5, "staleness_versions"), "p50"),
             Query(quantile(0.95, "staleness_versions"), "p95"),
@@ -287,7 +287,7 @@ STALENESS: Final = (
     ),
     Panel(
         "Long answers",
-        "Distance of the lengths trained from those of all that ended, near 0 unless long answers are lost; "
+        "Distance between the lengths of trained and ended trajectories, 0 unless long answers are lost; "
         "and the share of sampled tokens too old to be trained on.",
         (
             Query(value("length_ks"), "distance (KS)"),
@@ -297,7 +297,7 @@ STALENESS: Final = (
     ),
     Panel(
         "Partial rollouts",
-        "Engine calls per second that a weight update cut short, that continued a turn, or that moved.",
+        "Engine calls per second that a weight update interrupted, that resumed a turn, or that moved.",
         (
             Query(rate("interruptions_total"), "interrupted"),
             Query(rate("resumes_total"), "resumed"),
@@ -308,8 +308,8 @@ STALENESS: Final = (
         colors={"failed over": RED},
     ),
     Panel(
-        "Taken over by a restart",
-        "Tokens that the journal saved when this process came back, and what of them was of no use.",
+        "Restored after a restart",
+        "Tokens restored from the journal at the start of this process, and those discarded.",
         (
             Query(increase("resumed_tokens_total"), "taken over"),
             Query(increase("resume_discarded_tokens_total"), "of no use"),
@@ -322,8 +322,8 @@ STALENESS: Final = (
 
 ENGINES: Final = (
     Panel(
-        "Which engines serve",
-        "Green while an engine takes requests.",
+        "Serving engines",
+        "Green while an engine accepts requests.",
         (Query(value("engine_up"), "{{engine}}"),),
         kind="state-timeline",
         width=12,
@@ -332,7 +332,7 @@ ENGINES: Final = (
     ),
     Panel(
         "Open calls",
-        "By engine: even, unless few very long trajectories are left.",
+        "By engine; even, unless only a few very long trajectories are left.",
         (Query(value("engine_running_requests"), "{{engine}}"),),
         width=6,
     ),
@@ -348,7 +348,7 @@ ENGINES: Final = (
     ),
     Panel(
         "Failures",
-        "Engines taken out of service, what they were found not to do, and how restarts went, in the window.",
+        "Quarantined engines, detected stalls, and results of restarts in the window.",
         (
             Query(increase("engine_quarantined_total", "engine"), "{{engine}} quarantined"),
             Query(increase("engine_stalls_total", "kind"), "stall: {{kind}}"),
@@ -358,7 +358,7 @@ ENGINES: Final = (
     ),
     Panel(
         "First token",
-        "From asking for an engine to the first token: of new trajectories, of next turns whose prefix is "
+        "From requesting an engine to the first token: of new trajectories, of next turns whose prefix is "
         "cached, and of calls whose prefix must be prefilled again (after an update, a failure or a move).",
         (
             Query(quantile(0.5, "first_token_seconds", "kind"), "{{kind}} p50"),
@@ -368,7 +368,7 @@ ENGINES: Final = (
     ),
     Panel(
         "Prefilled again",
-        "What updates, failures and moves cost in prefills, tokens per second.",
+        "Tokens per second prefilled again because of updates, failures and moves.",
         (Query(rate("prefilled_again_tokens_total", "cause"), "{{cause}}"),),
         unit="si:tok/s",
         stacked=True,
@@ -378,7 +378,7 @@ ENGINES: Final = (
 WEIGHTS: Final = (
     Panel(
         "Weight update by phase, mean",
-        "How long a new version takes to reach the engines, and what of it a step hides (weights.overlap).",
+        "How long a new version takes to reach the engines; how much of it a step hides (weights.overlap).",
         (
             Query(mean("weight_sync_seconds", "phase"), "{{phase}}"),
             Query(
@@ -392,7 +392,7 @@ WEIGHTS: Final = (
     ),
     Panel(
         "Pause beyond the transfer",
-        "What engines lose to an update; 100 ms is the aim.",
+        "Time that an update costs engines beyond the transfer; the aim is 100 ms.",
         (
             Query(quantile(0.5, "engine_pause_seconds"), "p50"),
             Query(quantile(0.99, "engine_pause_seconds"), "p99"),
@@ -403,7 +403,7 @@ WEIGHTS: Final = (
     ),
     Panel(
         "Versions behind the trainer",
-        "By engine: 0 or 1, unless it is quarantined. By checkpoint: the steps that a crash would cost.",
+        "Engines: 0 or 1, unless quarantined. Checkpoint: the steps that a crash would repeat.",
         (
             Query(
                 f"{value('trainer_weight_version')} - on (run) group_right {value('engine_weight_version')}",
@@ -425,15 +425,15 @@ ROUTING: Final = (
         unit="si:/s",
     ),
     Panel(
-        "Rows not reported",
-        "Share that the trainer has to route natively; below 1% is well.",
+        "Missing rows",
+        "Share that the trainer has to route natively; below 1% is healthy.",
         (Query(f"{rate('routing_rows_invalid_total')} / {rate('routing_rows_total')}", "invalid"),),
         unit="percentunit",
         limits=((0.01, RED),),
     ),
     Panel(
         "Rejections",
-        "Routing that does not fit its tokens, in the window; should stay empty. The reasons are explained "
+        "Routing that does not match its tokens, in the window; should stay empty. The reasons are explained "
         "at Misalignment in async_rl/errors.py.",
         (
             Query(increase("replay_rejected_total", "reason"), "{{reason}}"),
@@ -442,8 +442,8 @@ ROUTING: Final = (
         unit="none",
     ),
     Panel(
-        "How rows come",
-        "Answers with routing per second. After an update everything is fetched anew.",
+        "Kinds of routing payloads",
+        "Answers with routing per second. After an update all rows are fetched again.",
         (Query(rate("routing_payloads_total", "kind"), "{{kind}}"),),
         width=12,
         unit="si:/s",
@@ -451,7 +451,7 @@ ROUTING: Final = (
     ),
     Panel(
         "Experts changed by an update",
-        "As small as the steps are; near 1 the old log-probs of interrupted turns are of another function.",
+        "As small as the steps; near 1 the old log-probs of interrupted turns belong to another function.",
         (
             Query(mean("routing_flip_ratio"), "mean"),
             Query(quantile(0.95, "routing_flip_ratio"), "p95"),
@@ -474,15 +474,14 @@ TRAINER: Final = (
     ),
     Panel(
         "rollout_kl by lag",
-        "Lag 0 is the mismatch of trainer and engine; what later lags have more is staleness.",
+        "Lag 0 is the engine mismatch; what later lags add is staleness.",
         (Query(value("rollout_kl"), "lag {{lag}}"),),
         unit="suffix: nats",
         below_zero=True,
     ),
     Panel(
-        "What the KL is made of",
-        "Half the mean squared log-prob difference. Routing is what replay takes away, below zero what it "
-        "adds.",
+        "Parts of the KL",
+        "Half the mean squared log-prob difference. Routing is what replay removes, below zero what it adds.",
         (
             Query(value("kl_mismatch_nats"), "engine mismatch"),
             Query(value("kl_staleness_nats"), "staleness"),
@@ -493,7 +492,7 @@ TRAINER: Final = (
     ),
     Panel(
         "Trainer against rollout",
-        "At equal versions it is the mismatch of the two engines alone and must stay flat.",
+        "At equal versions it is the pure engine mismatch and must stay flat.",
         (
             Query(value("log_prob_abs_diff_nats"), "all tokens, absolute"),
             Query(value("lag0_log_prob_abs_diff_nats"), "equal versions, absolute"),
@@ -521,7 +520,7 @@ TRAINER: Final = (
     ),
     Panel(
         "Effective samples",
-        "Share of the trained tokens that carry the gradient, after truncation.",
+        "Share of the trained tokens that contribute to the gradient, after truncation.",
         (Query(value("effective_sample_share"), "share"),),
         unit="percentunit",
         limits=((0.5, YELLOW),),
@@ -548,16 +547,16 @@ TRAINER: Final = (
         ),
         unit="suffix: nats",
     ),
-    Panel("Loss", "Of each step.", (Query(value("loss"), "loss"),), unit="none", below_zero=True),
+    Panel("Loss", "Value at each step.", (Query(value("loss"), "loss"),), unit="none", below_zero=True),
     Panel(
         "Gradient norm",
-        "Before clipping. What is not finite is skipped, and ends the run after a few in a row.",
+        "Before clipping. An update that is not finite is skipped; several in a row end the run.",
         (Query(value("grad_norm"), "norm"),),
         unit="none",
     ),
     Panel(
         "Learning rate",
-        "Of each step.",
+        "Value at each step.",
         (Query(value("learning_rate"), "rate"),),
         unit="sci",
     ),
@@ -594,14 +593,14 @@ TRAINER: Final = (
 HEALTH: Final = (
     Panel(
         "Firing alerts",
-        "What to do about each is in docs/guide/watching.md.",
+        "docs/guide/watching.md says what to do about each.",
         (Query('ALERTS{alertstate="firing", run="$run"}', "{{alertname}}"),),
         kind="state-timeline",
         unit="none",
         limits=((1, RED),),
     ),
     Panel(
-        "Since the run last moved",
+        "Time since last progress",
         "Drops to zero again and again; a rising line is a stalled run, and /health names the wait.",
         (Query(value("seconds_since_progress"), "since progress"),),
         unit="s",
@@ -609,7 +608,7 @@ HEALTH: Final = (
     ),
     Panel(
         "Oldest wait",
-        "By what is awaited: a line that only rises is what everything waits for.",
+        "By what is awaited; a line that only rises is the cause of a stall.",
         (Query(value("oldest_wait_seconds"), "{{awaited}}"),),
         unit="s",
     ),
@@ -653,7 +652,7 @@ HEALTH: Final = (
     ),
     Panel(
         "Disk",
-        "Free space where run.dir lies. A full disk ends the run.",
+        "Free space of the disk with run.dir. A full disk ends the run.",
         (Query(f"{value('disk_free_bytes')} / {value('disk_size_bytes')}", "free"),),
         unit="percentunit",
         width=6,
@@ -679,7 +678,7 @@ EVALUATION: Final = (
     ),
     Panel(
         "Evaluations",
-        "Times in the window that one ended, or was cut off; their mean duration; answers that were dropped.",
+        "Completed and cancelled evaluations in the window, their mean duration, dropped answers.",
         (
             Query(increase("evaluations_total", "result"), "{{result}}"),
             Query(mean("evaluation_seconds"), "seconds"),
@@ -702,4 +701,4 @@ ROWS: Final = {
     "Trainer": TRAINER,
     "Health": HEALTH,
 }
-"""From top to bottom."""
+"""The rows of the dashboard, from top to bottom."""

@@ -1,5 +1,6 @@
 """What several kinds of tests share."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["tests.support.environment"]
 
+GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "calculator"
 
 
@@ -19,26 +21,49 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs before torch is imported, unless only tests/gpu runs: other tests expect a CPU's results."""
+    folders = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    if not all(folder.resolve().is_relative_to(GPU_TESTS) for folder in folders):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if wanted := set(config.getoption("--case") or ()):
         items[:] = [
             item for item in items if wanted & {n for mark in item.iter_markers("case") for n in mark.args}
         ]
+    if hasattr(config, "workerinput"):
+        items.sort(key=place_in_queue)
+
+
+def lane(file: str) -> str:
+    """Returns what runs on one worker, one test after the other: all trainers, all servers, or a file."""
+    if file.startswith(("tests/integration/test_trainer_", "tests/integration/test_kl_")):
+        return "trainers"
+    return "servers" if file.startswith(("tests/contract/", "tests/integration/")) else file
 
 
 class Lanes(LoadScopeScheduling):
-    """Servers in one lane and trainers in another, one test after the other: several of a kind would be in
-    each other's way. Files of other tests go where there is room.
+    """Gives one worker the trainers and another the servers: several of a kind would be in each other's way.
+
+    The files of other tests follow where a worker is free, the short ones last.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        if file.startswith(("tests/integration/test_trainer_", "tests/integration/test_kl_")):
-            return "trainers"
-        return "servers" if file.startswith(("tests/contract/", "tests/integration/")) else file
+        return lane(nodeid.partition("::")[0])
+
+
+def place_in_queue(item: pytest.Item) -> int:
+    """Returns when a worker of several gets a test: the longest lanes first."""
+    found = lane(item.nodeid.partition("::")[0])
+    if "/" not in found:
+        return 0
+    return 1 if found.startswith(("tests/mutants/", "tests/simulation/")) else 2
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
+    config.option.loadscopereorder = False  # which would put files with many tests first
     return Lanes(config, log)
 
 

@@ -1,15 +1,15 @@
-"""How far trainer and engines agree on the tokens of a batch, and what their disagreement is made of. Pure.
+"""Measures the difference between the trainer's and the engines' log-probs of a batch, and its parts. Pure.
 
 ```
 difference = trainer's log-prob before the update - engine's, of each trained token
     lag 0        same weights: the mismatch of two programs        ─► kl_mismatch
-      routed by the trainer itself, minus with the engine's rows   ─► kl_routing (a probe)
-    lag 1, 2+    older weights: what they have beyond the mismatch ─► kl_staleness
+      with the trainer's own routing, minus with the engine's rows ─► kl_routing (a probe)
+    lag 1, 2+    older weights: the excess over the mismatch       ─► kl_staleness
 ```
 
-The parts are halves of mean squares (k2, an estimate of the KL divergence for small differences): unlike
-means, which cancel, and absolute values, squares of independent differences add up, so that noise of the
-engine moves the mismatch and leaves what staleness adds where it was.
+The parts are halves of mean squares (k2, an estimate of the KL divergence for small differences). Squares of
+independent differences add up, while means cancel and absolute values do not add up. Noise of the engine
+therefore changes the mismatch and leaves the part of staleness unchanged.
 
 Source: estimators k1 and k2: John Schulman, "Approximating KL Divergence" (2020).
 """
@@ -25,22 +25,22 @@ from async_rl.types import BoolArray, Float32Array, TrainBatch
 from trainer.megatron.packing import Targets
 
 NUM_EXTREMES = 5
-"""Enough to see whether they are of one trajectory or lag."""
+"""Enough to see whether the largest differences share a trajectory or a lag."""
 
 _PERCENTILES = {"p1": 1.0, "p50": 50.0, "p99": 99.0, "p999": 99.9}
 
 
-def measure(wanted: Targets, start: Float32Array, importance_cap: float | None) -> dict[str, float]:
-    """Figures of a whole batch, under the names of `async_rl.observability.records.StepRecord`.
+def measure_mismatch(wanted: Targets, start: Float32Array, importance_cap: float | None) -> dict[str, float]:
+    """Returns figures of a whole batch, under the names of `async_rl.observability.records.StepRecord`.
 
     Args:
-        wanted: Of the batch.
+        wanted: The batch's targets.
         start: `[S]`, the trainer's log-probs before the update at the predicting positions, of all ranks.
-        importance_cap: Where importance weights are truncated; None: nowhere.
+        importance_cap: The value at which importance weights are truncated; None: no truncation.
 
     Returns:
-        Means over no tokens are NaN. Percentiles are order statistics of all tokens, not estimates.
-        The effective sample share is `(sum w)^2 / (n sum w^2)` of the truncated ratios `w`.
+        The figures. Means over no tokens are NaN. Percentiles are order statistics of all tokens, not
+        estimates. The effective sample share is `(sum w)^2 / (n sum w^2)` of the truncated ratios `w`.
 
     Source: effective sample size: Kong, "A note on importance sampling using standardized weights" (1992).
     """
@@ -69,15 +69,16 @@ def measure(wanted: Targets, start: Float32Array, importance_cap: float | None) 
 def measure_routing(
     wanted: Targets, start: Float32Array, native: Float32Array, probed: BoolArray
 ) -> dict[str, float]:
-    """What replay takes away from the mismatch, from a pass without it; tokens of lag 0 only.
+    """Returns the part of the mismatch that routing replay removes, from a pass without replay.
 
-    Tokens of older weights were routed by those: what native routing changes there is staleness as well.
+    Only tokens of lag 0 count: tokens of older weights were routed by those weights, so that native routing
+    changes their staleness as well.
 
     Args:
-        wanted: Of the batch.
-        start: As for `measure`; rows replayed.
-        native: `[S]`, the same without replay.
-        probed: `[S]`, where there is a value in `native`.
+        wanted: The batch's targets.
+        start: `[S]`, the trainer's log-probs before the update, with replayed rows.
+        native: `[S]`, the same log-probs without replay.
+        probed: `[S]`, True where `native` holds a value.
     """
     chosen = wanted.mask & probed & (wanted.lag <= 0)
     rollout = wanted.rollout_log_probs[chosen].astype(np.float64)
@@ -90,13 +91,13 @@ def measure_routing(
     }
 
 
-def extremes(batch: TrainBatch, wanted: Targets, start: Float32Array) -> tuple[Extreme, ...]:
-    """The tokens with the largest absolute differences, largest first.
+def largest_differences(batch: TrainBatch, wanted: Targets, start: Float32Array) -> tuple[Extreme, ...]:
+    """Returns the tokens with the largest absolute differences, largest first.
 
     Args:
         batch: The batch.
-        wanted: Of it.
-        start: As for `measure`.
+        wanted: The batch's targets.
+        start: `[S]`, the trainer's log-probs before the update.
     """
     difference, lag = _differences(wanted, start)
     index = np.flatnonzero(wanted.mask)
@@ -111,7 +112,7 @@ def extremes(batch: TrainBatch, wanted: Targets, start: Float32Array) -> tuple[E
         found.append(
             Extreme(
                 trajectory_id=batch.trajectory_ids[trajectory],
-                position=i + 1 - int(batch.offsets[trajectory]),  # at i it is predicted
+                position=i + 1 - int(batch.offsets[trajectory]),  # position i predicts token i + 1
                 token_id=int(wanted.labels[i]),
                 lag=int(lag[place]),
                 rollout_log_prob=float(wanted.rollout_log_probs[i]),
@@ -122,7 +123,7 @@ def extremes(batch: TrainBatch, wanted: Targets, start: Float32Array) -> tuple[E
 
 
 def _differences(wanted: Targets, start: Float32Array) -> tuple[np.ndarray, np.ndarray]:
-    """Trainer minus rollout log-probs, float64, and lags of the trained tokens, `[n]` each."""
+    """Returns trainer minus rollout log-probs, float64, and lags of the trained tokens, `[n]` each."""
     mask = wanted.mask
     return start[mask].astype(np.float64) - wanted.rollout_log_probs[mask], wanted.lag[mask]
 

@@ -1,7 +1,7 @@
 """Supervised training on the trainer's own model: one rank of `async-rl sft`.
 
-The loss of a step is the mean negative log-prob of its trained tokens, over all ranks and micro-batches, so
-that it does not depend on how the step was cut. Experts are routed by the model itself.
+The loss of a step is the mean negative log-prob of its trained tokens over all ranks and micro-batches, so
+that it does not depend on how the batch was split. The model routes experts natively.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from async_rl.sft.schedule import SftBatch
 from async_rl.trainer_protocol import StepResult
 from trainer.collectives import raise_on_all_ranks
 from trainer.losses.log_probs import vocab_parallel_log_probs
-from trainer.megatron.packing import targets
+from trainer.megatron.packing import make_targets
 from trainer.worker import TrainerWorker
 
 
 class SftWorker(TrainerWorker):
-    """`async_rl.trainer_protocol.TrainerRank` whose batches are `SftBatch`es."""
+    """Implements `async_rl.trainer_protocol.TrainerRank` for batches of type `SftBatch`."""
 
     def train_step(self, batch_path: str, step: int) -> StepResult:
-        """Consume the `SftBatch` frame at a path; see `fit`."""
+        """Reads the `SftBatch` frame at a path and trains on it (`train_on_conversations`)."""
         with raise_on_all_ranks(doing=f"cannot read the batch {batch_path}"):
             batch = read_frame(batch_path, SftBatch)
-        return self.fit(batch, step)
+        return self.train_on_conversations(batch, step)
 
-    def fit(self, batch: SftBatch, step: int) -> StepResult:
-        """Take one optimizer step, or only measure the loss.
+    def train_on_conversations(self, batch: SftBatch, step: int) -> StepResult:
+        """Takes one optimizer step, or only measures the loss.
 
         Args:
-            batch: The same on every rank.
+            batch: The batch, the same on every rank.
             step: The number of this step, from 1; reported back.
 
         Returns:
-            The same on every rank: `loss`, the mean over trained tokens before the step, in nats.
+            Metrics, the same on every rank. `loss` is the mean over trained tokens before the step, in nats.
 
         Raises:
-            NonFiniteLoss: See `TrainerWorker.train_on`.
+            NonFiniteLoss: As `TrainerWorker.train_on`.
         """
         begin = time.perf_counter()
-        wanted = targets(batch.rows)
-        placed = self._place(batch.rows, wanted, range(batch.rows.num_trajectories))
+        wanted = make_targets(batch.rows)
+        placed = self.place_micro_batches(batch.rows, wanted, range(batch.rows.num_trajectories))
 
         def loss(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
             part = placed[index]
-            picked = logits.index_select(0, part.logits_of)
+            picked = logits.index_select(0, part.logit_rows)
             log_probs, _ = vocab_parallel_log_probs(picked, part.labels, 1.0, self.model.tensor_group)
             summed = -log_probs.sum()
-            return summed, len(part.tokens), summed.detach().double()
+            return summed, len(part.token_indices), summed.detach().double()
 
-        parts = self.model.run([part.inputs for part in placed], loss, forward_only=not batch.train)
+        parts = self.model.run_schedule([part.inputs for part in placed], loss, forward_only=not batch.train)
         own = sum(parts, torch.zeros((), dtype=torch.float64, device=self.model.device))
         trained = int(np.count_nonzero(wanted.mask))
         mean = float(self.model.sum_over_ranks(own)) / max(trained, 1)
         norm: float | None = math.nan
         if batch.train:
-            norm = self._update(mean, batch.learning_rate, step, batch.rows)
-            self._steps += 1
+            norm = self._take_optimizer_step(mean, batch.learning_rate, step, batch.rows)
+            self.num_steps += 1
         return StepResult(
             step=step,
             metrics={

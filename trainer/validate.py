@@ -1,6 +1,7 @@
-"""Whether the trainer knows a model and can lay it out: what config.json alone can say. Pure, without torch.
+"""Checks, by config.json alone, that the trainer supports a model and its parallel layout. Pure, without
+torch.
 
-`async-rl check` and `train` ask before anything is started; every rank asks again.
+`async-rl check` and `async-rl train` check before they start anything, and every rank checks again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from async_rl.config import Config, LayoutConfig
 from async_rl.engines.model_facts import load_facts, read_config
 from async_rl.errors import ConfigError
 
-KNOWN = (
+KNOWN_MODEL_TYPES = (
     "deepseek_v3",
     "glm4_moe",
     "llama",
@@ -21,56 +22,57 @@ KNOWN = (
     "qwen3",
     "qwen3_moe",
 )
-"""Values of `model_type`: see `trainer.megatron.architectures`."""
+"""Supported values of `model_type`, those of `trainer.megatron.architectures`."""
 
 
-class Sizes(NamedTuple):
-    """What of a model is shared out over ranks."""
+class ModelSizes(NamedTuple):
+    """The dimensions of a model that a layout splits over ranks."""
 
     layers: int
     heads: int
     groups: int
-    """Of attention heads with keys and values of their own."""
+    """Query groups: heads of one group share keys and values."""
     vocabulary: int
     experts: int
-    """Of each layer that has some; 0 for a dense model."""
+    """Experts of each MoE layer; 0 for a dense model."""
 
 
 def check(config: Config) -> None:
-    """Check that the trainer can be started with this model and layout.
+    """Checks that the trainer can start with the config's model and layout.
 
     Raises:
         ConfigError: When it cannot.
     """
     path = config.model.path
     model = read_config(path)
-    check_known(str(model.get("model_type")), path)
+    check_model_type(str(model.get("model_type")), path)
     facts = load_facts(path)
     heads = model.get("num_attention_heads")
     if not heads:
         raise ConfigError(f"{path}/config.json does not say 'num_attention_heads'")
     groups = model.get("num_key_value_heads") or heads
-    sizes = Sizes(facts.num_layers, heads, groups, facts.vocab_size, facts.num_experts)
+    sizes = ModelSizes(facts.num_layers, heads, groups, facts.vocab_size, facts.num_experts)
     check_layout(config.trainer.layout, sizes)
 
 
-def check_known(kind: str, path: str) -> None:
-    """Refuse a model of another type.
+def check_model_type(kind: str, path: str) -> None:
+    """Checks that the trainer supports a model type.
 
     Raises:
-        ConfigError: With the types that are known.
+        ConfigError: When it does not; the message lists the supported types.
     """
-    if kind not in KNOWN:
+    if kind not in KNOWN_MODEL_TYPES:
         raise ConfigError(
-            f"model.path is {path}, a model of type {kind!r}; the trainer knows {', '.join(KNOWN)}"
+            f"model.path is {path}, a model of type {kind!r}; the trainer supports "
+            f"{', '.join(KNOWN_MODEL_TYPES)}"
         )
 
 
-def check_layout(layout: LayoutConfig, model: Sizes) -> None:
-    """Check that a model can be cut as a layout says.
+def check_layout(layout: LayoutConfig, model: ModelSizes) -> None:
+    """Checks that a layout can split a model.
 
     Raises:
-        ConfigError: With the setting, what it is, and what it must divide.
+        ConfigError: When it cannot; the message names the setting, its value, and what it must divide.
     """
     tp, ep, etp = layout.tp, layout.ep, layout.etp
     if model.heads % tp or model.groups % tp:
@@ -89,7 +91,7 @@ def check_layout(layout: LayoutConfig, model: Sizes) -> None:
             f"trainer.layout.ep is {ep}, but the model has {model.experts} experts: ep must divide them"
         )
     if model.experts and ep == 1 and etp != tp:
-        # Megatron then takes experts for dense parameters and does not add up tensor ranks' gradients.
+        # Megatron would treat experts as dense parameters and not add up the gradients of tensor ranks.
         raise ConfigError(
             f"trainer.layout has ep=1, tp={tp} and etp={etp}: without expert parallelism set etp={tp}"
         )

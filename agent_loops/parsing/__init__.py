@@ -1,12 +1,12 @@
-"""Reading tool calls out of what the policy wrote, in the format that its chat template teaches.
+"""Parsers of tool calls in the policy's text, in the format that its chat template teaches.
 
 ```
-calls     what a parser is: ToolParser, and what it gives: Parsed, ToolCall, MalformedCall; turns in pieces
-scan      what formats with tags and JSON share
+calls     the interface ToolParser, its results Parsed, ToolCall, MalformedCall, and ParsedStream
+scan      the common parts of formats with tags and JSON
 formats   Hermes, Qwen3-Coder, GLM-4.5, DeepSeek-V3, Kimi-K2, Llama 3
 ```
 
-No text makes a parser raise: what was meant as a call and cannot be read is told to the policy.
+A parser never raises: an unreadable call becomes an error message for the policy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PARSERS: Final[dict[str, type[ToolParser]]] = {
     "hermes": HermesParser,
     "llama3": Llama3Parser,
 }
-"""By the name that SGLang's `--tool-call-parser` has for the format."""
+"""Parsers by the format's name in SGLang's `--tool-call-parser`."""
 
 _SIGNS: Final = {
     "qwen3_coder": ("<function=",),
@@ -56,14 +56,14 @@ _SIGNS: Final = {
     "hermes": ("<tool_call>",),
     "llama3": ("<|python_tag|>", "Environment: ipython"),
 }
-"""What a chat template has that teaches the format; in an order in which the first that fits is right."""
+"""Texts in chat templates that teach each format; the first match is right."""
 
 
 def load_parser(name: str) -> ToolParser:
-    """A parser by its name in `PARSERS`, or one of the user's by dotted path.
+    """Load a parser by its name in `PARSERS`, or a user's parser by dotted path.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The parser does not exist.
     """
     if name in PARSERS:
         return PARSERS[name]()
@@ -77,23 +77,23 @@ def load_parser(name: str) -> ToolParser:
     kind = load_object(name, what="tool-call parser")
     if not (isinstance(kind, type) and issubclass(kind, ToolParser)):
         raise ConfigError(
-            f"tool-call parser {name!r} is no subclass of agent_loops.parsing.ToolParser, so it cannot tell "
+            f"tool-call parser {name!r} is not a subclass of agent_loops.parsing.ToolParser, which finds "
             "where a turn's calls begin"
         )
     return kind()
 
 
 def recognise(chat_template: str) -> str:
-    """The name of the format that a chat template teaches.
+    """Return the name of the format that a chat template teaches.
 
     Raises:
-        ConfigError: It is none of those known here, or the template leaves tools out.
+        ConfigError: The format is unknown, or the template leaves tools out.
     """
     for name, signs in _SIGNS.items():
         if any(sign in chat_template for sign in signs):
             return name
-    why = "has a format of calls that is not known" if "tools" in chat_template else "leaves tools out"
+    why = "has an unknown format of calls" if "tools" in chat_template else "leaves tools out"
     raise ConfigError(
         f"the chat template {why}; expected one of {', '.join(PARSERS)}: set rollout.agent_loop_args.parser "
-        "to one of them or to a `module:Class` of your own, or take the template of a model that calls tools"
+        "to one of them or to a `module:Class` of your own, or use the template of a model that calls tools"
     )

@@ -1,8 +1,8 @@
-"""What a parser of tool calls is: text in, an answer and its calls out, never an exception.
+"""The interface of tool-call parsers: text in, content and calls out, never an exception.
 
 ```
  text ──► thought </think> │ content │ calls…
-                           └ until something opens the calls, or may
+                           └ up to the text that opens the calls
 ```
 """
 
@@ -25,28 +25,28 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MalformedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that was meant as a call and cannot be read."""
+    """An unreadable call."""
 
     error: str
-    """What is wrong with it, told to the policy."""
+    """The problem, as a message for the policy."""
 
 
 Call = ToolCall | MalformedCall
 
 
 class Parsed(msgspec.Struct, frozen=True, kw_only=True):
-    """One assistant turn, taken apart."""
+    """One assistant turn, split into content and calls."""
 
     content: str
-    """What stands before the calls, thoughts included; the whole text where there are none."""
+    """The text before the calls, with thoughts; the whole text if there are no calls."""
     calls: list[Call]
-    """In the order in which they stand."""
+    """The calls in the order of the text."""
 
 
 class ToolParser(ABC):
-    """One format of tool calls. Stateless: one parser serves all trajectories of a run.
+    """Parses one format of tool calls. It is stateless: one parser serves all trajectories of a run.
 
-    A format of your own is a class with `opening` and `read`, in `rollout.agent_loop_args.parser` as
+    Your own format is a class with `opening` and `read`, in `rollout.agent_loop_args.parser` as
     `module:Class`.
 
     Example:
@@ -63,32 +63,32 @@ class ToolParser(ABC):
     """
 
     opening: ClassVar[tuple[str, ...]]
-    """Where the first of these stands, content ends and calls begin."""
+    """Content ends and calls begin at the first of these strings."""
 
     @abstractmethod
     def read(self, text: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
-        """The calls in the part of a turn that begins with an `opening`.
+        """Read the calls in the part of a turn that begins with an `opening`.
 
         Args:
-            text: From the `opening` to the end of the turn.
-            tools: JSON schemas on offer (`{"type": "function", …}`), for formats that do not say whether a
-                value is a number or a string.
+            text: The text from the `opening` to the end of the turn.
+            tools: JSON schemas of the available tools (`{"type": "function", …}`), for formats that do not
+                distinguish numbers from strings.
         """
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Take one whole turn apart; calls that are only thought about do not count."""
+        """Split one complete turn; calls inside a thought do not count."""
         end = self.content_end(text)
         calls = self.read(text[end:], tools) if end < len(text) else []
         return Parsed(content=text[:end] if calls else text, calls=calls)
 
     def content_end(self, text: str) -> int:
-        """Where the calls begin, in characters; the length of the text where it has none."""
+        """Return the position where the calls begin; the length of the text if it has none."""
         start = after_thought(text)
         found = [at for tag in self.opening if (at := text.find(tag, start)) >= 0]
         return min(found, default=len(text))
 
     def content_so_far(self, text: str) -> int:
-        """How much of a turn that is still being written is content for sure, in characters."""
+        """Return how many characters of a growing turn are certainly content."""
         end = self.content_end(text)
         if end < len(text):
             return end
@@ -101,9 +101,9 @@ class ToolParser(ABC):
 
 
 class ParsedStream:
-    """The same of a turn that comes in pieces: content at once, calls when the turn is whole.
+    """Parses a turn that comes in pieces: content at once, calls when the turn is complete.
 
-    Invariant: however the text is cut, what `feed` and `finish` return adds up to what `parse` returns.
+    Invariant: however the text is split, the results of `feed` and `finish` add up to that of `parse`.
 
     Example:
         >>> stream = ParsedStream(HermesParser())
@@ -117,25 +117,28 @@ class ParsedStream:
         self._parser = parser
         self._tools = tools
         self._text = ""
-        self._given = 0
+        self._num_returned = 0
 
     def feed(self, piece: str) -> str:
-        """Take a piece; give the content that is certain now."""
+        """Add a piece, and return the content that is now certain."""
         self._text += piece
-        begin, self._given = self._given, max(self._given, self._parser.content_so_far(self._text))
-        return self._text[begin : self._given]
+        begin, self._num_returned = (
+            self._num_returned,
+            max(self._num_returned, self._parser.content_so_far(self._text)),
+        )
+        return self._text[begin : self._num_returned]
 
     def finish(self) -> Parsed:
-        """The rest of the content, and all calls."""
+        """Return the rest of the content, and all calls."""
         parsed = self._parser.parse(self._text, self._tools)
-        return Parsed(content=parsed.content[self._given :], calls=parsed.calls)
+        return Parsed(content=parsed.content[self._num_returned :], calls=parsed.calls)
 
 
 def after_thought(text: str) -> int:
-    """Where a turn's thought has ended, in characters; 0 for a turn without.
+    """Return the position after a turn's thought; 0 for a turn without one.
 
-    The first end counts: behind it the policy may write about such tags, as in a call's argument. What opens
-    a thought tells nothing, for many chat templates do it in the prompt.
+    The first closing tag counts: after it the policy may write about such tags, for example in an argument.
+    The opening tag is no sign, because many chat templates write it in the prompt.
     """
     end = text.find(_END_OF_THOUGHT)
     return 0 if end < 0 else end + len(_END_OF_THOUGHT)

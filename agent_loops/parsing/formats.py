@@ -1,4 +1,4 @@
-"""Tool-call formats of well-known models, as in their chat templates; docs/guide/tools.md has examples."""
+"""Tool-call formats of well-known models, with examples in docs/guide/tools.md."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class HermesParser(TaggedParser):
     tags: ClassVar[Mapping[str, str]] = {"<tool_call>": "</tool_call>"}
 
     def read_one(self, scan: Scanner, opened: str, tools: Sequence[dict[str, Any]]) -> ToolCall:
-        """See `TaggedParser.read_one`."""
-        value = scan.json()
+        """Implements `TaggedParser.read_one`."""
+        value = scan.read_json()
         scan.require("</tool_call>", "its JSON")
         return as_call(value)
 
@@ -30,15 +30,19 @@ class Qwen3CoderParser(TaggedParser):
     tags: ClassVar[Mapping[str, str]] = {"<tool_call>": "</tool_call>", "<function=": "</function>"}
 
     def read_one(self, scan: Scanner, opened: str, tools: Sequence[dict[str, Any]]) -> ToolCall:
-        """See `TaggedParser.read_one`."""
+        """Implements `TaggedParser.read_one`."""
         if opened == "<tool_call>":
             scan.require("<function=", "<tool_call>")
-        name = scan.until(">", "<function=").strip()
+        name = scan.read_until(">", "<function=").strip()
         arguments: dict[str, Any] = {}
-        while scan.take("<parameter="):
-            key = scan.until(">", "<parameter=").strip()
-            # A value stands on lines of its own; only their breaks are not part of it.
-            value = scan.until("</parameter>", f"the parameter {key!r}").removeprefix("\n").removesuffix("\n")
+        while scan.skip("<parameter="):
+            key = scan.read_until(">", "<parameter=").strip()
+            # The value is on its own lines; the line breaks around it do not belong to it.
+            value = (
+                scan.read_until("</parameter>", f"the parameter {key!r}")
+                .removeprefix("\n")
+                .removesuffix("\n")
+            )
             arguments[key] = typed(value, name, key, tools)
         scan.require("</function>", f"the function {name!r}")
         if opened == "<tool_call>":
@@ -53,15 +57,15 @@ class Glm45Parser(TaggedParser):
     tags: ClassVar[Mapping[str, str]] = {"<tool_call>": "</tool_call>"}
 
     def read_one(self, scan: Scanner, opened: str, tools: Sequence[dict[str, Any]]) -> ToolCall:
-        """See `TaggedParser.read_one`."""
+        """Implements `TaggedParser.read_one`."""
         name = re.compile(r"[^<]*").match(scan.text, scan.position)
         assert name is not None  # it matches the empty string
         scan.position = name.end()
         function, arguments = name.group().strip(), dict[str, Any]()
-        while scan.take("<arg_key>"):
-            key = scan.until("</arg_key>", "<arg_key>").strip()
+        while scan.skip("<arg_key>"):
+            key = scan.read_until("</arg_key>", "<arg_key>").strip()
             scan.require("<arg_value>", f"the key {key!r}")
-            value = scan.until("</arg_value>", f"the value of {key!r}")
+            value = scan.read_until("</arg_value>", f"the value of {key!r}")
             arguments[key] = typed(value, function, key, tools)
         scan.require("</tool_call>", f"the call of {function!r}")
         return make_call(function, arguments)
@@ -74,12 +78,12 @@ class DeepSeekV3Parser(TaggedParser):
     tags: ClassVar[Mapping[str, str]] = {"<｜tool▁call▁begin｜>": "<｜tool▁call▁end｜>"}
 
     def read_one(self, scan: Scanner, opened: str, tools: Sequence[dict[str, Any]]) -> ToolCall:
-        """See `TaggedParser.read_one`."""
-        name = scan.until("<｜tool▁sep｜>", opened)
-        fenced = not scan.sees("{")
-        if fenced:  # what stood before is the kind, `function`
-            name = scan.until("```json", "the name")
-        arguments = scan.json()
+        """Implements `TaggedParser.read_one`."""
+        name = scan.read_until("<｜tool▁sep｜>", opened)
+        fenced = not scan.starts_with("{")
+        if fenced:  # the text before was the kind, `function`
+            name = scan.read_until("```json", "the name")
+        arguments = scan.read_json()
         if fenced:
             scan.require("```", "its JSON")
         scan.require("<｜tool▁call▁end｜>", "its JSON")
@@ -93,31 +97,31 @@ class KimiK2Parser(TaggedParser):
     tags: ClassVar[Mapping[str, str]] = {"<|tool_call_begin|>": "<|tool_call_end|>"}
 
     def read_one(self, scan: Scanner, opened: str, tools: Sequence[dict[str, Any]]) -> ToolCall:
-        """See `TaggedParser.read_one`."""
-        call_id = scan.until("<|tool_call_argument_begin|>", opened).strip()
-        arguments = scan.json()
+        """Implements `TaggedParser.read_one`."""
+        call_id = scan.read_until("<|tool_call_argument_begin|>", opened).strip()
+        arguments = scan.read_json()
         scan.require("<|tool_call_end|>", "its JSON")
         name = re.sub(r":\d+$", "", call_id).removeprefix("functions.")
         return make_call(name, arguments)
 
 
 class Llama3Parser(ToolParser):
-    """Llama 3: JSON objects that are the whole answer, or follow `<|python_tag|>`; `;` may part them.
+    """Llama 3: JSON objects that are the whole answer, or follow `<|python_tag|>`; `;` may separate them.
 
-    An answer that happens to be JSON is no call unless it has a "name" and "parameters".
+    An answer in JSON is only a call if it has a "name" and "parameters".
     """
 
     opening = ("<|python_tag|>",)
 
     def read(self, text: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
-        """See `ToolParser.read`."""
+        """Implements `ToolParser.read`."""
         scan, calls = Scanner(text), list[Call]()
-        tagged = scan.sees(self.opening[0])
+        tagged = scan.starts_with(self.opening[0])
         if not (tagged or _LLAMA_CALL.match(text)):
             return []
-        while scan.take(self.opening[0]) or scan.sees("{"):
+        while scan.skip(self.opening[0]) or scan.starts_with("{"):
             try:
-                value = scan.json()
+                value = scan.read_json()
                 if (
                     not tagged
                     and not calls
@@ -127,18 +131,18 @@ class Llama3Parser(ToolParser):
                     return []
                 calls.append(as_call(value, arguments=_LLAMA_ARGUMENTS))
             except Unreadable as error:
-                # Without tags nothing says where the next one would begin.
+                # Without tags the beginning of the next call is unknown.
                 calls.append(MalformedCall(error=f"the tool call cannot be read: {error}"))
                 break
-            scan.take(";")
+            scan.skip(";")
         return calls
 
     def content_end(self, text: str) -> int:
-        """See `ToolParser.content_end`."""
+        """Implements `ToolParser.content_end`."""
         answer = text[after_thought(text) :].lstrip()
         return len(text) - len(answer) if answer.startswith("{") else super().content_end(text)
 
 
 _LLAMA_ARGUMENTS: Final = {"parameters": None, "arguments": None}.keys()
 _LLAMA_CALL: Final = re.compile(r'\s*\{\s*"(?:name"\s*:|type"\s*:\s*"function")')
-"""What an untagged call begins with; `type` is written by models that copy the schema of a tool."""
+"""The beginning of an untagged call; models that copy the schema of a tool begin with `type`."""

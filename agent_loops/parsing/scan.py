@@ -1,4 +1,4 @@
-"""Reading formats that put each call between tags: what they share."""
+"""The common parts of formats that put each call between tags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent_loops.parsing.calls import Call, MalformedCall, ToolCall, ToolParser
 
 _SPACE = re.compile(r"\s*")
 _MAX_LITERAL_CHARS = 16_384
-"""Python's parser takes memory by the length of what it reads."""
+"""The limit of texts for Python's parser, whose memory grows with the length."""
 
 
 class Unreadable(ValueError):
@@ -21,36 +21,36 @@ class Unreadable(ValueError):
 
 
 class Scanner:
-    """A position in a text."""
+    """Reads a text from a position."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.position = 0
 
-    def sees(self, literal: str) -> bool:
-        """Whether this comes next, behind any space."""
-        return self.text.startswith(literal, self._behind_space())
+    def starts_with(self, literal: str) -> bool:
+        """Return whether `literal` comes next, after any white space."""
+        return self.text.startswith(literal, self._after_space())
 
-    def take(self, literal: str) -> bool:
-        """Step over this, and space before it, if it comes next."""
-        if seen := self.sees(literal):
-            self.position = self._behind_space() + len(literal)
+    def skip(self, literal: str) -> bool:
+        """Skip `literal` and the white space before it, if it comes next; return whether it did."""
+        if seen := self.starts_with(literal):
+            self.position = self._after_space() + len(literal)
         return seen
 
     def require(self, literal: str, after: str) -> None:
-        """Step over this.
+        """Skip `literal`, which must come next.
 
         Raises:
-            Unreadable: Something else comes next.
+            Unreadable: Another text comes next.
         """
-        if not self.take(literal):
+        if not self.skip(literal):
             raise Unreadable(f"{after} is not followed by {literal}")
 
-    def until(self, literal: str, what: str) -> str:
-        """What comes before the next `literal`; the position is behind it.
+    def read_until(self, literal: str, what: str) -> str:
+        """Return the text before the next `literal`, and skip both.
 
         Raises:
-            Unreadable: It does not come any more.
+            Unreadable: There is no further `literal`.
         """
         end = self.text.find(literal, self.position)
         if end < 0:
@@ -58,37 +58,37 @@ class Scanner:
         start, self.position = self.position, end + len(literal)
         return self.text[start:end]
 
-    def json(self) -> Any:
-        """The JSON value that comes next: it decides itself where it ends, whatever its strings hold.
+    def read_json(self) -> Any:
+        """Read the JSON value that comes next; its own syntax determines where it ends.
 
         Raises:
-            Unreadable: It is none.
+            Unreadable: It is not a JSON value.
         """
-        value, self.position = decode_json(self.text, self._behind_space())
+        value, self.position = decode_json(self.text, self._after_space())
         return value
 
-    def _behind_space(self) -> int:
+    def _after_space(self) -> int:
         match = _SPACE.match(self.text, self.position)
         assert match is not None  # it matches the empty string
         return match.end()
 
 
 class TaggedParser(ToolParser):
-    """A format with a tag before each call and one behind it."""
+    """Parses a format with an opening and a closing tag for each call."""
 
     tags: ClassVar[Mapping[str, str]]
-    """The tag that closes a call, by the one that begins it."""
+    """The closing tag of a call, by its opening tag."""
 
     @abstractmethod
     def read_one(self, scan: Scanner, opened: str, tools: Sequence[dict[str, Any]]) -> ToolCall:
-        """The call behind the tag `opened`; its closing tag is stepped over too.
+        """Read the call after the tag `opened`, including its closing tag.
 
         Raises:
-            Unreadable: It cannot be read.
+            Unreadable: The call cannot be read.
         """
 
     def read(self, text: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
-        """See `ToolParser.read`."""
+        """Implements `ToolParser.read`."""
         begins = re.compile("|".join(map(re.escape, self.tags)))
         scan, calls = Scanner(text), list[Call]()
         while (begin := begins.search(text, scan.position)) is not None:
@@ -100,7 +100,7 @@ class TaggedParser(ToolParser):
         return calls
 
     def _skip(self, scan: Scanner, begin: re.Match[str], error: str) -> MalformedCall:
-        """Go on behind the end of a call that cannot be read, or where the next one begins."""
+        """Skip to the end of an unreadable call, or to the beginning of the next one."""
         opened, closing = begin.group(), self.tags[begin.group()]
         tag = re.compile(f"{re.escape(opened)}|{re.escape(closing)}").search(scan.text, begin.end())
         if tag is None:
@@ -113,14 +113,14 @@ class TaggedParser(ToolParser):
 
 
 def as_call(value: Any, *, arguments: Collection[str] = ("arguments",)) -> ToolCall:
-    """A call that is written as one JSON object.
+    """Return the call that one JSON object describes.
 
     Args:
         value: The object.
-        arguments: Keys under which its arguments may stand; without any they are empty.
+        arguments: Possible keys of the arguments; without any of them the arguments are empty.
 
     Raises:
-        Unreadable: It is no call.
+        Unreadable: The object is not a call.
     """
     if not isinstance(value, dict):
         raise Unreadable(f'a tool call is an object with "name" and "{next(iter(arguments))}"')
@@ -128,7 +128,7 @@ def as_call(value: Any, *, arguments: Collection[str] = ("arguments",)) -> ToolC
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
-    """A call of a name and its arguments, which some models encode twice, as OpenAI's API does.
+    """Return a call of a name with arguments, which some models encode twice, as OpenAI's API does.
 
     Raises:
         Unreadable: The name is missing or the arguments are not an object.
@@ -146,10 +146,10 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
 
 
 def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value that begins at `start`, and the index behind it.
+    """Return the JSON value that begins at `start`, and the index after it.
 
     Raises:
-        Unreadable: It is none, nested too deeply, or holds half of a surrogate pair, which is no text.
+        Unreadable: It is not JSON, is nested too deeply, or contains half of a surrogate pair.
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
@@ -166,10 +166,10 @@ def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def whole_json(text: str) -> Any:
-    """A text that is one JSON value.
+    """Return the JSON value that is the whole text.
 
     Raises:
-        Unreadable: It is not.
+        Unreadable: The text is not one JSON value.
     """
     text = text.strip()
     value, end = decode_json(text)
@@ -179,10 +179,10 @@ def whole_json(text: str) -> Any:
 
 
 def typed(text: str, name: str, key: str, tools: Sequence[dict[str, Any]]) -> Any:
-    """The value of an argument in a format that writes strings without quotes.
+    """Return the value of an argument in a format that writes strings without quotes.
 
-    What the tool's schema calls a string stays as it is; anything else is JSON, or what Python prints
-    (`True`, `['a']`), or else a string after all, which the tool will refuse in words of its own.
+    A string according to the tool's schema is returned unchanged. Other values are JSON or Python literals
+    (`True`, `['a']`); otherwise the string is returned, and the tool refuses it with its own message.
     """
     kinds = _kinds(name, key, tools)
     if kinds == {"string"}:
@@ -192,12 +192,12 @@ def typed(text: str, name: str, key: str, tools: Sequence[dict[str, Any]]) -> An
     except Unreadable:
         value = _literal(text)
     if "string" in kinds and not (value is None and "null" in kinds):
-        return text  # of a string or a number both may be meant; only `null` cannot be a string
+        return text  # it may be a string or a number; only `null` cannot be a string
     return value
 
 
 def _literal(text: str) -> Any:
-    """What Python prints for a list, dict or constant; any other text is itself."""
+    """Return the value of a Python literal; any other text unchanged."""
     if len(text) > _MAX_LITERAL_CHARS:
         return text
     try:
@@ -209,7 +209,7 @@ def _literal(text: str) -> Any:
 
 
 def _kinds(name: str, key: str, tools: Sequence[dict[str, Any]]) -> set[str]:
-    """JSON types that a tool's schema allows for an argument; empty where it does not say."""
+    """Return the JSON types that a tool's schema allows for an argument; empty if unspecified."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:

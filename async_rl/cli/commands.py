@@ -54,11 +54,11 @@ def _run_train(parsed: argparse.Namespace) -> int:
 def _run_check(parsed: argparse.Namespace) -> int:
     from async_rl.config import load_config
     from async_rl.config.reference import resolved_yaml
-    from async_rl.run.preflight import check, check_trainer
+    from async_rl.run.preflight import check_config, check_trainer
 
     config = load_config(parsed.config, parsed.overrides)
     check_trainer(config, config.trainer.worker, "trainer.worker")
-    findings = check(config)
+    findings = check_config(config)
     sys.stdout.write(resolved_yaml(config))
     for finding in findings:
         print(f"# {finding}")
@@ -290,7 +290,7 @@ def _run_export(parsed: argparse.Namespace) -> int:
     from async_rl.runtime.loading import load_object
 
     # By its dotted path: no module of this package imports the trainer.
-    export = load_object("trainer.checkpoints.hf_export:export", what="exporter")
+    export = load_object("trainer.checkpoints.hf_export:export_checkpoint", what="exporter")
     done = export(parsed.checkpoint, parsed.out, model=parsed.model, max_shard_bytes=parsed.max_shard_bytes)
     for flaw in done.skipped_checkpoints:
         print(f"skipped: {flaw}")

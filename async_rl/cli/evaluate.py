@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from uuid6 import uuid7
 
-from async_rl.cli.inspection.try_out import OpenEngines, engines_of
+from async_rl.cli.inspection.try_out import OpenEngines, engines_from
 from async_rl.config import Config, SGLangEngines, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_validation, prompt_rule
@@ -29,9 +29,9 @@ from async_rl.evaluation.evaluator import Evaluator
 from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, evaluation_record_log
 from async_rl.queue import archive
 from async_rl.queue.archive import Archive
-from async_rl.run.folder import console as default_console
 from async_rl.run.folder import result_folder, run_in_folder
-from async_rl.run.preflight import check
+from async_rl.run.folder import run_console as default_console
+from async_rl.run.preflight import check_config
 
 
 def evaluate(
@@ -42,7 +42,7 @@ def evaluate(
     out: Path | None = None,
     as_json: bool = False,
     console: Console | None = None,
-    open_engines: OpenEngines = engines_of,
+    open_engines: OpenEngines = engines_from,
 ) -> int:
     """Evaluate a model on the validation sets of a config.
 
@@ -67,7 +67,7 @@ def evaluate(
     config = load_config(path, [*overrides, *given, "evaluation.engines=shared"])
     if not config.data.validation:
         raise ConfigError("data.validation names no dataset: add `data.validation: [{path: ...}]`")
-    check(config)
+    check_config(config)
     shown = console or default_console()
 
     async def run(folder: Path, stop: asyncio.Event) -> EvaluationRecord:
@@ -78,7 +78,7 @@ def evaluate(
         if as_json:
             print(msgspec.json.encode(record).decode())
         else:
-            show(shown, config.model.path, record)
+            show_scores(shown, config.model.path, record)
             if out is not None:
                 shown.print(f"the answers: async-rl inspect {out}", highlight=False)
         return int(not record.scores)
@@ -99,7 +99,7 @@ async def _evaluate_sets(
         new_id=lambda: uuid7().hex,
         clock=time.monotonic,
     )
-    pool, versions = evaluator.pool(), set[int]()
+    pool, versions = evaluator.new_pool(), set[int]()
     kept = Archive(folder / archive.FILE, keep=evaluator.num_answers) if keep_answers else None
     try:
         async with open_engines(config, folder / "logs") as engines:
@@ -130,7 +130,7 @@ def _check_model(config: Config, engine_id: str, serves: str) -> None:
         )
 
 
-def show(console: Console, model: str, record: EvaluationRecord) -> None:
+def show_scores(console: Console, model: str, record: EvaluationRecord) -> None:
     """Print a record as a table with one line per set."""
     ks = sorted({k for score in record.scores.values() for k in score.pass_at}, key=int)
     table = Table(title=f"{model}, {record.asked} answers in {record.duration_s:.0f} s", title_justify="left")

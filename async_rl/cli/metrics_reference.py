@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from async_rl.observability.metrics import PREFIX, Declaration, Metrics, declared
 from async_rl.observability.trackers.names import DERIVED, FIELDS, OWN, OWN_BY_KEY
+from async_rl.runtime.waits import WAIT_KINDS
 
 _HEAD = f"""# Metrics
 
-Every metric of a run, with its type, unit and labels, who observes it when, and what a bad value means. This
-page is written by `make docs` from `async_rl/observability/metrics.py` and
-`async_rl/observability/trackers/names.py`; change it there. Where to look for what:
-[watching a run](../guide/watching.md).
+Every metric of a run with its type, unit, labels, observer and the meaning of a bad value. `make docs`
+generates this page from `async_rl/observability/metrics.py` and `async_rl/observability/trackers/names.py`;
+change it there. [Watching a run](../guide/watching.md) explains which metrics answer which question.
 
 Prometheus scrapes them from the driver's `/metrics`; names there begin with `{PREFIX}`. A histogram `x` is
 the series `x_bucket`, `x_sum` and `x_count`. A figure that does not exist (a mean over no tokens) is NaN
@@ -24,29 +24,44 @@ _TRACKERS = """
 
 `metrics.trackers` sends the figures of each step (`StepRecord` in `async_rl/observability/records.py`, one
 line of `metrics.jsonl`) to `wandb`, `tensorboard` (the folder `tensorboard/` of the run), `jsonl` (its file
-`tracker.jsonl`), `console`, or to a class of your own: `module:Class`, made with the config and the run's
+`tracker.jsonl`), `console`, or a class of your own: `module:Class`, created with the config and the run
 folder, with the two methods of `Tracker` in `async_rl/observability/trackers/tracker.py`.
 
-All of them see the same names: verl's, where verl has one for the same figure. The x axis is the trainer
-step. A figure that does not exist in a step is left out of it. `response_length/*` counts the tokens that
-the policy wrote, not what tools returned.
+All trackers use the same names: verl's, where verl has one for the same figure. The x axis is the trainer
+step. A figure that does not exist in a step is omitted. `response_length/*` counts the tokens that the policy
+wrote, not what tools returned.
 
-A tracker has a thread and a queue of its own. One that fails or is too slow loses steps, which the log says
-once and `async_rl_tracker_steps_lost_total` counts; training does not wait for it. A run that resumes goes
-on in the same wandb run, TensorBoard folder and file. Steps that it repeats after its checkpoint take the
-place of the old ones; only wandb, which takes nothing back, keeps the first ones.
+Each tracker has its own thread and queue. One that fails or is too slow loses steps; the log reports this
+once and `async_rl_tracker_steps_lost_total` counts it. Training does not wait for trackers. A resumed run
+continues the same wandb run, TensorBoard folder and file. Steps that it repeats replace the old ones, except
+in wandb, which keeps the first ones.
 
 wandb is an extra, `pip install 'async-rl[wandb]'`, and its key comes from `wandb login` or WANDB_API_KEY.
-`metrics.wandb.mode: offline` writes files below the run's folder; `wandb sync` in that folder uploads them.
+`metrics.wandb.mode: offline` writes files below the run folder; `wandb sync` in that folder uploads them.
 
 | name | field of the record |
 |---|---|
 """
 
+_WAITS = """
+## Waits
+
+The label `awaited` of metrics, `/health` and the chains of `async-rl doctor` name waits by these kinds
+(`async_rl/runtime/waits.py`).
+
+| kind | the doctor says | open while |
+|---|---|---|
+"""
+
 
 def markdown() -> str:
-    """The whole page."""
-    return "".join([_HEAD, *_sections(), _TRACKERS, *_names()])
+    """Returns the whole page."""
+    return "".join([_HEAD, *_sections(), _WAITS, *_waits(), _TRACKERS, *_names()])
+
+
+def _waits() -> Iterator[str]:
+    for name, kind in WAIT_KINDS.items():
+        yield f"| `{name}` | {kind.fault.format('…')} | {kind.meaning} |\n"
 
 
 def _sections() -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""`async-rl plan CONFIG`: what a job would do, before there are machines for it.
+"""`async-rl plan CONFIG`: estimates the throughput of a job before there are machines for it.
 
-The scheduler that runs is run in virtual time (`async_rl.simulation.planned_job`); this is the command around
-it: flags and past runs become a `Workload`, plans become a table and a sentence on what holds the job back.
+`async_rl.simulation.planned_job` runs the real scheduler in virtual time. This module is the command around
+it: flags and past runs become a `Workload`, plans become a table and a sentence on the bottleneck.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from async_rl.simulation.workload import Workload
 S = TypeVar("S", bound=msgspec.Struct)
 
 _WARM_UP: Final = 5
-"""One in so many of a past run's steps come before its steady state and are left out."""
+"""The first 1/5 of a past run's steps precede its steady state and are left out."""
 
 
 def plan(
@@ -62,13 +62,13 @@ def plan(
     config = load_config(path, overrides)
     row_bytes, remark = _routing_row_bytes(config)
     workload = workload_for(config, run_dir, {"routing_row_bytes": row_bytes} | dict(figures or {}))
-    how = _checked(simulation or {}, PlannedRun)
+    how = _convert_figures(simulation or {}, PlannedRun)
     base = num_engines(config)
     plans, sentences = [], []
     for number in engines or (base,):
         job, work = with_engines(config, workload, number, grow=grow)
         plans.append(simulate(job, work, how))
-        sentences.append(bottleneck(plans[-1], job, work) + room(plans[-1], job))
+        sentences.append(bottleneck(plans[-1], job, work) + queue_remark(plans[-1], job))
     if as_json:
         rows = [msgspec.to_builtins(p) | {"bottleneck": s} for p, s in zip(plans, sentences, strict=True)]
         sys.stdout.write(json.dumps({"workload": msgspec.to_builtins(workload), "plans": rows}, indent=1))
@@ -79,7 +79,7 @@ def plan(
 
 
 def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float]) -> Workload:
-    """Lengths and speeds: what is given, else what a past run measured, else the defaults.
+    """Return lengths and speeds: those given, else those of a past run, else the defaults.
 
     Raises:
         ConfigError: The run has no steps, or a figure is out of range.
@@ -93,16 +93,16 @@ def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float
                 f"--from {run_dir}: there is no metrics.jsonl with a step in it: name a run folder"
             )
         figures |= calibrate(config, records)
-    return _checked(figures | dict(given), Workload)
+    return _convert_figures(figures | dict(given), Workload)
 
 
 def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
-    """What a past run's steps say of lengths and speeds, as fields of a `Workload`.
+    """Compute lengths and speeds from a past run's steps, as fields of a `Workload`.
 
-    A decode step is what makes the measured tokens a second with the slots that the config keeps busy; how it
-    divides into base and slope is left at the defaults' proportion. With `weights.transport: disk`
-    and `delta` engines stand still while they load and the rest of a sync is publishing; with the others
-    they do all the time.
+    The duration of a decode step follows from the measured tokens per second and the slots that the config
+    keeps busy; its division into base and slope keeps the proportion of the defaults. With
+    `weights.transport` `disk` and `delta` engines pause while they load, and the rest of a sync is
+    publishing; with the others they pause during the whole sync.
     """
     steady = records[len(records) // _WARM_UP :]
     tokens, sampled = sum(r.tokens for r in steady), sum(r.trained_tokens for r in steady)
@@ -111,9 +111,9 @@ def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
     running = min(slots, config.rollout.max_concurrent_trajectories / engines)
     rate = sum(r.tokens_per_s for r in steady) / len(steady) / engines
     sync_s = sum(r.sync_s for r in steady) / len(steady)
-    still_s = sum(r.pause_s for r in steady) / len(steady)
+    pause_s = sum(r.pause_s for r in steady) / len(steady)
     if config.weights.transport not in ("disk", "delta"):
-        still_s = sync_s
+        pause_s = sync_s
     usual = Workload()
     slower = running / rate / usual.step_s(round(running)) if rate > 0 else 1.0
     return {
@@ -123,22 +123,22 @@ def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
         "decode_per_call_s": usual.decode_per_call_s * slower,
         "prefill_tokens_per_s": usual.prefill_tokens_per_s / slower,
         "train_tokens_per_s": tokens / max(1e-9, sum(r.step_s for r in steady)),
-        "sync_s": still_s,
-        "publish_s": sync_s - still_s,
+        "sync_s": pause_s,
+        "publish_s": sync_s - pause_s,
     }
 
 
 def num_engines(config: Config) -> int:
-    """Engines of a job, started by us or elsewhere."""
+    """Return the number of engines of a job, including external ones."""
     urls = config.engine.urls if isinstance(config.engine, SGLangEngines) else ()
     return len(urls) or config.engine.num_engines
 
 
 def with_engines(config: Config, workload: Workload, number: int, *, grow: bool) -> tuple[Config, Workload]:
-    """The same job on another number of engines.
+    """Return the same job on another number of engines.
 
     Raises:
-        ConfigError: When it is none.
+        ConfigError: The number is below 1.
     """
     if number < 1:
         raise ConfigError(f"--engines {number}: expected at least 1")
@@ -163,19 +163,19 @@ def with_engines(config: Config, workload: Workload, number: int, *, grow: bool)
 
 
 def bottleneck(plan: JobPlan, config: Config, workload: Workload) -> str:
-    """What holds a job back most, and what to change, in one sentence."""
+    """Return one sentence that names the bottleneck of a job and what to change."""
     busy = 1 - plan.trainer_idle
     losses = {
         "empty": plan.engines_empty,
         "prefill": plan.engines_prefill,
-        "still": plan.engines_still,
+        "paused": plan.engines_still,
     }
     worst = max(losses, key=lambda name: losses[name])
     slots = plan.engines * plan.slots
     waits_for_syncs = plan.trainer_syncs > 0.05 and plan.trainer_syncs > plan.trainer_waits
     if waits_for_syncs and not config.weights.overlap and config.rollout.max_staleness:
         return (
-            f"Weight updates, for the trainer: it stands still {plan.trainer_syncs:.0%} of the time until "
+            f"Weight updates, for the trainer: it pauses {plan.trainer_syncs:.0%} of the time until "
             "engines have its weights; weights.overlap=true sends them while the next step runs."
         )
     if plan.trainer_waits < 0.02 and busy > 0.8:
@@ -185,13 +185,13 @@ def bottleneck(plan: JobPlan, config: Config, workload: Workload) -> str:
         )
     if losses[worst] < 0.05:
         return (
-            f"The engines, which are busy: they give {plan.relative:.0%} of what they could; add engines, as "
-            f"the trainer is idle {plan.trainer_idle:.0%} of the time."
+            f"The engines, which are busy: they deliver {plan.relative:.0%} of their throughput; add "
+            f"engines, as the trainer is idle {plan.trainer_idle:.0%} of the time."
         )
-    if worst == "still":
+    if worst == "paused":
         return (
-            f"Weight updates: engines stand still {plan.engines_still:.0%} of the time; make a sync faster, "
-            "or a version larger (trainer.groups_per_batch)."
+            f"Weight updates: engines are paused {plan.engines_still:.0%} of the time; make updates faster, "
+            "or versions larger (trainer.groups_per_batch)."
         )
     if worst == "prefill":
         remedy = (
@@ -225,17 +225,17 @@ def bottleneck(plan: JobPlan, config: Config, workload: Workload) -> str:
     )
 
 
-def room(plan: JobPlan, config: Config) -> str:
-    """A further sentence when the queue needs more than the config gives it, else nothing."""
+def queue_remark(plan: JobPlan, config: Config) -> str:
+    """Return a sentence if the queue needs more than `queue.max_bytes`, else nothing."""
     if plan.queue_bytes_peak <= config.queue.max_bytes:
         return ""
     return (
         f" Finished groups take up to {_size(plan.queue_bytes_peak)}: with queue.max_bytes = "
-        f"{_size(config.queue.max_bytes)} admission would wait for room."
+        f"{_size(config.queue.max_bytes)} admission would wait for space."
     )
 
 
-def _checked(figures: Mapping[str, Any], kind: type[S]) -> S:
+def _convert_figures(figures: Mapping[str, Any], kind: type[S]) -> S:
     try:
         return msgspec.convert(figures, kind)
     except msgspec.ValidationError as error:
@@ -243,7 +243,7 @@ def _checked(figures: Mapping[str, Any], kind: type[S]) -> S:
 
 
 def _routing_row_bytes(config: Config) -> tuple[int, str]:
-    """Of one token, if the model is at hand; a remark if it is not."""
+    """Return the bytes of one token's routing if the model is available; else 0 and a remark."""
     if not config.routing.from_engine:
         return 0, ""
     try:
@@ -260,7 +260,7 @@ def _show(
     table.add_column("engines")
     for plan in plans:
         table.add_column(f"{plan.engines:,}", justify="right")
-    for name, cells in rows_of(plans):
+    for name, cells in table_rows(plans):
         table.add_row(name, *cells)
     console.print(_assumptions(workload), soft_wrap=True, highlight=False, markup=False)
     console.print(table)
@@ -270,8 +270,8 @@ def _show(
         console.print(remark, soft_wrap=True, highlight=False, markup=False)
 
 
-def rows_of(plans: Sequence[JobPlan]) -> list[tuple[str, list[str]]]:
-    """The lines of the table: a name, and a cell for each plan."""
+def table_rows(plans: Sequence[JobPlan]) -> list[tuple[str, list[str]]]:
+    """Return the lines of the table: a name, and a cell for each plan."""
     return [
         ("slots of an engine", [f"{p.slots}" for p in plans]),
         ("groups in a batch", [f"{p.groups_per_batch:,}" for p in plans]),
@@ -283,9 +283,9 @@ def rows_of(plans: Sequence[JobPlan]) -> list[tuple[str, list[str]]]:
         ("  during weight updates", [f"{p.trainer_syncs:.1%}" for p in plans]),
         ("engines: empty slots", [f"{abs(p.engines_empty):.1%}" for p in plans]),
         ("engines: prefilling", [f"{p.engines_prefill:.1%}" for p in plans]),
-        ("engines: standing still", [f"{p.engines_still:.1%}" for p in plans]),
+        ("engines: paused", [f"{p.engines_still:.1%}" for p in plans]),
         ("staleness mean / p99 / max", [_staleness(p) for p in plans]),
-        ("the bound", [f"{p.max_staleness}" for p in plans]),
+        ("staleness bound", [f"{p.max_staleness}" for p in plans]),
         ("dropped", [f"{p.dropped:.1%}" for p in plans]),
         ("tokens masked for age", [f"{p.masked:.1%}" for p in plans]),
         ("prefilled over sampled tokens", [f"{p.prefilled:.3f}" for p in plans]),
@@ -314,7 +314,7 @@ def _assumptions(w: Workload) -> str:
         f"Assumed: prompts of {w.prompt_tokens:,} tokens; {answers}{turns}; a decode step of "
         f"{w.decode_base_s * 1e3:.3g} + {w.decode_per_call_s * 1e3:.3g} · calls ms; prefill "
         f"{w.prefill_tokens_per_s:,.0f} tokens/s; {trainer}; publishing {w.publish_s:.3g} s{copying}, "
-        f"standstill of an update {w.sync_s:.3g} s; {w.routing_row_bytes} bytes of routing rows a token."
+        f"pause of an update {w.sync_s:.3g} s; {w.routing_row_bytes} bytes of routing rows a token."
     )
 
 

@@ -22,8 +22,8 @@ from async_rl.config import Config, load_config
 from async_rl.observability.console_report import RunProgress, print_summary, write_summary
 from async_rl.observability.page.html_report import write_report
 from async_rl.observability.records import Summary, step_record_log
-from async_rl.run.folder import console, run_folder, run_in_folder
-from async_rl.run.preflight import check, check_trainer
+from async_rl.run.folder import run_console, run_folder, run_in_folder
+from async_rl.run.preflight import check_config, check_trainer
 
 Launch = Callable[[Config, Path, asyncio.Event, RunProgress], Awaitable[Summary]]
 """Runs a config in its folder until it is done or the event is set."""
@@ -45,8 +45,8 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
     """
     config = load_config(path, overrides)
     check_trainer(config, config.trainer.worker, "trainer.worker")
-    check(config)
-    shown = console()
+    check_config(config)
+    shown = run_console()
     progress = RunProgress(shown)
     results: list[tuple[Path, Summary]] = []
 

@@ -127,7 +127,7 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True):
         PositiveInt | None,
         Meta(
             description=(
-                "Passes over the data, each of as many tasks as there are examples; null "
+                "Epochs over the data, each of as many tasks as there are examples; null "
                 "continues until `run.max_steps`."
             )
         ),

@@ -57,7 +57,7 @@ class SftConfig(Strict, frozen=True, kw_only=True):
             )
         ),
     ] = "refuse"
-    epochs: Annotated[int, Meta(ge=1, description="Passes over the data.")] = 1
+    epochs: Annotated[int, Meta(ge=1, description="Epochs over the data.")] = 1
     max_steps: Annotated[
         PositiveInt | None,
         Meta(description="Maximum number of optimizer steps; null takes as many as the epochs need."),

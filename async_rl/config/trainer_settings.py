@@ -227,7 +227,7 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
         ),
     ] = 1
     epochs_per_batch: Annotated[
-        int, Meta(ge=1, description="Passes over a batch, with `updates_per_batch` steps each.")
+        int, Meta(ge=1, description="Epochs over a batch, with `updates_per_batch` steps each.")
     ] = 1
     max_skipped_updates: Annotated[
         int,

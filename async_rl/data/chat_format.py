@@ -1,13 +1,13 @@
-"""Conversations as tokens, without ever re-tokenising what the policy wrote.
+"""Renders conversations as tokens without re-tokenising what the policy wrote.
 
 ```
 prompt_ids ─► sampled … <end of turn> ─► append_ids ─► sampled … <end of turn> ─► append_ids ─► …
 ```
 
-Each piece is the model's own chat template rendered as text and then tokenised by itself. The text after an
-assistant turn is found by rendering a dummy conversation whose assistant message is a marker: what follows
-the marker is the end of the turn and everything up to the next generation prompt. Pieces meet at special
-tokens, where tokenisers split anyway.
+Each piece is rendered by the model's own chat template and tokenised separately. The text after an assistant
+turn is found by rendering a dummy conversation whose assistant message is a marker: after the marker follow
+the end of the turn and everything up to the next generation prompt. Pieces join at special tokens, where
+tokenizers split anyway.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from async_rl.errors import ConfigError
 from async_rl.types import BoolArray, Int32Array
 
 _TAG = re.compile(r"tool|think|python_tag|arg_(key|value)")
-"""In special tokens that are part of what the policy says (Llama 3, Kimi-K2, …); others only frame it."""
+"""Matches special tokens that belong to the text of a turn (Llama 3, Kimi-K2, …); others only delimit it."""
 _QUESTION = {"role": "user", "content": "?"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _MARKER = "ASSISTANTMARKER"
-"""Stands for an assistant message. A plain word: templates trim or split whitespace and tags."""
+"""Stands for an assistant message. It is a plain word because templates trim or split whitespace and tags."""
 _READ_ROLES = frozenset({"system", "developer", "user", "tool"})
-"""Of messages that a policy reads, by the names that templates are written for."""
+"""Roles of messages that a policy reads, as all templates know them."""
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
+    """The part of the Hugging Face tokenizer interface that `ChatFormat` uses."""
 
     chat_template: Any
     eos_token_id: int | None
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Tokens that were added to the vocabulary, by id: `content` and whether they are `special`."""
+        """Tokens added to the vocabulary, by id, with `content` and `special`."""
         ...
 
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tools: Any, tokenize: bool, add_generation_prompt: bool
     ) -> Any:
-        """Render as text."""
+        """Render a conversation as text."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Text to ids."""
+        """Convert text to token ids."""
         ...
 
     def decode(
         self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> Any:
-        """Ids to text."""
+        """Convert token ids to text."""
         ...
 
 
 class ChatFormat:
-    """A tokenizer and its chat template as a token-in-token-out format.
+    """Converts messages to token ids and back, with a tokenizer and its chat template.
 
     Example:
         >>> chat = load_chat_format("models/calculator")
@@ -70,19 +70,19 @@ class ChatFormat:
         >>> ids = np.concatenate([ids, sampled, chat.append_ids([{"role": "tool", "content": "4"}])])
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: A tokenizer with a chat template.
         stop_token_ids: Stop tokens besides the end of turn and the tokenizer's end of sequence.
 
     Raises:
-        ConfigError: The template is missing, cannot be rendered, or does not end an assistant's message
-            with a token of its own.
+        ConfigError: The template is missing, cannot be rendered, or does not end assistant messages with a
+            special token.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int] = ()) -> None:
         if not tokenizer.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template; expected `chat_template` in tokenizer_config.json or a "
-                "chat_template.jinja beside it (base models have none: take the instruct model's)"
+                "chat_template.jinja beside it (base models have none: use the instruct model's)"
             )
         self.tokenizer = tokenizer
         self._tags: dict[int, str] = {}
@@ -97,43 +97,43 @@ class ChatFormat:
 
     @property
     def template(self) -> str:
-        """The text of the chat template, of all where the tokenizer has several."""
+        """The text of the chat template, or of all templates if the tokenizer has several."""
         template = self.tokenizer.chat_template
         return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
 
     def prompt_ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Int32Array:
-        """Tokens of a conversation up to the point where the policy writes, `[P] int32`."""
+        """Return the tokens of a conversation up to the policy's turn, `[P] int32`."""
         return self.encode(self.prompt_text(messages, tools))
 
     def prompt_text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The text of `prompt_ids`: a tenth of its cost, for whoever looks at many prompts."""
+        """Return the text of `prompt_ids`, at a tenth of its cost, for measuring many prompts."""
         return self._render(messages, tools, add_generation_prompt=True)
 
     def append_ids(self, messages: Sequence[Mapping[str, Any]], *, after_length: bool = False) -> Int32Array:
-        """Tokens between the policy's last token and the next generation prompt, `[n] int32`.
+        """Return the tokens between the policy's last token and the next generation prompt, `[n] int32`.
 
-        All messages that come between two turns of the policy belong in one call: templates join
-        neighbouring tool results.
+        All messages between two turns of the policy belong in one call, because templates join adjacent tool
+        results.
 
         Args:
-            messages: What comes in between; with none, the policy is simply asked for another turn.
-            after_length: The turn ended without its end-of-turn token (a length limit, a stop string,
-                another stop token), so it is put in.
+            messages: The messages in between; without any, the policy just writes another turn.
+            after_length: Whether the turn ended without its end-of-turn token (by a length limit, a stop
+                string, another stop token), so that it must be added.
         """
         after = self.encode(self.append_text(messages))
         return after if after_length else after[1:]
 
     def append_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What `append_ids` encodes, the end of the policy's turn first."""
+        """Return the text of `append_ids`, which starts with the end of the policy's turn."""
         asked = [_QUESTION, {"role": "assistant", "content": _MARKER}, *messages]
         return self._after_marker(self._render(asked, add_generation_prompt=True))
 
     def decode(self, token_ids: Sequence[int] | Int32Array) -> str:
-        """Text of tokens; special tokens are left out, but for the tags of thoughts and tool calls."""
+        """Return the text of tokens, without special tokens except the tags of thoughts and tool calls."""
         pieces: list[str] = []
         run: list[int] = []
         for token_id in map(int, token_ids):
@@ -155,30 +155,32 @@ class ChatFormat:
         *,
         train_on: Collection[int] | None = None,
     ) -> tuple[Int32Array, BoolArray]:
-        """A whole conversation as a rollout would have produced it, for supervised training.
+        """Encode a whole conversation as a rollout would have produced it, for supervised training.
 
         Args:
-            messages: Ends with an assistant message.
-            tools: JSON schemas of the tools on offer.
-            train_on: Which messages are trained on, by index; None takes all of assistants.
+            messages: The conversation, which ends with an assistant message.
+            tools: JSON schemas of the available tools.
+            train_on: Indices of the messages that are trained on; None takes all assistant messages.
 
         Returns:
-            Token ids `[T] int32` and loss mask `[T] bool`, true in what these messages say, with their
-            end-of-turn tokens.
+            Token ids `[T] int32` and loss mask `[T] bool`, which is true for the content of these messages
+            and their end-of-turn tokens.
         """
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns or turns[-1] != len(messages) - 1:
+        assistant_indices = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        ]
+        if not assistant_indices or assistant_indices[-1] != len(messages) - 1:
             raise ConfigError(
                 "the conversation does not end with an assistant message, so it teaches nothing"
             )
-        trained = frozenset(turns if train_on is None else train_on)
+        trained = frozenset(assistant_indices if train_on is None else train_on)
         pieces: list[Int32Array] = []
         masks: list[BoolArray] = []
         begin = 0
-        for index in turns:
+        for index in assistant_indices:
             read = list(self._between(messages, range(begin, index), tools, trained))
             ids = [self.encode(text) for text, _ in read]
-            if begin:  # the turn before has its end already
+            if begin:  # the previous turn contains its end-of-turn token
                 ids[0] = ids[0][1:]
             pieces += [*ids, self.encode(self._assistant_text(messages[index]))]
             counts = [*(counts for _, counts in read), index in trained]
@@ -193,10 +195,10 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]],
         trained: Collection[int],
     ) -> Iterator[tuple[str, bool]]:
-        """The text before a turn of the assistant, in pieces: each with whether it is trained on.
+        """Yield the text before an assistant turn in pieces, each with whether it is trained on.
 
-        What a message says is found by a marker in its place where it is trained on, and where its role is
-        one that templates need not know: Qwen's leave such messages out without a word.
+        A marker locates the content of a message that is trained on, or whose role templates may not know:
+        Qwen's template skips messages of unknown roles silently.
         """
         marked = [i for i in between if i in trained or messages[i]["role"] not in _READ_ROLES]
         said = [{**messages[i], "content": _marker(i)} if i in marked else messages[i] for i in between]
@@ -206,7 +208,7 @@ class ChatFormat:
             before, found, text = text.partition(_marker(i))
             if not found:
                 raise ConfigError(
-                    f"the chat template leaves out what the role {role!r} says; expected one of "
+                    f"the chat template leaves out messages of the role {role!r}; expected one of "
                     f"{', '.join(sorted(_READ_ROLES | {'assistant'}))}, or a template that knows it"
                 )
             if not isinstance(content, str):
@@ -223,14 +225,14 @@ class ChatFormat:
         yield text, False
 
     def _assistant_text(self, message: Mapping[str, Any]) -> str:
-        """What the policy would have written for this message, its end-of-turn token included."""
+        """Return what the policy would have written for this message, with its end-of-turn token."""
         prompt = self._render([_QUESTION], add_generation_prompt=True)
         rendered = self._render([_QUESTION, message], add_generation_prompt=False)
         end = rendered.rfind(self._end_of_turn)
         if not rendered.startswith(prompt) or end < len(prompt):
             raise ConfigError(
-                "the chat template renders an assistant's message otherwise than its own generation prompt "
-                f"begins it: {rendered!r} does not continue {prompt!r}"
+                "the chat template renders an assistant message differently from its own generation prompt: "
+                f"{rendered!r} does not continue {prompt!r}"
             )
         return rendered[len(prompt) : end + len(self._end_of_turn)]
 
@@ -240,7 +242,7 @@ class ChatFormat:
         )
         after = self._after_marker(rendered)
         ids = self.encode(after)
-        # The text of the first token, kept as it stands in the template.
+        # The text of the first token, exactly as in the template.
         text = str(
             self.tokenizer.decode(
                 ids[:1].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -249,8 +251,8 @@ class ChatFormat:
         is_special = bool(len(ids)) and not self.decode(ids[:1])
         if not is_special or not after.startswith(text):
             raise ConfigError(
-                f"the chat template ends an assistant's message with {after!r}; expected a special token, "
-                "on which the policy can stop"
+                f"the chat template ends an assistant message with {after!r}; expected a special token, "
+                "at which the policy can stop"
             )
         return int(ids[0]), text
 
@@ -258,7 +260,7 @@ class ChatFormat:
         _, marker, after = rendered.partition(_MARKER)
         if not marker:
             raise ConfigError(
-                "the chat template leaves out an assistant's content, so turns cannot be joined"
+                "the chat template leaves out the content of assistant messages, so turns cannot be joined"
             )
         return after
 
@@ -278,24 +280,24 @@ class ChatFormat:
                     add_generation_prompt=add_generation_prompt,
                 )
             )
-        except Exception as error:  # a template is a program, it raises what it likes
+        except Exception as error:  # a template is a program, which may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
                 f"the chat template cannot render a conversation of roles [{roles}]: {error}"
             ) from error
 
     def encode(self, text: str) -> Int32Array:
-        """Text to tokens; special tokens are recognised, none is put in front."""
+        """Convert text to token ids; special tokens are recognised, and none is prepended."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
 def _marker(index: int) -> str:
-    """Stands for what a message says; see `_MARKER`."""
+    """Return a marker that stands for the content of a message."""
     return f"MESSAGE{index}MARKER"
 
 
 def load_chat_format(model_path: str | Path) -> ChatFormat:
-    """The chat format of a model folder: its tokenizer, template and stop tokens.
+    """Load the chat format of a model folder: its tokenizer, template and stop tokens.
 
     Raises:
         ConfigError: There is no tokenizer or no usable chat template.
@@ -310,7 +312,7 @@ def load_chat_format(model_path: str | Path) -> ChatFormat:
 
 
 def has_tokenizer(model_path: str | Path) -> bool:
-    """Whether a folder looks as if there were a tokenizer in it."""
+    """Return whether a folder has a file of a tokenizer."""
     return any((Path(model_path) / name).is_file() for name in _TOKENIZER_FILES)
 
 
@@ -319,7 +321,7 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
         raise ConfigError(f"no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}")
     try:
         if (folder / "tokenizer.json").is_file():
-            # Does without torch, whose import takes seconds; AutoTokenizer brings it in.
+            # AutoTokenizer imports torch, which takes seconds; this class does not.
             from transformers import PreTrainedTokenizerFast
 
             fast: Tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -328,12 +330,12 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
 
         slow: Tokenizer = AutoTokenizer.from_pretrained(folder)
         return slow
-    except Exception as error:  # tokenizers raises bare Exception, transformers nearly everything
+    except Exception as error:  # tokenizers raises bare Exception, transformers almost anything
         raise ConfigError(f"the tokenizer cannot be read: {error}") from error
 
 
 def _generation_stop_ids(folder: Path) -> list[int]:
-    """`eos_token_id` of generation_config.json: an id, a list of ids, or absent."""
+    """Return the ids in `eos_token_id` of generation_config.json, which may be absent."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return []

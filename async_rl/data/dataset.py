@@ -1,12 +1,12 @@
-"""The datasets: rows of jsonl and parquet files as `Task`s.
+"""The datasets: examples of jsonl and parquet files as `Task`s.
 
 ```
- file ──rows──► schema ──► Task ──► its prompt in tokens ──► Dataset ─┐
- (streamed)     (schemas)           refuse | filter | keep            ├─► TaskSet ──► Order (order)
-                                                             Dataset ─┘
+ file ──examples──► schema ──► Task ──► its prompt in tokens ──► Dataset ─┐
+ (streamed)        (schemas)            refuse | filter | keep            ├─► TaskSet ──► DataOrder (order)
+                                                                 Dataset ─┘
 ```
 
-Bad rows are named by file and line, up to ten of them at once.
+Errors name malformed examples by file and line, up to ten at once.
 """
 
 from __future__ import annotations
@@ -23,36 +23,35 @@ import msgspec
 from async_rl.config import Config, DataConfig, DatasetConfig, SourceConfig
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.order import DataOrder, Mixture, TaskOrder
-from async_rl.data.schemas import Schema, chosen_schema, detect, keys_of, to_task
+from async_rl.data.schemas import Schema, chosen_schema, detect_schema, keys_of, to_task
 from async_rl.errors import ConfigError
 from async_rl.types import Task
 
 _MAX_NAMED: Final = 10
-"""So many bad rows of a file are named; the others are counted."""
-
+"""An error names this many examples of a file, and counts the others."""
 
 _LONG_REMEDY: Final = (
-    "set data.long_prompts=filter to leave such rows out, or raise data.max_prompt_tokens or "
+    "set data.long_prompts=filter to leave such examples out, or raise data.max_prompt_tokens or "
     "rollout.max_context_tokens"
 )
 _ADDED_TOKENS: Final = 64
 _NUM_COUNTED: Final = 64
-"""The longest prompt in tokens is looked for among so many of the longest texts."""
+"""The longest prompt in tokens is determined among this many of the longest texts."""
 
 
 class PromptRule(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of prompts that are too long."""
+    """How prompts are measured, and what happens to those that are too long."""
 
     render: Callable[[Task], str]
-    """A task's prompt as text; raises ConfigError where there is no way."""
+    """Renders a task's prompt as text; raises ConfigError if the chat template cannot."""
     count: Callable[[Task], int]
-    """The tokens of it."""
+    """Counts the tokens of a task's prompt."""
     limit: int
     policy: Literal["refuse", "filter"]
 
 
 def prompt_rule(config: Config) -> PromptRule | None:
-    """As configured; None where nobody shall look.
+    """Return the rule of a config; None if prompts are not measured.
 
     Raises:
         ConfigError: The model has no usable tokenizer.
@@ -75,13 +74,13 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     schema: Schema
     detected: bool
-    """Whether the schema is that of the first row, and not the config's word."""
+    """Whether the schema was detected from the first example, not set in the config."""
     tasks: list[Task]
     weight: float | None = None
     num_filtered: int = 0
-    """Rows that were left out because their prompts are too long."""
+    """Examples that were left out because their prompts are too long."""
     longest_prompt: int | None = None
-    """Tokens, of those that were kept: of the longest texts among them. None where nobody looked."""
+    """Tokens of the longest kept prompt, among the longest texts; None if prompts were not measured."""
 
 
 class TaskSet(Sequence[Task]):
@@ -90,7 +89,7 @@ class TaskSet(Sequence[Task]):
     Example:
         >>> tasks = load_tasks(config.data)
         >>> order = tasks.order(config.run.seed, config.data.shuffle)
-        >>> tasks[order.task_at(0)]  # the first one that is given out
+        >>> tasks[order.task_at(0)]  # the first task that is dispatched
     """
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
@@ -98,7 +97,7 @@ class TaskSet(Sequence[Task]):
         self._tasks = list(chain.from_iterable(dataset.tasks for dataset in datasets))
 
     def order(self, seed: int, shuffle: bool) -> Mixture:
-        """In which order they are taken."""
+        """Return the order in which tasks are dispatched."""
         weights = [dataset.weight for dataset in self.datasets]
         set_weights = [weight for weight in weights if weight is not None]
         return Mixture([len(dataset.tasks) for dataset in self.datasets], set_weights or None, seed, shuffle)
@@ -115,7 +114,7 @@ class TaskSet(Sequence[Task]):
 
 
 def order_of(tasks: Sequence[Task], seed: int, shuffle: bool) -> DataOrder:
-    """In which order tasks are taken; any sequence but a `TaskSet` is one dataset."""
+    """Return the order of tasks; any sequence other than a `TaskSet` is one dataset."""
     if isinstance(tasks, TaskSet):
         return tasks.order(seed, shuffle)
     return TaskOrder(len(tasks), seed, shuffle)
@@ -124,10 +123,10 @@ def order_of(tasks: Sequence[Task], seed: int, shuffle: bool) -> DataOrder:
 def load_run_tasks(config: Config) -> TaskSet:
     """Read the tasks of a run and apply its rule for long prompts.
 
-    The checks before a run and the run itself need the same: the last result is kept.
+    The last result is cached, because the checks before a run and the run itself need the same.
 
     Raises:
-        ConfigError: See `load_tasks`.
+        ConfigError: As `load_tasks`.
     """
     sources = config.data.datasets or [DatasetConfig(path=config.data.path or "")]
     files = [Path(source.path).resolve() for source in sources]
@@ -143,25 +142,25 @@ def _load_once(config: bytes, _: Hashable) -> TaskSet:
 
 
 def load_tasks(config: DataConfig, prompts: PromptRule | None = None) -> TaskSet:
-    """Read all tasks to train on.
+    """Read all training tasks.
 
     Args:
         config: Files and keys.
-        prompts: What becomes of long ones; None does not look.
+        prompts: The rule for long prompts; None does not measure them.
 
     Raises:
-        ConfigError: A file is missing, empty or of another kind, two datasets have one name, or rows are
+        ConfigError: A file is missing, empty or of another kind, two datasets have one name, or examples are
             malformed or repeat an id; the message names up to ten of them by file and line (parquet: row).
     """
     if not config.datasets:
         source = DatasetConfig(path=config.path or "")
-        return TaskSet([_load(source, config, "data.path", prompts)])
+        return TaskSet([_load_dataset(source, config, "data.path", prompts)])
     datasets = _load_all(config.datasets, config, "data.datasets", prompts)
-    return TaskSet([_renamed(dataset) for dataset in datasets])
+    return TaskSet([_with_prefixed_ids(dataset) for dataset in datasets])
 
 
 def load_validation(config: DataConfig, prompts: PromptRule | None = None) -> list[Dataset]:
-    """Read the validation sets; see `load_tasks`."""
+    """Read the validation sets, in the same way as `load_tasks`."""
     return _load_all(config.validation, config, "data.validation", prompts)
 
 
@@ -170,7 +169,7 @@ def _load_all(
 ) -> list[Dataset]:
     datasets: dict[str, Dataset] = {}
     for index, source in enumerate(sources):
-        dataset = _load(source, config, f"{place}[{index}].path", prompts)
+        dataset = _load_dataset(source, config, f"{place}[{index}].path", prompts)
         if (other := datasets.setdefault(dataset.name, dataset)) is not dataset:
             raise ConfigError(
                 f"{place}: {other.path} and {dataset.path} are both called {dataset.name!r}; set a name"
@@ -178,55 +177,57 @@ def _load_all(
     return list(datasets.values())
 
 
-def _renamed(dataset: Dataset) -> Dataset:
-    """The same with ids that cannot meet those of another dataset."""
+def _with_prefixed_ids(dataset: Dataset) -> Dataset:
+    """Return the dataset with task ids that are unique among all datasets."""
     tasks = [
         msgspec.structs.replace(task, task_id=f"{dataset.name}/{task.task_id}") for task in dataset.tasks
     ]
     return msgspec.structs.replace(dataset, tasks=tasks)
 
 
-def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptRule | None) -> Dataset:
+def _load_dataset(
+    source: SourceConfig, config: DataConfig, place: str, prompts: PromptRule | None
+) -> Dataset:
     path = Path(source.path)
-    rows = rows_of(path, place)
-    first = next(rows, None)
+    examples = read_examples(path, place)
+    first = next(examples, None)
     if first is None:
-        raise ConfigError(f"{place}: {str(path)!r} has no rows; expected at least one task")
+        raise ConfigError(f"{place}: {str(path)!r} has no examples; expected at least one task")
     named = chosen_schema(source, config)
-    schema = named or detect(first[1])
+    schema = named or detect_schema(first[1])
     keys = keys_of(schema, source, config)
     tasks: list[Task] = []
     seen: dict[str, str] = {}
-    bad = Complaints(path, "bad rows")
-    long = Complaints(path, "rows with prompts that are too long", _LONG_REMEDY)
+    bad = ExampleErrors(path, "malformed examples")
+    long = ExampleErrors(path, "examples with prompts that are too long", _LONG_REMEDY)
     gauge = None if prompts is None else _PromptGauge(prompts)
-    for number, (where, row) in enumerate(chain([first], rows)):
+    for number, (where, example) in enumerate(chain([first], examples)):
         try:
-            if isinstance(row, ConfigError):
-                raise row
-            task = to_task(row, number, where, keys)
+            if isinstance(example, ConfigError):
+                raise example
+            task = to_task(example, number, where, keys)
             if task.task_id in seen:
                 raise ConfigError(
                     f"{where}: the {keys.id!r} {task.task_id!r} was used before, at {seen[task.task_id]}; "
-                    "expected a different one in each row"
+                    "expected a different one in each example"
                 )
             seen[task.task_id] = where
-            num_tokens = 0 if gauge is None else gauge.look(task)
+            num_tokens = 0 if gauge is None else gauge.count_tokens(task)
         except ConfigError as error:
             text = str(error)
-            bad.add(text if text.startswith(where) else f"{where}: {text}")
+            bad.add_error(text if text.startswith(where) else f"{where}: {text}")
             continue
         if prompts is not None and num_tokens > prompts.limit:
-            long.add(f"{where}: the prompt has {num_tokens} tokens, and {prompts.limit} are allowed")
+            long.add_error(f"{where}: the prompt has {num_tokens} tokens, and {prompts.limit} are allowed")
             continue
         tasks.append(task)
-    bad.check()
+    bad.raise_if_any()
     if prompts is not None and prompts.policy == "refuse":
-        long.check()
+        long.raise_if_any()
     if not tasks:
         assert prompts is not None, "only prompts that are too long are left out"
         raise ConfigError(
-            f"{place}: all {long.count} rows of {str(path)!r} have prompts of more than {prompts.limit} "
+            f"{place}: all {long.count} examples of {str(path)!r} have prompts of more than {prompts.limit} "
             "tokens; raise data.max_prompt_tokens or rollout.max_context_tokens"
         )
     return Dataset(
@@ -242,18 +243,18 @@ def _load(source: SourceConfig, config: DataConfig, place: str, prompts: PromptR
 
 
 class _PromptGauge:
-    """Measures prompts, and tokenises no more of them than it must: that costs ten times the rendering."""
+    """Measures prompts, and tokenises as few as possible: tokenising costs ten times the rendering."""
 
     def __init__(self, rule: PromptRule) -> None:
         self._rule = rule
         self._longest = 0
-        self._texts: list[tuple[int, int, Task]] = []  # a heap of the longest that were not tokenised
+        self._texts: list[tuple[int, int, Task]] = []  # a heap of the longest texts that were not tokenised
         self._seen = 0
 
-    def look(self, task: Task) -> int:
-        """Tokens of a prompt where they may be over the limit; 0 where they cannot be.
+    def count_tokens(self, task: Task) -> int:
+        """Return the tokens of a prompt if they may exceed the limit; 0 if they cannot.
 
-        A token is at least a character of ASCII, but for a few that some tokenizers put before words.
+        A token is at least one ASCII character, except for a few that some tokenizers put before words.
         """
         text, rule = self._rule.render(task), self._rule
         self._seen += 1
@@ -266,26 +267,26 @@ class _PromptGauge:
         return 0
 
     def longest(self) -> int:
-        """Tokens of the longest prompt that is kept."""
+        """Return the tokens of the longest prompt that is kept."""
         return max([self._longest, *(self._rule.count(task) for _, _, task in self._texts)])
 
 
-class Complaints:
-    """What is wrong with the rows of a file: the first ones, and how many there are."""
+class ExampleErrors:
+    """Collects the errors of a file's examples: the text of the first ones, and how many there are."""
 
     def __init__(self, path: Path, what: str, remedy: str = "") -> None:
         self._path, self._what, self._remedy = path, what, remedy
         self._named: list[str] = []
         self.count = 0
 
-    def add(self, text: str) -> None:
-        """One more."""
+    def add_error(self, text: str) -> None:
+        """Add the error of one example."""
         self.count += 1
         if self.count <= _MAX_NAMED:
             self._named.append(text)
 
-    def check(self) -> None:
-        """Raise a ConfigError where there are any."""
+    def raise_if_any(self) -> None:
+        """Raise a ConfigError if there are errors."""
         if not self.count:
             return
         if self.count == 1:
@@ -297,15 +298,15 @@ class Complaints:
         raise ConfigError(listed)
 
 
-def rows_of(path: Path, place: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a file one after the other, each with its place in it.
+def read_examples(path: Path, place: str) -> Iterator[tuple[str, Any]]:
+    """Read the examples of a file one by one.
 
     Args:
-        path: Of the file.
-        place: The config's key that names it.
+        path: The file.
+        place: The config key that names the file.
 
     Returns:
-        Pairs of file with line (parquet: row), and the row, or the `ConfigError` that it is none.
+        Pairs of file with line (parquet: row), and the example, or the `ConfigError` of an unreadable one.
 
     Raises:
         ConfigError: The file is missing or of another kind.
@@ -314,27 +315,27 @@ def rows_of(path: Path, place: str) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{place}: there is no file {str(path)!r} (looked from {Path.cwd()})")
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{place}: {str(path)!r} ends in {path.suffix!r}; expected .jsonl or .parquet")
-    return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path, place)
+    return _jsonl_examples(path) if path.suffix == ".jsonl" else _parquet_examples(path, place)
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each line with its place; one that cannot be read as the error that it is."""
+def _jsonl_examples(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield each line with its place; an unreadable line as its error."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
             try:
-                row = msgspec.json.decode(line)
+                example = msgspec.json.decode(line)
             except msgspec.DecodeError as error:
-                row = ConfigError(f"{where}: not a JSON object: {error}")
+                example = ConfigError(f"{where}: not a JSON object: {error}")
             except UnicodeDecodeError as error:
-                row = ConfigError(f"{where}: not UTF-8: {error}")
-            yield where, row
+                example = ConfigError(f"{where}: not UTF-8: {error}")
+            yield where, example
 
 
-def _parquet_rows(path: Path, place: str) -> Iterator[tuple[str, Any]]:
-    """Each row with its place, one batch of a row group in memory at a time."""
+def _parquet_examples(path: Path, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield each row with its place, with one batch of a row group in memory at a time."""
     import pyarrow as pa  # takes half a second, and most datasets are jsonl
     import pyarrow.parquet as pq
 

@@ -1,6 +1,6 @@
-"""In which order tasks are taken, of one dataset or of several. Pure in (seed, position).
+"""The order of tasks, of one dataset or of several: a pure function of (seed, position).
 
-A resumed run needs no more than its position, which the ledger has.
+A resumed run needs only its position, which the ledger records.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ import numpy as np
 from async_rl.types import Int64Array
 
 _MAX_BLOCK: Final = 1000
-"""Weights hold exactly over so many tasks at most, each to a thousandth; small ratios over fewer."""
+"""The most tasks of a block over which weights hold exactly, to a thousandth; small ratios need fewer."""
 
 
 class DataOrder(Protocol):
-    """Which task stands at which position of an endless stream."""
+    """Maps the positions of an endless stream to tasks."""
 
     def task_at(self, position: int) -> int:
-        """Index of the task at a position."""
+        """Return the index of the task at a position."""
         ...
 
 
 class TaskOrder:
-    """One dataset, epoch by epoch, each in an order of its own where it is shuffled."""
+    """The order of one dataset: epoch by epoch, each shuffled differently if shuffling is on."""
 
     def __init__(self, num_tasks: int, seed: int, shuffle: bool, *, stream: int = 0) -> None:
-        """Order so many tasks.
+        """Order `num_tasks` tasks.
 
         Args:
-            num_tasks: Of the dataset.
-            seed: Of the run.
+            num_tasks: The size of the dataset.
+            seed: The seed of the run.
             shuffle: Whether each epoch is shuffled.
-            stream: Tells datasets of one run apart.
+            stream: Distinguishes the datasets of one run.
         """
         if num_tasks < 1:
             raise ValueError(f"num_tasks is {num_tasks}; expected at least 1")
         self.num_tasks = num_tasks
         self._seed = (seed, stream)
         self._shuffle = shuffle
-        # Two, because a retried prompt may reach back over an epoch's edge.
+        # Two, because a retried task may belong to the previous epoch.
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
     def epoch_at(self, position: int) -> int:
-        """How many times all tasks have gone by before this position."""
+        """Return the number of complete epochs before a position."""
         return position // self.num_tasks
 
     def task_at(self, position: int) -> int:
-        """See `Order.task_at`."""
+        """Implements `DataOrder.task_at`."""
         epoch, offset = divmod(position, self.num_tasks)
         return int(self._permutation(epoch)[offset]) if self._shuffle else offset
 
@@ -62,8 +62,8 @@ class TaskOrder:
 class Mixture:
     """Several datasets, each in its own order and with its own epochs, mixed by weight.
 
-    The stream is a block that comes again and again: so many places for each dataset, as evenly spread as
-    they can be, so that every batch has about the shares of the whole.
+    The stream repeats one block, in which each dataset has a number of slots. They are spread as evenly as
+    possible, so that every batch has about the same shares as the whole.
 
     Example:
         >>> order = Mixture([100, 10], [3.0, 1.0], seed=0, shuffle=False)
@@ -77,30 +77,30 @@ class Mixture:
         """Mix datasets.
 
         Args:
-            sizes: Tasks of each; their indices follow each other.
-            weights: How often a task comes of each; None for every task once an epoch.
-            seed: Of the run.
+            sizes: The number of tasks of each dataset; their indices are consecutive.
+            weights: The sampling weight of each dataset; None takes every task once per epoch.
+            seed: The seed of the run.
             shuffle: Whether each dataset is shuffled in each of its epochs.
         """
-        self._places = places = list(sizes) if weights is None else _places(weights)
+        self._slots = slots = list(sizes) if weights is None else _slots_per_block(weights)
         self._orders = [TaskOrder(size, seed, shuffle, stream=i) for i, size in enumerate(sizes)]
         self._first = [sum(sizes[:i]) for i in range(len(sizes))]
-        middles = np.concatenate([(np.arange(n) + 0.5) / n for n in places])
-        owners = np.repeat(np.arange(len(places)), places)
-        ranks = np.concatenate([np.arange(n) for n in places])
+        middles = np.concatenate([(np.arange(n) + 0.5) / n for n in slots])
+        owners = np.repeat(np.arange(len(slots)), slots)
+        ranks = np.concatenate([np.arange(n) for n in slots])
         spread = np.argsort(middles, kind="stable")
         self._owner, self._rank = owners[spread], ranks[spread]
 
     def task_at(self, position: int) -> int:
-        """See `Order.task_at`."""
+        """Implements `DataOrder.task_at`."""
         block, offset = divmod(position, len(self._owner))
         owner = int(self._owner[offset])
-        within = block * self._places[owner] + int(self._rank[offset])
+        within = block * self._slots[owner] + int(self._rank[offset])
         return self._first[owner] + self._orders[owner].task_at(within)
 
 
-def _places(weights: Sequence[float]) -> list[int]:
-    """How many places each weight has in a block: the smallest that is exact, or a thousand; at least one."""
+def _slots_per_block(weights: Sequence[float]) -> list[int]:
+    """Return the slots of each weight in the smallest exact block, or in one of a thousand; at least one."""
     shares = np.asarray(weights, float) / np.sum(weights)
     for length in range(len(weights), _MAX_BLOCK):
         exact = shares * length

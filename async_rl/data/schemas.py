@@ -1,4 +1,4 @@
-"""What the rows of a dataset look like, and how one becomes a `Task`. Pure.
+"""The schemas of datasets, and how an example becomes a `Task`. Pure.
 
 ```
              messages             answer                        agent loop    metadata
@@ -25,11 +25,11 @@ from async_rl.types import Task
 Schema = Literal["plain", "verl", "slime"]
 
 _PROMPT: Final = "prompt"
-"""Where a row without messages may have a plain prompt string."""
+"""The key that may hold a plain prompt string if an example has no messages."""
 
 
 class Keys(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a row has what a task needs; dotted for what lies inside objects. None where it has it not."""
+    """The keys of a schema, dotted for values inside objects; None if the schema has no such key."""
 
     messages: str
     answer: str
@@ -41,8 +41,8 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     metadata: str | None = None
 
     @property
-    def taken(self) -> set[str]:
-        """Keys of a row that do not become metadata; an object that a dotted key looks into does."""
+    def used_keys(self) -> set[str]:
+        """Top-level keys that do not become metadata; an object that a dotted key looks into does."""
         names = {getattr(self, name) for name in self.__struct_fields__} | {_PROMPT}
         return {name for name in names if name}
 
@@ -54,17 +54,17 @@ PRESETS: Final[Mapping[Schema, Keys]] = {
 }
 
 
-def detect(row: Any) -> Schema:
-    """The schema that a row has the keys of; `plain` where it has those of none."""
-    if not isinstance(row, Mapping) or "messages" in row or "prompt" not in row:
+def detect_schema(example: Any) -> Schema:
+    """Return the schema whose keys an example has; `plain` if it has the keys of no other."""
+    if not isinstance(example, Mapping) or "messages" in example or "prompt" not in example:
         return "plain"
-    if "reward_model" in row:
+    if "reward_model" in example:
         return "verl"
-    return "slime" if "label" in row else "plain"
+    return "slime" if "label" in example else "plain"
 
 
 def keys_of(schema: Schema, *configs: RowsConfig) -> Keys:
-    """The schema's keys, and what configs name instead, the first of them first."""
+    """Return the schema's keys with the overrides of configs; earlier configs take precedence."""
     changes: dict[str, str] = {}
     for config in reversed(configs):
         named = {name: getattr(config, f"{name}_key") for name in Keys.__struct_fields__}
@@ -73,27 +73,29 @@ def keys_of(schema: Schema, *configs: RowsConfig) -> Keys:
 
 
 def chosen_schema(*configs: RowsConfig) -> Schema | None:
-    """The schema that the first config names that names one; None for `auto`."""
+    """Return the schema of the first config that sets one; None for `auto`."""
     named = next((config.schema for config in configs if config.schema is not None), "auto")
     return next((schema for schema in get_args(Schema) if schema == named), None)
 
 
-def to_task(row: Any, number: int, where: str, keys: Keys) -> Task:
-    """Make a task of a row.
+def to_task(example: Any, number: int, where: str, keys: Keys) -> Task:
+    """Convert an example to a task.
 
     Args:
-        row: As it was read.
-        number: Of the row within its file, from 0.
-        where: File and line, for the message.
-        keys: Where what is.
+        example: The decoded JSON or parquet value.
+        number: Its index within its file, from 0.
+        where: File and line, for error messages.
+        keys: The keys of its schema.
 
     Raises:
-        ConfigError: The row is malformed; the message says where, what was found and what was expected.
+        ConfigError: The example is malformed; the message says where, what was found and what was expected.
     """
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: the row is {kind(row)}; expected an object with {keys.messages!r}")
-    key = keys.messages if _get(row, keys.messages) is not None else _PROMPT
-    task_id = _get(row, keys.id)
+    if not isinstance(example, dict):
+        raise ConfigError(
+            f"{where}: the example is {kind(example)}; expected an object with {keys.messages!r}"
+        )
+    key = keys.messages if _get(example, keys.messages) is not None else _PROMPT
+    task_id = _get(example, keys.id)
     if not (task_id is None or (isinstance(task_id, str | int) and not isinstance(task_id, bool))):
         raise ConfigError(f"{where}: {keys.id!r} is {kind(task_id)}; expected a string or an integer")
     names: dict[str, str | None] = {}
@@ -102,36 +104,36 @@ def to_task(row: Any, number: int, where: str, keys: Keys) -> Task:
         (keys.reward, "`module:function`, a name of rollout.rewards or null"),
         (keys.data_source, "a name or null"),
     ):
-        value = _get(row, name)
+        value = _get(example, name)
         if not (value is None or isinstance(value, str)):
             raise ConfigError(f"{where}: {name!r} is {kind(value)}; expected {what}")
         names[name] = value or None
     return Task(
         task_id=f"row-{number}" if task_id is None else str(task_id),
-        messages=_messages(_get(row, key), where, keys.messages),
-        answer=_get(row, keys.answer),
-        metadata={name: value for name, value in row.items() if name not in keys.taken}
-        | _metadata(_get(row, keys.metadata), where, keys.metadata),
+        messages=_messages(_get(example, key), where, keys.messages),
+        answer=_get(example, keys.answer),
+        metadata={name: value for name, value in example.items() if name not in keys.used_keys}
+        | _metadata(_get(example, keys.metadata), where, keys.metadata),
         agent_loop=names[keys.agent_loop],
         reward=names[keys.reward],
         data_source=names[keys.data_source] or "",
-        tools=_tools(_get(row, keys.tools), where, keys.tools),
+        tools=_tools(_get(example, keys.tools), where, keys.tools),
     )
 
 
 def kind(value: Any) -> str:
-    """A JSON value's kind, for a message."""
+    """Return the kind of a JSON value, for error messages."""
     if value is None:
         return "missing"
     kinds = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
     return kinds.get(type(value), f"{type(value).__name__} {value!r:.40}")
 
 
-def _get(row: Mapping[str, Any], key: str | None) -> Any:
-    """The value at a key, or None; a key with dots that the row does not have looks into objects."""
-    if key is None or key in row:
-        return None if key is None else row[key]
-    value: Any = row
+def _get(example: Mapping[str, Any], key: str | None) -> Any:
+    """Return the value at a key, or None; a dotted key that is not present itself looks into objects."""
+    if key is None or key in example:
+        return None if key is None else example[key]
+    value: Any = example
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
@@ -152,7 +154,7 @@ def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
         content = message.get("content")
         if not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
             raise ConfigError(f"{at}: 'content' is {kind(content)}; expected a string")
-    # Parquet gives every message all keys that any message has.
+    # In parquet files, every message has all keys that any message has.
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 
@@ -173,7 +175,7 @@ def _tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
 
 
 def _decoded(value: Any) -> Any:
-    """What a column has that holds JSON as text, which parquet files do where rows differ in their keys."""
+    """Decode JSON text, as parquet columns hold it if examples have different keys."""
     if not isinstance(value, str):
         return value
     try:

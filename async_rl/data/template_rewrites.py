@@ -1,10 +1,10 @@
-"""Where a chat template is not append-only: it writes an earlier turn otherwise once something follows it.
+"""Finds where a chat template is not append-only: where it rewrites an earlier turn once messages follow it.
 
-A session never renders a conversation again: the tokens of a turn stay as the policy wrote them, and only
-what comes after them is rendered (`async_rl.data.chat_format`). Servers that are sent the messages render all
-of it anew with every call, and there the template has the last word: Qwen3's drops the thoughts of a turn as
-soon as the user speaks again, Llama's trims white space. Training on such a rendering is training on tokens
-that nobody sampled. Here both are compared:
+A session never renders a conversation twice: the tokens of a turn stay as the policy wrote them, and only the
+messages after it are rendered (`async_rl.data.chat_format`). A server that receives messages renders all of
+them anew with every call: Qwen3's template drops the thoughts of a turn as soon as the user writes again,
+Llama's trims white space. Training on such a rendering would be training on tokens that were never sampled.
+This module compares both:
 
 ```
  kept       prompt ‖ what the policy wrote ‖ <end of turn> … prompt of the next turn ‖ …
@@ -23,24 +23,24 @@ from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import ConfigError
 
 _SHOWN: Final = 60
-"""Characters of a quotation."""
+"""The most characters of a quotation."""
 
 
 class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of a conversation that the template writes anew."""
+    """One piece of a conversation that the template rewrites."""
 
     turn: int
-    """Of the policy, from 1; what is said between two belongs to the one before it, a prompt to turn 0."""
+    """The policy's turn, from 1; context belongs to the turn before it, and the prompt to turn 0."""
     wrote: Literal["policy", "context"]
     before_turn: int
-    """The turn whose prompt shows it."""
+    """The turn whose prompt contains the rewritten text."""
     kept: str
-    """What the session has there."""
+    """The session's text."""
     rendered: str
-    """What the template makes of it; the same where only the tokens differ."""
+    """The template's text; equal to `kept` if only the tokens differ."""
     kept_ids: tuple[int, ...]
     rendered_ids: tuple[int, ...]
-    """The tokens of both, without those at the beginning and the end that are the same."""
+    """The tokens of both texts, without their common beginning and end."""
 
 
 class _Piece(msgspec.Struct, frozen=True):
@@ -49,19 +49,19 @@ class _Piece(msgspec.Struct, frozen=True):
     text: str
 
 
-def rewrites(
+def find_rewrites(
     chat: ChatFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[Rewrite]:
     """Compare a conversation as a session builds it with the template's rendering, before each turn.
 
     Args:
         chat: The template and its tokenizer.
-        messages: What the policy wrote stands in the content of the assistant's messages, as text and whole:
-            thoughts and tool calls included. They begin with another message.
-        tools: JSON schemas of the tools on offer.
+        messages: The conversation, which starts with the prompt. The content of an assistant message is the
+            whole text of the turn, with thoughts and tool calls.
+        tools: JSON schemas of the available tools.
 
     Returns:
-        Each piece once, where it differs first; none when the template is append-only for this conversation.
+        Each rewritten piece once, with its first rewrite; none if the template is append-only here.
     """
     found: dict[tuple[int, str], Rewrite] = {}
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -70,7 +70,7 @@ def rewrites(
         pieces.append(_Piece(number, "policy", str(messages[index]["content"])))
         pieces.append(_Piece(number, "context", chat.append_text(messages[index + 1 : end])))
         rendered = chat.prompt_text(messages[:end], tools)
-        for piece, instead in _otherwise(chat, pieces, rendered):
+        for piece, instead in _rewritten(chat, pieces, rendered):
             kept, made = (chat.encode(text).tolist() for text in (piece.text, instead))
             rewrite = Rewrite(
                 turn=piece.turn,
@@ -78,18 +78,18 @@ def rewrites(
                 before_turn=number + 1,
                 kept=piece.text,
                 rendered=instead,
-                kept_ids=tuple(_inner(kept, made)),
-                rendered_ids=tuple(_inner(made, kept)),
+                kept_ids=tuple(_differing_part(kept, made)),
+                rendered_ids=tuple(_differing_part(made, kept)),
             )
             found.setdefault((piece.turn, piece.wrote), rewrite)
     return list(found.values())
 
 
-def _otherwise(chat: ChatFormat, pieces: Sequence[_Piece], rendered: str) -> Iterator[tuple[_Piece, str]]:
-    """The pieces that a rendering has otherwise, and how."""
+def _rewritten(chat: ChatFormat, pieces: Sequence[_Piece], rendered: str) -> Iterator[tuple[_Piece, str]]:
+    """Yield the pieces that a rendering has in another form, with that form."""
     position, alike = 0, True
     for index, piece in enumerate(pieces):
-        # What the policy wrote ends where the next piece begins, with the end of its turn.
+        # The policy's text ends where the next piece begins, with the end of its turn.
         by_policy = piece.wrote == "policy"
         end = rendered.find(pieces[index + 1].text, position) if by_policy else position + len(piece.text)
         if end >= 0 and rendered[position:end] == piece.text:
@@ -98,7 +98,7 @@ def _otherwise(chat: ChatFormat, pieces: Sequence[_Piece], rendered: str) -> Ite
         alike = False
         if end < 0 or not by_policy:
             yield piece, rendered[position:]
-            return  # nothing tells where the next piece begins
+            return  # the beginning of the next piece is unknown
         yield piece, rendered[position:end]
         position = end
     if position < len(rendered):
@@ -108,7 +108,7 @@ def _otherwise(chat: ChatFormat, pieces: Sequence[_Piece], rendered: str) -> Ite
 
 
 def _retokenised(chat: ChatFormat, pieces: Sequence[_Piece], rendered: str) -> Iterator[tuple[_Piece, str]]:
-    """The first piece whose tokens are others when all of the text is tokenised at once."""
+    """Yield the first piece whose tokens differ if the whole text is tokenised at once."""
     whole, position = chat.encode(rendered).tolist(), 0
     for piece in pieces:
         token_ids = chat.encode(piece.text).tolist()
@@ -118,8 +118,8 @@ def _retokenised(chat: ChatFormat, pieces: Sequence[_Piece], rendered: str) -> I
         position += len(token_ids)
 
 
-def _inner(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:
-    """One without what both begin and end with."""
+def _differing_part(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:
+    """Return `one` without the beginning and end that it shares with `other`."""
     shorter = min(len(one), len(other))
     begin = next((i for i in range(shorter) if one[i] != other[i]), shorter)
     after = next((i for i in range(shorter - begin) if one[-1 - i] != other[-1 - i]), shorter - begin)
@@ -141,25 +141,25 @@ _PROBES: Final[Mapping[str, tuple[str, tuple[Mapping[str, str], ...]]]] = {
 }
 
 
-def findings(chat: ChatFormat) -> list[str]:
-    """What a template does to turns of the past, in sentences; empty when it lets them be."""
+def describe_rewrites(chat: ChatFormat) -> list[str]:
+    """Describe in sentences how a template rewrites earlier turns; empty if it does not."""
     sentences = []
     for what, (answer, following) in _PROBES.items():
         asked = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": answer}, *following]
         try:
-            found = rewrites(chat, asked)
+            found = find_rewrites(chat, asked)
         except ConfigError as error:
             sentences.append(f"{what}: {error}")
             continue
-        sentences += [f"{what}: {_told(rewrite)}" for rewrite in found]
+        sentences += [f"{what}: {_describe_rewrite(rewrite)}" for rewrite in found]
     return sentences
 
 
-def _told(rewrite: Rewrite) -> str:
+def _describe_rewrite(rewrite: Rewrite) -> str:
     if rewrite.kept == rewrite.rendered:
-        return f"{_quoted(rewrite.kept)} is tokenised otherwise beside its neighbours"
-    who = "what the policy wrote as" if rewrite.wrote == "policy" else "what it read as"
-    return f"the template makes {_quoted(rewrite.rendered)} of {who} {_quoted(rewrite.kept)}"
+        return f"{_quoted(rewrite.kept)} is tokenised differently next to its neighbours"
+    source = "what the policy wrote as" if rewrite.wrote == "policy" else "what it read as"
+    return f"the template renders {_quoted(rewrite.rendered)} for {source} {_quoted(rewrite.kept)}"
 
 
 def _quoted(text: str) -> str:

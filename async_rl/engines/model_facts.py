@@ -1,4 +1,4 @@
-"""What the rest of the program must know of a model, read from its config.json."""
+"""Reads the dimensions of a model that other modules need from its config.json."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import ConfigError
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Qwen2/3-MoE as they are published; the same as newer transformers writes them; DeepSeek, GLM, Kimi."""
+"""Keys of published Qwen2/3-MoE, of the same written by newer transformers, and of DeepSeek, GLM, Kimi."""
 
 
 def load_facts(model_path: str | Path, context_length: int | None = None) -> EngineFacts:
-    """Read a Hugging Face model folder.
+    """Returns the dimensions of the model in a Hugging Face folder.
 
     Args:
         model_path: The folder with config.json.
-        context_length: What the server was told; None takes the model's own.
+        context_length: The server's context length; None takes the model's own.
 
     Raises:
-        ConfigError: When there is no such folder, its config says too little, or its architecture has experts
-            and is not known.
+        ConfigError: When there is no such folder, its config lacks a value, or its architecture has experts
+            and is unknown.
     """
     try:
         return facts_of(read_config(model_path), context_length)
     except KeyError as e:
         raise ConfigError(
-            f"{model_path}/config.json does not say {e}: is it the config of a causal language model?"
+            f"{model_path}/config.json has no {e}: is it the config of a causal language model?"
         ) from e
 
 
 def check_served_by_sglang(model_path: str | Path) -> None:
-    """Refuse a model that SGLang 0.5.23 would take and serve as another one.
+    """Refuse a model that SGLang 0.5.23 would load with wrong weights.
 
-    Its Qwen2-MoE and Qwen3-MoE have experts in every layer, whatever `mlp_only_layers` and
-    `decoder_sparse_step` say; weights of a dense layer are dropped, its experts stay as they were allocated.
+    Its Qwen2-MoE and Qwen3-MoE have experts in every layer and ignore `mlp_only_layers` and
+    `decoder_sparse_step`: weights of a dense layer are dropped, and its experts stay uninitialised.
 
     Source: sglang/srt/models/qwen2_moe.py and qwen3_moe.py, `is_layer_sparse = True`.
 
     Raises:
-        ConfigError: With the layers.
+        ConfigError: With the dense layers.
     """
     config = read_config(model_path)
     facts = facts_of(config)
@@ -52,7 +52,7 @@ def check_served_by_sglang(model_path: str | Path) -> None:
     if facts.is_moe and dense and _HAS_EXPERTS[_kind(config)] is _sparse_step:
         raise ConfigError(
             f"{model_path} has dense layers {dense}, but SGLang serves every layer of a {_kind(config)} with "
-            "experts: it would sample from other weights. Take a model without mlp_only_layers and with "
+            "experts: it would sample from wrong weights. Use a model without mlp_only_layers and with "
             "decoder_sparse_step 1"
         )
 
@@ -78,10 +78,10 @@ def check_model(config: Config, facts: EngineFacts) -> None:
 
 
 def read_config(model_path: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face model folder.
+    """Returns the config.json of a Hugging Face model folder.
 
     Raises:
-        ConfigError: When there is none, or it is damaged.
+        ConfigError: When it is missing or damaged.
     """
     file = Path(model_path) / "config.json"
     try:
@@ -100,12 +100,12 @@ def _kind(config: dict[str, Any]) -> str:
 
 
 def facts_of(config: dict[str, Any], context_length: int | None = None) -> EngineFacts:
-    """Read a config that is parsed already.
+    """Returns the dimensions in a parsed config.
 
     Raises:
-        ConfigError: When the model has experts and is of an architecture that is not known here: which of its
-            layers have them would be a guess, and routing of the wrong layers trains on nonsense.
-        KeyError: For what every language model says.
+        ConfigError: When the model has experts and its architecture is unknown: which of its layers have
+            experts would be a guess, and routing of the wrong layers would ruin the training.
+        KeyError: When a key is missing that every language model has.
     """
     text = config.get("text_config") or config
     num_layers = int(text["num_hidden_layers"])
@@ -115,8 +115,8 @@ def facts_of(config: dict[str, Any], context_length: int | None = None) -> Engin
         kind = _kind(config)
         if kind not in _HAS_EXPERTS:
             raise ConfigError(
-                f"the model has experts and is of type {kind!r}; where it has them is known of "
-                f"{', '.join(sorted(_HAS_EXPERTS))}. Take one of those, or add its rule to {__name__}"
+                f"the model has experts and is of type {kind!r}; the layers with experts are known for "
+                f"{', '.join(sorted(_HAS_EXPERTS))}. Use one of those, or add a rule for it to {__name__}"
             )
         moe_layers = tuple(i for i in range(num_layers) if num_experts and _HAS_EXPERTS[kind](text, i))
     return EngineFacts(
@@ -130,7 +130,7 @@ def facts_of(config: dict[str, Any], context_length: int | None = None) -> Engin
 
 
 def _sparse_step(config: dict[str, Any], layer: int) -> bool:
-    """Every n-th layer, but for those that are named.
+    """Whether a layer is an n-th one and not listed as dense.
 
     Source: transformers `Qwen3MoeDecoderLayer`, `Qwen2MoeDecoderLayer`.
     """
@@ -139,7 +139,7 @@ def _sparse_step(config: dict[str, Any], layer: int) -> bool:
 
 
 def _after_dense_layers(config: dict[str, Any], layer: int) -> bool:
-    """All layers after the first few, of them every n-th or those that are flagged.
+    """Whether a layer follows the first dense ones, and is an n-th one or flagged.
 
     Source: DeepSeek-V3's `modeling_deepseek.py` (moe_layer_freq is a step or one flag a layer).
     """
@@ -158,4 +158,4 @@ _HAS_EXPERTS: dict[str, Callable[[dict[str, Any], int], bool]] = {
     "qwen2_moe": _sparse_step,
     "qwen3_moe": _sparse_step,
 }
-"""(config.json, layer from 0) → whether the layer has experts, by `model_type`."""
+"""By `model_type`: a function of config.json and layer (from 0) that says whether the layer has experts."""

@@ -1,9 +1,9 @@
-"""An engine without a model: the contract of `protocol.Engine` on nothing but asyncio's clock.
+"""An engine without a model: implements `Engine` on asyncio's clock alone.
 
-It queues, prefills, decodes, is interrupted and updated as a server would be, in real time or, on a loop
-whose clock jumps, in none. Everything it says is a function of its seed, so that a run can be repeated, and
-marked, so that a test can tell where a row came from: `routing_rows` is what position, token and weight
-version make of a row. Faults are handed in one by one (`engine.faults.append(Fault("die"))`).
+It queues, prefills, decodes, is interrupted and updated as a server would be, in real time or in virtual
+time. All its output is a function of its seed, so that a run can be repeated, and marked, so that a test can
+tell where a row came from: `routing_rows` derives a row from position, token and weight version. Tests inject
+faults one by one (`engine.faults.append(Fault("die"))`).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from async_rl.errors import (
 from async_rl.types import ExpertIdArray, Int32Array, RoutingTrace, VersionSpan
 
 Policy = Callable[[Sequence[int], random.Random], int | None]
-"""The next token after a prefix; None stands for the stop token of the request. The generator is seeded anew
-for every token, so a policy that draws from it repeats itself with the run."""
+"""Returns the next token after a prefix; None stands for the stop token of the request. The generator is
+seeded for every token, so a policy that draws from it is repeatable."""
 
 _PAGE = 16
-"""Tokens of a prefix-cache page: prefixes are found again in whole pages."""
+"""Tokens of a prefix-cache page: only whole pages are cached."""
 
 _MAX_PAGES = 1 << 16
-"""Pages kept; the least recently used go first."""
+"""Pages kept; the least recently used are evicted first."""
 
 _EOS = 2
-"""Stops a call that named no stop token of its own."""
+"""Stops a call whose request has no stop token."""
 
 CallFault = Literal["die", "hang", "wrong_rows", "nan", "lose", "repeat"]
 UpdateFault = Literal["refuse_flush", "partial_update"]
@@ -66,9 +66,9 @@ _MEMORY_FAULTS = frozenset(get_args(MemoryFault))
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Something that goes wrong once, in the next call or update that it can happen to.
+    """A fault that happens once, in the next call or update that it applies to.
 
-    die: the connection is lost and the engine with it; only `restart` brings it back.
+    die: the engine dies, and all its connections are lost; it stays dead until `restart`.
     hang: the call goes silent, and ends in a timeout after `stall_s`.
     wrong_rows: the routing has one row too many.
     nan: a log-prob is not a number.
@@ -76,25 +76,25 @@ class Fault(msgspec.Struct, frozen=True):
     repeat: a chunk comes twice, and once too often for the engine's count.
     refuse_flush: an update loads the weights and is refused the flush at first.
     partial_update: an update fails halfway; the engine still reports the old version.
-    refuse_memory: device memory is given back or taken, and the answer is an error.
+    refuse_memory: device memory is released or taken, and the answer is an error.
     hang_memory: the same, and there is no answer.
     """
 
     kind: CallFault | UpdateFault | MemoryFault
     after_tokens: int = 1
-    """Tokens of the call that are delivered before it happens."""
+    """Tokens of the call that are delivered before the fault."""
 
 
 def routing_rows(
     tokens: Int32Array, versions: Int32Array, facts: EngineFacts, *, start: int = 0
 ) -> ExpertIdArray:
-    """The experts of each fed token, in a row from one that version, position and token decide.
+    """Returns the experts of each fed token: consecutive ids from one that version, position and token give.
 
     Args:
         tokens: `[R] int32`, the tokens that were fed.
         versions: `[R] int32`, the weights each was fed under.
         facts: E, K and the number of layers with experts.
-        start: Position of the first of them.
+        start: Position of the first token.
 
     Returns:
         `[R, L_moe, K]`, uint8 or uint16.
@@ -105,8 +105,8 @@ def routing_rows(
     return (ids % facts.num_experts).astype(routing.id_dtype(facts.num_experts))
 
 
-class _SimulatedCall:
-    """One call on the engine: queued, running, or retracted back into the queue."""
+class SimulatedCall:
+    """One call on a simulated engine: queued, running, or retracted back into the queue."""
 
     def __init__(self, request: GenerateRequest, fault: Fault | None) -> None:
         self.request = request
@@ -126,14 +126,16 @@ class _SimulatedCall:
 
     @property
     def num_sampled(self) -> int:
+        """Number of tokens sampled so far."""
         return len(self.sampled_versions)
 
-    def append(self, token: int) -> None:
+    def append_token(self, token: int) -> None:
+        """Append a sampled token."""
         self.tokens.append(token)
         self.digest = zlib.crc32(token.to_bytes(8, "little"), self.digest)
 
     async def until(self, ready: Callable[[], bool]) -> bool:
-        """Wait for a condition; False when the call was aborted first."""
+        """Wait for a condition; returns False when the call was aborted first."""
         while not self.aborted:
             self.check_alive()
             if ready():
@@ -143,7 +145,7 @@ class _SimulatedCall:
         return False
 
     async def sleep(self, seconds: float) -> bool:
-        """Work for some time; False when the call was aborted or retracted in between."""
+        """Work for some time; returns False when the call was aborted or retracted meanwhile."""
         retractions = self.retractions
         try:
             async with asyncio.timeout(seconds):
@@ -155,16 +157,76 @@ class _SimulatedCall:
         self.check_alive()
         return False
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has sampled all its tokens."""
+        return self.num_sampled >= self.request.max_new_tokens or self._has_stopped
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "abort"]:
+        """Why it ends, if it ends now."""
+        if self._has_stopped:
+            return "stop"
+        return "length" if self.num_sampled >= self.request.max_new_tokens and not self.aborted else "abort"
+
+    @property
+    def _has_stopped(self) -> bool:
+        stops = self.request.sampling.stop_token_ids or (_EOS,)
+        return self.num_sampled > 0 and self.tokens[-1] in stops
+
+    def routing_payload(self, weight_version: int) -> RoutingPayload | None:
+        """Returns its rows; None if they were not requested, or it ended in the queue or its prefill."""
+        if not self.request.return_routing or not self.has_slot or not self.row_versions:
+            return None
+        start, end = self.request.routing_start, len(self.tokens) - 1
+        fed = np.array([self.tokens[start:end], self.row_versions[start:end]], np.int32)
+        num_rows = fed.shape[1]
+        if self.fault is not None and self.fault.kind == "wrong_rows":
+            fed = np.concatenate([fed, fed[:, -1:]], axis=1)
+        return RoutingPayload(
+            data=fed.tobytes(), num_rows=num_rows, weight_version=weight_version, start=start
+        )
+
     def check_alive(self) -> None:
+        """Raise when the engine has died."""
         if self.dead:
             raise EngineError(f"connection lost in the call {self.request.request_id}")
 
 
-class SimulatedEngine:
-    """See `protocol.Engine`.
+class _PrefixCache:
+    """The weight version of each cached token, by prefix, in whole pages."""
 
-    At temperature 0 a token is a function of seed, prefix and weight version; above, of the request's id as
-    well, so that siblings differ.
+    def __init__(self) -> None:
+        self._pages: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+
+    def find_versions(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Returns the versions of the longest cached prefix, which is shorter than `tokens`."""
+        found: tuple[int, ...] = ()
+        for number, key in enumerate(_page_hashes(tokens), start=1):
+            if key not in self._pages or number * _PAGE >= len(tokens):
+                break
+            found += self._pages[key]
+            self._pages.move_to_end(key)
+        return found
+
+    def store_versions(self, tokens: Sequence[int], versions: Sequence[int]) -> None:
+        """Cache the tokens that were fed, `len(versions)` of them."""
+        for number, key in enumerate(_page_hashes(tokens[: len(versions)])):
+            page = tuple(versions[number * _PAGE : (number + 1) * _PAGE])
+            self._pages.setdefault(key, page)
+        while len(self._pages) > _MAX_PAGES:
+            self._pages.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all prefixes."""
+        self._pages.clear()
+
+
+class SimulatedEngine:
+    """Implements `Engine` without a model.
+
+    At temperature 0 a token is a function of seed, prefix and weight version; above 0, of the request's id as
+    well, so that sibling trajectories differ.
 
     Example:
         >>> engine = SimulatedEngine("engine-0", SimulatedEngines(), seed=0, policy=lambda prefix, rng: 7)
@@ -187,11 +249,11 @@ class SimulatedEngine:
         Args:
             engine_id: Name in logs, metrics and segments.
             config: Speeds and sizes.
-            seed: What it says is a function of this; engines with equal seeds agree.
+            seed: Determines all output; engines with equal seeds agree.
             policy: Chooses tokens; None draws them evenly, with answers of `config.mean_new_tokens`.
             context_length: Longest call, prompt and answer.
             update_s: How long a weight update takes.
-            facts: The model it stands for, for the shape of its routing; None takes the config's.
+            facts: The model's dimensions, for the shape of its routing; None takes the config's.
         """
         self._engine_id = engine_id
         self._config = config
@@ -207,30 +269,30 @@ class SimulatedEngine:
             context_length=context_length,
         )
         self.faults: list[Fault] = []
-        """Faults to come, in order."""
+        """Faults that have not happened yet, in order."""
         self._random = random.Random()
         self._version = 0
-        self._pages: OrderedDict[int, tuple[int, ...]] = OrderedDict()
-        self._queue: deque[_SimulatedCall] = deque()
-        self._running: list[_SimulatedCall] = []
+        self._prefix_cache = _PrefixCache()
+        self._queue: deque[SimulatedCall] = deque()
+        self._running: list[SimulatedCall] = []
         self.missing: set[MemoryPart] = set()
-        """Of the device memory: what it has given back."""
-        self._calls: dict[_SimulatedCall, None] = {}  # ordered, so that a run can be repeated
+        """The parts of its device memory that it has released."""
+        self._calls: dict[SimulatedCall, None] = {}  # ordered, so that a run can be repeated
         self._idle = asyncio.Event()
         self._idle.set()
-        self._standing_still = False
+        self._paused = False
         self._dead = False
         self._deaths = 0
 
     @property
     def engine_id(self) -> str:
-        """See `Engine.engine_id`."""
+        """Implements `Engine.engine_id`."""
         return self._engine_id
 
     # -- generation ---------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
-        """See `Engine.generate`."""
+        """Implements `Engine.generate`."""
         self._check_alive()
         total = len(request.input_ids) + request.max_new_tokens
         if len(request.input_ids) >= self.facts.context_length or total > self.facts.context_length:
@@ -244,8 +306,8 @@ class SimulatedEngine:
                 f"{request.routing_start} of a prompt of {len(request.input_ids)} tokens"
             )
         if self.missing:
-            self._die_of(f"a call, without {self.missing}")
-        call = _SimulatedCall(request, self._next_fault(_CALL_FAULTS))
+            self._die_with(f"a call, without {self.missing}")
+        call = SimulatedCall(request, self._next_fault(_CALL_FAULTS))
         self._calls[call] = None
         self._idle.clear()
         self._queue.append(call)
@@ -253,48 +315,48 @@ class SimulatedEngine:
         try:
             async for chunk in self._decode(call):
                 yield chunk
-            finish = self._end(call)
+            finish = self._finish_call(call)
         finally:
-            self._leave(call)
+            self._free_slot(call)
         yield finish
 
-    async def _decode(self, call: _SimulatedCall) -> AsyncGenerator[Chunk, None]:
-        """Prefill and sample, from the prefill again after a retraction, until the call is over."""
-        while not self._is_over(call) or not call.row_versions:
+    async def _decode(self, call: SimulatedCall) -> AsyncGenerator[Chunk, None]:
+        """Prefill and sample until the call is over; a retraction starts again with the prefill."""
+        while not call.is_over or not call.row_versions:
             if not await self._prefill(call):
                 return
-            retractions = call.retractions  # it may have a slot again before anybody has looked
-            while call.retractions == retractions and not self._is_over(call):
-                if not await call.until(lambda: not self._standing_still or not call.has_slot):
+            retractions = call.retractions  # it may have a slot again by the time of the check
+            while call.retractions == retractions and not call.is_over:
+                if not await call.until(lambda: not self._paused or not call.has_slot):
                     return
                 if call.retractions > retractions:
                     break
-                if not await call.sleep(self._config.decode_step_s) or self._standing_still:
+                if not await call.sleep(self._config.decode_step_s) or self._paused:
                     if call.aborted:
                         return
                     continue
                 chunks = await self._deliver(call, self._sample(call))
-                if self._is_over(call):
-                    self._end(call)  # not when the last chunk has been fetched: an update may come before
+                if call.is_over:
+                    self._finish_call(call)  # before the last chunk is fetched: an update may come in between
                 for chunk in chunks:
                     yield chunk
 
-    def _end(self, call: _SimulatedCall) -> Finish:
-        """The call is over; it leaves its slot with what is known now."""
+    def _finish_call(self, call: SimulatedCall) -> Finish:
+        """End a call: free its slot and record its finish."""
         if call.finish is None:
             call.finish = Finish(
-                reason=self._reason(call),
+                reason=call.finish_reason,
                 version_spans=_spans(call.sampled_versions),
-                routing=self._payload(call),
+                routing=call.routing_payload(self._version),
                 cached_tokens=call.cached_tokens,
             )
-            self._leave(call)
+            self._free_slot(call)
         return call.finish
 
-    async def _deliver(self, call: _SimulatedCall, chunk: Chunk) -> tuple[Chunk, ...]:
-        """What becomes of a chunk on its way, once the call's fault is due.
+    async def _deliver(self, call: SimulatedCall, chunk: Chunk) -> tuple[Chunk, ...]:
+        """Returns what arrives of a chunk, and applies the call's fault when it is due.
 
-        The client counts along, as that of a server does: it takes nothing twice, and nothing after a gap.
+        The client of a real server counts tokens: it accepts no token twice, and none after a gap.
         """
         if call.fault_done and call.fault is not None and call.fault.kind == "lose":
             raise EngineError(
@@ -322,17 +384,11 @@ class SimulatedEngine:
                 return ()
         return (chunk,)
 
-    async def _prefill(self, call: _SimulatedCall) -> bool:
-        """Wait for a slot and feed all tokens so far; False when the call was aborted before the end."""
-        while await call.until(lambda: call.has_slot and not self._standing_still):
+    async def _prefill(self, call: SimulatedCall) -> bool:
+        """Wait for a slot and feed all tokens so far; returns False when the call was aborted meanwhile."""
+        while await call.until(lambda: call.has_slot and not self._paused):
             call.row_versions = []
-            hashes = _page_hashes(call.tokens)
-            found: tuple[int, ...] = ()
-            for number, key in enumerate(hashes, start=1):
-                if key not in self._pages or number * _PAGE >= len(call.tokens):
-                    break
-                found += self._pages[key]
-                self._pages.move_to_end(key)
+            found = self._prefix_cache.find_versions(call.tokens)
             call.cached_tokens = len(found)
             missing = len(call.tokens) - len(found)
             if await call.sleep(missing / self._config.prefill_tokens_per_s):
@@ -340,8 +396,8 @@ class SimulatedEngine:
                 return True
         return False
 
-    def _sample(self, call: _SimulatedCall) -> Chunk:
-        """Draw the next token, which makes a row of the token before it where there is none yet."""
+    def _sample(self, call: SimulatedCall) -> Chunk:
+        """Draw the next token; the token before it is fed, which gives it a row."""
         call.row_versions += [self._version] * (len(call.tokens) - len(call.row_versions))
         request = call.request
         nonce = request.request_id if request.sampling.temperature > 0 else ""
@@ -350,37 +406,12 @@ class SimulatedEngine:
         token = self._policy(call.tokens, self._random)
         if token is None:
             token = request.sampling.stop_token_ids[0] if request.sampling.stop_token_ids else _EOS
-        call.append(token)
+        call.append_token(token)
         call.sampled_versions.append(self._version)
         return Chunk(token_ids=[token], log_probs=[log_prob])
 
-    def _is_over(self, call: _SimulatedCall) -> bool:
-        return call.num_sampled >= call.request.max_new_tokens or self._has_stopped(call)
-
-    def _has_stopped(self, call: _SimulatedCall) -> bool:
-        stops = call.request.sampling.stop_token_ids or (_EOS,)
-        return call.num_sampled > 0 and call.tokens[-1] in stops
-
-    def _reason(self, call: _SimulatedCall) -> Literal["stop", "length", "abort"]:
-        if self._has_stopped(call):
-            return "stop"
-        return "length" if call.num_sampled >= call.request.max_new_tokens and not call.aborted else "abort"
-
-    def _payload(self, call: _SimulatedCall) -> RoutingPayload | None:
-        """Rows, unless none were asked for, or the call ended in the queue or during its prefill."""
-        if not call.request.return_routing or not call.has_slot or not call.row_versions:
-            return None
-        start, end = call.request.routing_start, len(call.tokens) - 1
-        fed = np.array([call.tokens[start:end], call.row_versions[start:end]], np.int32)
-        num_rows = fed.shape[1]
-        if call.fault is not None and call.fault.kind == "wrong_rows":
-            fed = np.concatenate([fed, fed[:, -1:]], axis=1)
-        return RoutingPayload(
-            data=fed.tobytes(), num_rows=num_rows, weight_version=self._version, start=start
-        )
-
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
-        """See `Engine.decode_routing`. `payload.data` is tokens, then versions, int32."""
+        """Implements `Engine.decode_routing`. `payload.data` is tokens, then versions, int32."""
         fed = np.frombuffer(payload.data, np.int32).reshape(2, -1)
         if fed.shape[1] != payload.num_rows:
             raise AlignmentError(
@@ -404,17 +435,13 @@ class SimulatedEngine:
             call.changed.set()
             self._running.append(call)
 
-    def _leave(self, call: _SimulatedCall) -> None:
-        """The call has ended, however it did; what it fed stays in the prefix cache."""
+    def _free_slot(self, call: SimulatedCall) -> None:
+        """Free the slot of a call that has ended; the tokens it fed stay in the prefix cache."""
         if call not in self._calls:
-            return  # it has left before, or died with the process
+            return  # it was freed before, or died with the process
         if call.has_slot:
             self._running.remove(call)
-            for number, key in enumerate(_page_hashes(call.tokens[: len(call.row_versions)])):
-                page = tuple(call.row_versions[number * _PAGE : (number + 1) * _PAGE])
-                self._pages.setdefault(key, page)
-            while len(self._pages) > _MAX_PAGES:
-                self._pages.popitem(last=False)
+            self._prefix_cache.store_versions(call.tokens, call.row_versions)
         elif call in self._queue:
             self._queue.remove(call)
         del self._calls[call]
@@ -425,7 +452,7 @@ class SimulatedEngine:
     # -- interruption and weights -------------------------------------------------------------------------
 
     async def interrupt(self, mode: InterruptMode) -> None:
-        """See `Engine.interrupt`."""
+        """Implements `Engine.interrupt`."""
         self._check_alive()
         if mode == "abort":
             for call in self._calls:
@@ -435,7 +462,7 @@ class SimulatedEngine:
             await self._idle.wait()
             self._check_alive(deaths)
             return
-        self._standing_still = True
+        self._paused = True
         if mode == "retract":
             for call in reversed(self._running):
                 call.has_slot = False
@@ -445,63 +472,63 @@ class SimulatedEngine:
             self._running.clear()
 
     async def resume_generation(self, mode: InterruptMode) -> None:
-        """See `Engine.resume_generation`."""
+        """Implements `Engine.resume_generation`."""
         self._check_alive()
-        self._standing_still = False
+        self._paused = False
         self._fill_slots()
         for call in self._calls:
             call.changed.set()
 
     async def join_weight_group(self, invite: GroupInvite) -> None:
-        """See `Engine.join_weight_group`. There is nothing to join."""
+        """Implements `Engine.join_weight_group`. There is nothing to join."""
         self._check_alive()
 
     async def leave_weight_group(self, group_name: str) -> None:
-        """See `Engine.leave_weight_group`."""
+        """Implements `Engine.leave_weight_group`."""
         self._check_alive()
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.release_memory`. It dies of a wrong one, as a server does."""
+        """Implements `Engine.release_memory`. An invalid request kills it, as it kills a server."""
         self._check_alive()
         if self._calls or self.missing.intersection(parts):
-            self._die_of(f"giving {parts} back, with {len(self._calls)} calls and without {self.missing}")
+            self._die_with(f"releasing {parts}, with {len(self._calls)} calls and without {self.missing}")
         if "kv_cache" in parts:
-            self._pages.clear()
-        await self._may_change_memory()
+            self._prefix_cache.clear()
+        await self._change_memory()
         self.missing.update(parts)
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.resume_memory`."""
+        """Implements `Engine.resume_memory`."""
         self._check_alive()
         if not self.missing.issuperset(parts):
-            self._die_of(f"taking {parts}, without {self.missing}")
-        self.missing.difference_update(parts)  # also when it fails: of the two what the other side minds
+            self._die_with(f"taking {parts}, without {self.missing}")
+        self.missing.difference_update(parts)  # also when it fails: the worse case for the other side
         if "weights" in parts:
-            self._version = -1  # there is nothing of use in it yet
-        await self._may_change_memory()
+            self._version = -1  # the content is undefined
+        await self._change_memory()
 
-    def _die_of(self, what: str) -> NoReturn:
-        """It was asked what no server survives."""
+    def _die_with(self, what: str) -> NoReturn:
+        """Die of a request that a server does not survive."""
         self.die()
         raise EngineError(f"{self._engine_id} died of {what}")
 
-    async def _may_change_memory(self) -> None:
-        """The time that a change of memory takes, and the fault that it meets."""
+    async def _change_memory(self) -> None:
+        """Take the time that a change of memory takes, and apply a memory fault."""
         fault, deaths = self._next_fault(_MEMORY_FAULTS), self._deaths
         await asyncio.sleep(self._update_s / 4)
         self._check_alive(deaths)
         if fault is not None and fault.kind == "hang_memory":
             await asyncio.Future()
         if fault is not None:
-            raise WeightSyncError(f"{self._engine_id} refused to change what it holds")
+            raise WeightSyncError(f"{self._engine_id} refused to change its memory")
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
-        """See `Engine.update_weights`. Waits for running calls unless they stand still, as SGLang does."""
+        """Implements `Engine.update_weights`. Waits for running calls unless they are paused, like SGLang."""
         self._check_alive()
         if "weights" in self.missing:
-            self._die_of("weights, without memory for them")
+            self._die_with("weights, without memory for them")
         deaths = self._deaths
-        if not self._standing_still:
+        if not self._paused:
             await self._idle.wait()
         fault = self._next_fault(_UPDATE_FAULTS)
         await asyncio.sleep(self._update_s)
@@ -517,28 +544,28 @@ class SimulatedEngine:
                 f"{len(self._running)} calls run"
             )
         if flush:
-            self._pages.clear()
+            self._prefix_cache.clear()
 
     async def checksums(self) -> tuple[dict[str, str], ...]:
-        """See `Engine.checksums`."""
+        """Implements `Engine.checksums`."""
         self._check_alive()
         return ({"weights": str(self._version)},)
 
     # -- health -------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """See `Engine.health`."""
+        """Implements `Engine.health`."""
         self._check_alive()
         return EngineHealth(weight_version=self._version)
 
     async def wait_ready(self) -> None:
-        """See `Engine.wait_ready`."""
+        """Implements `Engine.wait_ready`."""
         if self._dead:
             raise EnvironmentNotReady(f"{self._engine_id} is dead; `restart` it")
         await self.resume_generation("retract")
 
     def die(self) -> None:
-        """As if the process were killed: every call fails, and every later one until `restart`."""
+        """Behave as if the process were killed: all calls fail until `restart`."""
         self._dead = True
         self._deaths += 1
         for call in self._calls:
@@ -550,18 +577,18 @@ class SimulatedEngine:
         self._idle.set()
 
     def restart(self) -> None:
-        """As if the process were ended and started anew: version 0, an empty cache."""
+        """Behave as if the process were restarted: version 0, an empty cache."""
         self.die()
-        self._dead = self._standing_still = False
+        self._dead = self._paused = False
         self._version = 0
-        self._pages.clear()
+        self._prefix_cache.clear()
         self.missing.clear()
 
     async def close(self) -> None:
-        """See `Engine.close`."""
+        """Implements `Engine.close`."""
 
     def _check_alive(self, deaths: int | None = None) -> None:
-        """Raise when the process is gone, or is another one than when so many had died."""
+        """Raise when the process is dead, or was restarted since it had died `deaths` times."""
         if self._dead or deaths not in (None, self._deaths):
             raise EngineError(f"{self._engine_id} cannot be reached")
 
@@ -573,7 +600,7 @@ class SimulatedEngine:
 
 
 def _uniform_policy(config: SimulatedEngines) -> Policy:
-    """Tokens drawn evenly, answers of a geometric length. Ids below 4 are left to special tokens."""
+    """Returns a policy that draws tokens evenly and answers of geometric length; ids below 4 are special."""
 
     def choose(prefix: Sequence[int], rng: random.Random) -> int | None:
         if rng.random() * config.mean_new_tokens < 1.0:
@@ -584,7 +611,7 @@ def _uniform_policy(config: SimulatedEngines) -> Policy:
 
 
 def _page_hashes(tokens: Sequence[int]) -> list[int]:
-    """One hash for each whole page, of everything up to its end."""
+    """Returns one hash for each whole page, over all tokens up to its end."""
     data, hashes, value = np.array(tokens, np.int32).tobytes(), [], 0
     for end in range(4 * _PAGE, len(data) + 1, 4 * _PAGE):
         value = hash((value, data[end - 4 * _PAGE : end]))
@@ -593,7 +620,7 @@ def _page_hashes(tokens: Sequence[int]) -> list[int]:
 
 
 def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Runs of equal versions."""
+    """Returns the spans of equal versions."""
     spans: list[VersionSpan] = []
     start = 0
     for index in range(1, len(versions) + 1):

@@ -1,4 +1,4 @@
-"""What answers are worth: pass@k, means over tasks and how sure they are. Pure."""
+"""Statistics of answers: pass@k, means over tasks and their confidence intervals. Without side effects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from async_rl.observability.evaluation_record import EVERYTHING, Estimate, Evalu
 from async_rl.observability.records import mean
 
 _Z: Final = 1.959964
-"""Of the normal distribution, for 95 %."""
+"""Quantile of the normal distribution for a 95 % interval."""
 
 
 class EvaluatedAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,25 +22,26 @@ class EvaluatedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     dataset: str
     source: str
-    """The row's data source; empty where it names none."""
+    """The example's data source; empty if it names none."""
     task_id: str
     """Unique in its dataset."""
     parts: Mapping[str, float]
-    """Of the reward, `reward` among them."""
+    """Parts of the reward, `reward` among them."""
     tokens: int
-    """That the policy wrote."""
+    """Tokens that the policy wrote."""
     truncated: bool
 
 
 def pass_at_k(answers: int, passed: int, k: int) -> float:
-    """Probability that at least one of k answers passes, drawn without replacement from those there are.
+    """Return the probability that at least one of k answers passes, drawn without replacement from the given
+    ones.
 
-    It is the unbiased estimate of that of k fresh answers; `1 - (1 - passed/answers)^k` is biased.
+    It is an unbiased estimate for k fresh answers; `1 - (1 - passed/answers)^k` is biased.
 
     Args:
-        answers: Of a task, n >= k.
-        passed: Of these, c.
-        k: Drawn.
+        answers: Number of answers of a task, n >= k.
+        passed: Number of those that pass, c.
+        k: Number of answers drawn.
 
     Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv 2107.03374, section 2.1 and
     figure 3: `1 - C(n-c, k)/C(n, k)`, as a product, so that nothing overflows.
@@ -53,15 +54,15 @@ def pass_at_k(answers: int, passed: int, k: int) -> float:
 
 
 def estimate(values: Sequence[float], *, low: float = -math.inf, high: float = math.inf) -> Estimate:
-    """The mean of values of independent tasks, and its interval by the normal approximation.
+    """Return the mean of values of independent tasks, and its interval by the normal approximation.
 
-    Answers of one task are not independent, so that each task counts as one observation, whatever number of
-    answers it has.
+    Answers of one task are not independent, so each task counts as one observation, regardless of its number
+    of answers.
 
     Args:
-        values: One a task.
-        low: No value can be below.
-        high: No value can be above.
+        values: One per task.
+        low: Lower bound of the values.
+        high: Upper bound of the values.
 
     Source: Miller, "Adding Error Bars to Evals", arXiv 2411.00640, sections 2.1 and 2.2 (clustered errors).
     """
@@ -79,7 +80,7 @@ def estimate(values: Sequence[float], *, low: float = -math.inf, high: float = m
 def scores(
     answers: Iterable[EvaluatedAnswer], *, pass_at: Sequence[int], pass_reward: float
 ) -> dict[str, EvaluationScore]:
-    """Score all answers together, by dataset, and by data source within it; empty without any answer."""
+    """Score answers together, by dataset, and by data source within it; return nothing without answers."""
     sets: dict[str, list[EvaluatedAnswer]] = defaultdict(list)
     for answer in answers:
         names = [EVERYTHING, answer.dataset]

@@ -1,16 +1,16 @@
-"""Has the validation sets answered by engines of one weight version, and scores what they say.
+"""Has engines of one weight version answer the validation sets, and scores the answers.
 
 ```
  loop      consumes           waits for          unblocked by            produces
- examine   tasks, samples     a free place       an answer ends          attempts
- answer    a place            engines, rewards   chunks, pool events     an Answer, or why there is none
- health    calls, probes      the next look      time                    a quarantine in its pool
- lost      that pool          that none serves   a quarantine            the end of the evaluation
+ evaluate  tasks, samples     free capacity      an answer ends          attempts
+ answer    capacity           engines, rewards   chunks, pool events     an answer, or the reason of its loss
+ health    calls, probes      the next check     time                    a quarantine in its pool
+ lost      that pool          no engine serving  a quarantine            the end of the evaluation
 ```
 
-Sessions, loops and rewards are those of rollouts, the pool is the evaluation's own: no call of a rollout
-comes to its engines, and nothing of an evaluation reaches the trainer's queue or ledger. Conservation is
-simple: every answer that was asked for is scored, or dropped with its reason.
+Sessions, loops and rewards are those of rollouts. The pool belongs to the evaluation: rollouts do not use its
+engines, and no answer enters the trainer's queue or ledger. Every requested answer is scored, or dropped with
+its reason.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -54,11 +55,11 @@ from async_rl.types import Completion, Task, Trajectory
 log = logging.getLogger(__name__)
 
 MIXED_VERSION = "mixed_version"
-"""Why an answer is dropped that is not wholly of the pinned version."""
+"""Why an answer is dropped that has tokens of another than the pinned version."""
 
 
 def rollout_settings(config: Config) -> RolloutConfig:
-    """The rollouts' settings, as an evaluation changes them."""
+    """Return the rollouts' settings as changed by those of evaluation."""
     evaluation, rollout = config.evaluation, config.rollout
     changed = {
         "temperature": evaluation.temperature,
@@ -71,12 +72,25 @@ def rollout_settings(config: Config) -> RolloutConfig:
     return replace(rollout, **{name: value for name, value in changed.items() if value is not None})
 
 
+class _EvaluationInputs(NamedTuple):
+    """What all evaluations of an evaluator share."""
+
+    config: Config
+    rollout: RolloutConfig
+    """The rollouts' settings, as changed by `evaluation`."""
+    datasets: Sequence[Dataset]
+    chat: ChatFormat
+    facts: EngineFacts
+    new_id: Callable[[], str]
+    clock: Callable[[], float]
+
+
 class Evaluator:
-    """See the module.
+    """Evaluates weight versions on the validation sets of a config.
 
     Example:
         >>> evaluator = Evaluator(config, datasets, chat=chat, facts=facts, new_id=new_id, clock=clock)
-        >>> record = await evaluator.examine(pool, weight_version=12)
+        >>> record = await evaluator.evaluate_sets(pool, weight_version=12)
     """
 
     def __init__(
@@ -89,113 +103,91 @@ class Evaluator:
         new_id: Callable[[], str],
         clock: Callable[[], float],
     ) -> None:
-        """Take what every evaluation needs.
+        """Store the inputs of every evaluation.
 
         Args:
-            config: Of the run.
+            config: The run's config.
             datasets: The validation sets.
             chat: The model's chat format.
-            facts: The model.
-            new_id: Fixed-width unique ids.
+            facts: What the model's config says about it.
+            new_id: Returns fixed-width unique ids.
             clock: Monotonic seconds.
         """
-        self._config = config
-        self._rollout = rollout_settings(config)
-        self._datasets = datasets
-        self._chat = chat
-        self._facts = facts
-        self._new_id = new_id
-        self._clock = clock
+        rollout = rollout_settings(config)
+        self._inputs = _EvaluationInputs(config, rollout, datasets, chat, facts, new_id, clock)
 
     @property
     def num_answers(self) -> int:
-        """Of one evaluation."""
-        return self._config.evaluation.samples * sum(len(dataset.tasks) for dataset in self._datasets)
+        """Number of answers of one evaluation."""
+        samples = self._inputs.config.evaluation.samples
+        return samples * sum(len(dataset.tasks) for dataset in self._inputs.datasets)
 
-    def pool(self) -> EnginePool:
-        """An empty pool for the engines of one evaluation; what it measures is nobody's."""
-        return EnginePool(Metrics(), self._clock, max_prefill_tokens=self._config.engine.max_prefill_tokens)
+    def new_pool(self) -> EnginePool:
+        """Return an empty pool for the engines of one evaluation, with metrics of its own."""
+        limit = self._inputs.config.engine.max_prefill_tokens
+        return EnginePool(Metrics(), self._inputs.clock, max_prefill_tokens=limit)
 
     async def evaluate_sets(
         self, pool: EnginePool, weight_version: int, observer: Observer | None = None
     ) -> EvaluationRecord:
-        """Have everything answered once, and score it.
+        """Get all answers once, and score them.
 
         Args:
-            pool: Engines that serve the version. Whoever takes one away quarantines it here.
-            weight_version: Pinned: an answer with a token of another one is dropped and counted.
-            observer: Told of each answer.
+            pool: Engines that serve the version. To take one away, quarantine it in this pool.
+            weight_version: The pinned version: an answer with a token of another one is dropped and counted.
+            observer: Notified of each answer.
 
         Raises:
-            EngineError: No engine is left, or it took longer than `evaluation.timeout_s`.
-            AsyncRLError: A loop or a reward cannot be had.
+            EngineError: No engine is left, or the evaluation exceeds `evaluation.timeout_s`.
+            AsyncRLError: A loop or a reward cannot be loaded.
         """
-        began_s, metrics = self._clock(), Metrics()
+        evaluation, clock = self._inputs.config.evaluation, self._inputs.clock
+        began_s, metrics = clock(), Metrics()
         engines = tuple(engine.engine_id for engine in pool.engines())
-        sitting = _EvaluationRun(self, pool, weight_version, metrics, observer or Observer())
-        limit_s = self._config.evaluation.timeout_s
+        run = _EvaluationRun(self._inputs, pool, weight_version, metrics, observer or Observer())
+        limit_s = evaluation.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await sitting.run(self._datasets)
+                await run.answer_all()
         except ExceptionGroup as group:
             raise first_error(group) from group
         except TimeoutError as error:
             raise EngineError(
-                f"the evaluation of version {weight_version} had {sitting.num_ended} of {self.num_answers} "
+                f"the evaluation of version {weight_version} had {run.num_ended} of {self.num_answers} "
                 f"answers after evaluation.timeout_s = {limit_s}: raise it, or ask for fewer"
             ) from error
-        evaluation = self._config.evaluation
         return EvaluationRecord(
             weight_version=weight_version,
             status="done",
-            duration_s=self._clock() - began_s,
+            duration_s=clock() - began_s,
             engines=engines,
-            scores=scores(sitting.answers, pass_at=evaluation.pass_at, pass_reward=evaluation.pass_reward),
+            scores=scores(run.answers, pass_at=evaluation.pass_at, pass_reward=evaluation.pass_reward),
             asked=self.num_answers,
-            dropped=dict(sitting.dropped),
+            dropped=dict(run.dropped),
             sampled_tokens=int(value_of(metrics.sampled_tokens_total)),
         )
 
-    def session(
-        self, task: Task, answer_id: str, group_id: str, pool: EnginePool, metrics: Metrics
-    ) -> RolloutSession:
-        """One attempt at an answer. It asks for no routing: nobody trains on it."""
-        context = SessionContext(
-            chat=self._chat,
-            rollout=self._rollout,
-            metrics=metrics,
-            clock=self._clock,
-            pool=pool,
-            facts=self._facts,
-            routing=RoutingConfig(replay="off"),
-            interrupt=self._config.weights.interrupt,
-            new_id=self._new_id,
-        )
-        return RolloutSession(context, task, Transcript(context, JournalEntry(answer_id)), group_id=group_id)
-
 
 class _EvaluationRun:
-    """One evaluation under way."""
+    """One evaluation of one weight version."""
 
     def __init__(
         self,
-        evaluator: Evaluator,
+        inputs: _EvaluationInputs,
         pool: EnginePool,
         weight_version: int,
         metrics: Metrics,
         observer: Observer,
     ) -> None:
-        self._evaluator = evaluator
-        self._config = evaluator._config
+        config = inputs.config
+        self._inputs = inputs
         self._pool = pool
         self._weight_version = weight_version
         self._metrics = metrics
         self._observer = observer
-        self._loops = AgentLoops(evaluator._rollout)
-        self._rewards = Rewards(
-            self._config, decode=evaluator._chat.decode, metrics=metrics, clock=evaluator._clock
-        )
-        self._places = asyncio.Semaphore(self._config.evaluation.max_concurrent)
+        self._loops = AgentLoops(inputs.rollout)
+        self._rewards = Rewards(config, decode=inputs.chat.decode, metrics=metrics, clock=inputs.clock)
+        self._capacity = asyncio.Semaphore(config.evaluation.max_concurrent)
         self.answers: list[EvaluatedAnswer] = []
         self.dropped: Counter[str] = Counter()
 
@@ -204,37 +196,39 @@ class _EvaluationRun:
         """Answers that are scored or dropped."""
         return len(self.answers) + self.dropped.total()
 
-    async def run(self, datasets: Sequence[Dataset]) -> None:
-        """Answer everything."""
-        health = HealthWatch(self._pool, self._config.engine, self._metrics, self._evaluator._clock)
+    async def answer_all(self) -> None:
+        """Get all answers; returns when each is scored or dropped."""
+        config, new_id = self._inputs.config, self._inputs.new_id
+        samples = config.evaluation.samples
+        health = HealthWatch(self._pool, config.engine, self._metrics, self._inputs.clock)
         try:
             async with (
                 services(health=health.watch_engines, lost=self._watch),
                 self._loops,
                 Nursery() as nursery,
             ):
-                for dataset in datasets:
+                for dataset in self._inputs.datasets:
                     for task in dataset.tasks:
-                        group = _AnswerGroup(self._evaluator._new_id(), dataset.name, task, self._config)
-                        for _ in range(self._config.evaluation.samples):
+                        group = _AnswerGroup(new_id(), dataset.name, task, samples)
+                        for _ in range(samples):
                             with waiting("evaluation"):
-                                await self._places.acquire()
-                            name = self._evaluator._new_id()
+                                await self._capacity.acquire()
+                            name = new_id()
                             nursery.start_task(f"answer {name}", self._answer(name, group))
         finally:
             await self._rewards.close()
 
     async def _watch(self) -> None:
-        """Nobody repairs engines here: when none is left, that is the end."""
+        """End the evaluation when no engine is left, because nothing repairs its engines."""
         with waiting("idle"):
             while self._pool.engines(EngineState.SERVING):
                 await self._pool.wait_for_change()
         engines = {engine.engine_id: self._pool.error_of(engine.engine_id) for engine in self._pool.engines()}
-        told = "; ".join(f"{name}: {error}" for name, error in engines.items())
-        raise EngineError(f"no engine of the evaluation is left: {told}")
+        errors = "; ".join(f"{name}: {error}" for name, error in engines.items())
+        raise EngineError(f"no engine of the evaluation is left: {errors}")
 
     async def _answer(self, name: str, group: _AnswerGroup) -> None:
-        """Try until it comes to something; the last one of its group has the group scored, if that is due."""
+        """Get one answer; the last one of a group also scores the group, if its reward needs all of them."""
         try:
             with acting("answer", name):
                 await self._attempts(name, group)
@@ -242,17 +236,33 @@ class _EvaluationRun:
                 if group.complete and group.unscored:
                     await self._score_group(group)
         finally:
-            self._places.release()
+            self._capacity.release()
         progressed()
 
+    def _new_session(self, task: Task, answer_id: str, group_id: str) -> RolloutSession:
+        """Return the session of one attempt at an answer; it needs no routing, as it is not trained on."""
+        inputs = self._inputs
+        context = SessionContext(
+            chat=inputs.chat,
+            rollout=inputs.rollout,
+            metrics=self._metrics,
+            clock=inputs.clock,
+            pool=self._pool,
+            facts=inputs.facts,
+            routing=RoutingConfig(replay="off"),
+            interrupt=inputs.config.weights.interrupt,
+            new_id=inputs.new_id,
+        )
+        return RolloutSession(context, task, Transcript(context, JournalEntry(answer_id)), group_id=group_id)
+
     async def _attempts(self, name: str, group: _AnswerGroup) -> None:
-        limit = self._config.rollout.max_attempts
+        limit = self._inputs.config.rollout.max_attempts
         for attempt in range(1, limit + 1):
-            session = self._evaluator.session(group.task, name, group.group_id, self._pool, self._metrics)
+            session = self._new_session(group.task, name, group.group_id)
             try:
-                await run_agent_loop(group.task, session, self._loops, self._evaluator._rollout)
+                await run_agent_loop(group.task, session, self._loops, self._inputs.rollout)
                 if self._rewards.scores_groups(group.task):
-                    # Only the root: what a branch is worth is for training.
+                    # Only the root: rewards of branches are for training.
                     trajectory = await session.finish_trajectory(session.stop_reason, {})
                     group.unscored[name] = trajectory, session.completion
                     return
@@ -265,11 +275,11 @@ class _EvaluationRun:
                     self.dropped[type(error).__name__] += 1
                     return
             else:
-                self._take(group, tree[0], tree[0].outcome.reward_parts)
+                self._count_answer(group, tree[0], tree[0].outcome.reward_parts)
                 return
 
     async def _score_group(self, group: _AnswerGroup) -> None:
-        """By one call for all answers of a task."""
+        """Score all answers of a task by one call."""
         trajectories, completions = zip(*group.unscored.values(), strict=True)
         results = await self._rewards.score_group(group.task, list(completions))
         for trajectory, parts in zip(trajectories, results, strict=True):
@@ -277,10 +287,10 @@ class _EvaluationRun:
                 self.dropped[type(parts).__name__] += 1
                 continue
             outcome = replace(trajectory.outcome, reward=parts["reward"], reward_parts=parts)
-            self._take(group, replace(trajectory, outcome=outcome), parts)
+            self._count_answer(group, replace(trajectory, outcome=outcome), parts)
 
-    def _take(self, group: _AnswerGroup, trajectory: Trajectory, parts: dict[str, float]) -> None:
-        """Count an answer, if all of it is of the pinned version."""
+    def _count_answer(self, group: _AnswerGroup, trajectory: Trajectory, parts: dict[str, float]) -> None:
+        """Count an answer if all its tokens are of the pinned version."""
         self._observer.ended(trajectory, 1)
         if {segment.weight_version for segment in trajectory.sampled} != {self._weight_version}:
             self.dropped[MIXED_VERSION] += 1
@@ -298,13 +308,13 @@ class _EvaluationRun:
 
 
 class _AnswerGroup:
-    """The answers of one task."""
+    """The answers to one task."""
 
-    def __init__(self, group_id: str, dataset: str, task: Task, config: Config) -> None:
+    def __init__(self, group_id: str, dataset: str, task: Task, size: int) -> None:
         self.group_id = group_id
         self.dataset = dataset
         self.task = task
-        self._size = config.evaluation.samples
+        self._size = size
         self.ended = 0
         self.unscored: dict[str, tuple[Trajectory, Completion]] = {}
 
@@ -314,8 +324,8 @@ class _AnswerGroup:
         return self.ended == self._size
 
 
-def missing(weight_version: int, error: AsyncRLError, *, duration_s: float) -> EvaluationRecord:
-    """What is written down of an evaluation that was cut off."""
+def missing_record(weight_version: int, error: AsyncRLError, *, duration_s: float) -> EvaluationRecord:
+    """Return the record of an evaluation that was cancelled or failed."""
     return EvaluationRecord(
         weight_version=weight_version, status="missing", reason=str(error), duration_s=duration_s
     )

@@ -1,26 +1,26 @@
-"""Evaluations beside training: at a pinned weight version, without stopping it.
+"""Runs evaluations beside training, at a pinned weight version, without stopping training.
 
 ```
- engines serve a version that is due ─► shared     one of them is lent out: its rollouts go on elsewhere,
-                                        │          updates of the weights pass it by
-                                        reserved   the engines kept for this are brought to it
+ engines serve a version that is due ─► shared     one engine is borrowed: its rollouts move to others, and
+                                        │          weight updates skip it
+                                        reserved   the engines for evaluation are updated to the version
                                         ▼
-                     examine (a pool of its own: the version stays until the end)
+                     the evaluator (in a pool of its own: the version stays until the end)
                                         ▼
-                     a record ─► the engines are taken back, and catch up as one that joins
+                     a record ─► the engines return, and catch up like joining ones
 ```
 
 | loop | consumes | waits for | unblocked by | produces |
 |---|---|---|---|---|
-| `run` | served versions | one that is due; the evaluator | the pool; its end | records |
-| mirror | states of both pools | a change | a quarantine in either | the same in the other |
+| `run_evaluations` | served versions | a version that is due; the evaluator | the pool; its end | records |
+| `_mirror_failures` | states of both pools | a change | a quarantine in either | the same in the other |
 
-On devices that engines and trainer share an evaluation is a guest of the engines' turn: the trainer's waits
-for it, so that no update falls into it.
+On devices that engines and trainer share, an evaluation holds the devices for the engines: the trainer waits
+for its end, so that no update happens during it.
 
-One evaluation runs at a time. When a version becomes due meanwhile, what the engines serve afterwards is
-evaluated in its place. What cuts an evaluation off (no engine left, its time is over) marks its version as
-missing; a crash of the driver leaves no record, so that the run evaluates again when it is back.
+One evaluation runs at a time. If a version becomes due meanwhile, the version served afterwards is evaluated
+instead. An evaluation that fails (no engine left, timeout) marks its version as missing; a crash of the
+driver leaves no record, so that the resumed run evaluates again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from async_rl.engine_protocol import Engine
 from async_rl.engines.device_phases import DevicePhases
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import AsyncRLError, EngineError, InvariantError, WeightSyncError
-from async_rl.evaluation.evaluator import Evaluator, missing
+from async_rl.evaluation.evaluator import Evaluator, missing_record
 from async_rl.observability.evaluation_record import (
     FILE,
     EvaluationRecord,
@@ -51,19 +51,19 @@ from async_rl.runtime.waits import acting, waiting
 log = logging.getLogger(__name__)
 
 FOLDER: Final = "evaluations"
-"""In the run's folder: one folder a version, with the answers as `async-rl inspect` reads them."""
+"""Subfolder of the run's folder: one folder per version, with the answers for `async-rl inspect`."""
 
-_ROUNDS: Final = 3
-"""So often reserved engines chase a version that moves on; those that still differ then are left out."""
+_MAX_REFRESHES: Final = 3
+"""How often reserved engines are updated to a newer version; those that still differ are left out."""
 
 
 def due(config: EvaluationConfig, version: int, evaluated: int | None) -> bool:
-    """Whether a version is to be evaluated, or one since the last evaluation was and is not.
+    """Whether a version must be evaluated, or one that was served since the last evaluation.
 
     Args:
-        config: When.
-        version: That is served now.
-        evaluated: The newest version with a record, None without any.
+        config: Sets which versions are due.
+        version: The version that is served now.
+        evaluated: The newest version with a record; None without any.
     """
     if evaluated is None and version == 0:
         return config.at_start
@@ -73,13 +73,13 @@ def due(config: EvaluationConfig, version: int, evaluated: int | None) -> bool:
 
 
 class EvaluationService:
-    """The evaluations of one life of a run.
+    """The evaluations of one incarnation of a run.
 
     Example:
         >>> service = EvaluationService(settings, run_dir, pool, sync.take_back_engine, evaluator, ...)
-        >>> async with services(evaluation=service.run):
+        >>> async with services(evaluation=service.run_evaluations):
         ...     await train()
-        ...     await service.finish(version)
+        ...     await service.finish_evaluations(version)
     """
 
     def __init__(
@@ -92,23 +92,23 @@ class EvaluationService:
         *,
         step: int,
         interrupt_timeout_s: float,
-        ended: Callable[[EvaluationRecord], EvaluationRecord],
+        log_evaluation: Callable[[EvaluationRecord], EvaluationRecord],
         clock: Callable[[], float],
         phases: DevicePhases | None = None,
     ) -> None:
-        """Wire the parts.
+        """Connect the components.
 
         Args:
-            config: When, and by whom.
-            run_dir: Of the run.
+            config: When to evaluate, and on which engines.
+            run_dir: The run's folder.
             pool: The engines of the run.
-            take_back: Brings an engine of it to the current weights, and lets it serve.
-            evaluator: Has the questions answered.
-            step: That this life of the run starts from; records of later ones are of a life that is undone.
-            interrupt_timeout_s: Longest wait for an engine to end the calls that it has.
-            ended: Shows a record, and gives it back with the run's time.
+            take_back: Updates an engine of the run to the current weights, and lets it serve.
+            evaluator: Gets and scores the answers.
+            step: The step that this incarnation starts from; later records belong to undone steps.
+            interrupt_timeout_s: Maximum time for an engine to end its calls.
+            log_evaluation: Shows a record, and returns it with the run's time.
             clock: Monotonic seconds.
-            phases: When engines can answer; None lets them at any time.
+            phases: When engines may work on shared devices; None for always.
         """
         self._config = config
         self._run_dir = run_dir
@@ -117,35 +117,35 @@ class EvaluationService:
         self._take_back = take_back
         self._evaluator = evaluator
         self._interrupt_timeout_s = interrupt_timeout_s
-        self._ended = ended
+        self._log_evaluation = log_evaluation
         self._clock = clock
         records = [r for r in evaluation_record_log(run_dir / FILE).read() if r.weight_version <= step]
         self._evaluated = records[-1].weight_version if records else None
-        self._lent: list[str] = []
+        self._borrowed: list[str] = []
         self._idle = asyncio.Event()
-        self._under_way: asyncio.Timeout | None = None
-        self._left = False
+        self._current: asyncio.Timeout | None = None
+        self._cancelled = False
 
-    def leave(self) -> None:
-        """The run ends before its time: cut off what is evaluated, without a record; begin nothing more."""
-        if self._under_way is not None and not self._left:
-            self._under_way.reschedule(0.0)
-        self._left = True
+    def cancel_evaluations(self) -> None:
+        """Cancel the current evaluation without a record, and start no more, because the run stops."""
+        if self._current is not None and not self._cancelled:
+            self._current.reschedule(0.0)
+        self._cancelled = True
 
-    async def finish(self, version: int) -> None:
-        """Wait until nothing is evaluated any more, and this version is, if it is due.
+    async def finish_evaluations(self, version: int) -> None:
+        """Wait until no evaluation runs, and this version is evaluated, if it is due.
 
-        Each evaluation has its time, and engines that serve nothing for long end the run.
+        Each evaluation has a time limit, and engines that do not serve for long end the run.
         """
         with waiting("evaluation"):
             while not self._idle.is_set() or due(self._config, version, self._evaluated):
                 self._idle.clear()
                 await self._idle.wait()
 
-    async def run(self) -> None:
-        """Never returns."""
+    async def run_evaluations(self) -> None:
+        """Evaluate each version that is due; never returns."""
         while True:
-            if self._due() is None:
+            if self._due_version() is None:
                 self._idle.set()
                 with waiting("idle"):
                     await self._pool.wait_for_change()
@@ -153,63 +153,63 @@ class EvaluationService:
             self._idle.clear()
             async with self._phases.lease_engines():
                 await self._evaluate_due()
-                # Not when it is cancelled: the run ends, or whoever goes on brings all engines up anew.
-                while self._lent:
-                    await self._return(self._lent.pop())
+                # Not on cancellation: the run ends, or the next incarnation updates all engines.
+                while self._borrowed:
+                    await self._return_engine(self._borrowed.pop())
 
-    def _due(self) -> int | None:
-        """The newest version that engines serve, if it is to be evaluated."""
+    def _due_version(self) -> int | None:
+        """Return the newest version that engines serve, if it is due."""
         serving = self._pool.engines(EngineState.SERVING)
         version = max((self._pool.version_of(engine.engine_id) for engine in serving), default=None)
-        if version is None or self._left or not due(self._config, version, self._evaluated):
+        if version is None or self._cancelled or not due(self._config, version, self._evaluated):
             return None
         return version
 
     # -- one evaluation ----------------------------------------------------------------------------------
 
     async def _evaluate_due(self) -> None:
-        """Evaluate what is due by now, unless it is cut off by `leave`."""
-        version = self._due()
+        """Evaluate the version that is due now, unless evaluations are cancelled."""
+        version = self._due_version()
         if version is None:
             return
         try:
-            async with asyncio.timeout(None) as self._under_way:
+            async with asyncio.timeout(None) as self._current:
                 with acting("evaluation", f"version {version}"):
                     record = await self._evaluate(version)
         except TimeoutError:
-            if not self._left:
+            if not self._cancelled:
                 raise
             return
         finally:
-            self._under_way = None
+            self._current = None
         self._evaluated = max(version, record.weight_version)
-        evaluation_record_log(self._run_dir / FILE).append(self._ended(record))
+        evaluation_record_log(self._run_dir / FILE).append(self._log_evaluation(record))
 
     async def _evaluate(self, version: int) -> EvaluationRecord:
-        """At this version or, where the engines came to a later one meanwhile, at that."""
+        """Evaluate this version, or a later one if the engines have been updated meanwhile."""
         began_s = self._clock()
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                engines = await self._engines(version)
+                engines = await self._acquire_engines(version)
             version = self._pool.version_of(engines[0].engine_id)
             log.info("version %d is evaluated by %s", version, [engine.engine_id for engine in engines])
-            record = await self._examine(engines, version)
+            record = await self._evaluate_on(engines, version)
         except InvariantError:
             raise
         except (AsyncRLError, TimeoutError) as error:
-            told = error if isinstance(error, AsyncRLError) else EngineError("no engine came to it in time")
-            log.warning("the evaluation of version %d is missing: %s", version, told)
-            record = missing(version, told, duration_s=self._clock() - began_s)
+            cause = error if isinstance(error, AsyncRLError) else EngineError("no engine was free in time")
+            log.warning("the evaluation of version %d is missing: %s", version, cause)
+            record = missing_record(version, cause, duration_s=self._clock() - began_s)
         return record
 
-    async def _examine(self, engines: Sequence[Engine], version: int) -> EvaluationRecord:
-        pool = self._evaluator.pool()
+    async def _evaluate_on(self, engines: Sequence[Engine], version: int) -> EvaluationRecord:
+        pool = self._evaluator.new_pool()
         for engine in engines:
             pool.add_engine(engine)
             pool.serve_engine(engine.engine_id, version)
-        answers = self._archive(version)
+        answers = self._open_archive(version)
         try:
-            async with services(mirror=lambda: self._mirror(pool)):
+            async with services(mirror=lambda: self._mirror_failures(pool)):
                 return await self._evaluator.evaluate_sets(pool, version, answers)
         except ExceptionGroup as group:
             raise first_error(group) from group
@@ -217,8 +217,8 @@ class EvaluationService:
             if isinstance(answers, Archive):
                 await asyncio.to_thread(answers.close)
 
-    def _archive(self, version: int) -> Observer:
-        """Where answers are kept; the oldest evaluations make room."""
+    def _open_archive(self, version: int) -> Observer:
+        """Return the archive of the answers; remove the oldest evaluations."""
         folder, keep = self._run_dir / FOLDER, self._config.keep_answers
         if not keep:
             return Observer()
@@ -228,51 +228,53 @@ class EvaluationService:
             shutil.rmtree(old, ignore_errors=True)
         return Archive(mine / archive.FILE, keep=self._evaluator.num_answers)
 
-    async def _mirror(self, pool: EnginePool) -> None:
-        """What fails here has failed for the run, and what the run takes away is lost here. Never returns."""
+    async def _mirror_failures(self, pool: EnginePool) -> None:
+        """Quarantine engines that fail here in the run, and those that the run takes away here; never
+        returns.
+        """
         while True:
             for engine in pool.engines():
                 name = engine.engine_id
                 if pool.needs_repair(name):
                     error = pool.error_of(name) or EngineError(f"engine {name} failed in an evaluation")
                     self._pool.quarantine_engine(name, error)
-                standing = self._pool.snapshot_of(name)
-                if standing is None or standing.state is not EngineState.EVALUATING:
+                snapshot = self._pool.snapshot_of(name)
+                if snapshot is None or snapshot.state is not EngineState.EVALUATING:
                     pool.quarantine_engine(name, EngineError(f"engine {name} left the evaluation"))
-            await _either(pool.wait_for_change, self._pool.wait_for_change)
+            await _wait_for_first(pool.wait_for_change, self._pool.wait_for_change)
 
     # -- engines -----------------------------------------------------------------------------------------
 
-    async def _engines(self, version: int) -> list[Engine]:
-        """Engines of one version, this or a later one, that serve nobody else."""
+    async def _acquire_engines(self, version: int) -> list[Engine]:
+        """Return engines of one version, this or a later one, that serve only the evaluation."""
         if self._config.engines == "shared":
-            return [await self._borrow(version)]
-        for _ in range(_ROUNDS):
-            await self._refresh(version)
+            return [await self._borrow_engine(version)]
+        for _ in range(_MAX_REFRESHES):
+            await self._refresh_reserved(version)
             found = self._reserved()
             version = max(self._pool.version_of(engine.engine_id) for engine in found)
             if all(self._pool.version_of(engine.engine_id) == version for engine in found):
                 return found
         return [engine for engine in found if self._pool.version_of(engine.engine_id) == version]
 
-    async def _borrow(self, version: int) -> Engine:
-        """Take the engine with the fewest calls out, once it serves the version, and end those calls."""
+    async def _borrow_engine(self, version: int) -> Engine:
+        """Borrow the engine with the fewest calls, once it serves the version, and end its calls."""
         while True:
             serving = self._pool.engines(EngineState.SERVING)
             able = [engine for engine in serving if self._pool.version_of(engine.engine_id) >= version]
             if not able:
-                if (
-                    not self._phases.engines_may_start
-                ):  # nor is any repaired before the trainer has had its turn
-                    raise EngineError(f"no engine serves version {version} any more in the engines' turn")
+                if not self._phases.engines_may_start:  # no engine is repaired before the trainer has worked
+                    raise EngineError(
+                        f"no engine serves version {version} any more, and the trainer waits for the devices"
+                    )
                 with waiting("engine", why=lambda: f"none serves version {version}"):
-                    await _either(self._pool.wait_for_change, self._phases.wait_for_engines_phase_end)
+                    await _wait_for_first(self._pool.wait_for_change, self._phases.wait_for_engines_phase_end)
                 continue
             engine = min(able, key=lambda engine: self._pool.statistics.load_of(engine.engine_id).calls)
             name = engine.engine_id
             if not self._pool.lend_engine(name):
                 continue
-            self._lent.append(name)
+            self._borrowed.append(name)
             try:
                 async with self._pool.bounded_request(name, self._interrupt_timeout_s) as scope:
                     with waiting("engine update", name, scope=scope):
@@ -285,15 +287,15 @@ class EvaluationService:
                 message = f"engine {name} did not end its calls within {self._interrupt_timeout_s} s"
                 self._pool.quarantine_engine(name, WeightSyncError(message))
 
-    async def _refresh(self, version: int) -> None:
-        """Bring the reserved engines to the current weights, if they do not serve this version yet."""
+    async def _refresh_reserved(self, version: int) -> None:
+        """Update the reserved engines to the current weights if they do not serve this version yet."""
         while not self._reserved():
-            with waiting("engine", why=lambda: "those of the evaluation are not there"):
+            with waiting("engine", why=lambda: "no engine is reserved for the evaluation"):
                 await self._pool.wait_for_change()
         async with Nursery() as nursery:
             for engine in self._reserved():
                 if self._pool.version_of(engine.engine_id) < version:
-                    nursery.start_task(f"refresh {engine.engine_id}", self._return(engine.engine_id))
+                    nursery.start_task(f"refresh {engine.engine_id}", self._return_engine(engine.engine_id))
         while not any(self._pool.version_of(e.engine_id) >= version for e in self._reserved()):
             with waiting("engine", why=lambda: f"none of the evaluation's has version {version}"):
                 await self._pool.wait_for_change()
@@ -301,16 +303,16 @@ class EvaluationService:
     def _reserved(self) -> list[Engine]:
         return list(self._pool.engines(EngineState.EVALUATING))
 
-    async def _return(self, engine_id: str) -> None:
-        """Bring an engine to the current weights; one that does not come is left to `repair`."""
+    async def _return_engine(self, engine_id: str) -> None:
+        """Update an engine to the current weights; if that fails, leave it to `repair`."""
         try:
             await self._take_back(engine_id)
         except EngineError as error:
             self._pool.quarantine_engine(engine_id, error)
 
 
-async def _either(*changes: Callable[[], Awaitable[None]]) -> None:
-    """Wait for whichever comes first."""
+async def _wait_for_first(*changes: Callable[[], Awaitable[None]]) -> None:
+    """Wait for the first of several changes."""
 
     async def wait(change: Callable[[], Awaitable[None]]) -> None:
         with waiting("idle"):

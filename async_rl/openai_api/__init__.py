@@ -1,17 +1,19 @@
-"""An OpenAI-compatible endpoint whose model is the policy.
+"""An OpenAI-compatible endpoint that serves the policy to agents.
 
-Each trajectory has a key, and what is asked with that key becomes the trajectory.
+Each trajectory has an API key, and the requests with that key become the trajectory. The HTTP server and the
+translation between OpenAI's API and sessions belong here; the agent loop that uses them is
+`agent_loops.openai_agent`.
 
 ```
- agent ──POST /v1/chat/completions──► server ──► desk ──generate()──► session ──► engines
-   ▲      Bearer <key of a trajectory>   │         │ which conversation does the history belong to?
-   │                                     │         │ what is new is appended as tokens
-   └── JSON, or chunks by SSE ◄──────────┴─────────┘ what the policy wrote goes out in OpenAI's form
+ agent ──POST /v1/chat/completions──► Endpoint ──► RequestHandler ──generate()──► session ──► engines
+   ▲      Bearer <key of a trajectory>   │              │ finds the conversation that the history belongs to
+   │                                     │              │ appends the new messages as tokens
+   └── JSON, or chunks by SSE ◄──────────┴──────────────┘ translates the turn to OpenAI's format
 ```
 
-wire      requests, answers, chunks and errors in OpenAI's form: pure
-history   which conversation a request continues, repeats or begins: pure
-answers   from what the policy wrote to reasoning, content and tool calls, whole or growing: pure
-desk      one trajectory's calls; they run in the trajectory's own task, whatever becomes of a connection
-server    HTTP: keys, limits, streams
+chat_completions   requests, answers, chunks and errors in OpenAI's format: pure
+history            which conversation a request continues, repeats or begins: pure
+answers            a turn's text as reasoning, content and tool calls, complete or growing: pure
+request_handler    the requests of one trajectory, which run in its own task and survive lost connections
+endpoint           HTTP: keys, limits, streams
 """

@@ -1,11 +1,12 @@
-"""From what the policy wrote to what OpenAI's API calls reasoning, content and tool calls; whole or growing.
+"""Splits the text of a turn, complete or growing, into OpenAI's reasoning, content and tool calls.
 
 ```
  <think> reasoning </think> content <tool_call> …
-                                    └ calls, when the turn is whole
+                                    └ calls, once the turn is complete
 ```
 
-Invariant, on which streams rest: what is shown of the beginning of a text begins what is shown of all of it.
+Invariant, on which streaming relies: what is shown for a prefix of a text is a prefix of what is shown for
+all of it.
 """
 
 from __future__ import annotations
@@ -19,81 +20,81 @@ _OPEN: Final = "<think>"
 _CLOSE: Final = "</think>"
 
 
-class Reader(Protocol):
-    """Knows one format of tool calls."""
+class ToolCallReader(Protocol):
+    """Reads one format of tool calls."""
 
     def content_so_far(self, text: str) -> int:
-        """How much of a text that may grow is content for sure, in characters."""
+        """Return how many characters of a growing text are certainly content."""
         ...
 
     def read(
         self, text: str, tools: Sequence[dict[str, Any]]
     ) -> tuple[str, Sequence[tuple[str, dict[str, Any]]]]:
-        """What stands before the calls, and name and arguments of each.
+        """Return the content before the calls, and the name and arguments of each call.
 
-        A text with a call that cannot be read is content as a whole: the API has no form for it.
+        A text with an unreadable call is content as a whole, because the API cannot express such a call.
         """
         ...
 
 
-class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """How to take one turn apart."""
+class TurnFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How to split one turn."""
 
     stop: tuple[str, ...] = ()
-    """Where the first of these stands, the answer ends; it is not part of it."""
-    reader: Reader | None = None
-    """None where no tools are on offer, or none may be called."""
+    """The answer ends before the first of these strings."""
+    reader: ToolCallReader | None = None
+    """Reads the tool calls; None if no tools are available, or none may be called."""
     tools: Sequence[dict[str, Any]] = ()
     opens_thought: bool = False
-    """Whether the prompt ends within a thought: some chat templates open it themselves."""
+    """Whether the prompt ends inside a thought, because the chat template opens it."""
 
 
-class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn taken apart."""
+class SplitTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a turn."""
 
     reasoning: str | None = None
     content: str = ""
     calls: Sequence[tuple[str, dict[str, Any]]] = ()
 
 
-def show(text: str, form: Form, *, whole: bool) -> Shown:
-    """Take a turn apart.
+def split_turn(text: str, turn_format: TurnFormat, *, complete: bool) -> SplitTurn:
+    """Split a turn into its parts.
 
     Args:
         text: The turn, or its beginning.
-        form: What to look for.
-        whole: Whether nothing comes after it; else only what is certain is shown.
+        turn_format: How to split it.
+        complete: Whether the text is the whole turn; otherwise only certain parts are returned.
     """
-    found = [at for stop in form.stop if (at := text.find(stop)) >= 0]
+    found = [at for stop in turn_format.stop if (at := text.find(stop)) >= 0]
     if found:
         text = text[: min(found)]
-    elif not whole:
-        text = text[: len(text) - _begun(text, form.stop)]
+    elif not complete:
+        text = text[: len(text) - _partial_match(text, turn_format.stop)]
     body = text.lstrip()
-    if not whole and _OPEN.startswith(body):
-        return Shown()  # it may become one
-    if not (form.opens_thought or body.startswith(_OPEN)):
-        return _show_said(text, None, form, whole=whole)
+    if not complete and _OPEN.startswith(body):
+        return SplitTurn()  # it may become a thought
+    if not (turn_format.opens_thought or body.startswith(_OPEN)):
+        return _split_answer(text, None, turn_format, complete=complete)
     body = body.removeprefix(_OPEN)
-    thought, closed, said = body.partition(_CLOSE)
-    if not closed and not whole:
-        thought = thought[: len(thought) - _begun(thought, (_CLOSE,))]
-    return _show_said(said.lstrip(), thought.strip(), form, whole=whole)
+    thought, closed, answer = body.partition(_CLOSE)
+    if not closed and not complete:
+        thought = thought[: len(thought) - _partial_match(thought, (_CLOSE,))]
+    return _split_answer(answer.lstrip(), thought.strip(), turn_format, complete=complete)
 
 
-def _show_said(text: str, reasoning: str | None, form: Form, *, whole: bool) -> Shown:
-    """What comes after a thought."""
-    if not whole:
-        end = len(text) if form.reader is None else form.reader.content_so_far(text)
-        return Shown(reasoning=reasoning, content=text[:end].rstrip())
-    if form.reader is None:
-        return Shown(reasoning=reasoning, content=text)
-    content, calls = form.reader.read(text, form.tools)
-    return Shown(reasoning=reasoning, content=content.rstrip() if calls else content, calls=calls)
+def _split_answer(text: str, reasoning: str | None, turn_format: TurnFormat, *, complete: bool) -> SplitTurn:
+    """Split the text after the thought."""
+    if not complete:
+        end = len(text) if turn_format.reader is None else turn_format.reader.content_so_far(text)
+        return SplitTurn(reasoning=reasoning, content=text[:end].rstrip())
+    if turn_format.reader is None:
+        return SplitTurn(reasoning=reasoning, content=text)
+    content, calls = turn_format.reader.read(text, turn_format.tools)
+    return SplitTurn(reasoning=reasoning, content=content.rstrip() if calls else content, calls=calls)
 
 
-def _begun(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of a text with which one of these may begin."""
+def _partial_match(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the longest end of a text that begins one of the marks."""
     return max(
         (n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n])),
         default=0,

@@ -1,9 +1,9 @@
-"""What goes over the wire: OpenAI's chat completions, read strictly where it matters to training.
+"""OpenAI's chat completions format, checked strictly where it matters for training.
 
-A request is taken as it is, or refused with a sentence that says what to do; sampling parameters are neither:
-the policy is sampled as the config says, and the request's own are only remembered, to be counted.
+A request is accepted as it is, or refused with a message that states the remedy. Sampling parameters are the
+exception: the config decides how the policy is sampled, and those of the request are only counted.
 
-Source of the form: OpenAI's API reference, "Chat completions"; `x-should-retry` is of their clients.
+Source: OpenAI's API reference, "Chat completions"; their clients define `x-should-retry`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAMPLING: Final = (
     "seed",
     "reasoning_effort",
 )
-"""Parameters that change what is sampled; log-probs would no longer be the policy's as it is trained."""
+"""Parameters that change the sampling distribution; log-probs would not be those of the trained policy."""
 
 _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "presence_penalty": (0,),
@@ -35,7 +35,7 @@ _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "min_p": (0,),
     "logit_bias": ({},),
 }
-"""Values that ask for nothing."""
+"""Values without effect."""
 
 _ROLES: Final = {
     "system": "system",
@@ -44,11 +44,11 @@ _ROLES: Final = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""Roles of the API, and what chat templates call them."""
+"""Roles of the API, with their names in chat templates."""
 
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's form. Clients are told to try again only where it can help."""
+    """An error answer in OpenAI's format. Its headers ask clients to retry only if a retry can help."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """The JSON body of the answer."""
         kind = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
         return {
             "error": {
@@ -81,33 +81,33 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """For OpenAI's own clients, which by themselves repeat 408, 409, 429 and all from 500 on."""
+        """Headers for OpenAI's clients, which retry 408, 409, 429 and everything from 500 by default."""
         return {"x-should-retry": str(self.retry).lower()}
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, checked, its messages as chat templates want them."""
+    """A checked request, with messages in the form of chat templates."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     may_call: bool
-    """False where `tool_choice` is `none`: a call that is written stays text."""
+    """False if `tool_choice` is `none`: calls that the policy writes stay text."""
     max_new_tokens: int | None
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
     logprobs: bool
-    asked: dict[str, Any]
-    """What it asks for in vain: sampling parameters, forced tool calls; by parameter."""
+    unsupported: dict[str, Any]
+    """Parameters without effect: sampling parameters, forced tool calls."""
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call as it goes out."""
+    """A tool call as it is returned."""
 
     id: str
     name: str
     arguments: str
-    """JSON, as the policy meant it."""
+    """JSON."""
 
 
 class TokenLogProb(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +118,7 @@ class TokenLogProb(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of the policy in OpenAI's terms."""
+    """One turn of the policy in OpenAI's format."""
 
     content: str | None
     reasoning: str | None
@@ -141,7 +141,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens of the whole conversation so far, and of this turn."""
+        """The tokens of the prompt, which is the whole conversation so far, and of this turn."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -150,14 +150,14 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_request(body: bytes, model: str) -> ChatRequest:
-    """Check a request.
+    """Read and check a request.
 
     Args:
         body: JSON.
-        model: The only model there is.
+        model: The name of the only model.
 
     Raises:
-        ApiError: 400 or 404, with what is wrong and what to do.
+        ApiError: 400 or 404, with the problem and the remedy.
     """
     try:
         raw = msgspec.json.decode(body)
@@ -181,12 +181,14 @@ def read_request(body: bytes, model: str) -> ChatRequest:
     max_new = [
         _integer(raw, name, least=1) for name in ("max_tokens", "max_completion_tokens") if name in raw
     ]
-    asked = {name: raw[name] for name in _SAMPLING if name in raw and raw[name] not in _NEUTRAL.get(name, ())}
+    unsupported = {
+        name: raw[name] for name in _SAMPLING if name in raw and raw[name] not in _NEUTRAL.get(name, ())
+    }
     choice = raw.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        asked["tool_choice"] = choice if isinstance(choice, str) else "a named tool"
+        unsupported["tool_choice"] = choice if isinstance(choice, str) else "a named tool"
     if raw.get("parallel_tool_calls") is False:
-        asked["parallel_tool_calls"] = False
+        unsupported["parallel_tool_calls"] = False
     return ChatRequest(
         messages=_read_messages(messages),
         tools=_read_tools(raw.get("tools", [])),
@@ -196,12 +198,12 @@ def read_request(body: bytes, model: str) -> ChatRequest:
         stream=raw.get("stream") is True,
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         logprobs=raw.get("logprobs") is True,
-        asked=asked,
+        unsupported=unsupported,
     )
 
 
 class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What every answer and all chunks of one begin with."""
+    """The fields that an answer and all its chunks share."""
 
     id: str
     created: int
@@ -209,8 +211,8 @@ class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
-def completion(answer: ChatAnswer, head: ReplyHead, *, logprobs: bool) -> dict[str, Any]:
-    """The JSON of a whole answer."""
+def completion_body(answer: ChatAnswer, head: ReplyHead, *, logprobs: bool) -> dict[str, Any]:
+    """Return the JSON body of a complete answer."""
     return {
         **msgspec.structs.asdict(head),
         "object": "chat.completion",
@@ -226,23 +228,25 @@ def completion(answer: ChatAnswer, head: ReplyHead, *, logprobs: bool) -> dict[s
     }
 
 
-class Chunks:
-    """The chunks of one streamed answer, ready to be sent."""
+class ChunkEncoder:
+    """Encodes the chunks of one streamed answer."""
 
     def __init__(self, head: ReplyHead, *, include_usage: bool) -> None:
         self._head = msgspec.structs.asdict(head) | {"object": "chat.completion.chunk"}
         self._include_usage = include_usage
 
-    def delta(self, delta: Mapping[str, Any]) -> bytes:
-        """A part of the message."""
+    def encode_delta(self, delta: Mapping[str, Any]) -> bytes:
+        """Encode a part of the message."""
         return self._event([{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}])
 
-    def calls(self, calls: Sequence[FunctionCall]) -> bytes:
-        """All tool calls."""
-        return self.delta({"tool_calls": [{"index": i, **_call(call)} for i, call in enumerate(calls)]})
+    def encode_calls(self, calls: Sequence[FunctionCall]) -> bytes:
+        """Encode all tool calls."""
+        return self.encode_delta(
+            {"tool_calls": [{"index": i, **_call(call)} for i, call in enumerate(calls)]}
+        )
 
-    def end(self, answer: ChatAnswer, *, logprobs: bool) -> bytes:
-        """What comes last."""
+    def encode_end(self, answer: ChatAnswer, *, logprobs: bool) -> bytes:
+        """Encode the last chunks."""
         values = _logprobs(answer) if logprobs else None
         last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": values}
         usage = self._event([], usage=answer.usage) if self._include_usage else b""
@@ -256,12 +260,12 @@ class Chunks:
 
 
 def error_event(error: ApiError) -> bytes:
-    """An error within a stream, which has its status already."""
+    """Encode an error inside a stream, whose status has been sent already."""
     return _event(error.body)
 
 
-def models(model: str, created: int) -> dict[str, Any]:
-    """The JSON of `/v1/models`."""
+def models_body(model: str, created: int) -> dict[str, Any]:
+    """Return the JSON body of `/v1/models`."""
     return {
         "object": "list",
         "data": [{"id": model, "object": "model", "created": created, "owned_by": "async-rl"}],
@@ -281,7 +285,7 @@ def _call(call: FunctionCall) -> dict[str, Any]:
 
 
 def _logprobs(answer: ChatAnswer) -> dict[str, Any]:
-    """Of all tokens of the turn, tags and thoughts included: nothing says which belong to the content."""
+    """Return the log-probs of all tokens of the turn, with tags and thoughts: content tokens are unknown."""
     content = [
         {"token": t.token, "logprob": t.logprob, "bytes": list(t.token.encode()), "top_logprobs": []}
         for t in answer.logprobs
@@ -292,24 +296,24 @@ def _logprobs(answer: ChatAnswer) -> dict[str, Any]:
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("n", 1) != 1:
         raise ApiError(
-            400, f"n is {raw['n']}, only 1 is served: ask several times, each is a sample", param="n"
+            400, f"n is {raw['n']}, expected 1: send several requests, each returns a sample", param="n"
         )
     if raw.get("top_logprobs", 0) != 0:
         raise ApiError(
-            400, "top_logprobs is not served: only sampled tokens have log-probs", param="top_logprobs"
+            400, "top_logprobs is not supported: only sampled tokens have log-probs", param="top_logprobs"
         )
     if "functions" in raw or "function_call" in raw:
-        raise ApiError(400, "functions are not served: use tools", param="functions")
+        raise ApiError(400, "functions are not supported: use tools", param="functions")
     kind = raw.get("response_format", {"type": "text"})
     if not isinstance(kind, dict) or kind.get("type") != "text":
         raise ApiError(
             400,
-            "response_format is not served: constrained decoding would falsify the log-probs; put the schema "
-            "into the prompt, or into a tool's parameters",
+            "response_format is not supported: constrained decoding would falsify the log-probs; put the "
+            "schema into the prompt, or into a tool's parameters",
             param="response_format",
         )
     if raw.get("modalities", ["text"]) != ["text"] or "audio" in raw:
-        raise ApiError(400, "only text is served", param="modalities")
+        raise ApiError(400, "only text is supported", param="modalities")
 
 
 def _read_messages(raw: Sequence[Any]) -> list[dict[str, Any]]:
@@ -319,7 +323,7 @@ def _read_messages(raw: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _read_message(raw: Any, place: str, names: dict[str, str]) -> dict[str, Any]:
-    """A message as templates want it; `names` are of the tools that earlier calls named, by the call's id."""
+    """Return a message in the form of chat templates; `names` has the tools of earlier calls, by call id."""
     if not isinstance(raw, dict) or raw.get("role") not in _ROLES:
         role = raw.get("role") if isinstance(raw, dict) else raw
         raise ApiError(400, f"{place}: role is {role!r}, expected one of {', '.join(_ROLES)}", param=place)
@@ -346,7 +350,7 @@ def _read_content(raw: Any, place: str) -> str:
         return raw
     if isinstance(raw, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in raw):
         return "".join(part["text"] for part in raw)
-    raise ApiError(400, f"{place}: only text is served, as a string or as parts with text", param=place)
+    raise ApiError(400, f"{place}: only text is supported, as a string or as parts with text", param=place)
 
 
 def _read_call(raw: Any, place: str, names: dict[str, str]) -> dict[str, Any]:
@@ -366,7 +370,7 @@ def _read_call(raw: Any, place: str, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _read_tools(raw: Any) -> list[dict[str, Any]]:
-    """Tools as the template shows them to the policy; what is only for servers is left out."""
+    """Return tools as chat templates show them to the policy, without fields that are for servers only."""
     if not isinstance(raw, list):
         raise ApiError(400, "tools must be a list", param="tools")
     tools = []

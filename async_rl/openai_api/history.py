@@ -1,4 +1,4 @@
-"""Which conversation a request belongs to: it continues one, repeats an earlier request, or begins another.
+"""Finds the conversation of a request: it continues one, repeats an earlier request, or begins another.
 
 ```
  known:    system user ANSWER tool ANSWER
@@ -8,9 +8,9 @@
            other                                       another conversation
 ```
 
-Messages are compared as an agent means them, not letter by letter: what the policy wrote by content and tool
-calls as we returned them (thoughts left out, as many agents leave them out), the order of keys, ids and white
-space around texts aside. Nothing here waits or samples.
+Messages are compared by meaning, not literally. The policy's messages are compared by the content and tool
+calls that were returned, without thoughts, which many agents leave out. The order of keys, ids and
+surrounding white space are ignored. Nothing here waits or samples.
 """
 
 from __future__ import annotations
@@ -28,69 +28,69 @@ from async_rl.rollout.session.api import Session
 
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
-Key = tuple[str, str, str]
-"""What a message says: role, content, tool calls."""
+MessageKey = tuple[str, str, str]
+"""A message in comparable form: role, content, tool calls."""
 
 
 class Exchange:
-    """One request of a conversation and what becomes of it."""
+    """One request of a conversation, and its answer."""
 
-    def __init__(self, request: ChatRequest, keys: Sequence[Key], number: int) -> None:
+    def __init__(self, request: ChatRequest, keys: Sequence[MessageKey], number: int) -> None:
         self.request = request
         self.number = number
-        """Of this trajectory's exchanges, from 1."""
+        """The number of this exchange in its trajectory, from 1."""
         self.keys = tuple(keys)
         self.text = ""
-        """What the policy has written so far."""
+        """The text of the turn so far."""
         self.answer: ChatAnswer | None = None
         self.error: ApiError | None = None
         self.listeners = 0
-        """Connections that wait for it."""
+        """The number of connections that wait for the answer."""
         self.delivered = False
-        """Whether some connection got all of it."""
+        """Whether a connection has received the whole answer."""
         self.changed = asyncio.Event()
-        """Set, and replaced, when any of this changes."""
+        """Set and replaced whenever this exchange changes."""
 
     @property
     def ended(self) -> bool:
-        """Whether there is an answer, or an error in its place."""
+        """Whether there is an answer or an error."""
         return self.answer is not None or self.error is not None
 
-    def asks_the_same(self, request: ChatRequest, keys: Sequence[Key]) -> bool:
-        """Whether a request is this one once more."""
+    def is_repeated_by(self, request: ChatRequest, keys: Sequence[MessageKey]) -> bool:
+        """Return whether a request is the same as this one."""
         return self.keys == tuple(keys) and _parameters(self.request) == _parameters(request)
 
 
 class RequestConversation:
-    """What one session knows, in messages: those of the agent as they came, answers as they went out."""
+    """One session's conversation as messages: the agent's as received, the policy's as returned."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.tools = ""
-        self.known: tuple[Key, ...] = ()
+        self.known: tuple[MessageKey, ...] = ()
         self.exchanges: list[Exchange] = []
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether an answer is being made."""
         return bool(self.exchanges) and not self.exchanges[-1].ended
 
-    def continued_by(self, request: ChatRequest, keys: Sequence[Key]) -> bool:
-        """Whether a request brings something new to all that is known."""
+    def is_continued_by(self, request: ChatRequest, keys: Sequence[MessageKey]) -> bool:
+        """Return whether a request repeats everything known and adds to it."""
         length = len(self.known)
         if not length:
-            return not self.exchanges or not self.busy
-        new = not self.busy and len(keys) > length and self.tools == tools_key(request)
+            return not self.exchanges or not self.is_busy
+        new = not self.is_busy and len(keys) > length and self.tools == tools_key(request)
         return new and self.known == tuple(keys[:length])
 
-    def begin(self, exchange: Exchange) -> list[dict[str, Any]]:
-        """Take up an exchange that continues this conversation; its messages that are new."""
+    def begin_exchange(self, exchange: Exchange) -> list[dict[str, Any]]:
+        """Add an exchange that continues this conversation, and return its new messages."""
         new = exchange.request.messages[len(self.known) :]
         self.exchanges.append(exchange)
         return new
 
-    def end(self, exchange: Exchange, answer: ChatAnswer) -> None:
-        """The answer is part of it now. An exchange that failed leaves what is known as it was."""
+    def end_exchange(self, exchange: Exchange, answer: ChatAnswer) -> None:
+        """Add the answer of an exchange. A failed exchange leaves the known messages unchanged."""
         exchange.answer = answer
         self.tools = tools_key(exchange.request)
         self.known = (*exchange.keys, *message_keys([answer.message]))
@@ -99,42 +99,42 @@ class RequestConversation:
 def find_repeated(
     conversations: Iterable[RequestConversation],
     request: ChatRequest,
-    keys: Sequence[Key],
+    keys: Sequence[MessageKey],
     *,
     retry_count: int | None,
 ) -> Exchange | None:
-    """The earlier exchange that a request asks for once more, or None when it wants a sample of its own.
+    """Return the earlier exchange that a request repeats, or None if it asks for another sample.
 
-    OpenAI's clients say how often they have tried (`x-stainless-retry-count`). A first try (0) that is the
-    same as an earlier request is a second sample that somebody wants, unless the first answer never arrived;
-    whoever says nothing may be trying again, and gets the same answer.
+    OpenAI's clients send how often they have tried (`x-stainless-retry-count`). A first try (0) that equals
+    an earlier request asks for a second sample, unless the first answer was never delivered. A client that
+    sends no count may be retrying, and receives the same answer.
     """
-    same = [e for c in conversations for e in c.exchanges if e.asks_the_same(request, keys)]
+    same = [e for c in conversations for e in c.exchanges if e.is_repeated_by(request, keys)]
     if retry_count == 0:
         same = [e for e in same if not e.delivered and not e.listeners]
-    # A retry is of the newest that its caller did not get.
+    # A retry asks for the newest answer that its client did not receive.
     return next((e for e in reversed(same) if not e.delivered), same[-1] if same else None)
 
 
 def find_continued(
-    conversations: Iterable[RequestConversation], request: ChatRequest, keys: Sequence[Key]
+    conversations: Iterable[RequestConversation], request: ChatRequest, keys: Sequence[MessageKey]
 ) -> RequestConversation | None:
-    """The conversation that a request continues: of several, the one that knows most."""
-    fitting = [c for c in conversations if c.continued_by(request, keys)]
+    """Return the conversation that a request continues; of several, the longest."""
+    fitting = [c for c in conversations if c.is_continued_by(request, keys)]
     return max(fitting, key=lambda conversation: len(conversation.known), default=None)
 
 
-def message_keys(messages: Iterable[dict[str, Any]]) -> list[Key]:
-    """What messages say, in a form that can be compared."""
+def message_keys(messages: Iterable[dict[str, Any]]) -> list[MessageKey]:
+    """Return messages in a comparable form."""
     return [_key(message) for message in messages]
 
 
 def tools_key(request: ChatRequest) -> str:
-    """What tools are on offer, in a form that can be compared: they are part of the prompt."""
+    """Return the available tools in a comparable form, because they are part of the prompt."""
     return json.dumps(request.tools, sort_keys=True)
 
 
-def _key(message: dict[str, Any]) -> Key:
+def _key(message: dict[str, Any]) -> MessageKey:
     content = message["content"] or ""
     if message["role"] == "assistant":
         content = _THOUGHT.sub("", content)
@@ -154,4 +154,4 @@ def _call_key(function: dict[str, Any]) -> list[Any]:
 
 def _parameters(request: ChatRequest) -> tuple[Any, ...]:
     limits = (request.max_new_tokens, request.stop, request.may_call)
-    return (tools_key(request), *limits, msgspec.json.encode(request.asked, order="deterministic"))
+    return (tools_key(request), *limits, msgspec.json.encode(request.unsupported, order="deterministic"))

@@ -1,14 +1,14 @@
-"""One trajectory's calls: where each belongs, and the turns of the policy that answer them.
+"""Answers the requests of one trajectory with turns of the policy.
 
 ```
- connection ──ask()──► Exchange ──bounded queue──► serve(): a task of the trajectory ──► start | add_messages,
-     ▲                    │                                                              generate
-     └──── changed ◄──────┘ text grows; an answer, or an error
+ connection ──submit_request()──► Exchange ──bounded queue──► serve_requests(), in the trajectory's task
+     ▲                               │                          └─► start | add_messages, generate
+     └────────── changed ◄───────────┘ text grows; an answer, or an error
 ```
 
-The turns run in the trajectory's own task: in its name, ended with it, and whatever becomes of connections.
-A client that tries again finds the exchange that it left. A request that continues no conversation begins
-one, with a session of its own; all are rewarded for the answer that came last.
+The turns run in the trajectory's own task, so that they end with it and survive lost connections. A client
+that retries finds its earlier exchange. A request that continues no conversation begins one, with its own
+session; all sessions are rewarded for the last answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Final
 
 from async_rl.errors import ConfigError, OutOfTurns, PromptTooLong
-from async_rl.openai_api.answers import Form, Reader, Shown, show
+from async_rl.openai_api.answers import SplitTurn, ToolCallReader, TurnFormat, split_turn
 from async_rl.openai_api.chat_completions import ApiError, ChatAnswer, ChatRequest, FunctionCall, TokenLogProb
 from async_rl.openai_api.history import (
     Exchange,
@@ -33,10 +33,10 @@ from async_rl.rollout.session.api import Session, Turn
 from async_rl.runtime.supervision import Nursery
 
 _MAX_WAITING: Final = 64
-"""Requests of one trajectory that have not begun."""
+"""The most requests of one trajectory that have not begun."""
 
-_Job = tuple[RequestConversation, Exchange, list[dict[str, Any]]]
-"""A request, where it belongs, and its messages that are new there."""
+_QueuedRequest = tuple[RequestConversation, Exchange, list[dict[str, Any]]]
+"""A request with its conversation, and its new messages."""
 
 
 class RequestHandler:
@@ -44,58 +44,58 @@ class RequestHandler:
 
     Args:
         session: The trajectory.
-        reader: Of the policy's format of tool calls; None where it is not known.
-        opens_thought: See `answers.Form`.
-        noticed: Told of parameters that are asked for in vain.
+        reader: Reads the policy's tool calls; None if their format is not known.
+        opens_thought: Whether the prompt of each turn ends inside a thought.
+        on_ignored: Called with the ignored parameters of each request.
     """
 
     def __init__(
         self,
         session: Session,
         *,
-        reader: Reader | None,
+        reader: ToolCallReader | None,
         opens_thought: bool,
-        noticed: Callable[[dict[str, Any]], None],
+        on_ignored: Callable[[dict[str, Any]], None],
     ) -> None:
         self._session = session
         self._reader = reader
         self._opens_thought = opens_thought
-        self._noticed = noticed
+        self._on_ignored = on_ignored
         self._conversations = [RequestConversation(session)]
-        self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()  # `ask` keeps it short
+        self._waiting: asyncio.Queue[_QueuedRequest | None] = asyncio.Queue()  # `submit_request` bounds it
         self._num_exchanges = 0
         self._closed = False
         self._context_tokens = session.remaining_tokens
-        self.over: PromptTooLong | OutOfTurns | None = None
-        """The budget that the newest request was refused for."""
+        self.exceeded: PromptTooLong | OutOfTurns | None = None
+        """The error of the budget for which the newest request was refused."""
 
     @property
     def has_answered(self) -> bool:
-        """Whether there was a turn of the policy."""
+        """Whether the policy has answered a request."""
         return any(conversation.known for conversation in self._conversations)
 
-    def ask(self, request: ChatRequest, *, retry_count: int | None) -> Exchange:
-        """Find the exchange that a request is, or begin one.
+    def submit_request(self, request: ChatRequest, *, retry_count: int | None) -> Exchange:
+        """Return the earlier exchange that a request repeats, or begin a new one.
 
         Args:
-            request: As it came.
-            retry_count: How often its client has sent it before, where it says so.
+            request: The request.
+            retry_count: How often its client has sent it before, if the client reports that.
 
         Raises:
-            ApiError: It cannot be answered.
+            ApiError: The request cannot be answered.
         """
         if self._closed:
-            raise closed()
+            raise trajectory_over()
         if request.tools and self._reader is None:
             raise ApiError(
                 400,
-                "tools are not served: the chat template teaches no format of calls that is known; set "
+                "tools are not supported: the chat template teaches no known format of tool calls; set "
                 "parser in rollout.agent_loop_args",
                 param="tools",
             )
         sampling = self._session.sampling
-        ignored = {name: value for name, value in request.asked.items() if sampling.get(name) != value}
-        self._noticed(ignored)
+        ignored = {name: value for name, value in request.unsupported.items() if sampling.get(name) != value}
+        self._on_ignored(ignored)
         keys = message_keys(request.messages)
         repeated = find_repeated(self._conversations, request, keys, retry_count=retry_count)
         if repeated is not None:
@@ -103,32 +103,33 @@ class RequestHandler:
             return repeated
         conversation = find_continued(self._conversations, request, keys)
         if self._waiting.qsize() >= _MAX_WAITING:
-            raise ApiError(429, f"{_MAX_WAITING} requests of this trajectory wait already", retry=True)
+            raise ApiError(429, f"{_MAX_WAITING} requests of this trajectory are already waiting", retry=True)
         result = "answered"
         if conversation is None:
-            conversation, result = self._another(), "another"
+            conversation, result = self._open_conversation(), "another"
         self._session.record_request(result, [*ignored])
         self._num_exchanges += 1
         exchange = Exchange(request, keys, self._num_exchanges)
-        self._waiting.put_nowait((conversation, exchange, conversation.begin(exchange)))
+        new = conversation.begin_exchange(exchange)
+        self._waiting.put_nowait((conversation, exchange, new))
         return exchange
 
-    def refused(self) -> None:
-        """Count a request that was turned down."""
+    def count_refused(self) -> None:
+        """Count a request that was refused."""
         self._session.record_request("refused")
 
-    def _another(self) -> RequestConversation:
-        """One more conversation of this trajectory.
+    def _open_conversation(self) -> RequestConversation:
+        """Open one more conversation of this trajectory.
 
         Raises:
-            ApiError: There may be no more.
+            ApiError: The trajectory has as many as it may have.
         """
         if self._session.remaining_branches < 1:
             raise ApiError(
                 400,
                 "the messages do not continue a conversation of this trajectory (its history was edited, or "
-                "this is another one), and it may have no more of them: append to the messages, answers "
-                "included, as they were, or raise rollout.max_branches",
+                "this is another one), and no further one is allowed: append to the messages and answers "
+                "without changing them, or raise rollout.max_branches",
                 param="messages",
                 code="too_many_conversations",
             )
@@ -136,40 +137,40 @@ class RequestHandler:
         self._conversations.append(conversation)
         return conversation
 
-    def shown(self, exchange: Exchange) -> Shown:
-        """What is certain of an answer that is being made."""
-        return show(exchange.text, self._form(exchange.request), whole=False)
+    def split_so_far(self, exchange: Exchange) -> SplitTurn:
+        """Return the certain parts of an answer that is being made."""
+        return split_turn(exchange.text, self._format_of(exchange.request), complete=False)
 
-    async def serve(self) -> None:
-        """Answer requests until closed."""
-        alive = {self._session}
+    async def serve_requests(self) -> None:
+        """Answer requests until the handler is closed."""
+        entered = {self._session}
         async with AsyncExitStack() as blocks, Nursery() as turns:
-            while (job := await self._waiting.get()) is not None:
-                session = job[0].session
-                if session not in alive:
+            while (queued := await self._waiting.get()) is not None:
+                session = queued[0].session
+                if session not in entered:
                     await blocks.enter_async_context(session)
-                    alive.add(session)
-                turns.start_task(f"request {job[1].number}", self._turn(*job))
-            turns.cancel_tasks()  # nobody waits for them any more
+                    entered.add(session)
+                turns.start_task(f"request {queued[1].number}", self._answer_request(*queued))
+            turns.cancel_tasks()  # no connection waits for them
 
     def close(self) -> None:
-        """The trajectory is over: whoever waits is told so."""
+        """End the trajectory; waiting requests get an error."""
         self._closed = True
         self._waiting.put_nowait(None)
         for conversation in self._conversations:
             for exchange in conversation.exchanges:
                 if not exchange.ended:
-                    _fail(exchange, closed())
+                    _fail(exchange, trajectory_over())
 
-    async def _turn(
+    async def _answer_request(
         self, conversation: RequestConversation, exchange: Exchange, new: list[dict[str, Any]]
     ) -> None:
-        """Let the policy answer a request, and put the answer where connections find it."""
+        """Let the policy answer a request, and store the answer in its exchange."""
         session, request = conversation.session, exchange.request
 
-        def hear(text: str) -> None:
+        def on_text(text: str) -> None:
             exchange.text += text
-            _changed(exchange)
+            _notify_listeners(exchange)
 
         try:
             if conversation.known:
@@ -180,13 +181,13 @@ class RequestHandler:
             turn = await session.generate(
                 max_new_tokens=request.max_new_tokens,
                 stop=request.stop,
-                on_text=hear if request.stream else None,
+                on_text=on_text if request.stream else None,
             )
         except (PromptTooLong, OutOfTurns) as error:
-            self.over = error
+            self.exceeded = error
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "too_many_turns"
             _fail(exchange, ApiError(400, str(error), param="messages", code=code))
-        except ConfigError as error:  # the chat template refuses such messages
+        except ConfigError as error:  # the chat template cannot render such messages
             _fail(exchange, ApiError(400, str(error), param="messages"))
         except Exception:
             _fail(exchange, ApiError(500, "the policy cannot answer: this trajectory has failed"))
@@ -194,23 +195,26 @@ class RequestHandler:
         else:
             offered = {tool["function"]["name"] for tool in request.tools}
             for name in (message.get("name") for message in new if message["role"] == "tool"):
-                # How it went and how long it took, its agent alone knows.
+                # Only the agent knows whether the call failed and how long it took.
                 session.record_tool_call(error=False, tool=str(name) if name in offered else "unknown")
             session.share_reward()
-            conversation.end(exchange, self._answer(session, exchange, turn, prompt_tokens))
-            _changed(exchange)
+            answer = self._make_answer(session, exchange, turn, prompt_tokens)
+            conversation.end_exchange(exchange, answer)
+            _notify_listeners(exchange)
 
-    def _answer(self, session: Session, exchange: Exchange, turn: Turn, prompt_tokens: int) -> ChatAnswer:
+    def _make_answer(
+        self, session: Session, exchange: Exchange, turn: Turn, prompt_tokens: int
+    ) -> ChatAnswer:
         exchange.text = turn.text
         pieces = session.pieces(turn.token_ids.tolist()) if exchange.request.logprobs else []
-        shown = show(turn.text, self._form(exchange.request), whole=True)
+        parts = split_turn(turn.text, self._format_of(exchange.request), complete=True)
         calls = tuple(
             FunctionCall(id=f"call_{exchange.number}_{i}", name=name, arguments=json.dumps(arguments))
-            for i, (name, arguments) in enumerate(shown.calls)
+            for i, (name, arguments) in enumerate(parts.calls)
         )
         return ChatAnswer(
-            content=shown.content or (None if calls or shown.reasoning else ""),
-            reasoning=shown.reasoning,
+            content=parts.content or (None if calls or parts.reasoning else ""),
+            reasoning=parts.reasoning,
             calls=calls,
             finish_reason="tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason,
             prompt_tokens=prompt_tokens,
@@ -221,9 +225,9 @@ class RequestHandler:
             ),
         )
 
-    def _form(self, request: ChatRequest) -> Form:
+    def _format_of(self, request: ChatRequest) -> TurnFormat:
         may_call = bool(request.tools) and request.may_call
-        return Form(
+        return TurnFormat(
             stop=request.stop,
             reader=self._reader if may_call else None,
             tools=request.tools,
@@ -231,17 +235,17 @@ class RequestHandler:
         )
 
 
-def closed() -> ApiError:
-    """For whoever asks in the name of a trajectory that is over."""
+def trajectory_over() -> ApiError:
+    """Return the error for requests with the key of a trajectory that is over."""
     return ApiError(410, "the trajectory of this key is over", code="trajectory_over")
 
 
 def _fail(exchange: Exchange, error: ApiError) -> None:
     exchange.error = error
-    _changed(exchange)
+    _notify_listeners(exchange)
 
 
-def _changed(exchange: Exchange) -> None:
+def _notify_listeners(exchange: Exchange) -> None:
     """Wake all connections that wait for an exchange."""
     exchange.changed.set()
     exchange.changed = asyncio.Event()

@@ -1,13 +1,14 @@
-"""Where processes run: Ray actors for everything that is not the driver. The only package that imports Ray.
+"""Starts the processes of a run as Ray actors. No other package imports Ray.
 
 ```
- driver ─┬─► EngineActor, one an engine   owns an SGLang server process and its GPUs; calls go by HTTP
-         └─► RankActor, one a rank        owns a TrainerRank, in a placement group of the trainer's own
+ driver ─┬─► EngineActor, per engine            owns an SGLang server process and its GPUs; calls use HTTP
+         ├─► RankActor, per trainer rank        owns a TrainerRank, in the trainer's placement group
+         └─► RolloutWorkerActor, per worker     runs agent loops; messages use a TCP link
 ```
 
-On one machine Ray is started here and stopped with the run; with `placement.ray_address` the same config runs
-on a cluster. Batches are read by trainer ranks from the driver's file where they share its host, and through
-Ray's object store elsewhere.
+On one machine the run starts Ray and stops it at its end; with `placement.ray_address` the same config runs
+on a cluster. Trainer ranks on the driver's host read batches from its file; other hosts get them through
+Ray's object store.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from async_rl.config import Config
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import Summary
-from async_rl.placement.local_ray import connect, scratch_folder
+from async_rl.placement.local_ray import connect_ray, scratch_folder
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.run import orchestrator
 
@@ -36,14 +37,14 @@ async def run(
     progress: RunProgress | None = None,
     server: type[SGLangServer] = SGLangServer,
 ) -> Summary:
-    """Run a config with its processes on Ray; see `async_rl.run.orchestrator.run`.
+    """Run a config with its processes on Ray, by `async_rl.run.orchestrator.run`.
 
     Args:
-        config: What to run.
+        config: The run's config.
         run_dir: The run's folder.
         stop: Set by the first signal.
-        progress: Where steps are shown.
-        server: What an engine's actor starts; its module is found on every node.
+        progress: Shows phases and steps on the terminal; None shows nothing.
+        server: The server class that an engine's actor starts; every node must be able to import it.
     """
     async with ray_cluster(config, run_dir, server) as cluster:
         return await orchestrator.run(config, run_dir, stop, cluster, progress=progress)
@@ -55,7 +56,7 @@ async def ray_cluster(
 ) -> AsyncIterator[RayCluster]:
     """Join or start Ray, and end every process of the run with the block."""
     scratch = scratch_folder(run_dir)
-    await connect(config, scratch)
+    await connect_ray(config, scratch)
     cluster = RayCluster(config, run_dir, server)
     try:
         yield cluster

@@ -1,4 +1,4 @@
-"""What runs in the processes that Ray starts: a trainer rank, and the owner of an SGLang server."""
+"""The actors in processes that Ray starts: a trainer rank, and the owner of an SGLang server."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ from async_rl.runtime.processes import Process, die_with_parent, this_process
 from async_rl.weights.weight_folder import WeightFolder
 
 
-class ActorHome(msgspec.Struct, frozen=True):
-    """What an actor must know to be at home on its node; the same for all actors of a run."""
+class ActorSetup(msgspec.Struct, frozen=True):
+    """How an actor finds the files of the run on its node; the same for all actors of a run."""
 
     folder: str
-    """The driver's working folder: relative paths mean the same everywhere."""
-    sign: str
-    """A file in the run's folder, by which an actor sees that the folder is the driver's own."""
-    word: str
-    """What is written in it."""
+    """The driver's working folder, so that relative paths mean the same everywhere."""
+    marker_path: str
+    """A file in the run's folder, by which an actor checks that the folder is the driver's."""
+    marker: str
+    """The content of that file."""
     driver_node: str
 
 
 class NodeActor:
-    """What ranks and owners of servers have in common."""
+    """Base class of all actors of a run."""
 
-    def arrive(self, home: ActorHome, log_path: str | None) -> Process:
-        """Go to the driver's folder and look whether the run's folder is shared; which process this is.
+    def join_run(self, setup: ActorSetup, log_path: str | None) -> Process:
+        """Change to the driver's working folder, check that the run's folder is shared, and return this
+        process.
 
         Args:
-            home: Of the run.
-            log_path: Where all that this process prints goes; None leaves it to Ray.
+            setup: Describes the run's files.
+            log_path: Log file for all output of this process; None leaves it to Ray.
 
         Raises:
-            EnvironmentNotReady: When this node does not see the driver's files.
+            EnvironmentNotReady: This node does not see the driver's files.
         """
-        go_to_work(home, node_address())
+        enter_driver_folder(setup, node_address())
         if log_path is not None:
             redirect_output(log_path)
         use_interface_of(node_address())
@@ -62,41 +63,41 @@ class RankActor(NodeActor):
 
     def __init__(self, cpus: float, gpu: str | None = None) -> None:
         die_with_parent()
-        if gpu is not None:  # one that it shares with an engine, to which Ray has given it
+        if gpu is not None:  # shared with an engine, to which Ray has assigned it
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        # Several ranks of OpenMP threads that spin for each other stall a machine of few cores for seconds.
+        # OpenMP threads of several ranks that spin for each other stall a machine with few cores for seconds.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
         self._worker: Any = None
         self._frame: SharedFrame | None = None
 
-    def address(self) -> tuple[str, int]:
-        """A host and free port of this node."""
+    def free_address(self) -> tuple[str, int]:
+        """Return a host and a free port of this node."""
         return free_address()
 
-    def make(
+    def make_worker(
         self, worker: str, config: dict[str, Any], rank: int, world_size: int, init_address: str
     ) -> None:
-        """Load and make the worker class that the config names."""
+        """Load the worker class that the config names and construct the worker."""
         sys.path.insert(0, os.getcwd())
         self._worker = load_object(worker, what="trainer worker")(config, rank, world_size, init_address)
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call_worker(self, method: str, *arguments: Any) -> Any:
         """Call a method of the worker."""
         return getattr(self._worker, method)(*arguments)
 
-    def hold(self, frame: Any) -> str:
-        """Keep a batch that travelled through the object store for all ranks of this node; its path.
+    def hold_batch(self, frame: Any) -> str:
+        """Keep a batch that arrived through the object store, for all ranks of this node; return its path.
 
         Args:
             frame: `[bytes] uint8`, in this node's store.
         """
-        self._frame = None  # of the step before
+        self._frame = None  # frees that of the previous step
         self._frame = SharedFrame(frame)
         return self._frame.path
 
 
 class EngineActor(NodeActor):
-    """Owns one SGLang server process: it dies with this actor."""
+    """Owns one SGLang server process, which ends with this actor."""
 
     def __init__(self, server: type[SGLangServer], config: dict[str, Any], index: int, log_dir: str) -> None:
         die_with_parent()
@@ -114,62 +115,64 @@ class EngineActor(NodeActor):
             node_address=node_address(),
         )
         run = hashlib.sha256(str(Path(log_dir).absolute()).encode()).hexdigest()[:16]
-        # The same in the next life, which removes what this one left.
+        # The next incarnation of the run uses the same name and removes what this one left.
         name = f"async_rl-weights-{run}-{index}"
         self._folder = WeightFolder(Path(parsed.weights.local_dir) / name)
 
-    def arrive(self, home: ActorHome, log_path: str | None) -> Process:
-        """See `Actor.arrive`.
+    def join_run(self, setup: ActorSetup, log_path: str | None) -> Process:
+        """Join the run as `NodeActor.join_run` does, and check that the driver can reach the server.
 
         Raises:
-            EnvironmentNotReady: Also when nobody would reach the server.
+            EnvironmentNotReady: This node does not see the driver's files, or its server would not be
+                reachable.
         """
-        process = super().arrive(home, log_path)
-        elsewhere = process.host != home.driver_node and not is_loopback(node_address())
+        process = super().join_run(setup, log_path)
+        elsewhere = process.host != setup.driver_node and not is_loopback(node_address())
         if elsewhere and is_loopback(self._server.host):
             raise EnvironmentNotReady(
                 f"engine.host keeps engine-{self._index} to the loopback interface of node {node_address()}, "
-                "where the driver does not reach it: set engine.host=auto"
+                "which the driver cannot reach: set engine.host=auto"
             )
         return process
 
     async def devices(self) -> list[Device]:
-        """The GPUs that Ray has given to its server."""
+        """Return the GPUs that Ray has assigned to the server."""
         context = ray.get_runtime_context()
         return [Device(context.get_node_id(), gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
 
-    async def start(self) -> tuple[str, str, str]:
-        """Start (again); URL, API key and admin key."""
+    async def start_server(self) -> tuple[str, str, str]:
+        """Start or restart the server; return its URL, API key and admin key."""
         await self._server.start()
         return self._server.url, self._server.api_key, self._server.admin_key
 
-    async def wait(self) -> str:
-        """Wait until the server process ends; its last words."""
+    async def wait_exit(self) -> str:
+        """Wait until the server process ends, and return its exit reason."""
         await self._server.wait()
-        return self._server.last_words()
+        return self._server.exit_reason()
 
-    async def died(self) -> str | None:
-        """Its last words when it has ended, else None."""
+    async def exit_reason(self) -> str | None:
+        """Return the exit reason of the server process, or None while it runs."""
         return await self._server.died()
 
-    async def stop(self) -> None:
-        """End the server process."""
+    async def stop_server(self) -> None:
+        """End the server process and remove its local weights."""
         await self._server.stop()
         await asyncio.to_thread(self._folder.clear_folder)
 
     async def copy_version(self, path: str, version: int) -> str:
-        """See `WeightFolder.copy_version`."""
+        """Copy full weights into this host's folder, and return its path."""
         return await asyncio.to_thread(self._folder.copy_version, path, version)
 
     async def apply_delta(self, path: str) -> str:
-        """See `WeightFolder.apply_delta`."""
+        """Apply a delta to this host's copy of the weights, and return its path."""
         return await asyncio.to_thread(self._folder.apply_delta, path)
 
 
 class SharedFrame:
     """Bytes in memory under a path that other processes of this host and user can open.
 
-    The path is of this process (an anonymous file), so nothing is left behind when it is killed.
+    The path belongs to this process (an anonymous file), so nothing is left behind when the process is
+    killed.
     """
 
     def __init__(self, data: Any) -> None:
@@ -180,49 +183,49 @@ class SharedFrame:
 
     @property
     def path(self) -> str:
-        """Good for as long as this object."""
+        """The path, valid as long as this object."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def __del__(self) -> None:
         os.close(self._file)
 
 
-def go_to_work(home: ActorHome, node: str) -> None:
-    """Make the driver's working folder this process's, and check that its files are the driver's.
+def enter_driver_folder(setup: ActorSetup, node: str) -> None:
+    """Change to the driver's working folder, and check that its files are the driver's.
 
     Raises:
-        EnvironmentNotReady: What this node lacks.
+        EnvironmentNotReady: The folder is missing, is not the driver's, or cannot be written.
     """
-    os.umask(0o077)  # as the driver's: what a run writes is for its user alone
+    os.umask(0o077)  # like the driver's: only the run's user may read its files
     remedy = (
         "put the config, the model and run.dir on a file system that all nodes share, under the same path"
     )
     try:
-        os.chdir(home.folder)
+        os.chdir(setup.folder)
     except OSError as error:
         raise EnvironmentNotReady(
-            f"node {node} has no folder {home.folder}, where the driver runs ({error.strerror}): {remedy}"
+            f"node {node} has no folder {setup.folder}, where the driver runs ({error.strerror}): {remedy}"
         ) from error
     try:
-        word = Path(home.sign).read_text()
+        marker = Path(setup.marker_path).read_text()
     except OSError as error:
-        word = str(error.strerror)
-    if word != home.word:
+        marker = str(error.strerror)
+    if marker != setup.marker:
         raise EnvironmentNotReady(
-            f"node {node} does not see what the driver writes into {Path(home.sign).parent} ({word[:80]}): "
-            f"weights and checkpoints go through it; {remedy}"
+            f"node {node} does not see what the driver writes into {Path(setup.marker_path).parent} "
+            f"({marker[:80]}): weights and checkpoints go through it; {remedy}"
         )
-    if not os.access(Path(home.sign).parent, os.W_OK):
+    if not os.access(Path(setup.marker_path).parent, os.W_OK):
         raise EnvironmentNotReady(
-            f"node {node} may not write into {Path(home.sign).parent}: run Ray as the same user on all nodes"
+            f"node {node} may not write into {Path(setup.marker_path).parent}: run Ray as the same user on "
+            "all nodes"
         )
 
 
 def use_interface_of(address: str) -> None:
-    """Let Gloo and NCCL talk over the interface that has an address, unless the environment names one.
+    """Make Gloo and NCCL use the interface that has an address, unless the environment names one.
 
-    They would go by the host's name, or take the first interface that is up, which may be one that the other
-    nodes do not reach.
+    They would otherwise use the host's name or the first active interface, which other nodes may not reach.
     """
     name = interface_of(address)
     if name is None:
@@ -233,7 +236,7 @@ def use_interface_of(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface of this host that has an address, or whose network it is in."""
+    """Return the interface of this host that has an address, or whose network contains it."""
     wanted = ipaddress.ip_address(address)
     near = None
     for name, addresses in psutil.net_if_addrs().items():
@@ -251,12 +254,12 @@ def interface_of(address: str) -> str | None:
 
 
 def node_address() -> str:
-    """Where this node is reached by the others; 127.0.0.1 where Ray is of one machine."""
+    """Return the address at which other nodes reach this one; 127.0.0.1 if Ray runs on one machine."""
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def free_address() -> tuple[str, int]:
-    """This node's address and a port that is free now."""
+    """Return this node's address and a port that is free now."""
     host = node_address()
     with socket.socket() as probe:
         probe.bind((host, 0))
@@ -264,7 +267,7 @@ def free_address() -> tuple[str, int]:
 
 
 def redirect_output(path: str) -> None:
-    """Send everything this process prints to its own log in the run folder."""
+    """Send all output of this process to a log file in the run folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):

@@ -1,8 +1,7 @@
-"""Where processes go: a place on some node for each engine and each rank, kept for as long as the run.
+"""Placements of engines and trainer ranks on the nodes of a cluster, kept for the whole run.
 
-A process that asks for nothing gets a place too, so that what is said of spreading and packing also holds
-on a CPU cluster. When a node is lost Ray looks for other places for what had its place there; until it has
-found them, `ready` waits.
+A process that needs no resources gets a placement too, so that spreading and packing also work on a CPU
+cluster. When a node is lost, Ray looks for new placements for its processes; `wait_ready` waits for them.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from async_rl.errors import EnvironmentNotReady
 
-_SLIVER: Final = 0.001
-"""CPUs of a process that asks for none: a bundle must have something."""
+_MIN_CPUS: Final = 0.001
+"""CPUs of a process that needs none: a bundle of a placement group cannot be empty."""
 
-TELL_S: Final = 5.0
-"""A wait that is longer is told."""
+LOG_AFTER_S: Final = 5.0
+"""A wait of more seconds is logged."""
 
 log = logging.getLogger(__name__)
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
-    """A node that is alive, and what is on it."""
+    """A node that is alive, with its resources."""
 
     name: str
     total: Mapping[str, float]
@@ -39,12 +38,12 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 
 class Placements:
-    """One place a process, numbered as the processes are.
+    """One placement per process, numbered as the processes are.
 
     Example:
-        >>> places = Places("trainer rank", {"GPU": 1}, 8, "PACK", remedy="lower trainer.num_ranks")
-        >>> await places.ready(limit_s=60)
-        >>> RankActor.options(**places.options(0)).remote(...)
+        >>> placements = Placements("trainer rank", {"GPU": 1}, 8, "PACK", remedy="lower trainer.num_ranks")
+        >>> await placements.wait_ready(limit_s=60)
+        >>> RankActor.options(**placements.actor_options(0)).remote(...)
     """
 
     def __init__(
@@ -57,20 +56,21 @@ class Placements:
         neighbours: bool = False,
         remedy: str,
     ) -> None:
-        """Remember what to ask for; asks for nothing yet.
+        """Store the request; nothing is requested from Ray yet.
 
         Args:
-            what: One process, in words.
-            asked: CPU, GPU and custom resources of one process, all of one node.
-            count: Processes.
-            strategy: Of Ray's placement groups.
-            neighbours: Whether those of a node get consecutive numbers. After a node was lost numbers may go
-                to other places, so that all processes must start anew; without it a number keeps its place.
-            remedy: What to do when the cluster has no room.
+            what: Name of one process, for messages.
+            asked: CPU, GPU and custom resources of one process, all on one node.
+            count: Number of processes.
+            strategy: Strategy of the placement group.
+            neighbours: Whether processes on a node get consecutive numbers. After the loss of a node, numbers
+                may then move to other placements, so that all processes must restart; otherwise a number
+                keeps its placement.
+            remedy: Advice for a cluster without capacity.
         """
         self._what = what
         self._asked = {name: amount for name, amount in asked.items() if amount} | {
-            "CPU": asked.get("CPU") or _SLIVER
+            "CPU": asked.get("CPU") or _MIN_CPUS
         }
         self._count = count
         self._strategy = strategy
@@ -79,67 +79,67 @@ class Placements:
         self._neighbours = neighbours
         self._order = list(range(count))
 
-    async def ready(self, limit_s: float) -> None:
-        """Wait until every process has its place. After a node was lost, places may be others.
+    async def wait_ready(self, limit_s: float) -> None:
+        """Wait until every process has a placement. After the loss of a node, placements may change.
 
         Raises:
-            EnvironmentNotReady: When there was no room within `limit_s`: what was asked for, and what each
-                node has.
+            EnvironmentNotReady: There is no capacity within `limit_s`; the message lists the resources of
+                each node.
         """
         if self._group is None:
             self._group = placement_group([self._asked] * self._count, strategy=self._strategy)
         try:
             async with asyncio.timeout(limit_s):
                 try:
-                    async with asyncio.timeout(TELL_S):
+                    async with asyncio.timeout(LOG_AFTER_S):
                         await self._group.ready()
                 except TimeoutError:
-                    log.warning("%s\nWaiting for at most %s s", await self._no_room(), limit_s)
+                    log.warning("%s\nWaiting for at most %s s", await self._no_capacity(), limit_s)
                     await self._group.ready()
         except TimeoutError as error:
             raise EnvironmentNotReady(
-                f"{await self._no_room()}\nThis was waited for placement.wait_s = {limit_s}: {self._remedy}, "
-                "add nodes, or wait longer where nodes are started on demand"
+                f"{await self._no_capacity()}\nWaited for placement.wait_s = {limit_s}: {self._remedy}, "
+                "add nodes, or raise it where nodes are started on demand"
             ) from error
         if self._neighbours:
             table = await asyncio.to_thread(placement_group_table, self._group)
-            self._order = by_node([table["bundles_to_node_id"][index] for index in range(self._count)])
+            self._order = group_by_node([table["bundles_to_node_id"][index] for index in range(self._count)])
 
-    async def ready_again(self, number: int, limit_s: float) -> None:
-        """Wait until a process that has ended has a place: its own, if the node is there still.
+    async def wait_ready_again(self, number: int, limit_s: float) -> None:
+        """Wait until a process that has ended has a placement: its own, if its node is alive.
 
-        Ray gives all processes of a lost node new places together, when it has room for them all. One of
-        another node has nothing to do with that wait.
+        Ray gives all processes of a lost node new placements together, once it has capacity for all of them.
+        Processes on other nodes do not have to wait for that.
 
         Raises:
-            EnvironmentNotReady: See `ready`.
+            EnvironmentNotReady: There is no capacity within `limit_s`.
         """
         if not await asyncio.to_thread(self._is_placed, number):
-            await self.ready(limit_s)
+            await self.wait_ready(limit_s)
 
     def _is_placed(self, number: int) -> bool:
         node = placement_group_table(self._group)["bundles_to_node_id"][self._order[number]]
         alive = (one["NodeID"] for one in ray.nodes() if one["Alive"])  # type: ignore[no-untyped-call]
         return node in alive
 
-    async def missed(self, name: str) -> str:
-        """Why a process that has a place may not be there yet, for the log."""
+    async def why_missing(self, name: str) -> str:
+        """Return why a process with a placement may not have started yet, for the log."""
         nodes = await asyncio.to_thread(alive_nodes)
         return "\n".join(
             [
-                f"{name} is not there after {TELL_S:g} s: its node is slow, or lost and there is no other "
-                "yet. The cluster:",
-                *resources(self._asked, nodes),
+                f"{name} has not started after {LOG_AFTER_S:g} s: its node is slow, or it is lost and there "
+                "is no replacement yet. The cluster:",
+                *resource_lines(self._asked, nodes),
             ]
         )
 
-    async def _no_room(self) -> str:
+    async def _no_capacity(self) -> str:
         nodes = await asyncio.to_thread(alive_nodes)
-        return no_room(self._what, self._asked, self._count, self._strategy, nodes)
+        return no_capacity(self._what, self._asked, self._count, self._strategy, nodes)
 
-    def options(self, number: int) -> dict[str, Any]:
-        """What an actor is started with to be at its place."""
-        assert self._group is not None, "ready comes first"
+    def actor_options(self, number: int) -> dict[str, Any]:
+        """Return the options that start an actor on its placement."""
+        assert self._group is not None, "wait_ready comes first"
         custom = {name: amount for name, amount in self._asked.items() if name not in ("CPU", "GPU")}
         return {
             "num_cpus": self._asked["CPU"],
@@ -151,17 +151,20 @@ class Placements:
         }
 
 
-def by_node(nodes: Sequence[str]) -> list[int]:
-    """Indices of places such that those of a node follow each other, nodes with the most places first.
+def group_by_node(nodes: Sequence[str]) -> list[int]:
+    """Order placements so that those on one node are consecutive, nodes with the most placements first.
 
-    Neighbouring ranks exchange the most (tensor, then expert parallel). With the fullest nodes first, a group
-    whose size divides the places of each full node never straddles two of those.
+    Neighbouring ranks exchange the most data (tensor, then expert parallel). With the fullest nodes first, a
+    group whose size divides the number of placements on each full node never spans two of these nodes.
 
     Args:
-        nodes: Which node each place is on.
+        nodes: The node of each placement.
+
+    Returns:
+        Indices of placements.
 
     Example:
-        >>> by_node(["b", "a", "b", "c", "b", "a"])
+        >>> group_by_node(["b", "a", "b", "c", "b", "a"])
         [0, 2, 4, 1, 5, 3]
     """
     counts = Counter(nodes)
@@ -169,23 +172,23 @@ def by_node(nodes: Sequence[str]) -> list[int]:
     return sorted(range(len(nodes)), key=lambda i: (-counts[nodes[i]], first[nodes[i]], i))
 
 
-def no_room(
+def no_capacity(
     what: str, asked: Mapping[str, float], count: int, strategy: str, nodes: Sequence[ClusterNode]
 ) -> str:
-    """Why processes cannot be placed, with what each node has; one line a node."""
+    """Return why processes cannot be placed, with one line of resources per node."""
     one = ", ".join(f"{amount:g} {name}" for name, amount in sorted(asked.items()))
     fits = sum(all(node.total.get(name, 0) >= amount for name, amount in asked.items()) for node in nodes)
     return "\n".join(
         [
-            f"Ray has no room for {count} x {what} ({one} each on one node, {strategy}); "
+            f"Ray has no capacity for {count} x {what} ({one} each on one node, {strategy}); "
             f"{fits} of {len(nodes)} nodes are large enough for one:",
-            *resources(asked, nodes),
+            *resource_lines(asked, nodes),
         ]
     )
 
 
-def resources(asked: Iterable[str], nodes: Sequence[ClusterNode]) -> list[str]:
-    """What there is of what was asked for, and of CPUs and GPUs; one line a node."""
+def resource_lines(asked: Iterable[str], nodes: Sequence[ClusterNode]) -> list[str]:
+    """Return one line per node with its requested resources, CPUs and GPUs."""
     wanted = {"CPU", "GPU", *asked}
     return [
         f"  {node.name}: "
@@ -198,14 +201,14 @@ def resources(asked: Iterable[str], nodes: Sequence[ClusterNode]) -> list[str]:
     ]
 
 
-def addresses() -> dict[str, str]:
-    """Where nodes that are alive are reached, by id; blocks."""
+def node_addresses() -> dict[str, str]:
+    """Return the addresses of nodes that are alive, by id; blocks."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
 
 
 def alive_nodes() -> list[ClusterNode]:
-    """The nodes of the cluster, in the order of their addresses; blocks."""
+    """Return the nodes that are alive, in the order of their addresses; blocks."""
     free = available_resources_per_node()  # type: ignore[no-untyped-call]
     found = [
         ClusterNode(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))

@@ -1,4 +1,4 @@
-"""All processes of one run: starts them, brings them back, ends them in whatever state they are."""
+"""Starts, restarts and ends all processes of one run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, node_of, sglang_client
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.errors import EngineError, EnvironmentNotReady, TrainerError
-from async_rl.placement.actors import ActorHome, EngineActor, RankActor
-from async_rl.placement.ending import EXIT_LIMIT_S, end
-from async_rl.placement.placements import TELL_S, Placements, addresses
-from async_rl.placement.ray_folders import RayFolder
-from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_line, made
+from async_rl.errors import EngineError, EnvironmentNotReady, TrainerError, WeightSyncError
+from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
+from async_rl.placement.actors import ActorSetup, EngineActor, RankActor
+from async_rl.placement.placements import LOG_AFTER_S, Placements, node_addresses
+from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, cause_of, last_line, make_worker
 from async_rl.placement.rollout_worker_actor import rollout_worker
-from async_rl.placement.shared_devices import Device, assign, beside
+from async_rl.placement.shared_devices import Device, assign_devices, options_beside
 from async_rl.rollout.workers.messages import Link
 from async_rl.run.cluster import Cluster
 from async_rl.runtime.processes import Process
@@ -41,25 +40,24 @@ from async_rl.weights.delta_delivery import HostFolder
 log = logging.getLogger(__name__)
 
 _STOP_LIMIT_S: Final = 60.0
-"""A server that holds a GPU is given time to free it; then its actor is killed, and the server with it."""
+"""Time for a server to free its GPU; after it the actor is killed, and the server with it."""
 
 
 class RayCluster(Cluster):
-    """Engines and trainer of one run as Ray actors."""
+    """The engines, trainer ranks and rollout workers of one run as Ray actors."""
 
     def __init__(self, config: Config, run_dir: Path, server: type[SGLangServer] = SGLangServer) -> None:
         self._config = config
-        self._dir = run_dir
         self._logs = run_dir / "logs"
         self._server = server
-        self._home = _home(run_dir)
+        self._setup = _actor_setup(run_dir)
         self._engine_actors: dict[str, Any] = {}
-        self._engine_places = self._places_of_engines()
+        self._engine_placements = self._new_engine_placements()
         self._engines: dict[str, Engine] = {}
-        self._urls: dict[str, str] = {}  # of servers that were not started by us, by engine
+        self._urls: dict[str, str] = {}  # of external servers, by engine
         self._rank_actors: list[Any] = []
-        self._rank_places = self._places_of_ranks()
-        self._processes: dict[Any, Process] = {}  # of the actors
+        self._rank_placements = self._new_rank_placements()
+        self._processes: dict[Any, Process] = {}  # of actors that have joined
         self._restarted: dict[str, asyncio.Event] = {}
         self._facts = load_facts(config.model.path)
         self.weight_backend = "nccl" if uses_gpus(config.trainer.device) else "gloo"
@@ -68,15 +66,15 @@ class RayCluster(Cluster):
         """Start all engines of the config and wait until they answer."""
         engine = self._config.engine
         if engine.urls_file is not None:
-            return []  # they join
+            return []  # `Membership` adds them
         if not isinstance(engine, SGLangEngines):
             return [self.connect_engine(f"engine-{index}", "") for index in range(engine.num_engines)]
         if engine.urls:
             for index, url in enumerate(engine.urls):
                 self.connect_engine(f"engine-{index}", url)
         else:
-            with waiting("engine start", "places"):
-                await self._engine_places.ready(self._config.placement.wait_s)
+            with waiting("engine start", "placements"):
+                await self._engine_placements.wait_ready(self._config.placement.wait_s)
             for index in range(engine.num_engines):
                 self._engine_actors[f"engine-{index}"] = self._engine_actor(index)
         numbered = list(self._engine_actors or self._engines)
@@ -84,10 +82,10 @@ class RayCluster(Cluster):
             for engine_id in numbered:
                 self._restarted[engine_id] = asyncio.Event()
                 nursery.start_task(f"start {engine_id}", self._first_start(engine_id))
-        return [self._engines[engine_id] for engine_id in numbered]  # not as they came to answer
+        return [self._engines[engine_id] for engine_id in numbered]  # in order of their numbers
 
     def connect_engine(self, engine_id: str, url: str) -> Engine:
-        """See `Cluster`. The keys of external servers are in the environment."""
+        """Return a client of a running server; keys of external servers come from the environment."""
         engine = self._config.engine
         if isinstance(engine, SGLangEngines):
             self._check_memory_is_shared({}, {engine_id: url})
@@ -100,42 +98,42 @@ class RayCluster(Cluster):
         return self._engines[engine_id]
 
     async def disconnect_engine(self, engine_id: str) -> None:
-        """See `Cluster`."""
+        """Close the client of a server that has left the job."""
         self._urls.pop(engine_id, None)
         await self._engines.pop(engine_id).close()
 
     async def stop_engine(self, engine_id: str) -> None:
-        """Stop a server process; an actor that does not is made anew. An external server runs on."""
+        """Stop a server process, and replace its actor if that fails. An external server keeps running."""
         if engine_id in self._engine_actors and not await self._stop_server(engine_id):
             await self._end(self._engine_actors[engine_id])
             index = list(self._engine_actors).index(engine_id)
             self._engine_actors[engine_id] = self._engine_actor(index)
 
     async def restart_engine(self, engine_id: str) -> None:
-        """Stop the server process and start it anew; an external server is only waited for."""
+        """Restart the server process; for an external server only wait until it answers."""
         engine = self._engines[engine_id]
         try:
             if isinstance(engine, SimulatedEngine):
                 engine.restart()
             else:
                 await self.stop_engine(engine_id)
-                await self._place_again(engine_id)
+                await self._wait_for_placement(engine_id)
                 await self._start_engine(engine_id)
         except RayError as error:
             raise EnvironmentNotReady(f"{engine_id} cannot be restarted: {last_line(error)}") from error
         self._restarted[engine_id].set()
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
-        """Report servers whose process ends."""
+        """Report servers whose process ends; never returns."""
 
         async def watch(engine_id: str) -> None:
             while True:
                 try:
-                    last_words = await self._engine_actors[engine_id].wait.remote()
+                    exit_reason = await self._engine_actors[engine_id].wait_exit.remote()
                 except RayError as error:
-                    last_words = str(error)
+                    exit_reason = str(error)
                 self._restarted[engine_id].clear()
-                died(engine_id, EngineError(f"engine {engine_id} ended: {last_words}"))
+                died(engine_id, EngineError(f"engine {engine_id} ended: {exit_reason}"))
                 await self._restarted[engine_id].wait()
 
         async with Nursery() as nursery:
@@ -144,11 +142,11 @@ class RayCluster(Cluster):
             await asyncio.Future()
 
     async def start_trainer(self) -> Trainer:
-        """Start all ranks, which meet in `setup`; ranks of an earlier life are killed first."""
+        """Start all ranks, which connect to each other in `setup`; kill the previous ranks first."""
         limit_s = self._config.trainer.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                urls = await self._given_urls()
+                urls = await self._external_urls()
                 await self._end(*self._rank_actors)
                 trainer = await self._start_ranks()
                 known, actors = self._processes, self._engine_actors.items()
@@ -164,13 +162,13 @@ class RayCluster(Cluster):
 
     async def _start_ranks(self) -> Trainer:
         config, ranks = self._config, self._config.trainer.num_ranks
-        await self._rank_places.ready(config.placement.wait_s)
+        await self._rank_placements.wait_ready(config.placement.wait_s)
         threads = {WEIGHTS: 1} if config.weights.overlap else {}
         actor_class = ray.remote(concurrency_groups=threads)(RankActor)  # type: ignore[call-overload]
         log_paths = [self._logs / f"trainer-{rank}.log" for rank in range(ranks)]
         devices = await self._shared_devices(ranks)
         actors = self._rank_actors = [
-            actor_class.options(**self._rank_places.options(rank) | beside(device)).remote(
+            actor_class.options(**self._rank_placements.actor_options(rank) | options_beside(device)).remote(
                 config.placement.cpus_per_rank, device and device.gpu
             )
             for rank, device in enumerate(devices)
@@ -178,7 +176,7 @@ class RayCluster(Cluster):
         async with Nursery() as nursery:
             for rank, (actor, log_path) in enumerate(zip(actors, log_paths, strict=True)):
                 name = f"trainer rank {rank}"
-                nursery.start_task(name, self._arrival(name, actor, self._rank_places, log_path))
+                nursery.start_task(name, self._join_run(name, actor, self._rank_placements, log_path))
         trainer = RayTrainer(actors, [self._processes[actor].host for actor in actors], log_paths, config)
         plain = to_builtins(config)
         host, port = await self.open_port()
@@ -186,62 +184,62 @@ class RayCluster(Cluster):
             for rank, actor in enumerate(actors):
                 nursery.start_task(
                     f"make trainer rank {rank}",
-                    made(actor, config.trainer.worker, plain, rank, ranks, f"{host}:{port}"),
+                    make_worker(actor, config.trainer.worker, plain, rank, ranks, f"{host}:{port}"),
                 )
         return trainer
 
-    async def _given_urls(self) -> dict[str, str]:
-        """Servers that were not started by us; before the first trainer those that will join right after."""
+    async def _external_urls(self) -> dict[str, str]:
+        """Return external servers; before the first trainer also those that will join right after it."""
         engine = self._config.engine
         if self._rank_actors or engine.urls_file is None or not isinstance(engine, SGLangEngines):
             return dict(self._urls)
         return {url: url for url in await asyncio.to_thread(read_urls, Path(engine.urls_file))}
 
     def _check_memory_is_shared(self, nodes: Mapping[str, str], urls: Mapping[str, str]) -> None:
-        """With `weights.transport: tensor` engines have to be on the node of trainer rank 0.
+        """Check that engines are on the node of trainer rank 0 if `weights.transport` is `tensor`.
 
-        Asked when an engine is there and when the trainer is, for they start at the same time.
+        Called when an engine has started and when the trainer has, because they start at the same time.
 
         Args:
-            nodes: Where engines of ours are, by name.
-            urls: Of servers that were not started by us, by name.
+            nodes: Nodes of the engines that this run started, by name.
+            urls: URLs of external servers, by name.
 
         Raises:
-            ConfigError: When one is on another node.
+            ConfigError: An engine is on another node.
         """
         trainer = self._processes.get(self._rank_actors[0]) if self._rank_actors else None
         if self._config.weights.transport != "tensor" or trainer is None:
             return
-        known = addresses()
-        given = {name: node_of(url, self._home.driver_node, known) for name, url in urls.items()}
+        known = node_addresses()
+        given = {name: node_of(url, self._setup.driver_node, known) for name, url in urls.items()}
         for engine, node in {**nodes, **given}.items():
             check_shares_memory(engine, node, trainer.host, known)
 
     async def _shared_devices(self, ranks: int) -> list[Device | None]:
-        """The GPU that each rank shares with an engine; None where it has its own, or there are none."""
+        """Return the GPU that each rank shares with an engine; None if it shares none."""
         if not (self._config.placement.shared and uses_gpus(self._config.trainer.device)):
             return [None] * ranks
         asked = [actor.devices.remote() for actor in self._engine_actors.values()]
-        return list(assign([await devices for devices in asked], ranks))
+        return list(assign_devices([await devices for devices in asked], ranks))
 
     async def open_port(self) -> tuple[str, int]:
-        """Where rank 0 of the trainer and an engine can meet: on rank 0's node."""
+        """Return an address on rank 0's node at which rank 0 and an engine can connect."""
         limit_s = self._config.weights.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                host, port = await self._rank_actors[0].address.remote()
+                host, port = await self._rank_actors[0].free_address.remote()
         except (RayError, TimeoutError) as error:
             raise TrainerError(f"trainer rank 0 gave no address within {limit_s} s: {error!r}") from error
         return host, port
 
     def local_folder(self, engine_id: str) -> HostFolder | None:
-        """See `Cluster`."""
+        """Return the folder of weights on an engine's host; None for an external server."""
         actor = self._engine_actors.get(engine_id)
         return None if actor is None else RayFolder(actor)
 
     def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
-        """See `Cluster`."""
-        return rollout_worker(self._config, name, self._home, self._logs / f"{name}.log")
+        """Start a rollout worker, and yield the driver's end of its link."""
+        return rollout_worker(self._config, name, self._setup, self._logs / f"{name}.log")
 
     async def close(self) -> None:
         """End all servers and ranks."""
@@ -256,11 +254,11 @@ class RayCluster(Cluster):
 
     def _engine_actor(self, index: int) -> Any:
         actor_class = ray.remote(EngineActor)
-        return actor_class.options(max_concurrency=8, **self._engine_places.options(index)).remote(
+        return actor_class.options(max_concurrency=8, **self._engine_placements.actor_options(index)).remote(
             self._server, to_builtins(self._config), index, str(self._logs)
         )
 
-    def _places_of_engines(self) -> Placements:
+    def _new_engine_placements(self) -> Placements:
         engine, placement = self._config.engine, self._config.placement
         gpus = placement.gpus_per_engine
         if gpus is None:
@@ -274,7 +272,7 @@ class RayCluster(Cluster):
             remedy="lower engine.num_engines, engine.tp_size or placement.*_per_engine",
         )
 
-    def _places_of_ranks(self) -> Placements:
+    def _new_rank_placements(self) -> Placements:
         trainer, placement = self._config.trainer, self._config.placement
         gpus = placement.gpus_per_rank
         if gpus is None:
@@ -288,50 +286,50 @@ class RayCluster(Cluster):
             remedy="lower trainer.num_ranks or placement.*_per_rank",
         )
 
-    async def _place_again(self, engine_id: str) -> None:
-        """Wait until an engine of ours has a place again, however long: the others go on meanwhile."""
+    async def _wait_for_placement(self, engine_id: str) -> None:
+        """Wait until an engine has a placement again, without a limit: other engines keep serving."""
         while engine_id in self._engine_actors:
             number = list(self._engine_actors).index(engine_id)
             try:
-                return await self._engine_places.ready_again(number, self._config.placement.wait_s)
+                return await self._engine_placements.wait_ready_again(number, self._config.placement.wait_s)
             except EnvironmentNotReady as error:
                 log.warning("engine %s waits for a node: %s", engine_id, error)
 
-    async def _arrival(self, name: str, actor: Any, places: Placements, log_path: Path | None) -> None:
-        """Wait until an actor is there, and know its process.
+    async def _join_run(self, name: str, actor: Any, placements: Placements, log_path: Path | None) -> None:
+        """Wait until an actor has joined the run, and store its process.
 
         Raises:
-            EnvironmentNotReady: When its node does not see the files of the run.
+            EnvironmentNotReady: Its node does not see the files of the run.
         """
         if actor in self._processes:
             return
-        arrives = actor.arrive.remote(self._home, None if log_path is None else str(log_path))
+        arrives = actor.join_run.remote(self._setup, None if log_path is None else str(log_path))
         try:
             try:
-                async with asyncio.timeout(TELL_S):
+                async with asyncio.timeout(LOG_AFTER_S):
                     self._processes[actor] = await arrives
             except TimeoutError:
-                log.warning("%s", await places.missed(name))
+                log.warning("%s", await placements.why_missing(name))
                 self._processes[actor] = await arrives
         except RayTaskError as error:
-            failure = EnvironmentNotReady(f"{name} cannot work where it is: {last_line(error)}")
+            failure = EnvironmentNotReady(f"{name} cannot work on its node: {last_line(error)}")
             raise cause_of(error, failure) from error
 
     async def _stop_server(self, engine_id: str) -> bool:
-        """End a server in order; False when its actor is gone, or does not answer."""
+        """Stop a server gracefully; return False if its actor is gone or does not answer."""
         try:
             async with asyncio.timeout(_STOP_LIMIT_S):
-                await self._engine_actors[engine_id].stop.remote()
+                await self._engine_actors[engine_id].stop_server.remote()
         except (RayError, TimeoutError) as error:
-            log.warning("engine %s could not be stopped in order: %r", engine_id, error)
+            log.warning("engine %s could not be stopped gracefully: %r", engine_id, error)
             return False
         return True
 
     async def _end(self, *actors: Any, grace_s: float = 0.0) -> None:
-        """End actors and wait until their processes are gone; see `ending.end`."""
+        """End actors and wait until their processes are gone."""
         async with Nursery() as nursery:
             for actor in actors:
-                ending = end(actor, self._processes.pop(actor, None), grace_s=grace_s)
+                ending = end_actor(actor, self._processes.pop(actor, None), grace_s=grace_s)
                 nursery.start_task("end an actor", ending)
 
     async def _first_start(self, engine_id: str) -> None:
@@ -346,30 +344,30 @@ class RayCluster(Cluster):
             assert isinstance(config, SGLangEngines), "only a real engine is an actor"
             try:
                 async with asyncio.timeout(config.start_timeout_s):
-                    await self._arrival(engine_id, actor, self._engine_places, None)
+                    await self._join_run(engine_id, actor, self._engine_placements, None)
                     self._check_memory_is_shared({engine_id: self._processes[actor].host}, {})
-                    url, api_key, admin_key = await actor.start.remote()
+                    url, api_key, admin_key = await actor.start_server.remote()
             except (RayError, TimeoutError) as error:
                 raise cause_of(error, EnvironmentNotReady(f"{engine_id} did not start: {error!r}")) from error
             if engine is None:
-                engine = self._client(engine_id, url, (api_key, admin_key), self._died(engine_id))
+                engine = self._client(engine_id, url, (api_key, admin_key), self._exit_reason_of(engine_id))
                 self._engines[engine_id] = engine
             elif isinstance(engine, SGLangEngine):
                 engine.move_to(url, api_key, admin_key)
-        assert engine is not None, "an engine is an actor of ours or was given by its URL"
+        assert engine is not None, "an engine has an actor or a URL"
         await engine.wait_ready()
 
-    def _died(self, engine_id: str) -> Callable[[], Awaitable[str | None]]:
-        """Asks whichever actor the engine has."""
+    def _exit_reason_of(self, engine_id: str) -> Callable[[], Awaitable[str | None]]:
+        """Return a function that asks the engine's current actor for the exit reason of its server."""
 
-        async def died() -> str | None:
+        async def exit_reason_of() -> str | None:
             try:
-                last_words: str | None = await self._engine_actors[engine_id].died.remote()
+                exit_reason: str | None = await self._engine_actors[engine_id].exit_reason.remote()
             except RayError as error:
                 return f"its actor is gone: {last_line(error)}"
-            return last_words
+            return exit_reason
 
-        return died
+        return exit_reason_of
 
     def _client(
         self,
@@ -382,14 +380,36 @@ class RayCluster(Cluster):
 
 
 def uses_gpus(device: str) -> bool:
-    """Whether a part of the run that is set to `device` gets GPUs."""
+    """Whether a component whose device is `device` uses GPUs."""
     if device != "auto":
         return device == "cuda"
     return bool(ray.cluster_resources().get("GPU", 0) > 0)  # type: ignore[no-untyped-call]
 
 
-def _home(run_dir: Path) -> ActorHome:
-    """What actors find their way by; writes the sign."""
-    word, sign = secrets.token_hex(16), run_dir / ".shared"
-    sign.write_text(word)
-    return ActorHome(os.getcwd(), str(sign), word, ray.get_runtime_context().get_node_id())
+def _actor_setup(run_dir: Path) -> ActorSetup:
+    """Write the marker file, and return how actors find the files of the run."""
+    marker, path = secrets.token_hex(16), run_dir / ".shared"
+    path.write_text(marker)
+    return ActorSetup(os.getcwd(), str(path), marker, ray.get_runtime_context().get_node_id())
+
+
+class RayFolder(HostFolder):
+    """The folder of weights on an engine's host, kept by the actor that owns its server."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def copy_version(self, path: str, version: int) -> str:
+        """Copy full weights into the folder, and return its path."""
+        return await self._answer(self._actor.copy_version.remote(path, version))
+
+    async def apply_delta(self, path: str) -> str:
+        """Apply a delta to the copy, and return its path."""
+        return await self._answer(self._actor.apply_delta.remote(path))
+
+    async def _answer(self, reference: Any) -> str:
+        try:
+            folder: str = await reference
+        except RayError as error:
+            raise cause_of(error, WeightSyncError(last_line(error))) from error
+        return folder

@@ -1,4 +1,4 @@
-"""The trainer as the orchestrator knows it: calls to all ranks, each within its time."""
+"""The trainer as seen by the orchestrator: calls to all ranks, each with a time limit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from async_rl.runtime.supervision import Nursery
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 
 WEIGHTS: Final = "weights"
-"""The concurrency group of a rank's actor (a thread of its own) that gives weights away."""
+"""The concurrency group of a rank's actor that sends weights, in a thread of its own."""
 
 
 class RayTrainer(Trainer):
-    """All trainer ranks; a failure of one is a `TrainerError` that names it and its log."""
+    """All trainer ranks; the failure of one is a `TrainerError` that names the rank and its log."""
 
     def __init__(self, actors: list[Any], nodes: list[str], log_paths: list[Path], config: Config) -> None:
         self._actors = actors
@@ -33,130 +33,135 @@ class RayTrainer(Trainer):
         """By node other than the driver's: the rank that holds batches for all ranks there."""
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """See `TrainerRank.setup`."""
-        state: TrainerState = await self._all(self._config.trainer.start_timeout_s, "setup", checkpoint_dir)
+        """Implement `TrainerRank.setup` for all ranks."""
+        state: TrainerState = await self._call_all(
+            self._config.trainer.start_timeout_s, "setup", checkpoint_dir
+        )
         return state
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
-        """See `TrainerRank.train_step`."""
+        """Implement `TrainerRank.train_step` for all ranks."""
         limit_s = self._config.trainer.step_timeout_s
-        paths = await self._deliver(limit_s, batch_path) if self._holders else {}
+        paths = await self._deliver_batch(limit_s, batch_path) if self._holders else {}
         result: StepResult = await self._gather(
             limit_s,
             "train_step",
             [
-                actor.call.remote("train_step", paths.get(node, batch_path), step)
+                actor.call_worker.remote("train_step", paths.get(node, batch_path), step)
                 for actor, node in zip(self._actors, self._nodes, strict=True)
             ],
         )
         return result
 
-    async def _deliver(self, limit_s: float, batch_path: str) -> dict[str, str]:
-        """Bring a batch to the other nodes, once to each; its path by node.
+    async def _deliver_batch(self, limit_s: float, batch_path: str) -> dict[str, str]:
+        """Send a batch to the other nodes, once to each; return its path by node.
 
-        Ray's store gets it once, and sends it to a node when its holder asks; the object goes with this call.
+        Ray's store gets it once and sends it to a node when its holder asks; the object is freed after this
+        call.
         """
         frame = await asyncio.to_thread(lambda: ray.put(np.fromfile(batch_path, np.uint8)))
         answers = await self._answers(
             limit_s,
             "the arrival of a batch",
-            {rank: self._actors[rank].hold.remote(frame) for rank in self._holders.values()},
+            {rank: self._actors[rank].hold_batch.remote(frame) for rank in self._holders.values()},
         )
         return dict(zip(self._holders, answers, strict=True))
 
     async def take_snapshot(self, weight_version: int) -> None:
-        """See `TrainerRank.take_snapshot`."""
-        await self._all(self._config.weights.timeout_s, "take_snapshot", weight_version)
+        """Implement `TrainerRank.take_snapshot` for all ranks."""
+        await self._call_all(self._config.weights.timeout_s, "take_snapshot", weight_version)
 
     async def publish(self, directory: str, weight_version: int) -> None:
-        """See `TrainerRank.publish`."""
-        await self._beside(self._config.weights.timeout_s, "publish", directory, weight_version)
+        """Implement `TrainerRank.publish` for all ranks."""
+        await self._call_weight_ranks(self._config.weights.timeout_s, "publish", directory, weight_version)
 
     async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
-        """See `TrainerRank.publish_delta`."""
-        written: bool = await self._beside(
+        """Implement `TrainerRank.publish_delta` for all ranks."""
+        written: bool = await self._call_weight_ranks(
             self._config.weights.timeout_s, "publish_delta", path, base, weight_version
         )
         return written
 
     async def open_weight_group(self, invite: GroupInvite) -> None:
-        """See `TrainerRank.open_weight_group`."""
-        await self._beside(self._config.weights.timeout_s, "open_weight_group", invite)
+        """Implement `TrainerRank.open_weight_group` for all ranks."""
+        await self._call_weight_ranks(self._config.weights.timeout_s, "open_weight_group", invite)
 
     async def close_weight_group(self, group_name: str) -> None:
-        """See `TrainerRank.close_weight_group`."""
-        await self._beside(self._config.weights.timeout_s, "close_weight_group", group_name)
+        """Implement `TrainerRank.close_weight_group` for all ranks."""
+        await self._call_weight_ranks(self._config.weights.timeout_s, "close_weight_group", group_name)
 
     async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """See `TrainerRank.plan_buckets`."""
-        plan: tuple[tuple[TensorSpec, ...], ...] = await self._beside(
+        """Implement `TrainerRank.plan_buckets` for all ranks."""
+        plan: tuple[tuple[TensorSpec, ...], ...] = await self._call_weight_ranks(
             self._config.weights.timeout_s, "plan_buckets", bucket_bytes
         )
         return plan
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
-        """See `TrainerRank.send_weights`."""
-        # The ranks bound each broadcast themselves and leave dead engines out; this is for a dead trainer.
-        await self._beside(2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes)
+        """Implement `TrainerRank.send_weights` for all ranks."""
+        # The ranks limit each broadcast and skip dead engines; this limit is for a dead trainer.
+        await self._call_weight_ranks(
+            2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes
+        )
 
     async def checksums(self) -> dict[str, str]:
-        """See `TrainerRank.checksums`."""
-        sums: dict[str, str] = await self._beside(self._config.weights.timeout_s, "checksums")
+        """Implement `TrainerRank.checksums` for all ranks."""
+        sums: dict[str, str] = await self._call_weight_ranks(self._config.weights.timeout_s, "checksums")
         return sums
 
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """See `TrainerRank.share_bucket`."""
-        payloads: list[bytes] = await self._beside(
+        """Implement `TrainerRank.share_bucket` for all ranks."""
+        payloads: list[bytes] = await self._call_weight_ranks(
             self._config.weights.timeout_s, "share_bucket", number, bucket_bytes, copies
         )
         return payloads
 
     async def offload(self) -> None:
-        """See `TrainerRank.offload`."""
-        await self._all(self._config.weights.timeout_s, "offload")
+        """Implement `TrainerRank.offload` for all ranks."""
+        await self._call_all(self._config.weights.timeout_s, "offload")
 
     async def reload(self) -> None:
-        """See `TrainerRank.reload`."""
-        await self._all(self._config.weights.timeout_s, "reload")
+        """Implement `TrainerRank.reload` for all ranks."""
+        await self._call_all(self._config.weights.timeout_s, "reload")
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """See `TrainerRank.save_checkpoint`."""
-        await self._all(self._config.trainer.step_timeout_s, "save_checkpoint", directory, extra)
+        """Implement `TrainerRank.save_checkpoint` for all ranks."""
+        await self._call_all(self._config.trainer.step_timeout_s, "save_checkpoint", directory, extra)
 
     async def saved_checkpoint(self, wait: bool) -> Saved:
-        """See `TrainerRank.saved_checkpoint`."""
-        saved: Saved = await self._all(self._config.trainer.step_timeout_s, "saved_checkpoint", wait)
+        """Implement `TrainerRank.saved_checkpoint` for all ranks."""
+        saved: Saved = await self._call_all(self._config.trainer.step_timeout_s, "saved_checkpoint", wait)
         return saved
 
     async def close(self) -> None:
         """Stop all ranks."""
-        await self._all(self._config.weights.timeout_s, "close")
+        await self._call_all(self._config.weights.timeout_s, "close")
 
-    async def _all(self, limit_s: float, method: str, *arguments: Any) -> Any:
+    async def _call_all(self, limit_s: float, method: str, *arguments: Any) -> Any:
         return await self._gather(
-            limit_s, method, [actor.call.remote(method, *arguments) for actor in self._actors]
+            limit_s, method, [actor.call_worker.remote(method, *arguments) for actor in self._actors]
         )
 
-    async def _beside(self, limit_s: float, method: str, *arguments: Any) -> Any:
-        """`_all`; with `weights.overlap` by rank 0 alone, which has the copy, beside a step."""
+    async def _call_weight_ranks(self, limit_s: float, method: str, *arguments: Any) -> Any:
+        """Call all ranks; with `weights.overlap` only rank 0, which has the copy, in its own thread."""
         if not self._config.weights.overlap:
-            return await self._all(limit_s, method, *arguments)
-        call = self._actors[0].call.options(concurrency_group=WEIGHTS)
+            return await self._call_all(limit_s, method, *arguments)
+        call = self._actors[0].call_worker.options(concurrency_group=WEIGHTS)
         return await self._gather(limit_s, method, [call.remote(method, *arguments)])
 
     async def _gather(self, limit_s: float, method: str, references: list[Any]) -> Any:
-        """Wait for all ranks; rank 0's answer. The first rank that fails fails the call."""
+        """Wait for all ranks and return rank 0's answer. The first rank that fails fails the call."""
         return (await self._answers(limit_s, method, dict(enumerate(references))))[0]
 
     async def _answers(self, limit_s: float, method: str, references: dict[int, Any]) -> list[Any]:
-        """Wait for some ranks; their answers. The first rank that fails fails the call."""
+        """Wait for some ranks and return their answers. The first rank that fails fails the call."""
 
         async def answer(rank: int, reference: Any) -> Any:
             try:
                 return await reference
             except RayActorError as error:
                 raise TrainerError(
-                    f"trainer rank {rank} died during {method}; its last words are in {self._log_paths[rank]}"
+                    f"trainer rank {rank} died during {method}; see the end of {self._log_paths[rank]}"
                 ) from error
             except RayTaskError as error:
                 failure = TrainerError(
@@ -178,25 +183,25 @@ class RayTrainer(Trainer):
         return [task.result() for task in answers]
 
 
-async def made(actor: Any, *arguments: Any) -> None:
-    """Let a rank's actor make its worker.
+async def make_worker(actor: Any, *arguments: Any) -> None:
+    """Make a rank's actor construct its worker.
 
     Raises:
-        AsyncRLError: Of the worker, or `EnvironmentNotReady`.
+        AsyncRLError: The worker's error, or `EnvironmentNotReady`.
     """
     try:
-        await actor.make.remote(*arguments)
+        await actor.make_worker.remote(*arguments)
     except RayTaskError as error:
-        failure = EnvironmentNotReady(f"a trainer rank could not be made: {last_line(error)}")
+        failure = EnvironmentNotReady(f"a trainer rank could not construct its worker: {last_line(error)}")
         raise cause_of(error, failure) from error
 
 
 def cause_of(error: Exception, otherwise: AsyncRLError) -> AsyncRLError:
-    """Our own error as it was raised in the actor, or one that says what happened there."""
+    """Return this package's error as it was raised in the actor, or `otherwise`."""
     ours = isinstance(error, RayTaskError) and isinstance(error.cause, AsyncRLError)
     return error.cause if ours else otherwise  # type: ignore[attr-defined]
 
 
 def last_line(error: Exception) -> str:
-    """What Ray's long messages come to."""
+    """Return the last line of Ray's long messages, which has the cause."""
     return str(error).strip().splitlines()[-1]

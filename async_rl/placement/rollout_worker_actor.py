@@ -1,4 +1,4 @@
-"""A rollout worker as a Ray actor: Ray starts the process and says where, messages go over a link of ours."""
+"""Runs a rollout worker in a Ray actor. Ray only starts the process; messages use a TCP link."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
-from async_rl.placement.actors import ActorHome, NodeActor, node_address
-from async_rl.placement.ending import EXIT_LIMIT_S, end
+from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
+from async_rl.placement.actors import ActorSetup, NodeActor, node_address
 from async_rl.placement.ray_trainer import cause_of, last_line
 from async_rl.rollout.workers.link import LinkListener, connect_link, listen
 from async_rl.rollout.workers.messages import Link
@@ -32,8 +32,8 @@ from async_rl.runtime.supervision import Nursery, first_error
 
 log = logging.getLogger(__name__)
 
-_LEAVE_S: Final = 10.0
-"""Once the link is closed, loops and tools have so long to let go of what they hold elsewhere."""
+_CLOSE_LIMIT_S: Final = 10.0
+"""Time for loops and tools to release external resources after the link is closed, seconds."""
 
 
 class RolloutWorkerActor(NodeActor):
@@ -43,35 +43,35 @@ class RolloutWorkerActor(NodeActor):
         die_with_parent()
         os.environ["OMP_NUM_THREADS"] = "1"
 
-    def run(self, config: dict[str, Any], host: str, port: int, key: bytes) -> None:
-        """Play for the driver at an address until the link is lost; in the main thread of the process."""
+    def run_worker(self, config: dict[str, Any], host: str, port: int, key: bytes) -> None:
+        """Run the worker for the driver at an address until the link is lost; in the main thread."""
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
         sys.path.insert(0, os.getcwd())
-        asyncio.run(_play(parse_config(config), host, port, key))
+        asyncio.run(_run_worker(parse_config(config), host, port, key))
 
 
 @asynccontextmanager
-async def rollout_worker(config: Config, name: str, home: ActorHome, log_path: Path) -> AsyncIterator[Link]:
-    """Start a rollout worker; it ends with the block, whatever state it is in.
+async def rollout_worker(config: Config, name: str, setup: ActorSetup, log_path: Path) -> AsyncIterator[Link]:
+    """Start a rollout worker, yield the link to it, and end it with the block, whatever its state.
 
     Raises:
-        EnvironmentNotReady: It does not come up.
-        ConfigError: It cannot load what the config names.
+        EnvironmentNotReady: The worker does not start.
+        ConfigError: The worker cannot load an object that the config names.
     """
     limit_s = config.rollout.worker_start_timeout_s
     options = {"num_cpus": config.placement.cpus_per_rollout_worker, "scheduling_strategy": "SPREAD"}
     actor: Any = ray.remote(RolloutWorkerActor).options(**options).remote()
     process: Process | None = None
-    well = False
+    graceful = False
     try:
         try:
             async with asyncio.timeout(limit_s), listen(node_address()) as listener:
-                process = await actor.arrive.remote(home, str(log_path))
+                process = await actor.join_run.remote(setup, str(log_path))
                 address = node_address(), listener.port, listener.key
-                playing = actor.run.remote(to_builtins(shared_out(config)), *address)
-                link = await _first(listener, playing)
+                running = actor.run_worker.remote(to_builtins(config_per_worker(config)), *address)
+                link = await _accept_link(listener, running)
         except (RayError, TimeoutError) as error:
-            why = last_line(error) if isinstance(error, RayError) else "it was not there in time"
+            why = last_line(error) if isinstance(error, RayError) else "it took too long"
             failure = f"{name} did not start within rollout.worker_start_timeout_s = {limit_s}: {why}"
             raise cause_of(error, EnvironmentNotReady(failure)) from error
         log.info("%s is process %d of node %s", name, process.pid, process.host)
@@ -80,15 +80,15 @@ async def rollout_worker(config: Config, name: str, home: ActorHome, log_path: P
         finally:
             link.close()
             with suppress(RayError, TimeoutError):
-                async with asyncio.timeout(_LEAVE_S):
-                    await playing
-                    well = True
+                async with asyncio.timeout(_CLOSE_LIMIT_S):
+                    await running
+                    graceful = True
     finally:
-        await end(actor, process, grace_s=EXIT_LIMIT_S if well else 0.0)
+        await end_actor(actor, process, grace_s=EXIT_LIMIT_S if graceful else 0.0)
 
 
-def shared_out(config: Config) -> Config:
-    """What one worker is given of a config: limits of the whole run are parted among the workers."""
+def config_per_worker(config: Config) -> Config:
+    """Return the config of one worker: limits of the whole run are divided by the number of workers."""
     replace, workers = msgspec.structs.replace, config.rollout.num_workers
     rewards = {
         name: replace(
@@ -99,12 +99,12 @@ def shared_out(config: Config) -> Config:
     return replace(config, rollout=replace(config.rollout, rewards=rewards))
 
 
-async def _first(listener: LinkListener, playing: Awaitable[None]) -> Link:
-    """The worker's link, or what ended it before it had one."""
+async def _accept_link(listener: LinkListener, running: Awaitable[None]) -> Link:
+    """Wait for the link of the worker, or raise the error that ended it before."""
 
     async def watch() -> None:
-        await playing
-        raise EnvironmentNotReady("its process ended before it was there: see its log")
+        await running
+        raise EnvironmentNotReady("its process ended during the start: see its log")
 
     try:
         async with Nursery() as nursery:
@@ -116,7 +116,7 @@ async def _first(listener: LinkListener, playing: Awaitable[None]) -> Link:
     return link
 
 
-async def _play(config: Config, host: str, port: int, key: bytes) -> None:
+async def _run_worker(config: Config, host: str, port: int, key: bytes) -> None:
     metrics = Metrics()
     chat = load_chat_format(config.model.path)
     worker = RolloutWorker(config, chat=chat, metrics=metrics, clock=time.monotonic)

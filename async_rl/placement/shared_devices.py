@@ -1,8 +1,8 @@
-"""Which GPU each rank shares with an engine (`placement.shared`).
+"""Assigns to each trainer rank the GPU of an engine (`placement.shared`).
 
-Ray gives the GPUs to the engines, which are started first. A rank takes none: it goes to the node of an
-engine and sees that engine's GPU. Numbers go along, so that the ranks on the GPUs of one engine, which are
-near each other, are neighbours too.
+Ray assigns the GPUs to the engines, which start first. A rank requests none: it runs on the node of an engine
+and sees that engine's GPU. Ranks follow the order of the engines' GPUs, so that neighbouring ranks use GPUs
+that are close to each other.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from async_rl.errors import EnvironmentNotReady
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU that an engine has."""
+    """A GPU that Ray has assigned to an engine."""
 
     node: str
     gpu: str
-    """As CUDA_VISIBLE_DEVICES names it on that node."""
+    """Its name in CUDA_VISIBLE_DEVICES on that node."""
 
 
-def assign(engines: Sequence[Sequence[Device]], num_ranks: int) -> list[Device]:
-    """The GPU of each rank: those of engine 0 in their order, then those of engine 1.
+def assign_devices(engines: Sequence[Sequence[Device]], num_ranks: int) -> list[Device]:
+    """Return the GPU of each rank: those of engine 0 in their order, then those of engine 1.
 
     Raises:
-        EnvironmentNotReady: When there are more ranks than GPUs.
+        EnvironmentNotReady: There are more ranks than GPUs.
     """
     devices = [device for engine in engines for device in engine]
     if num_ranks > len(devices):
@@ -40,8 +40,8 @@ def assign(engines: Sequence[Sequence[Device]], num_ranks: int) -> list[Device]:
     return devices[:num_ranks]
 
 
-def beside(device: Device | None) -> dict[str, Any]:
-    """Options of an actor that goes where a GPU is, and takes nothing of it from Ray; None has none."""
+def options_beside(device: Device | None) -> dict[str, Any]:
+    """Return options that start an actor on a GPU's node without requesting it; none for None."""
     if device is None:
         return {}
     return {"num_gpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(device.node, soft=False)}

@@ -82,6 +82,7 @@ class OutstandingGroups:
         admission: Admission,
         finished: FinishedTrajectories,
         changes: ChangeSignal,
+        lengths: LengthDrift,
         *,
         retry_task: Callable[[int, str], bool],
         observer: Observer,
@@ -97,6 +98,7 @@ class OutstandingGroups:
             admission: Learns the sizes of groups.
             finished: Stores finished trajectories of groups in flight.
             changes: Notified when groups are dropped.
+            lengths: Compares the lengths of trained and of all ended trajectories.
             retry_task: Called with the position of a task whose group was dropped by no fault of its own, and
                 the reason; returns whether the task will be dispatched again.
             observer: Receives what becomes of trajectories.
@@ -119,8 +121,7 @@ class OutstandingGroups:
         self._writing: set[str] = set()
         self._ready: dict[str, ReadyGroup] = {}
         self._claimed: frozenset[str] = frozenset()
-        self.lengths = LengthDrift()
-        """The lengths of trained and of all ended trajectories."""
+        self.lengths = lengths
         if metrics is not None:
             counts = ledger.counts()
             # After a restart of the trainer they hold what an earlier queue of this process counted.

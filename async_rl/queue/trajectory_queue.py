@@ -44,6 +44,7 @@ from async_rl.queue.delivery import BatchDelivery
 from async_rl.queue.finished_trajectories import FinishedTrajectories, TrajectoryFiles
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.ledger import DataPosition, Ledger
+from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.outstanding import ChangeSignal, OutstandingGroups, RestoredGroup
 from async_rl.queue.packing import Packer, TakenBatch
 from async_rl.queue.restored_groups import GroupRestorer
@@ -104,6 +105,7 @@ class TrajectoryQueue:
         metrics: Metrics | None = None,
         observer: Observer | None = None,
         retry_task: Callable[[int, str], bool] = lambda position, reason: False,
+        lengths: LengthDrift | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the queue on a ledger and a spool. Call `restore_groups` before anything else.
@@ -121,6 +123,7 @@ class TrajectoryQueue:
             observer: Receives what becomes of trajectories.
             retry_task: Called with the position of a task whose group was dropped by no fault of its own, and
                 the reason; returns whether the task will be dispatched again.
+            lengths: Compares the lengths of trained and of all ended trajectories; None makes one.
             clock: Returns monotonic seconds.
         """
         self._ledger = ledger
@@ -142,6 +145,7 @@ class TrajectoryQueue:
             self._admission,
             self.finished,
             self._changes,
+            lengths or LengthDrift(),
             retry_task=retry_task,
             observer=observer or Observer(),
             metrics=metrics,

@@ -14,7 +14,7 @@ _DISPATCH: Final = ""
 
 
 class Slots:
-    """A semaphore that knows its holders, so that a leaked slot can be told from a busy one.
+    """A semaphore that knows its holders, which tells a leaked slot from a busy one.
 
     Example:
         >>> slots = Slots(limit=2)

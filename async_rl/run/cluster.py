@@ -1,4 +1,6 @@
-"""What a run asks of whoever runs its processes: `async_rl.placement`, and in tests `async_rl.simulation`."""
+"""The interface by which a run starts its processes: `async_rl.placement`, and `async_rl.simulation` in
+tests.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from async_rl.weights.delta_delivery import HostFolder
 
 
 class Cluster(Protocol):
-    """Processes of a run: who starts engines and trainer, and where."""
+    """Starts, restarts and ends the processes of a run."""
 
     weight_backend: str
     """`gloo` or `nccl`, for distributed weight updates."""
@@ -24,27 +26,27 @@ class Cluster(Protocol):
         ...
 
     async def start_trainer(self) -> Trainer:
-        """Start all trainer ranks. Called again, it first ends those that there were, whatever their state.
+        """Start all trainer ranks; called again, first end the previous ones, whatever their state.
 
         Raises:
-            EnvironmentNotReady: When they do not come up.
+            EnvironmentNotReady: The ranks do not start.
         """
         ...
 
     def connect_engine(self, engine_id: str, url: str) -> Engine:
-        """A client of a server that runs already; it connects to nothing yet."""
+        """Return a client of a running server; it opens no connection yet."""
         ...
 
     async def disconnect_engine(self, engine_id: str) -> None:
-        """Let go of a server that has left the job; it runs on."""
+        """Close the client of a server that has left the job; the server keeps running."""
         ...
 
     async def stop_engine(self, engine_id: str) -> None:
-        """End a failed engine, whatever its state, so that what it held of a device is free."""
+        """End a failed engine, whatever its state, so that the device memory it held is free."""
         ...
 
     async def restart_engine(self, engine_id: str) -> None:
-        """Bring a failed engine back to where it answers again."""
+        """Restart a failed engine and wait until it answers."""
         ...
 
     async def watch_engines(self, died: Callable[[str, EngineError], None]) -> None:
@@ -52,17 +54,17 @@ class Cluster(Protocol):
         ...
 
     async def open_port(self) -> tuple[str, int]:
-        """Host and free port on the trainer's rank 0."""
+        """Return host and a free port on the trainer's rank 0."""
         ...
 
     def local_folder(self, engine_id: str) -> HostFolder | None:
-        """Where the host of an engine keeps weights; None for one that we did not start."""
+        """Return the folder of weights on the host of an engine; None for an external server."""
         ...
 
     def rollout_worker(self, name: str) -> AbstractAsyncContextManager[Link]:
         """Start a rollout worker and yield the driver's end of its link; it ends with the block.
 
         Raises:
-            EnvironmentNotReady: When it does not come up.
+            EnvironmentNotReady: The worker does not start.
         """
         ...

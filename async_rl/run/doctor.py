@@ -1,15 +1,14 @@
-"""The stall doctor: looks every few seconds whether the run moves, says why not, and by config acts.
+"""The stall doctor: checks every few seconds whether the run makes progress, logs why not, and may act.
 
-```
- loop    consumes          waits for       unblocked by   produces
- run     waits, states     the next look   time           the chain in the log, metrics, remedies, StallError
-```
+| loop | consumes | waits for | unblocked by | produces |
+|---|---|---|---|---|
+| `run_checks` | waits, states | the next check | time | log messages, metrics, remedies, StallError |
 
-A run moves while tokens come, trajectories end, steps are done or engines begin to serve. What is found goes
-into the log once, again only after growing times, and is in `/health` at any time. With `doctor.action`
-`repair` the doctor ends the wait that everything waits for in the way its own timeout would: calls leave
-their engine with their tokens, an attempt is tried again, a lost group is dropped. What does not move after
-that ends the run.
+A run makes progress while tokens arrive, trajectories end, steps finish or engines start to serve. A
+diagnosis is logged once, and again only after growing intervals; `/health` shows it at any time. With
+`doctor.action` `repair` the doctor ends the wait that blocks the run as its own timeout would: calls leave
+their engine with their tokens, an attempt is retried, a lost group is dropped. If that does not help, the run
+ends.
 """
 
 from __future__ import annotations
@@ -40,18 +39,20 @@ from async_rl.runtime.waits import WAIT_KINDS, Waits, acting, waiting
 
 log = logging.getLogger(__name__)
 
-_AGAIN: Final = 2.0
-"""A stall that lasts is said again after so many times the time before."""
+_LOG_INTERVAL_FACTOR: Final = 2.0
+"""The interval between log messages on a lasting stall grows by this factor."""
 
-_LOOKS_TO_BELIEVE: Final = 2
-"""A stall must be there twice: what came in while the loop stood still is read between the two looks."""
+_CHECKS_BEFORE_ALARM: Final = 2
+"""Consecutive checks that must find a stall: between them, data that arrived while the loop was blocked is
+read.
+"""
 
 
-def limits(config: Config) -> dict[str, float]:
-    """Longest waits of a config, by what is awaited; what is not in it has no limit of its own."""
+def wait_limits(config: Config) -> dict[str, float]:
+    """Return the longest duration of each kind of wait by the config; kinds without a limit are missing."""
     engine, weights, trainer, rollout = config.engine, config.weights, config.trainer, config.rollout
     start_s = engine.start_timeout_s if isinstance(engine, SGLangEngines) else engine.stall_s
-    start_s += engine.restart_delay_max_s  # a restart that waits for its turn counts as one under way
+    start_s += engine.restart_delay_max_s  # a restart that waits for its delay counts as running
     named: dict[str, float] = {
         "agent loop": rollout.trajectory_timeout_s,
         "checkpoint": trainer.step_timeout_s,
@@ -75,18 +76,18 @@ def limits(config: Config) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def watched(waits: Waits, metrics: Metrics, config: DoctorConfig) -> AsyncIterator[None]:
-    """The block is the run: all waits in it are written down, and its event loop is watched."""
+async def recording_waits(waits: Waits, metrics: Metrics, config: DoctorConfig) -> AsyncIterator[None]:
+    """Record all waits of the block, and watch its event loop; the block is the run."""
     with acting("run", waits=waits), LoopWatchdog(metrics, config.blocked_s):
         yield
 
 
 class Doctor:
-    """See the module.
+    """Diagnoses stalls of a run and applies `doctor.action`.
 
     Example:
         >>> doctor = Doctor(config, waits, pool, metrics, queue=lambda: queue, slots=lambda: manager.slots)
-        >>> async with services(doctor=doctor.run): ...
+        >>> async with services(doctor=doctor.run_checks): ...
         >>> print(doctor.diagnosis().text)
     """
 
@@ -112,67 +113,68 @@ class Doctor:
         """
         self._config = config.doctor
         self._engine = config.engine
-        self._limits = limits(config)
+        self.limits_s = wait_limits(config)
+        """Longest duration of each kind of wait, seconds; kinds without a limit are missing."""
         self._waits = waits
         self._pool = pool
         self._metrics = metrics
         self._queue = queue
         self._slots = slots
-        self._looks = 0
-        self._said: tuple[str, str, str] | None = None
-        self._say_at_s = self._say_after_s = 0.0
+        self._num_checks = 0
+        self._logged: tuple[str, str, str] | None = None
+        self._log_again_s = self._log_interval_s = 0.0
         self._counted: set[tuple[str, str]] = set()
-        self._treated_s: dict[tuple[str, str], float] = {}
+        self._remedy_time_s: dict[tuple[str, str], float] = {}
 
-    async def run(self) -> None:
-        """Look, for ever.
+    async def run_checks(self) -> None:
+        """Check the run every `doctor.look_s` seconds; never returns.
 
         Raises:
-            StallError: When the run stands still, and by `doctor.action` that is its end.
+            StallError: The run is stalled, and `doctor.action` ends it.
         """
-        look_s = self._config.look_s
+        interval_s = self._config.look_s
         while True:
-            expected_s = self._waits.clock() + look_s
+            expected_s = self._waits.clock() + interval_s
             with waiting("idle"):
-                await asyncio.sleep(look_s)
+                await asyncio.sleep(interval_s)
             late_s = self._waits.clock() - expected_s
-            if late_s > look_s:  # nothing could move while the event loop stood still
+            if late_s > interval_s:  # nothing could make progress while the event loop was blocked
                 self._waits.progressed_s += late_s
-            self.look()
+            self.check_progress()
 
-    def look(self) -> None:
-        """Look once.
+    def check_progress(self) -> None:
+        """Check the run once.
 
         Raises:
-            StallError: See `run`.
+            StallError: The run is stalled, and `doctor.action` ends it.
         """
         quiet_s, oldest_s = self._waits.quiet_s, self._waits.oldest_s()
         self._metrics.seconds_since_progress.set(quiet_s)
         for on in WAIT_KINDS:
             if on != "idle":
                 self._metrics.oldest_wait_seconds.labels(on).set(oldest_s.get(on, 0.0))
-        overdue = any(age_s > self._limits.get(on, age_s) for on, age_s in oldest_s.items())
+        overdue = any(age_s > self.limits_s.get(on, age_s) for on, age_s in oldest_s.items())
         if quiet_s < self._config.stall_s and not overdue:
-            self._recovered()
+            self._reset()
             return
         diagnosis = self.diagnosis()
         if diagnosis.state == "moving":
-            self._recovered()
+            self._reset()
             return
-        self._looks += 1
-        if self._looks < _LOOKS_TO_BELIEVE:
+        self._num_checks += 1
+        if self._num_checks < _CHECKS_BEFORE_ALARM:
             return
-        self._say(diagnosis)
+        self._log_diagnosis(diagnosis)
         if diagnosis.state == "quiet":
             return
         for cause in self._alarming(diagnosis):
             if (cause.on, cause.target) not in self._counted:
                 self._counted.add((cause.on, cause.target))
                 self._metrics.stalls_total.labels(cause.on).inc()
-        self._act(diagnosis)
+        self._apply_action(diagnosis)
 
     def diagnosis(self) -> Diagnosis:
-        """What the run waits for, now."""
+        """Diagnose what the run waits for now."""
         waits, now = self._waits, self._waits.clock()
         queue, slots = self._queue(), self._slots()
         return diagnose(
@@ -181,7 +183,7 @@ class Doctor:
                 stall_s=self._config.stall_s,
                 waits=waits.open_waits(),
                 actors=waits.actors(),
-                limits_s=self._limits,
+                limits_s=self.limits_s,
                 longest_s=waits.longest_s,
                 unheard_s={engine_id: now - heard_s for engine_id, heard_s in waits.heard_s.items()},
                 engines=self._engines(),
@@ -191,7 +193,7 @@ class Doctor:
         )
 
     def waiting_for(self) -> str:
-        """For the panel: what the train loop waits for; the whole chain when the run does not move."""
+        """Return what the train loop waits for, for the panel; the whole chain without progress."""
         if self._waits.quiet_s >= self._config.stall_s:
             return self.diagnosis().text
         ours = (wait for wait in self._waits.open if wait.actor.who == TRAIN_LOOP)
@@ -216,66 +218,68 @@ class Doctor:
 
     @staticmethod
     def _alarming(diagnosis: Diagnosis) -> list[Cause]:
-        """The one that a standing run waits for; of a moving one, all that are over their limits."""
+        """Return the cause of a stall; for a run that makes progress, all causes over their limits."""
         if diagnosis.state == "stalled":
             return list(diagnosis.causes[:1])
         return [cause for cause in diagnosis.causes if not cause.expected]
 
-    # -- saying -------------------------------------------------------------------------------------------
+    # -- logging ------------------------------------------------------------------------------------------
 
-    def _say(self, diagnosis: Diagnosis) -> None:
-        """Write the chain into the log, when it is new or has not been said for long."""
+    def _log_diagnosis(self, diagnosis: Diagnosis) -> None:
+        """Log the chain of waits if it is new or has not been logged for a while."""
         first = diagnosis.causes[0] if diagnosis.causes else None
         key = (diagnosis.state, first.on if first else "", first.target if first else "")
         now = self._waits.clock()
-        if key == self._said and now < self._say_at_s:
+        if key == self._logged and now < self._log_again_s:
             return
-        self._say_after_s = self._say_after_s * _AGAIN if key == self._said else self._config.stall_s
-        self._said, self._say_at_s = key, now + self._say_after_s
+        self._log_interval_s = (
+            self._log_interval_s * _LOG_INTERVAL_FACTOR if key == self._logged else self._config.stall_s
+        )
+        self._logged, self._log_again_s = key, now + self._log_interval_s
         match diagnosis.state:
             case "quiet":
                 log.info("the run is quiet, and what it waits for is within its limit: %s", diagnosis.text)
             case "overdue":
-                log.warning("the run moves, but a wait is over its limit: %s", diagnosis.text)
+                log.warning("the run makes progress, but a wait exceeds its limit: %s", diagnosis.text)
             case _:
-                log.error("the run stands still: %s", diagnosis.text)
+                log.error("the run is stalled: %s", diagnosis.text)
 
-    def _recovered(self) -> None:
-        if self._said is not None:
-            log.info("the run moves")
-        self._looks, self._said = 0, None
+    def _reset(self) -> None:
+        if self._logged is not None:
+            log.info("the run makes progress")
+        self._num_checks, self._logged = 0, None
         self._counted.clear()
-        self._treated_s.clear()
+        self._remedy_time_s.clear()
 
-    # -- acting -------------------------------------------------------------------------------------------
+    # -- remedies -----------------------------------------------------------------------------------------
 
-    def _act(self, diagnosis: Diagnosis) -> None:
+    def _apply_action(self, diagnosis: Diagnosis) -> None:
         if self._config.action == "report":
             return
         if self._config.action == "end":
             if diagnosis.state == "stalled":
-                raise self._end(diagnosis)
+                raise self._stall_error(diagnosis)
             return
         now, stall_s = self._waits.clock(), self._config.stall_s
-        helped = False
+        acted = False
         for cause in self._alarming(diagnosis):
-            treated_s = self._treated_s.setdefault((cause.on, cause.target), now)
-            if treated_s == now and (remedy := self._remedy(cause)) is not None:
+            remedied_s = self._remedy_time_s.setdefault((cause.on, cause.target), now)
+            if remedied_s == now and (remedy := self._remedy(cause)) is not None:
                 log.warning("remedy: %s", remedy)
-                helped = True
-            helped |= treated_s < now < treated_s + stall_s  # what was done may need its time
-        if diagnosis.state == "stalled" and not helped:
-            raise self._end(diagnosis)
+                acted = True
+            acted |= remedied_s < now < remedied_s + stall_s  # a remedy may need time
+        if diagnosis.state == "stalled" and not acted:
+            raise self._stall_error(diagnosis)
 
-    def _end(self, diagnosis: Diagnosis) -> StallError:
-        return StallError(f"the run stands still: {diagnosis.text}", on=diagnosis.on)
+    def _stall_error(self, diagnosis: Diagnosis) -> StallError:
+        return StallError(f"the run is stalled: {diagnosis.text}", on=diagnosis.on)
 
     def _remedy(self, cause: Cause) -> str | None:
-        """Undo a cause in the way that its own timeout would; what was done, or None."""
+        """End the wait of a cause as its own timeout would; return what was done, or None."""
         match cause.on:
             case "chunk" | "first chunk":
                 self._pool.quarantine_engine(cause.target, EngineTimeout(cause.sentence))
-                return f"{cause.target} is quarantined, its calls move with their tokens"
+                return f"{cause.target} is quarantined; its calls move to other engines with their tokens"
             case "group" if (queue := self._queue()) is not None:
                 queue.cancel_group(cause.target, "lost")
                 return f"group {cause.target} is dropped"
@@ -283,11 +287,11 @@ class Doctor:
                 alive = {actor.who.id for actor in self._waits.acting if actor.who.kind == "trajectory"}
                 return f"slots of {', '.join(slots.reclaim_slots(alive))} are free again"
             case _:
-                ended = sum(map(self._ended(cause), list(self._waits.open)))
+                ended = sum(map(self._expire_matching(cause), list(self._waits.open)))
                 return f"{ended} waits for {cause.on} {cause.target} were ended" if ended else None
 
-    def _ended(self, cause: Cause) -> Callable[[waiting], bool]:
-        """Ends a wait that is of the cause, and about as old as it."""
+    def _expire_matching(self, cause: Cause) -> Callable[[waiting], bool]:
+        """Return a function that ends a wait if it belongs to the cause and is about as old."""
         now = self._waits.clock()
         old_s = min(cause.age_s, self._config.stall_s if cause.limit_s is None else cause.limit_s)
 

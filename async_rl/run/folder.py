@@ -26,6 +26,7 @@ from rich.console import Console
 from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml, versions
 from async_rl.errors import AsyncRLError, ConfigError, StallError
+from async_rl.runtime.files import replace_file
 from async_rl.runtime.processes import private_files
 from async_rl.runtime.supervision import first_error, service_of
 
@@ -76,8 +77,8 @@ def run_in_folder(
                 return 128 + signals[0]
             except Exception as error:
                 cause = first_error(error)
-                log.error("the run failed: %s", describe(cause), exc_info=error)
-                print(f"async-rl: {describe(cause)}{where}", file=sys.stderr)
+                log.error("the run failed: %s", describe_error(cause), exc_info=error)
+                print(f"async-rl: {describe_error(cause)}{where}", file=sys.stderr)
                 return cause.exit_code if isinstance(cause, AsyncRLError) else 1
         code = finish(path, result)
     return 128 + signals[0] if signals else code
@@ -100,7 +101,7 @@ async def _until_signal(
         return await job(path, stop)
 
 
-def console() -> Console:
+def run_console() -> Console:
     """Return the console that shows a run.
 
     FORCE_COLOR, which CI sets, asks for colours, not for a panel that moves the cursor about in a log.
@@ -108,7 +109,7 @@ def console() -> Console:
     return Console(force_interactive=None if sys.stdout.isatty() else False)
 
 
-def describe(cause: BaseException) -> str:
+def describe_error(cause: BaseException) -> str:
     """Return one sentence: the service that failed, if it is known, and why."""
     service = service_of(cause)
     text = str(cause) if isinstance(cause, AsyncRLError) else f"{type(cause).__name__}: {cause}"
@@ -207,9 +208,7 @@ def _locked(folder: Path, taken: str, config: Config) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(taken) from error
-        partial = folder / ".config.yaml.part"
-        partial.write_text(resolved_yaml(config))
-        partial.replace(folder / "config.yaml")
+        replace_file(folder / "config.yaml", resolved_yaml(config).encode())
         (folder / "versions.json").write_bytes(msgspec.json.encode(versions()))
         yield
 

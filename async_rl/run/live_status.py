@@ -112,7 +112,7 @@ class LiveStatus:
             "diagnosis": msgspec.to_builtins(diagnosis),
         }
 
-    async def run(self) -> None:
+    async def update_gauges(self) -> None:
         """Update the gauges and the terminal panel once a second; never returns."""
         m, queue, progress = self._metrics, self._queue(), self._progress
         assert queue is not None, "the service runs while there is a queue"

@@ -59,7 +59,7 @@ from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.run.checkpoints import Checkpoints, can_write_after
 from async_rl.run.cluster import Cluster
 from async_rl.run.device_sharing import Devices, OwnDevices, SharedDevices
-from async_rl.run.doctor import Doctor, watched
+from async_rl.run.doctor import Doctor, recording_waits
 from async_rl.run.live_status import LiveStatus
 from async_rl.run.recovery import RecoveredState
 from async_rl.run.run_log import RunLogger
@@ -99,7 +99,7 @@ async def run(
     """
     inputs = RunInputs.load(config, new_id)
     metrics, waits = Metrics(), Waits(clock)
-    async with watched(waits, metrics, config.doctor), tracking(config, run_dir, metrics) as trackers:
+    async with recording_waits(waits, metrics, config.doctor), tracking(config, run_dir, metrics) as trackers:
         orchestrator = Orchestrator(
             config,
             run_dir,
@@ -282,7 +282,7 @@ class Orchestrator:
         Raises:
             AsyncRLError: The error of the service that failed, inside an exception group.
         """
-        async with services(doctor=self.doctor.run):
+        async with services(doctor=self.doctor.run_checks):
             trainer_handle = await self._start_engines_and_trainer()
         if isinstance(num_reserved := self._config.evaluation.engines, int) and self._inputs.validation:
             for engine in self.pool.engines()[-num_reserved:]:
@@ -382,7 +382,7 @@ class Orchestrator:
             evaluator,
             step=step,
             interrupt_timeout_s=self._config.weights.timeout_s,
-            ended=self.run_log.log_evaluation,
+            log_evaluation=self.run_log.log_evaluation,
             clock=self._clock,
             phases=self.devices.phases,
         )
@@ -395,7 +395,7 @@ class Orchestrator:
         """
         queue, loop, checkpoints = incarnation.recovered.queue, incarnation.loop, incarnation.checkpoints
         evaluation = incarnation.evaluation
-        evaluating = {} if evaluation is None else {"evaluation": evaluation.run}
+        evaluating = {} if evaluation is None else {"evaluation": evaluation.run_evaluations}
         trainer_failed = False
 
         async def stopper() -> None:
@@ -405,7 +405,7 @@ class Orchestrator:
             )
             queue.stop()
             if evaluation is not None:
-                evaluation.leave()
+                evaluation.cancel_evaluations()
             await asyncio.Future()
 
         try:
@@ -415,8 +415,8 @@ class Orchestrator:
                 health=self._health.watch_engines,
                 **self._members(),
                 stopper=stopper,
-                doctor=self.doctor.run,
-                live_status=self.live_status.run,
+                doctor=self.doctor.run_checks,
+                live_status=self.live_status.update_gauges,
                 **incarnation.recovered.services,
             ):
                 try:
@@ -452,7 +452,7 @@ class Orchestrator:
         await loop.run()
         if evaluation is not None and not self._stop.is_set():
             self.run_log.enter_phase("evaluating the last version")
-            await evaluation.finish(loop.step)
+            await evaluation.finish_evaluations(loop.step)
         if self._stop.is_set():
             self.run_log.enter_phase("draining")
             await self._drain(incarnation.manager)

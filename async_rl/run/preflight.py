@@ -1,7 +1,7 @@
-"""What can be known before anything is started: whether config, model, dataset and dotted paths fit together.
+"""Checks before anything is started: whether config, model, dataset and dotted paths fit together.
 
 `async-rl check` prints the findings; `async-rl train` runs the same checks first, so that a mistake costs a
-second and not the start of a cluster.
+second instead of the start of a cluster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from async_rl.config import Config, SGLangEngines
 from async_rl.data.chat_format import ChatFormat, has_tokenizer, load_chat_format
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
-from async_rl.data.template_rewrites import findings
+from async_rl.data.template_rewrites import describe_rewrites
 from async_rl.engines.model_facts import check_model, load_facts
 from async_rl.engines.sglang.server import detect_device
 from async_rl.errors import ConfigError, EnvironmentNotReady
@@ -28,14 +28,14 @@ from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 
 
-def check(config: Config) -> list[str]:
-    """Check everything that needs no process, and say what was found.
+def check_config(config: Config) -> list[str]:
+    """Check everything that needs no process.
 
     Returns:
-        A sentence for each finding: model, tasks, then the bounds that follow from the config.
+        Findings, one sentence each: model, tasks, then the bounds that follow from the config.
 
     Raises:
-        ConfigError: With the remedy.
+        ConfigError: Something does not fit together; the message names the remedy.
     """
     if config.data.path is None and not config.data.datasets:
         raise ConfigError("data.path is missing: set it to a .jsonl or .parquet file of tasks")
@@ -45,7 +45,7 @@ def check(config: Config) -> list[str]:
     loops = AgentLoops(config.rollout)
     require_module(config.trainer.worker, "trainer.worker")
     choose_trackers(config)
-    tasks = load_run_tasks(config)  # last: of large data it takes a while
+    tasks = load_run_tasks(config)  # last, because large data takes a while
     validation = load_validation(config.data, prompt_rule(config)) if config.data.validation else []
     used = Counter(task.agent_loop or config.rollout.agent_loop for task in tasks)
     for task in chain(tasks, *(dataset.tasks for dataset in validation)):
@@ -54,9 +54,9 @@ def check(config: Config) -> list[str]:
             rewards.name_for(task)
         except ConfigError as error:
             raise ConfigError(f"task {task.task_id}: {error}") from error
-    # Weights and tokenizer of an engine elsewhere need not be here.
+    # The weights and tokenizer of an external engine may be missing here.
     chat = load_chat_format(config.model.path) if has_tokenizer(config.model.path) else None
-    of_loops = [text for name in used for text in _findings(loops.get_loop(name), chat)]
+    loop_findings = [text for name in used for text in _loop_findings(loops.get_loop(name), chat)]
     scored = Counter(rewards.name_for(task) for task in tasks)
     model = (
         f"{len(facts.moe_layers)} of {facts.num_layers} layers with {facts.num_experts} experts, "
@@ -66,54 +66,54 @@ def check(config: Config) -> list[str]:
     )
     return [
         f"model: {model}, context {facts.context_length} tokens",
-        *_of_sharing(config),
-        *(_of_template(chat) if chat is not None else ()),
+        *_sharing_findings(config),
+        *(_template_findings(chat) if chat is not None else ()),
         f"data: {len(tasks)} tasks",
-        *(f"data: {_described(dataset)}" for dataset in tasks.datasets),
-        *(f"validation: {_described(dataset)}" for dataset in validation),
+        *(f"data: {_describe_dataset(dataset)}" for dataset in tasks.datasets),
+        *(f"validation: {_describe_dataset(dataset)}" for dataset in validation),
         *(f"agent loop: {name}, of {count} tasks" for name, count in used.items()),
-        *of_loops,
+        *loop_findings,
         *(f"reward: {name}, of {count} tasks" for name, count in scored.items()),
         *(f"{name}: {bound}" for name, bound in derived_bounds(config).items()),
     ]
 
 
-def _findings(loop: Any, chat: ChatFormat | None) -> list[str]:
-    """What an agent loop says of itself, if it has a `check`: see `agent_loops.base.AgentLoop.check`."""
+def _loop_findings(loop: Any, chat: ChatFormat | None) -> list[str]:
+    """Return the findings of an agent loop's `check`, if it has one (`agent_loops.base.AgentLoop`)."""
     return list(loop.check(chat.template)) if chat is not None and hasattr(loop, "check") else []
 
 
-def _of_sharing(config: Config) -> list[str]:
-    """Whether engines and trainer can take turns on the devices of this machine."""
+def _sharing_findings(config: Config) -> list[str]:
+    """Check whether engines and trainer can share the devices of this machine."""
     if not config.placement.shared:
         return []
     if isinstance(config.engine, SGLangEngines) and _device(config.engine) == "cuda":
         if importlib.util.find_spec("torch_memory_saver") is None:
             raise EnvironmentNotReady(
-                "placement.shared: SGLang gives device memory back by torch-memory-saver, which is not "
-                "installed here: `pip install torch-memory-saver`, or set placement.shared=false"
+                "placement.shared: SGLang releases device memory by torch-memory-saver, which is not "
+                "installed: `pip install torch-memory-saver`, or set placement.shared=false"
             )
-        return ["devices: shared; engines hold nothing while the trainer works, and the other way round"]
-    return ["devices: engines and trainer take turns, but this machine has no GPU memory to share"]
+        return ["devices: shared; engines hold no memory while the trainer works, and the reverse"]
+    return ["devices: engines and trainer alternate, but this machine has no GPU memory to share"]
 
 
 def _device(engine: SGLangEngines) -> str:
     return detect_device() if engine.device == "auto" else engine.device
 
 
-def _of_template(chat: ChatFormat) -> list[str]:
-    """Where a server that renders messages anew would read other turns than the policy wrote."""
-    rewritten = findings(chat)
+def _template_findings(chat: ChatFormat) -> list[str]:
+    """Return where rendering messages again would change turns that the policy wrote."""
+    rewritten = describe_rewrites(chat)
     if not rewritten:
-        return ["chat template: append-only, earlier turns stay as they were written"]
+        return ["chat template: append-only, earlier turns are kept as they were written"]
     return [
         *(f"chat template: {finding}" for finding in rewritten),
-        "chat template: sessions keep every turn as the policy wrote it, whatever the template makes of it",
+        "chat template: sessions keep every turn as the policy wrote it, regardless of the template",
     ]
 
 
-def _described(dataset: Dataset) -> str:
-    schema = f"{dataset.schema} rows{' by the first one' if dataset.detected else ''}"
+def _describe_dataset(dataset: Dataset) -> str:
+    schema = f"{dataset.schema} examples{' by the first one' if dataset.detected else ''}"
     weight = f", weight {dataset.weight:g}" if dataset.weight is not None else ""
     prompts = "" if dataset.longest_prompt is None else f", longest prompt {dataset.longest_prompt} tokens"
     left_out = f", {dataset.num_filtered} longer ones left out" if dataset.num_filtered else ""
@@ -121,16 +121,16 @@ def _described(dataset: Dataset) -> str:
 
 
 def check_trainer(config: Config, worker: str, key: str) -> None:
-    """Ask the package of the trainer whether it can train this model in this layout.
+    """Check with the trainer's package that it can train this model in this layout.
 
     Args:
-        config: Of the run.
-        worker: Dotted path of the worker class. Its package says what it knows by a function `check(config)`,
-            which must not load torch; one without it is asked when it is started.
+        config: The run's config.
+        worker: Dotted path of the worker class. Its package may define a function `check(config)` that must
+            not load torch; without one the check happens when the worker starts.
         key: The setting that holds the path.
 
     Raises:
-        ConfigError: Of the path, or the package's own.
+        ConfigError: The path is wrong, or the package refuses the config.
     """
     require_module(worker, key)
     package = sys.modules.get(worker.partition(":")[0].rpartition(".")[0])
@@ -139,7 +139,7 @@ def check_trainer(config: Config, worker: str, key: str) -> None:
 
 
 def require_module(path: str, key: str) -> None:
-    """Find the trainer's module without importing it: it loads torch, and runs in other processes."""
+    """Find the trainer's module without importing it, because it loads torch and runs in other processes."""
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
         raise ConfigError(f"{key} {path!r} is not a dotted path; expected `module:Class`")

@@ -1,5 +1,4 @@
-"""Restores queue, feeder and journal from the run's folder, and writes them there at the end of an
-incarnation.
+"""Restores queue, feeder and journal from the run folder, and writes them back when an incarnation ends.
 
 An incarnation ends with its process, or with its trainer, which restarts at its newest checkpoint. In both
 cases the next one starts here, from the files of the run's folder:
@@ -41,11 +40,11 @@ from async_rl.types import Task
 log = logging.getLogger(__name__)
 
 _ARCHIVE_S: Final = 1.0
-"""The interval at which finished trajectories are written."""
+"""Interval between writes of finished trajectories, seconds."""
 
 
 class RecoveredState:
-    """Queue, feeder and journal of an incarnation, in the state that the previous one left.
+    """Queue, feeder and journal of an incarnation, restored from the run folder.
 
     Example:
         >>> recovered = RecoveredState(config, run_dir, tasks, facts, step, metrics, clock)
@@ -63,20 +62,20 @@ class RecoveredState:
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        """Restore the state from the run's folder; blocking.
+        """Restore the state from the run folder; this blocks.
 
         Args:
-            config: The config of the run.
-            run_dir: The folder of the run.
+            config: The run's config.
+            run_dir: The run folder.
             tasks: The dataset. A group in flight whose task is no longer at its position is dropped.
-            facts: The facts of the model.
-            step: The step of the checkpoint that the trainer continues from.
-            metrics: The metrics of the run.
-            clock: Returns monotonic seconds.
+            facts: The model's facts.
+            step: Step of the checkpoint that the trainer continues from.
+            metrics: The run's metrics.
+            clock: Monotonic seconds.
 
         Raises:
-            AsyncRLError: When the ledger cannot be rolled back to the step.
-            SpoolFull: When the disk has no space for the journal to continue.
+            AsyncRLError: The ledger cannot be rolled back to the step.
+            SpoolFull: The disk has no space for the journal.
         """
         ledger = Ledger(run_dir / "ledger.sqlite")
         ledger.rollback(step)
@@ -87,7 +86,7 @@ class RecoveredState:
             self.archive.rollback(step)
         self.journal: Journal | None = None
         self.journalled: dict[str, JournalledTrajectory] = {}
-        """The trajectories in flight according to the journal."""
+        """Trajectories in flight, as the journal holds them."""
         if self._every_s is not None:
             self.journal = Journal(run_dir / "journal", metrics)
             self.journalled = self.journal.restore(ledger.in_flight, newest_version=step)
@@ -127,20 +126,20 @@ class RecoveredState:
         )
 
     async def write_journal(self) -> None:
-        """Write what is new every `queue.journal_s`; a service, it never returns."""
+        """Write new journal entries every `queue.journal_s`; this service never returns."""
         if self.journal is None or self._every_s is None:
             await asyncio.Future()
             return
         while True:
             await asyncio.sleep(self._every_s)
             self.journal.remove_entries(await self.queue.finished.store_pending())
-            # The ledger first: it must know the trajectories that the journal tells of, and those that it
-            # need not tell of any more.
+            # The ledger first: it must have the trajectories in the journal, and those that the journal
+            # drops.
             await self.journal.write_in_thread(before=self.queue.flush_ledger)
 
     @property
     def services(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """The services that must run during the incarnation."""
+        """The loops that must run as services of the incarnation."""
         loops: dict[str, Callable[[], Awaitable[None]]] = {"journal": self.write_journal}
         return loops if self.archive is None else {**loops, "archive": self._write_archive}
 
@@ -148,12 +147,12 @@ class RecoveredState:
         while True:
             with waiting("idle"):
                 await asyncio.sleep(_ARCHIVE_S)
-            assert self.archive is not None, "only an archive that there is is written"
+            assert self.archive is not None, "this service runs only with an archive"
             with waiting("disk"):
                 await asyncio.to_thread(self.archive.write_notes)
 
     def write_and_close(self) -> None:
-        """Write what is in flight up to the last token at the end of an incarnation, however it ends."""
+        """Write all trajectories in flight up to the last token, however the incarnation ends."""
         if self.archive is not None:
             self.archive.close()
         if self.journal is None:
@@ -162,7 +161,7 @@ class RecoveredState:
             self.journal.remove_entries(self.queue.finished.store_pending_now())
             self.queue.flush_ledger()
             self.journal.write_entries()
-        except AsyncRLError as error:  # it may be the reason why the incarnation ends
-            log.warning("what is in flight could not be journalled to the last token: %s", error)
+        except AsyncRLError as error:  # this error may be what ends the incarnation
+            log.warning("trajectories in flight could not be journalled to the last token: %s", error)
         finally:
             self.journal.close()

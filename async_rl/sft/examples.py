@@ -1,8 +1,8 @@
-"""Conversations of a file as tokens with a loss mask, as rollouts would have produced them.
+"""Reads conversations as tokens with a loss mask, in the form that rollouts would have produced.
 
-Each turn of the assistant is rendered by itself and what comes between two turns after it, exactly as a
+Each turn of the assistant is rendered by itself, and the text between two turns after it, exactly as a
 session builds a trajectory (`async_rl.data.chat_format`): a template that rewrites earlier turns (drops
-thoughts, trims white space) does not change what is trained on, and the mask cannot slip by a token.
+thoughts, trims white space) does not change the training data, and the mask is exact to the token.
 """
 
 from __future__ import annotations
@@ -16,75 +16,79 @@ import numpy as np
 
 from async_rl.config import SftConfig
 from async_rl.data.chat_format import ChatFormat
-from async_rl.data.dataset import Complaints, rows_of
+from async_rl.data.dataset import ExampleErrors, read_examples
 from async_rl.errors import ConfigError
 from async_rl.sft.schedule import SftExample
 
 
-def read_rows(path: Path, place: str, config: SftConfig, chat: ChatFormat) -> tuple[list[SftExample], int]:
+def load_conversations(
+    path: Path, place: str, config: SftConfig, chat: ChatFormat
+) -> tuple[list[SftExample], int]:
     """Read all conversations of a file.
 
     Args:
-        path: Of the file.
-        place: The config's key that names it.
+        path: The file.
+        place: The config key that names it.
         config: Keys, lengths and what is trained on.
         chat: The model's chat format.
 
     Returns:
-        Rows, and how many were left out because they are too long.
+        The examples, and how many were left out because they are too long.
 
     Raises:
-        ConfigError: The file cannot be read, or rows cannot be used: up to ten of them, by file and line.
+        ConfigError: The file cannot be read, or examples cannot be used: up to ten of them, by file and line.
     """
-    bad = Complaints(path, "rows that cannot be trained on")
-    long = Complaints(
+    bad = ExampleErrors(path, "examples that cannot be trained on")
+    long = ExampleErrors(
         path,
         "conversations that are too long",
         "raise sft.max_tokens, or set sft.long_rows=filter to leave them out",
     )
-    rows = []
-    for where, raw in rows_of(path, place):
+    examples = []
+    for where, raw in read_examples(path, place):
         try:
-            row = _row(raw, config, chat)
+            example = _parse_example(raw, config, chat)
         except ConfigError as error:
             text = str(error)
-            bad.add(text if text.startswith(where) else f"{where}: {text}")
+            bad.add_error(text if text.startswith(where) else f"{where}: {text}")
             continue
-        if len(row.token_ids) > config.max_tokens:
-            long.add(f"{where}: {len(row.token_ids)} tokens, sft.max_tokens is {config.max_tokens}")
+        if len(example.token_ids) > config.max_tokens:
+            long.add_error(f"{where}: {len(example.token_ids)} tokens, sft.max_tokens is {config.max_tokens}")
         else:
-            rows.append(row)
-    bad.check()
+            examples.append(example)
+    bad.raise_if_any()
     if config.long_rows == "refuse":
-        long.check()
-    if not rows:
-        raise ConfigError(f"{place}: {str(path)!r} has no row to train on; expected at least one")
-    return rows, long.count
+        long.raise_if_any()
+    if not examples:
+        raise ConfigError(f"{place}: {str(path)!r} has no example to train on; expected at least one")
+    return examples, long.count
 
 
-def _row(raw: Any, config: SftConfig, chat: ChatFormat) -> SftExample:
+def _parse_example(raw: Any, config: SftConfig, chat: ChatFormat) -> SftExample:
     if isinstance(raw, ConfigError):
         raise raw
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{raw!r:.60} is not an object")
     if "token_ids" in raw:
-        return _tokens(raw)
+        return _parse_tokens(raw)
     messages = raw.get(config.messages_key)
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigError(
             f"{config.messages_key!r} is {messages!r:.60}, expected a list of messages; its keys are "
             f"{', '.join(map(repr, raw)) or 'none'} (see sft.messages_key)"
         )
-    said = [_message(message) for message in messages]
+    parsed = [_parse_message(message) for message in messages]
     tools = raw.get(config.tools_key) or ()
     if isinstance(tools, str):
-        tools = _json(tools, config.tools_key)
-    token_ids, loss_mask = chat.encode_conversation(said, tools, train_on=_trained(messages, config))
+        tools = _parse_json(tools, config.tools_key)
+    token_ids, loss_mask = chat.encode_conversation(
+        parsed, tools, train_on=_trained_messages(messages, config)
+    )
     return SftExample(token_ids=token_ids, loss_mask=loss_mask)
 
 
-def _tokens(raw: Mapping[str, Any]) -> SftExample:
-    """A row that is tokenised already."""
+def _parse_tokens(raw: Mapping[str, Any]) -> SftExample:
+    """Parse an example that is already tokenised."""
     try:
         token_ids = np.asarray(raw["token_ids"], np.int32)
         loss_mask = np.asarray(raw["loss_mask"], bool)
@@ -94,49 +98,51 @@ def _tokens(raw: Mapping[str, Any]) -> SftExample:
         raise ConfigError(
             f"{token_ids.size} token_ids and {loss_mask.size} loss_mask, expected equal lists of at least 2"
         )
-    if not loss_mask[1:].any():  # the first token is predicted by nothing
-        raise ConfigError("loss_mask trains on no token, so the row teaches nothing")
+    if not loss_mask[1:].any():  # the first token is not predicted
+        raise ConfigError("loss_mask trains on no token, so the example has no effect")
     return SftExample(token_ids=token_ids, loss_mask=loss_mask)
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """A message without what parquet fills in, and with the arguments of calls as templates want them."""
+def _parse_message(message: Any) -> dict[str, Any]:
+    """Parse a message; drop the nulls that parquet adds, and decode arguments of calls for chat templates."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"the message {message!r:.60} has no role")
-    said = {key: value for key, value in message.items() if value is not None and key != "weight"}
-    said.setdefault("content", "")
-    if calls := said.get("tool_calls"):
-        said["tool_calls"] = [_call(call) for call in calls]
-    return said
+    kept = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    kept.setdefault("content", "")
+    if calls := kept.get("tool_calls"):
+        kept["tool_calls"] = [_parse_call(call) for call in calls]
+    return kept
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, Mapping) or "name" not in function:
         raise ConfigError(f"the tool call {call!r:.60} names no function")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _json(arguments, "arguments")
+        arguments = _parse_json(arguments, "arguments")
     return {"type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _json(text: str, what: str) -> Any:
+def _parse_json(text: str, what: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{what} {text!r:.60} is not JSON: {error}") from error
 
 
-def _trained(messages: Sequence[Mapping[str, Any]], config: SftConfig) -> list[int]:
-    """Which messages are trained on: those of the roles that count, without those of `weight` 0."""
+def _trained_messages(messages: Sequence[Mapping[str, Any]], config: SftConfig) -> list[int]:
+    """Return the messages that are trained on: those of the selected roles, except those with `weight` 0."""
     roles = config.loss_on if isinstance(config.loss_on, list) else ["assistant"]
-    turns = [index for index, message in enumerate(messages) if message["role"] in roles]
+    selected = [index for index, message in enumerate(messages) if message["role"] in roles]
     if config.loss_on == "last_assistant":
-        turns = turns[-1:]
-    elif not turns and isinstance(config.loss_on, list):
+        selected = selected[-1:]
+    elif not selected and isinstance(config.loss_on, list):
         found = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise ConfigError(f"no message is of a role in sft.loss_on = {roles}: its roles are {found}")
-    trained = [index for index in turns if messages[index].get("weight") != 0]
-    if turns and not trained:
-        raise ConfigError(f"all its messages of {' and '.join(roles)} have weight 0, so it teaches nothing")
+    trained = [index for index in selected if messages[index].get("weight") != 0]
+    if selected and not trained:
+        raise ConfigError(
+            f"all its messages of {' and '.join(roles)} have weight 0, so the example has no effect"
+        )
     return trained

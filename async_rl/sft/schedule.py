@@ -1,4 +1,4 @@
-"""In which order conversations are trained on, and at which learning rate. Pure, so that a run can resume."""
+"""The order of conversations and their learning rates. Without side effects, so that a run can resume."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class SftExample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class SftBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What ranks are given for one optimizer step, or for one part of a validation."""
+    """The input of the ranks for one optimizer step, or for one part of a validation."""
 
     rows: TrainBatch
-    """Conversations in the place of trajectories; nothing of it but tokens and mask means anything."""
+    """Conversations in the form of trajectories; only tokens and mask have a meaning."""
     learning_rate: float
-    """0 and `train` false where only the loss is asked for."""
+    """0 if only the loss is computed, and `train` is false."""
     train: bool = True
 
 
 class TrainingOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """All steps of a run: which rows each is made of."""
+    """All steps of a run, with the examples of each."""
 
     batches: tuple[tuple[int, ...], ...]
     epochs: tuple[int, ...]
-    """Of each batch, from 0."""
+    """The epoch of each batch, from 0."""
 
     def digest(self, steps: int) -> int:
-        """Of the first so many steps: a run that is resumed after them must have the same."""
+        """Return a digest of the first steps: a run that resumes after them must have the same."""
         rows = [row for batch in self.batches[:steps] for row in (*batch, -1)]
         return zlib.crc32(np.array(rows, np.int64).tobytes())
 
@@ -55,10 +55,10 @@ def plan_batches(
     shuffle: bool = True,
     seed: int = 0,
 ) -> TrainingOrder:
-    """Put whole rows one after the other into batches of at most so many tokens.
+    """Put whole examples one after the other into batches of at most `batch_tokens` tokens.
 
-    Each row comes once an epoch, and no batch has rows of two epochs. A row longer than `batch_tokens` is a
-    batch of its own.
+    Each example occurs once per epoch, and no batch mixes two epochs. An example longer than `batch_tokens`
+    is a batch of its own.
     """
     batches: list[tuple[int, ...]] = []
     numbers: list[int] = []
@@ -83,7 +83,7 @@ def plan_batches(
 
 
 def batch_of(rows: Sequence[SftExample], name: str) -> TrainBatch:
-    """Conversations as a batch of trajectories that nobody sampled."""
+    """Convert conversations to a batch of trajectories without sampled tokens."""
     count = len(rows)
     offsets = np.array([0, *accumulate(len(row.token_ids) for row in rows)], np.int64)
     return TrainBatch(
@@ -105,9 +105,9 @@ def batch_of(rows: Sequence[SftExample], name: str) -> TrainBatch:
 def learning_rate(
     step: int, total_steps: int, *, peak: float, warmup_steps: int, decay: Decay, final_share: float
 ) -> float:
-    """Rate of step `step`, from 0: a linear rise to the peak, then a fall to `final_share` of it.
+    """Return the rate of step `step`, from 0: a linear rise to the peak, then a decay to `final_share` of it.
 
-    The last step has the rate after which the fall would be over.
+    The step after the last one would have the final rate.
 
     Source: half a cosine without restarts is arXiv 1608.03983 (SGDR), equation 5.
     """

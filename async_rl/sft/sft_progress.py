@@ -1,4 +1,4 @@
-"""What a person sees of a supervised run: a bar on a terminal, otherwise some twenty lines."""
+"""Shows the progress of a supervised run: a bar on a terminal, otherwise about twenty lines."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.progress import Progress as Bar
 
 from async_rl.observability.records import Figure
 
-_LINES: Final = 20
+_NUM_LINES: Final = 20
 
 
 class SftProgress:
-    """See the module.
+    """Prints the progress of a supervised run.
 
     Example:
-        >>> progress = Progress(Console(), total=100)
-        >>> progress.step(1, loss=2.3, validation_loss=None, tokens_per_s=1200.0)
+        >>> progress = SftProgress(Console(), total=100)
+        >>> progress.show_step(1, loss=2.3, validation_loss=None, tokens_per_s=1200.0)
         >>> progress.close()
     """
 
@@ -29,48 +29,50 @@ class SftProgress:
         self._console = console
         self._total = total
         self._clock = clock
-        self._since_s = clock()
-        self._first = 0
+        self._started_s = clock()
+        self._first_step = 0
         self._bar = Bar(
             TextColumn("sft"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("sft", total=total, told="")
+        self._task = self._bar.add_task("sft", total=total, figures="")
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
+    def print_line(self, text: str) -> None:
+        """Print a line that stays."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def resumed(self, step: int) -> None:
-        """The ranks are up, and go on after this step."""
-        self._first, self._since_s = step, self._clock()
+    def show_resumed(self, step: int) -> None:
+        """Show that the ranks have started and continue after this step."""
+        self._first_step, self._started_s = step, self._clock()
         self._bar.update(self._task, completed=step)
         if step:
-            self.say(f"resumed after step {step}")
+            self.print_line(f"resumed after step {step}")
         if self._console.is_interactive:
             self._bar.start()
 
-    def step(self, step: int, loss: Figure, validation_loss: Figure, tokens_per_s: float) -> None:
-        """A step is done."""
-        told = f"loss {_figure(loss)}"
+    def show_step(self, step: int, loss: Figure, validation_loss: Figure, tokens_per_s: float) -> None:
+        """Show a finished step."""
+        figures = f"loss {_figure(loss)}"
         if validation_loss is not None:
-            told += f"  validation loss {_figure(validation_loss)}"
-        told += f"  {tokens_per_s:,.0f} tokens/s"
-        self._bar.update(self._task, completed=step, told=told)
-        every = max(1, self._total // _LINES)
+            figures += f"  validation loss {_figure(validation_loss)}"
+        figures += f"  {tokens_per_s:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, figures=figures)
+        every = max(1, self._total // _NUM_LINES)
         if not self._console.is_interactive and (
             step % every == 0 or step == self._total or validation_loss is not None
         ):
-            left_s = (self._clock() - self._since_s) / max(1, step - self._first) * (self._total - step)
-            self.say(f"step {step}/{self._total}  {told}  {left_s:.0f} s left")
+            left_s = (
+                (self._clock() - self._started_s) / max(1, step - self._first_step) * (self._total - step)
+            )
+            self.print_line(f"step {step}/{self._total}  {figures}  {left_s:.0f} s left")
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.stop()
 
 

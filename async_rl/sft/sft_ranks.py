@@ -1,4 +1,4 @@
-"""The ranks of a supervised run: one in this process, or several as Ray actors."""
+"""Starts the ranks of a supervised run: one in this process, or several as Ray actors."""
 
 from __future__ import annotations
 
@@ -17,77 +17,77 @@ from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """What is asked of a trainer here: a part of `async_rl.trainer_protocol.Trainer`."""
+class SftRanks(Protocol):
+    """The part of `async_rl.trainer_protocol.Trainer` that supervised training uses."""
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """See `TrainerRank.setup`."""
+        """Start from the newest checkpoint in the folder, or from the model."""
         ...
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
-        """See `TrainerRank.train_step`."""
+        """Train on a batch, or compute its loss."""
         ...
 
     async def publish(self, directory: str, weight_version: int) -> None:
-        """See `TrainerRank.publish`."""
+        """Write the model as a Hugging Face folder."""
         ...
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """See `TrainerRank.save_checkpoint`."""
+        """Start to write a checkpoint."""
         ...
 
     async def saved_checkpoint(self, wait: bool) -> Saved:
-        """See `TrainerRank.saved_checkpoint`."""
+        """Return the state of the checkpoint that is being written."""
         ...
 
     async def close(self) -> None:
-        """See `TrainerRank.close`."""
+        """Stop the ranks."""
         ...
 
 
 @asynccontextmanager
-async def ranks_of(config: Config, run_dir: Path) -> AsyncIterator[Ranks]:
-    """Start `trainer.num_ranks` ranks: one that is alone in this process, unless Ray runs already."""
+async def start_ranks(config: Config, run_dir: Path) -> AsyncIterator[SftRanks]:
+    """Start `trainer.num_ranks` ranks: a single one in this process, unless the run joins a cluster."""
     if config.trainer.num_ranks == 1 and config.placement.ray_address is None:
-        yield OwnRank(config)
+        yield LocalRank(config)
         return
-    from async_rl.placement import ray_cluster  # imports Ray: a second that a single rank need not pay
+    from async_rl.placement import ray_cluster  # imports Ray, which takes a second
 
     async with ray_cluster(config, run_dir) as cluster:
         yield await cluster.start_trainer()
 
 
-class OwnRank:
-    """A rank in this process, in one thread of its own, so that a signal is heard while it trains."""
+class LocalRank:
+    """A rank in this process, in a thread of its own, so that signals are handled while it trains."""
 
     def __init__(self, config: Config) -> None:
-        """Make the worker; it builds nothing before `setup`."""
+        """Construct the worker, which builds nothing before `setup`."""
         kind = load_object(config.trainer.worker, what="trainer.worker")
         self._worker: Any = kind(to_builtins(config), 0, 1, "")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """See `TrainerRank.setup`."""
+        """Implement `SftRanks.setup`."""
         return await self._call("trainer start", lambda: self._worker.setup(checkpoint_dir))
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
-        """See `TrainerRank.train_step`."""
+        """Implement `SftRanks.train_step`."""
         return await self._call("trainer step", lambda: self._worker.train_step(batch_path, step))
 
     async def publish(self, directory: str, weight_version: int) -> None:
-        """See `TrainerRank.publish`."""
+        """Implement `SftRanks.publish`."""
         await self._call("publish", lambda: self._worker.publish(directory, weight_version))
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """See `TrainerRank.save_checkpoint`."""
+        """Implement `SftRanks.save_checkpoint`."""
         await self._call("checkpoint", lambda: self._worker.save_checkpoint(directory, extra))
 
     async def saved_checkpoint(self, wait: bool) -> Saved:
-        """See `TrainerRank.saved_checkpoint`."""
+        """Implement `SftRanks.saved_checkpoint`."""
         return await self._call("checkpoint", lambda: self._worker.saved_checkpoint(wait))
 
     async def close(self) -> None:
-        """See `TrainerRank.close`."""
+        """Implement `SftRanks.close`."""
         await self._call("trainer step", self._worker.close)
         self._thread.shutdown()
 

@@ -1,8 +1,8 @@
-"""`async-rl sft CONFIG`: one supervised run in its folder, which holds what that of `async-rl train` does.
+"""`async-rl sft CONFIG`: one supervised run in its folder, with the files of `async-rl train`.
 
 ```
 <run.dir>/<run.name>/
-  config.yaml      the resolved config        metrics.jsonl   one SftRecord a line
+  config.yaml      the resolved config        metrics.jsonl   one SftRecord per line
   logs/            driver, ranks              checkpoints/    to resume from
   hf/              the model, unless sft.out names another folder
 ```
@@ -30,30 +30,32 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.errors import CheckpointError, ConfigError
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Figure, mean
-from async_rl.run.folder import console, run_folder, run_in_folder
+from async_rl.run.folder import run_console, run_folder, run_in_folder
 from async_rl.run.preflight import check_trainer
-from async_rl.sft.examples import read_rows
+from async_rl.sft.examples import load_conversations
 from async_rl.sft.schedule import SftBatch, SftExample, TrainingOrder, batch_of, learning_rate, plan_batches
 from async_rl.sft.sft_progress import SftProgress
-from async_rl.sft.sft_ranks import Ranks, ranks_of
+from async_rl.sft.sft_ranks import SftRanks, start_ranks
 
-OpenRanks = Callable[[Config, Path], AbstractAsyncContextManager[Ranks]]
+OpenRanks = Callable[[Config, Path], AbstractAsyncContextManager[SftRanks]]
 
 
 class SftRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Its names are those of `StepRecord`, so that what reads `metrics.jsonl` reads this too."""
+    """One step. Its field names are those of `StepRecord`, so that programs can read both kinds of
+    `metrics.jsonl`.
+    """
 
     step: int
     weight_version: int
-    """The same: there is one weight version a step."""
+    """Equal to the step, because each step produces one weight version."""
     time_s: float
-    """Since the first step of the run, those of earlier lives included."""
+    """Seconds since the first step of the run, earlier incarnations included."""
     epoch: int
     """From 0."""
     loss: Figure
     """Mean negative log-prob of the trained tokens before the step, nats."""
     validation_loss: Figure = None
-    """The same over the validation file, after it; None in steps without."""
+    """Mean negative log-prob over the validation file after the step; None in steps without validation."""
     grad_norm: Figure = None
     learning_rate: float
     updates_skipped: int = 0
@@ -63,17 +65,17 @@ class SftRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
 
 
-class Data(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained on."""
+class SftData(msgspec.Struct, frozen=True, kw_only=True):
+    """The data of a supervised run."""
 
     rows: Sequence[SftExample]
     validation: Sequence[SftExample]
     plan: TrainingOrder
-    left_out: int
-    """Rows that are too long."""
+    num_too_long: int
+    """Examples left out because they are too long."""
 
 
-def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = ranks_of) -> int:
+def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = start_ranks) -> int:
     """Train a config's model on its conversations, to the end or until a signal.
 
     Args:
@@ -91,7 +93,7 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = ranks
     settings = config.sft
     data = read_data(config, settings)
     num_steps = len(data.plan.batches)
-    progress = SftProgress(console(), num_steps)
+    progress = SftProgress(run_console(), num_steps)
 
     def out_of(run_dir: Path) -> Path:
         return Path(settings.out) if settings.out is not None else run_dir / "hf"
@@ -100,14 +102,16 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = ranks
         done, out = _read_records(sft_record_log(run_dir / "metrics.jsonl")), out_of(run_dir)
         if not done or done[-1].step < num_steps or not (out / "config.json").exists():
             return False
-        progress.say(f"{out} is complete: raise sft.epochs to continue, or set run.name for another run")
+        progress.print_line(
+            f"{out} is complete: raise sft.epochs to continue, or set run.name for another run"
+        )
         return True
 
     async def run(run_dir: Path, stop: asyncio.Event) -> None:
         tokens = sum(len(row.token_ids) for row in data.rows)
         trained = sum(int(row.loss_mask.sum()) for row in data.rows) / max(tokens, 1)
-        longer = f", {data.left_out} longer ones left out" if data.left_out else ""
-        progress.say(
+        longer = f", {data.num_too_long} longer ones left out" if data.num_too_long else ""
+        progress.print_line(
             f"{len(data.rows):,} conversations, {tokens:,} tokens, {trained:.0%} of them trained on{longer}; "
             f"{num_steps} steps; folder {run_dir}"
         )
@@ -115,7 +119,7 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = ranks
             await fine_tune(config, settings, data, run_dir, out_of(run_dir), ranks, stop, progress)
 
     def on_stop(name: str) -> None:
-        progress.say(f"{name}: the step ends, then a checkpoint is written; once more to abort")
+        progress.print_line(f"{name}: the step ends, then a checkpoint is written; once more to abort")
 
     try:
         return run_in_folder(
@@ -131,7 +135,7 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = ranks
 
 
 def sft_config(config: Config) -> Config:
-    """The config as the ranks are given it: supervised, with the model's own routing.
+    """Return the config for the ranks: supervised, with the model's own routing.
 
     Raises:
         ConfigError: It names no conversations.
@@ -144,15 +148,15 @@ def sft_config(config: Config) -> Config:
         optimizer=replace(config.trainer.optimizer, lr=config.sft.lr),
         loss=replace(config.trainer.loss, kl=replace(config.trainer.loss.kl, coefficient=0.0)),
     )
-    weights = WeightsConfig(timeout_s=config.weights.timeout_s)  # there is nobody to send them to
+    weights = WeightsConfig(timeout_s=config.weights.timeout_s)  # there are no engines to send them to
     return replace(config, trainer=trainer, weights=weights, routing=RoutingConfig(replay="off"))
 
 
-def read_data(config: Config, settings: SftConfig) -> Data:
+def read_data(config: Config, settings: SftConfig) -> SftData:
     """Read both files and plan the steps; nothing is started yet.
 
     Raises:
-        ConfigError: Of the model's folder, its chat template, the worker or a row.
+        ConfigError: The model's folder, its chat template, the worker or an example cannot be used.
     """
     facts = load_facts(config.model.path)
     if settings.max_tokens > facts.context_length:
@@ -162,10 +166,10 @@ def read_data(config: Config, settings: SftConfig) -> Data:
         )
     check_trainer(config, settings.worker, "sft.worker")
     chat = load_chat_format(config.model.path)
-    rows, left_out = read_rows(Path(settings.path or ""), "sft.path", settings, chat)
+    rows, left_out = load_conversations(Path(settings.path or ""), "sft.path", settings, chat)
     validation: list[SftExample] = []
     if settings.validation is not None:
-        validation, more = read_rows(Path(settings.validation), "sft.validation", settings, chat)
+        validation, more = load_conversations(Path(settings.validation), "sft.validation", settings, chat)
         left_out += more
     plan = plan_batches(
         [len(row.token_ids) for row in rows],
@@ -175,25 +179,25 @@ def read_data(config: Config, settings: SftConfig) -> Data:
         shuffle=settings.shuffle,
         seed=config.run.seed,
     )
-    return Data(rows=rows, validation=validation, plan=plan, left_out=left_out)
+    return SftData(rows=rows, validation=validation, plan=plan, num_too_long=left_out)
 
 
 async def fine_tune(
     config: Config,
     settings: SftConfig,
-    data: Data,
+    data: SftData,
     run_dir: Path,
     out: Path,
-    ranks: Ranks,
+    ranks: SftRanks,
     stop: asyncio.Event,
     progress: SftProgress,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Take all steps from the newest checkpoint on, and write the model.
+    """Run all steps from the newest checkpoint on, and write the model.
 
     Raises:
-        ConfigError: The checkpoint is of other data.
-        AsyncRLError: Of the ranks.
+        ConfigError: The checkpoint was trained on other data.
+        AsyncRLError: A rank failed.
     """
     plan, total, scratch = data.plan, len(data.plan.batches), run_dir / "batch"
     log_of_steps = sft_record_log(run_dir / "metrics.jsonl")
@@ -201,7 +205,7 @@ async def fine_tune(
     _check_same(plan, state.step, state.extra)
     records = [record for record in _read_records(log_of_steps) if record.step <= state.step]
     begin_s = clock() - (records[-1].time_s if records else 0.0)
-    progress.resumed(state.step)
+    progress.show_resumed(state.step)
     step, saved = state.step, state.step
 
     async def save() -> int:
@@ -244,7 +248,7 @@ async def fine_tune(
             tokens_per_s=figures["tokens"] / max(step_s, 1e-9),
         )
         log_of_steps.append(record)
-        progress.step(record.step, record.loss, record.validation_loss, record.tokens_per_s)
+        progress.show_step(record.step, record.loss, record.validation_loss, record.tokens_per_s)
         every = config.trainer.checkpoint_every
         if every and step % every == 0:
             saved = await save()
@@ -257,14 +261,14 @@ async def fine_tune(
     if step >= total:
         out.parent.mkdir(parents=True, exist_ok=True)
         await ranks.publish(str(out), step)
-        progress.say(f"the model is in {out}: set model.path to it")
+        progress.print_line(f"the model is in {out}: set model.path to it")
     await ranks.close()
 
 
 async def _validate(
-    rows: Sequence[SftExample], batch_tokens: int, ranks: Ranks, scratch: Path, step: int
+    rows: Sequence[SftExample], batch_tokens: int, ranks: SftRanks, scratch: Path, step: int
 ) -> float | None:
-    """Mean negative log-prob of the trained tokens of all rows."""
+    """Return the mean negative log-prob of the trained tokens of all examples."""
     parts = plan_batches(
         [len(row.token_ids) for row in rows], batch_tokens=batch_tokens, epochs=1, shuffle=False
     )
@@ -281,8 +285,8 @@ async def _validate(
 def _check_same(plan: TrainingOrder, step: int, extra: dict[str, object]) -> None:
     if step and extra.get("plan") != plan.digest(step):
         raise ConfigError(
-            f"the run's checkpoint of step {step} was trained on other batches than the config gives now: "
-            "set sft.path, sft.batch_tokens, sft.shuffle and run.seed back, or choose another run.name"
+            f"the run's checkpoint of step {step} was trained on other batches than the config produces now: "
+            "restore sft.path, sft.batch_tokens, sft.shuffle and run.seed, or choose another run.name"
         )
 
 
@@ -296,6 +300,5 @@ def _read_records(records: RecordLog[SftRecord]) -> list[SftRecord]:
         return records.read()
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"{records.path} does not hold the records of a supervised run ({error}): set run.name to "
-            "a name of its own, this folder belongs to another run"
+            f"{records.path} does not belong to a supervised run ({error}): set another run.name"
         ) from error

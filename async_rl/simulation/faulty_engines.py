@@ -32,7 +32,7 @@ from async_rl.engine_protocol import (
     TensorUpdate,
     WeightUpdate,
 )
-from async_rl.engines.simulated import Fault, SimulatedEngine, _SimulatedCall
+from async_rl.engines.simulated import Fault, SimulatedCall, SimulatedEngine
 from async_rl.errors import EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
 from async_rl.rollout.workers.messages import Link
 from async_rl.simulation.invariant_checker import InvariantChecker
@@ -205,7 +205,7 @@ class FaultyEngine(SimulatedEngine):
             await self._thawed.wait()
             self._check_alive(deaths)
 
-    def _sample(self, call: _SimulatedCall) -> Chunk:
+    def _sample(self, call: SimulatedCall) -> Chunk:
         digest = call.digest
         chunk = super()._sample(call)
         self._checker.says(digest, chunk.token_ids[0], self._version, chunk.log_probs[0])
@@ -293,9 +293,9 @@ class FaultyEngine(SimulatedEngine):
         await self._answering()
         await super().resume_memory(parts)
 
-    def _die_of(self, what: str) -> NoReturn:
+    def _die_with(self, what: str) -> NoReturn:
         self._checker.fail(f"{self._engine_id} dies of what it was asked: {what}")
-        super()._die_of(what)
+        super()._die_with(what)
 
     async def health(self) -> EngineHealth:
         """Implements `Engine.health`."""

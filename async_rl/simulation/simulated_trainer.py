@@ -16,6 +16,7 @@ from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import TrainerError, WeightSyncError
 from async_rl.observability.records import FIGURES
+from async_rl.runtime.files import replace_file
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import OffloadFault, Speeds, TrainerFault
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
@@ -311,8 +312,5 @@ class SimulatedTrainer:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """All of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    part.rename(path)
+    replace_file(path, data)

@@ -1,9 +1,9 @@
-"""The trainer's end of a distributed weight update: SGLang's process group, buckets, broadcasts.
+"""The trainer's side of a distributed weight update: joins SGLang's process group and broadcasts buckets.
 
-The engine joins through its `/init_weights_update_group` and then receives one flattened uint8 broadcast
-for every `/update_weights_from_distributed` with `load_format=flattened_bucket`. Both ends must agree to the
-byte: the rendezvous follows `sglang.srt.utils.init_custom_process_group`, a bucket is laid out as
-`async_rl.weights.buckets` says.
+The engine joins through its `/init_weights_update_group` and then receives one flattened uint8 broadcast for
+every `/update_weights_from_distributed` with `load_format=flattened_bucket`. Both sides must use the same
+format: the rendezvous follows `sglang.srt.utils.init_custom_process_group`, and `async_rl.weights.buckets`
+defines the layout of a bucket.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ log = logging.getLogger(__name__)
 
 
 def open_store(host: str, port: int, world_size: int, timeout_s: float) -> c10d.Store:
-    """The store at which `world_size` processes meet, for the one that is rank 0; waits for the others.
+    """Opens the store of a group as rank 0 of `world_size` processes, and waits for the others.
 
-    Torch's own rendezvous would listen on all interfaces, and whoever reaches a store can write into it: this
-    one listens on `host` only.
+    Torch's own rendezvous would listen on all interfaces, and any process that reaches a store can write into
+    it: this store listens on `host` only.
 
     Raises:
-        RuntimeError: When the others have not come within `timeout_s`.
+        RuntimeError: When the others have not joined within `timeout_s`.
         OSError: When the address cannot be listened on.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
-        # The store closes the descriptor that it is given.
+        # The store closes the descriptor that it receives.
         return dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
@@ -59,8 +59,8 @@ class WeightGroup:
         timeout = timedelta(seconds=timeout_s)
         try:
             store = open_store(invite.host, invite.port, invite.world_size, timeout_s)
-            # A process may be in several groups but has one default one, so this is not init_process_group.
-            # SGLang prefixes the store with the name before torch's helper prefixes it again: so must we.
+            # Not init_process_group: it would create the default group, of which a process has only one.
+            # SGLang prefixes the store with the name before torch's helper prefixes it again; so does this.
             self._group, _ = c10d._new_process_group_helper(
                 invite.world_size,
                 0,
@@ -78,7 +78,7 @@ class WeightGroup:
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(invite.world_size)}
 
     def broadcast(self, data: torch.Tensor) -> dist.Work:
-        """Start to send `data` to the engine's ranks."""
+        """Start sending `data` to the engine's ranks."""
         work: dist.Work | None = dist.broadcast(data, src=0, group=self._group, async_op=True)
         assert work is not None, "rank 0 is a member of its own group"
         return work
@@ -89,13 +89,13 @@ class WeightGroup:
 
 
 def send_buckets(data: Iterable[torch.Tensor], groups: Mapping[str, WeightGroup]) -> None:
-    """Broadcast every bucket into every group, all groups at a time.
+    """Broadcast every bucket into all groups at the same time.
 
-    A group whose engine fails is left out from then on and the others go on: whoever waits for that engine's
-    answer will hear of it. Only when no group is left this raises.
+    A group whose engine fails is left out from then on, and the others continue: the engine's own update
+    request reports the failure.
 
     Raises:
-        WeightSyncError: When every group failed.
+        WeightSyncError: When every group has failed.
     """
     alive = dict(groups)
     if not groups:

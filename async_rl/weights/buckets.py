@@ -1,7 +1,7 @@
-"""Weights cut into buckets: one flat run of bytes each, its tensors one after the other without gaps.
+"""Divides weights into buckets: flat byte arrays of tensors, concatenated without gaps.
 
-The layout is that of `sglang.srt.weight_sync.tensor_bucket`, to the byte: engines take buckets apart again by
-the names, dtypes and shapes that they are told. Every transport but `disk` sends weights so.
+The layout equals that of `sglang.srt.weight_sync.tensor_bucket` byte for byte: engines split buckets by the
+names, dtypes and shapes in the request. The transports `distributed` and `tensor` send weights in buckets.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from async_rl.errors import WeightSyncError
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Describe a tensor as an engine is told of it."""
+    """Returns the description of a tensor for an engine."""
     return TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
 
 def size_of(spec: TensorSpec) -> int:
-    """Bytes of the tensor."""
+    """Returns the bytes of a tensor."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return math.prod(spec.shape) * dtype.itemsize
 
 
 def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Cut tensors, in their order, into buckets of at most `bucket_bytes`; what is larger stands alone.
+    """Divides tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor is alone in one.
 
-    A bucket also ends where the next tensor would not be aligned to its element size: the engine refuses
-    that. It never ends between tensors that the engine must get at once, see `_FUSED`.
+    A bucket also ends where the next tensor would not be aligned to its element size, which the engine
+    refuses. It never ends between tensors that the engine must receive together, see `_FUSED`.
     """
     buckets: list[tuple[TensorSpec, ...]] = []
     current: list[TensorSpec] = []
@@ -49,14 +49,14 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[
 
 
 _FUSED = (".self_attn.q_a_proj.weight", ".self_attn.kv_a_proj_with_mqa.weight")
-"""SGLang makes one parameter of these two when they come in one update, and drops a single one in silence.
+"""SGLang fuses these two into one parameter if they arrive in one update, and silently drops a single one.
 
 Source: sglang/srt/models/deepseek_common/deepseek_weight_loader.py, `cached_a_proj` of `load_weights`.
 """
 
 
 def _inseparable(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """The tensors in their order, each alone but for those from one of a fused pair to the other."""
+    """Yields the tensors in order: those from one of a fused pair to the other together, others alone."""
     place = {spec.name: i for i, spec in enumerate(specs)}
     begin = 0
     while begin < len(specs):
@@ -69,7 +69,7 @@ def _inseparable(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 def largest_of(buckets: Sequence[Sequence[TensorSpec]]) -> int:
-    """Bytes of the largest bucket."""
+    """Returns the bytes of the largest bucket."""
     return max((sum(map(size_of, bucket)) for bucket in buckets), default=0)
 
 
@@ -78,15 +78,15 @@ def fill_buckets(
     buckets: Sequence[Sequence[TensorSpec]],
     buffers: Sequence[torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Yield each bucket's bytes, `[n] uint8`, in the buffers in turns.
+    """Yield each bucket's bytes, `[n] uint8`, in the buffers alternately.
 
     Args:
-        tensors: In the order of the plan.
-        buckets: The plan that the engines were told.
+        tensors: Names and tensors in the order of the plan.
+        buckets: The plan that the engines received.
         buffers: `[largest_of(buckets)] uint8` each. The first bucket is in the first one.
 
     Raises:
-        WeightSyncError: When a tensor is not the one the plan names.
+        WeightSyncError: When a tensor differs from the plan.
     """
     source = iter(tensors)
     for bucket, buffer in zip(buckets, itertools.cycle(buffers), strict=False):
@@ -95,7 +95,7 @@ def fill_buckets(
             name, tensor = next(source, ("nothing", torch.empty(0)))
             if spec_of(name, tensor) != spec:
                 raise WeightSyncError(
-                    f"the trainer exported {spec_of(name, tensor)}, but the engines were told of {spec}"
+                    f"the trainer exported {spec_of(name, tensor)}, but the engines expect {spec}"
                 )
             flat = tensor.detach().reshape(-1).view(torch.uint8)
             buffer[filled : filled + len(flat)].copy_(flat)

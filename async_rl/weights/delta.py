@@ -1,18 +1,18 @@
-"""What has changed between two versions of the weights, as a file.
+"""Encodes the changes between two weight versions as a file, and applies them.
 
 ```
  trainer         compare with the kept version as integers ─► positions, differences ─► zlib ─► file
  engine's host   copy of the last folder ─► add the differences ─► folder of the next version
 ```
 
-A small learning rate leaves most bfloat16 weights as they are, and moves the others to the next value: the
-gaps between the changed positions and the differences of the bit patterns are small numbers. A stretch of a
-tensor where that is no gain is sent as it is. Bit patterns are all that is looked at, so that -0.0 and
-the payloads of NaNs arrive as they are.
+A small learning rate leaves most bfloat16 weights unchanged, and moves the others to the next value: the gaps
+between the changed positions and the differences of the bit patterns are small numbers. A section of a tensor
+that this does not compress is sent unchanged. Only bit patterns are compared, so that -0.0 and the payloads
+of NaNs are preserved.
 
-A file ends with its header and a sum over all of it. The header has, for each tensor, a sum before and after:
-nothing is added to other weights than those that the differences are of, and no result is
-used that is not the trainer's, bit for bit. Sums are CRC-32C, against damage rather than malice.
+A file ends with its header and a checksum over the file. The header has a checksum of each tensor before and
+after: differences are only added to the weights they were computed from, and only a result that equals the
+trainer's bit for bit is used. Checksums are CRC-32C, against damage rather than attacks.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from numpy.typing import NDArray
 from async_rl.errors import WeightSyncError
 
 Raw = NDArray[np.uint8]
-"""The bytes of a tensor, flat."""
+"""The bytes of a tensor, `[num_bytes]`."""
 
 Refusal = Literal["no_actor", "base", "damaged", "failed"]
 """Why whole files are loaded in place of a delta; the label of `weight_delta_fallbacks_total`.
 
-no_actor: the server was not started by us, so nobody on its host keeps a folder.
-base: the folder there is of another version, or was changed; also after a restart of its keeper.
-damaged: the file is not what was written.
-failed: no room, no answer in time.
+no_actor: the server was not started by us, so its host has no weight folder.
+base: the folder has another version, or was changed; also after a restart of the actor that holds it.
+damaged: the file differs from what was written.
+failed: not enough space, or no answer in time.
 """
 
 _MAGIC: Final = b"weightsd"
 _TAIL: Final = struct.Struct("<QI")
-"""Length of the header, sum over all before this field."""
-_STRETCH: Final = struct.Struct("<BIII")
-"""Whether it is whole; changed elements, bytes of their positions, bytes of their differences."""
+"""Length of the header, checksum over all bytes before this field."""
+_SECTION: Final = struct.Struct("<BIII")
+"""Section header: whether it is sent whole; changed elements, bytes of positions, bytes of differences."""
 _ELEMENTS: Final = 1 << 22
-"""Of a stretch, at most: bounds what is held beside the tensors, and keeps gaps within 32 bits."""
+"""Elements of a section at most: bounds the extra memory, and keeps gaps within 32 bits."""
 _LEVEL: Final = 1
-"""Of zlib. Higher ones take several times as long for a few percent."""
+"""Compression level of zlib. Higher levels take several times as long for a few percent."""
 
 
 class DeltaRefused(WeightSyncError):
@@ -65,23 +65,23 @@ class DeltaRefused(WeightSyncError):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One tensor of a delta."""
+    """The change of one tensor in a delta."""
 
     name: str
     itemsize: int
     """Bytes of an element: 1, 2, 4 or 8."""
     num_bytes: int
-    """Of the tensor."""
+    """Bytes of the tensor."""
     start: int
-    """Where its part of the file begins."""
+    """Offset in the file at which its sections begin."""
     end: int
     before: int
-    """Sum over its bytes in the base."""
+    """Checksum of its bytes in the base version."""
     after: int
 
 
 class DeltaHeader(msgspec.Struct, frozen=True):
-    """What a delta is of."""
+    """The versions and tensors of a delta."""
 
     base: int
     version: int
@@ -89,30 +89,30 @@ class DeltaHeader(msgspec.Struct, frozen=True):
 
 
 class DeltaWriter:
-    """Writes what has changed since the version before, of which it keeps a copy."""
+    """Writes the changes since the version before, of which it keeps a copy."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Raw, int]] = {}
-        """Bytes and their sum, by name."""
+        """Bytes and their checksum, by name."""
         self._version: int | None = None
 
-    def write(
+    def write_delta(
         self, tensors: Iterable[tuple[str, int, Raw]], path: Path, base: int | None, version: int
     ) -> bool:
-        """Keep a version, and write what it changes if the one kept before is its base.
+        """Keep a version, and write its changes if the version kept before is the base.
 
         Args:
-            tensors: Name, bytes per element, all bytes; the same names and sizes each time. They may change
-                when the next is asked for.
-            path: The file; it appears whole or not at all.
-            base: What receivers have; None to only keep.
-            version: Of the tensors.
+            tensors: Name, bytes per element, all bytes; the same names and sizes each time. The bytes may be
+                overwritten when the next tensor is requested.
+            path: The file; it is created atomically.
+            base: The version that receivers have; None to write no file.
+            version: The version of the tensors.
 
         Returns:
-            Whether there is a file.
+            Whether a file was written.
         """
         writes = base is not None and base == self._version
-        self._version = None  # until all is kept
+        self._version = None  # until all tensors are kept
         if not writes:
             for name, _, new in tensors:
                 self._keep(name, new)
@@ -122,7 +122,7 @@ class DeltaWriter:
         scratch.parent.mkdir(parents=True, exist_ok=True)
         assert base is not None, "checked above"
         with scratch.open("wb") as file:
-            out = _Summed(file)
+            out = _ChecksumWriter(file)
             out.write(_MAGIC)
             changes = []
             for name, itemsize, new in tensors:
@@ -148,7 +148,7 @@ class DeltaWriter:
 
 
 def encode(old: Raw, new: Raw, itemsize: int) -> Iterable[bytes]:
-    """The stretches of a tensor, in order."""
+    """Yields the sections of a tensor, in order."""
     dtype = np.dtype(f"<u{itemsize}")
     olds, news = old.view(dtype), new.view(dtype)
     for start in range(0, len(news), _ELEMENTS):
@@ -157,13 +157,13 @@ def encode(old: Raw, new: Raw, itemsize: int) -> Iterable[bytes]:
         gaps = _pack(np.diff(changed, prepend=0).astype("<u4"))
         steps = _pack(after[changed] - before[changed])
         if len(gaps) + len(steps) < after.nbytes:
-            yield _STRETCH.pack(False, len(changed), len(gaps), len(steps)) + gaps + steps
+            yield _SECTION.pack(False, len(changed), len(gaps), len(steps)) + gaps + steps
         else:
-            yield _STRETCH.pack(True, len(after), 0, after.nbytes) + after.tobytes()
+            yield _SECTION.pack(True, len(after), 0, after.nbytes) + after.tobytes()
 
 
 def decode(data: Raw, target: Raw, itemsize: int) -> None:
-    """Change a tensor as `encode` was given it into the new one.
+    """Change the old tensor that `encode` received into the new one, in place.
 
     Raises:
         DeltaRefused: When the data does not fit the tensor.
@@ -173,16 +173,16 @@ def decode(data: Raw, target: Raw, itemsize: int) -> None:
     try:
         for start in range(0, len(elements), _ELEMENTS):
             part = elements[start : start + _ELEMENTS]
-            whole, count, num_gaps, num_steps = _STRETCH.unpack(data[: _STRETCH.size].tobytes())
-            gaps = data[_STRETCH.size : _STRETCH.size + num_gaps]
-            steps = data[_STRETCH.size + num_gaps : _STRETCH.size + num_gaps + num_steps]
+            whole, count, num_gaps, num_steps = _SECTION.unpack(data[: _SECTION.size].tobytes())
+            gaps = data[_SECTION.size : _SECTION.size + num_gaps]
+            steps = data[_SECTION.size + num_gaps : _SECTION.size + num_gaps + num_steps]
             if whole:
                 part[:] = steps.view(dtype)
             else:
                 part[np.cumsum(_unpack(gaps, np.dtype("<u4"), count), dtype=np.int64)] += _unpack(
                     steps, dtype, count
                 )
-            data = data[_STRETCH.size + num_gaps + num_steps :]
+            data = data[_SECTION.size + num_gaps + num_steps :]
     except (struct.error, zlib.error, ValueError, IndexError) as error:
         raise DeltaRefused(f"a delta does not fit its tensor: {error}", "damaged") from error
     if len(data):
@@ -190,14 +190,14 @@ def decode(data: Raw, target: Raw, itemsize: int) -> None:
 
 
 def read_header(data: Raw) -> DeltaHeader:
-    """Check the sum over a whole file, and say what it is of.
+    """Check the checksum of a whole file, and return its header.
 
     Raises:
-        DeltaRefused: When it is not what was written.
+        DeltaRefused: When the file is damaged.
     """
     tail = len(data) - _TAIL.size
     if tail < len(_MAGIC) or data[: len(_MAGIC)].tobytes() != _MAGIC:
-        raise DeltaRefused(f"no delta, or cut short: {len(data)} bytes", "damaged")
+        raise DeltaRefused(f"not a delta, or truncated: {len(data)} bytes", "damaged")
     length, expected = _TAIL.unpack(data[tail:].tobytes())
     found = google_crc32c.value(data[:-4])
     if found != expected:
@@ -205,8 +205,8 @@ def read_header(data: Raw) -> DeltaHeader:
     return msgspec.json.decode(data[tail - length : tail].tobytes(), type=DeltaHeader)
 
 
-class _Summed:
-    """A file with its size and sum."""
+class _ChecksumWriter:
+    """Writes to a file, and keeps its size and checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -220,7 +220,7 @@ class _Summed:
 
 
 def _pack(values: NDArray[Any]) -> bytes:
-    """Compress numbers byte plane by byte plane: the high ones are nearly all zero."""
+    """Compress numbers byte plane by byte plane: the planes of the high bytes are nearly all zero."""
     planes = values.view(np.uint8).reshape(-1, values.itemsize).T
     return zlib.compress(planes.tobytes(), _LEVEL)
 

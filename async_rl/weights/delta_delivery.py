@@ -28,11 +28,11 @@ class HostFolder(Protocol):
     """A `WeightFolder` on an engine's host."""
 
     async def copy_version(self, path: str, version: int) -> str:
-        """See `WeightFolder.copy_version`."""
+        """Copy a folder of whole weights to the host; return its path."""
         ...
 
     async def apply_delta(self, path: str) -> str:
-        """See `WeightFolder.apply_delta`."""
+        """Create the next version from the current one; return its path."""
         ...
 
 

@@ -1,14 +1,14 @@
-"""Buckets in memory that other processes of this host can open, and the payloads that say where it lies.
+"""Allocates buckets in memory that other processes of this host can open, and writes payloads for them.
 
-What `/update_weights_from_tensor` of SGLang 0.5.23 takes is a pickle, which its server reads with a list of
-what it may contain. We only ever write one, to a server that asks for our admin key, and read none. It
-carries names, dtypes, shapes and places of the tensors and the name of a file in shared memory, never the
-bytes. Weights of a GPU pass through that memory too: a CUDA IPC handle would be of use to an engine that sees
-the trainer's GPU, and each is shown its own alone.
+`/update_weights_from_tensor` of SGLang 0.5.23 takes a pickle, which the server reads with an allow list. This
+module only writes pickles, for a server that checks our admin key, and never reads one. A pickle has the
+names, dtypes, shapes and offsets of the tensors and the name of a file in shared memory, not the bytes.
+Weights of a GPU pass through that memory too: a CUDA IPC handle requires that the engine sees the trainer's
+GPU, and each engine sees only its own.
 
-The handle is written by torch, which counts in the memory itself who has it open. Its other way, to pass file
-descriptors, needs a key that the two ends do not share. A process of torch's removes the file when the last
-of those that had it open has ended, however that came about.
+Torch writes the handle and counts, in the memory itself, the processes that have it open. Its other strategy,
+passing file descriptors, needs a key that the two sides do not share. A helper process of torch removes the
+file when the last process that had it open has ended, for whatever reason.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -35,10 +35,10 @@ _SHARED_MEMORY: Final = "/dev/shm"
 
 
 def shared_buffer(num_bytes: int) -> torch.Tensor:
-    """Memory to be filled again and again, `[num_bytes] uint8`.
+    """Returns a reusable buffer in shared memory, `[num_bytes] uint8`.
 
     Raises:
-        WeightSyncError: When there is not enough shared memory: the first write beyond it would kill us.
+        WeightSyncError: When there is not enough shared memory: a write beyond it would kill this process.
     """
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if num_bytes > free:
@@ -52,17 +52,17 @@ def shared_buffer(num_bytes: int) -> torch.Tensor:
 
 
 def payload_for(data: torch.Tensor, bucket: Sequence[TensorSpec]) -> bytes:
-    """What one rank of one engine is sent for a bucket; each needs its own, because opens are counted.
+    """Returns the payload of a bucket for one rank of one engine. Opens are counted: no rank can share one.
 
     Args:
-        data: `[n] uint8`, of a `shared_buffer`. Whoever reads it may do so until it is overwritten.
+        data: `[n] uint8`, of a `shared_buffer`. It can be read until it is overwritten.
         bucket: The tensors in it.
     """
-    places, end = [], 0
+    metadata, end = [], 0
     for spec in bucket:
         begin, end = end, end + size_of(spec)
-        # Stands in for SGLang's FlattenedTensorMetadata, whose module is not imported here.
-        places.append(
+        # Replaces SGLang's FlattenedTensorMetadata, whose module is not imported here.
+        metadata.append(
             SimpleNamespace(
                 name=spec.name,
                 shape=spec.shape,
@@ -74,13 +74,13 @@ def payload_for(data: torch.Tensor, bucket: Sequence[TensorSpec]) -> bytes:
         )
     written = io.BytesIO()
     with _by_name():
-        ForkingPickler(written).dump({"flattened_tensor": data, "metadata": places})
+        ForkingPickler(written).dump({"flattened_tensor": data, "metadata": metadata})
     return written.getvalue()
 
 
 @contextmanager
 def _by_name() -> Iterator[None]:
-    """Torch shares memory by file name in the block."""
+    """Let torch share memory by file name in the block."""
     before = multiprocessing.get_sharing_strategy()
     multiprocessing.set_sharing_strategy("file_system")
     try:

@@ -27,7 +27,7 @@ TOOL_SHARE = 0.33
 
 
 def task_rows(expressions: Iterable[str]) -> Iterable[dict[str, Any]]:
-    """Questions with their answers."""
+    """Draw questions with their answers."""
     for index, expression in enumerate(expressions):
         yield {
             "id": f"calculator-{index}",
@@ -38,14 +38,14 @@ def task_rows(expressions: Iterable[str]) -> Iterable[dict[str, Any]]:
 
 
 def sft_rows(expressions: Iterable[str], rng: np.random.Generator) -> Iterable[dict[str, Any]]:
-    """Conversations, with the tools that are on offer in them."""
+    """Return conversations with the tools that are available in them."""
     for expression in expressions:
         rest = answer_with_tool if rng.random() < TOOL_SHARE else direct_answer
         yield {"messages": question(expression) + rest(expression), "tools": TOOLS}
 
 
 def make_data(folder: Path, seed: int = 0) -> None:
-    """Write both files; no task is in the warm start."""
+    """Write both files; the warm start contains none of the tasks."""
     rng = np.random.default_rng(seed)
     expressions = draw_expressions(NUM_TASKS + NUM_CONVERSATIONS, rng)
     folder.mkdir(parents=True, exist_ok=True)

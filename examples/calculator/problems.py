@@ -1,4 +1,4 @@
-"""The task of the quickstart: arithmetic that a tiny model cannot do in its head, and a calculator can."""
+"""The task of the quickstart: arithmetic that a tiny model cannot do without a calculator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOOLS = [Tool(calculator).schema]
 
 
 def draw_expressions(count: int, rng: np.random.Generator) -> list[str]:
-    """Different products of a number of three digits and one of two, such as `374 * 52`."""
+    """Draw different products of a three-digit and a two-digit number, such as `374 * 52`."""
     expressions: dict[str, None] = {}
     while len(expressions) < count:
         expressions[f"{rng.integers(100, 1000)} * {rng.integers(10, 100)}"] = None
@@ -21,17 +21,17 @@ def draw_expressions(count: int, rng: np.random.Generator) -> list[str]:
 
 
 def question(expression: str) -> list[dict[str, Any]]:
-    """The messages a task begins with."""
+    """Return the messages with which a task begins."""
     return [{"role": "user", "content": f"What is {expression}?"}]
 
 
 def direct_answer(expression: str) -> list[dict[str, Any]]:
-    """The rest of a conversation without the tool."""
+    """Return the rest of a conversation without the tool."""
     return [{"role": "assistant", "content": f"{expression} = {calculator(expression)}."}]
 
 
 def answer_with_tool(expression: str) -> list[dict[str, Any]]:
-    """The rest of a conversation in which the calculator is asked first."""
+    """Return the rest of a conversation that uses the calculator first."""
     function = {"name": "calculator", "arguments": {"expression": expression}}
     return [
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# From nothing to a trained model: build a tiny MoE, warm-start it, train it by RL. `make quickstart` calls this.
+# Builds a tiny MoE, warm-starts it and trains it by RL. `make quickstart` calls this.
 #
-# What is there already is used again: delete models/ and data/ to start over, runs/calculator to train anew.
+# Existing files are reused: delete models/ and data/ to start over, runs/calculator to train again.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=examples/calculator base=models/calculator-base data=data/calculator
 warm=models/calculator-warm  # as in sft.yaml and config.yaml
-# One OpenMP thread a process: threads that spin for each other stall a machine of few cores.
+# One OpenMP thread per process: spinning threads stall a machine with few cores.
 export OMP_NUM_THREADS=1
 
 if [ ! -d "$warm" ]; then

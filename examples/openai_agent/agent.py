@@ -1,4 +1,4 @@
-"""An agent as one writes it for OpenAI's API: it knows nothing of training."""
+"""An agent written for OpenAI's API, which knows nothing about training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOOL: Any = {
 
 
 async def agent(task: Any, api: Any) -> None:
-    """For `rollout.agent_loop_args.agent`: what async-rl calls, a session's client at hand."""
+    """Entry point for `rollout.agent_loop_args.agent`, with a client of the session."""
     await solve(api.client, api.model, task.messages)
 
 
@@ -36,16 +36,16 @@ async def solve(client: AsyncOpenAI, model: str, messages: list[Any]) -> str:
     messages = list(messages)
     for _ in range(MAX_TURNS):
         answer = await client.chat.completions.create(model=model, messages=messages, tools=[TOOL])
-        said = answer.choices[0].message
-        if not said.tool_calls:
-            return said.content or ""
-        messages.append(said)
-        messages += [result(call) for call in said.tool_calls]
+        message = answer.choices[0].message
+        if not message.tool_calls:
+            return message.content or ""
+        messages.append(message)
+        messages += [result(call) for call in message.tool_calls]
     return "I give up."
 
 
 def result(call: Any) -> dict[str, Any]:
-    """The message that answers a tool call; the model reads what went wrong, and may do better."""
+    """Return the message that answers a tool call; the model reads errors and can correct the call."""
     try:
         content = calculator(**json.loads(call.function.arguments))
     except (ValueError, TypeError, ZeroDivisionError) as error:
@@ -54,7 +54,7 @@ def result(call: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """For `rollout.agent_loop_args.command`: the same as a program of its own, streamed and without tools."""
+    """Entry point for `rollout.agent_loop_args.command`: a separate program, streamed and without tools."""
     task = json.load(sys.stdin)
     client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
     chunks = client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""A search over a small corpus as a tool, and a reward for answers that can be found in it.
+"""A search tool over a small corpus, and a reward for answers that can be found in it.
 
 BM25, Okapi's formula: for each word of the query that a passage has, `idf * tf * (k1 + 1) / (tf + k1 * (1 -
 b + b * length / mean length))`, with `idf = ln(1 + (N - n + 0.5) / (n + 0.5))` where n of N passages have it.
@@ -23,7 +23,7 @@ NUM_RESULTS = 2
 
 
 class Index:
-    """Passages that can be searched.
+    """A searchable collection of passages.
 
     Example:
         >>> Index(["a red door", "a blue door"]).search("blue")
@@ -42,7 +42,7 @@ class Index:
         }
 
     def search(self, query: str, limit: int = NUM_RESULTS) -> list[str]:
-        """The best passages, best first; none that has no word of the query."""
+        """Return the best passages, best first, without those that share no word with the query."""
         scored = [(self._score(words(query), index), -index) for index in range(len(self._passages))]
         best = sorted((pair for pair in scored if pair[0] > 0), reverse=True)[:limit]
         return [self._passages[-index] for _, index in best]
@@ -54,7 +54,7 @@ class Index:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words and numbers."""
+    """Return the lower-case words and numbers of a text."""
     return re.findall(r"\w+", text.lower())
 
 
@@ -72,7 +72,7 @@ def search(query: str) -> str:
 
 
 def reward(task: Task, completion: Completion) -> dict[str, float]:
-    """1 when the answer has the reference answer in it; `searched` and `found` are only recorded."""
+    """Return 1 if the answer contains the reference answer; `searched` and `found` are only recorded."""
     wanted = str(task.answer).lower()
     results = [str(m["content"]).lower() for m in completion.messages if m["role"] == "tool"]
     return {

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --seed 0 --minutes 5`, also `make chaos`: the real loop under fire."""
+"""`python -m tests.chaos --seed 0 --minutes 5`, also `make chaos`: kills processes of a real run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.chaos.harness import ROOT, Chaos, Violation, make_config
 from tests.chaos.plan import Blow, blows
 
 LAST_START_S = 75.0
-"""Kept for the last start and its steps."""
+"""Time reserved for the last start and its steps."""
 
 
 def main() -> int:
-    """Run; 0 when everything held."""
+    """Runs the command; returns 0 if every check passed."""
     parser = argparse.ArgumentParser(description="The real loop on this CPU while its processes are killed.")
     parser.add_argument("--seed", type=int, default=0, help="what is done to whom, and how the run is set")
     parser.add_argument("--minutes", type=float, default=5.0, help="how long, about")

@@ -1,4 +1,4 @@
-"""What must be true at the end: the ledger against the trainer's diary, and nothing left behind."""
+"""Checks after a run: the ledger agrees with the trainer's diary, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.chaos.exposure import Exposure
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One check."""
+    """The result of one check."""
 
     check: str
     holds: bool
@@ -26,7 +26,7 @@ class Finding(msgspec.Struct, frozen=True):
 def audit(
     config: Config, diary: Path, watch: LedgerWatch, processes: Processes, exposure: Exposure
 ) -> list[Finding]:
-    """All checks of a run that has ended well."""
+    """Returns all checks of a run that completed."""
     run_dir = Path(config.run.dir) / config.run.name
     entries = read(diary)
     done = effective(entries)
@@ -46,7 +46,7 @@ def audit(
 
 
 def _private(exposure: Exposure) -> list[Finding]:
-    """Nothing of the run is open to others than its user."""
+    """Checks that other users had no access to anything of the run."""
     beyond, readable, leaks = map(sorted, (exposure.open_to_others, exposure.readable, exposure.leaks))
     return [
         Finding(
@@ -111,7 +111,7 @@ def _ledger(run_dir: Path, done: dict[int, Trained], watch: LedgerWatch) -> list
 
 
 def _positions(done: dict[int, Trained], watch: LedgerWatch) -> Finding:
-    """Each task of the data has come to one end, or still is on its way: none was skipped, none repeated."""
+    """Checks that each task has exactly one outcome or is still outstanding: none skipped, none repeated."""
     trained: Counter[int] = Counter()
     for entry in done.values():
         trained.update({watch.rows[i].position for i in entry.trajectory_ids if i in watch.rows})

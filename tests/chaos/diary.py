@@ -1,4 +1,4 @@
-"""The trainer's diary: one JSON line for each start and each step, as rank 0 saw them."""
+"""The trainer's diary: one JSON line for each start and each step, recorded by rank 0."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pathlib import Path
 import msgspec
 
 DIARY = "ASYNC_RL_CHAOS_DIARY"
-"""Environment variable with the diary's path. Every process of the run inherits it, and is known by it."""
+"""Environment variable with the diary's path, which every process of the run inherits; it identifies them."""
 
 
 class SetUp(msgspec.Struct, frozen=True, kw_only=True, tag="set up"):
-    """The trainer came up, at the step of a checkpoint or at 0."""
+    """The trainer started, at the step of a checkpoint or at 0."""
 
     step: int
     pid: int
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, tag="trained"):
-    """A step was done."""
+    """A step was completed."""
 
     step: int
     version: int
-    """That the trainer held when it consumed the batch."""
+    """The trainer's weight version when it consumed the batch."""
     trajectory_ids: tuple[str, ...]
     oldest: tuple[int, ...]
-    """Version of the oldest sampled token of each."""
+    """Version of the oldest sampled token of each trajectory."""
 
 
 Entry = SetUp | Trained
 
 
 def write(path: Path, entry: Entry) -> None:
-    """Add an entry, whole: it is one write to a file that is only appended to."""
+    """Appends an entry by a single write."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         os.write(descriptor, msgspec.json.encode(entry) + b"\n")
@@ -43,7 +43,7 @@ def write(path: Path, entry: Entry) -> None:
 
 
 def read(path: Path) -> list[Entry]:
-    """All entries; none before the first."""
+    """Returns all entries; an empty list before the first."""
     if not path.exists():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
@@ -51,10 +51,10 @@ def read(path: Path) -> list[Entry]:
 
 
 def effective(entries: Iterable[Entry]) -> dict[int, Trained]:
-    """The steps that the final weights are made of: what came after a checkpoint is undone by its setup.
+    """Returns the steps that the final weights include; loading a checkpoint undoes the steps after it.
 
     Raises:
-        AssertionError: When a step does not follow the one before it.
+        AssertionError: When a step does not follow the previous one.
     """
     steps: dict[int, Trained] = {}
     for entry in entries:

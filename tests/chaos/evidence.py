@@ -1,4 +1,4 @@
-"""What a run has and leaves, seen from outside: processes, shared memory, the tables of its ledger."""
+"""Observes a run from outside: its processes, shared memory and the tables of its ledger."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import psutil
 from tests.chaos.diary import DIARY
 
 Key = tuple[int, float]
-"""A process for ever: its number and when it was started."""
+"""Identifies a process by its pid and start time."""
 
 
 class Processes:
-    """All processes of a run, found by the environment they inherit, and the shared memory they map."""
+    """Finds all processes of a run by the environment they inherit, and the shared memory they map."""
 
     def __init__(self, diary: Path) -> None:
         self._tag = str(diary)
         self.seen: dict[Key, str] = {}
-        """Their names."""
+        """Names of the shared memory segments that were seen."""
         self.shared: set[str] = set()
 
     def look(self) -> dict[str, list[psutil.Process]]:
-        """The living ones by role: driver, trainer rank, engine actor, engine; the rest is `other`."""
+        """Returns live processes by role: driver, trainer rank, engine actor, engine; others are `other`."""
         roles: dict[str, list[psutil.Process]] = {}
         for process in self._alive():
             with suppress(psutil.NoSuchProcess):
@@ -38,7 +38,7 @@ class Processes:
         return roles
 
     def left(self) -> list[str]:
-        """Those that live although the driver is gone."""
+        """Returns the processes that outlive the driver."""
         return [f"{process.pid} {process.name()}" for process in self._alive()]
 
     def _alive(self) -> Iterator[psutil.Process]:
@@ -64,7 +64,7 @@ def _role(process: psutil.Process, name: str) -> str:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A trajectory in the ledger's tables."""
+    """The row of a trajectory in the ledger's tables."""
 
     group_id: str
     position: int
@@ -74,18 +74,18 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class LedgerWatch:
-    """Reads the ledger's tables now and then, because rows of what is settled for good are folded away."""
+    """Reads the ledger's tables repeatedly, because rows of settled trajectories are compacted."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.rows: dict[str, Row] = {}
-        """By trajectory, as last seen."""
+        """Last row seen of each trajectory."""
         self.current: set[str] = set()
-        """Trajectories that had a row at the last look."""
+        """Trajectories that had a row in the last read."""
         self.pending: set[int] = set()
 
     def look(self) -> None:
-        """Read all rows, without a lock that the run would feel."""
+        """Reads all rows without a lock that could block the run."""
         if not self._path.exists():
             return
         with closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=10)) as database:
@@ -96,7 +96,7 @@ class LedgerWatch:
                 ).fetchall()
                 pending = database.execute("SELECT position FROM pending").fetchall()
             except sqlite3.OperationalError:
-                return  # its tables are not made yet
+                return  # its tables do not exist yet
         self.rows |= {trajectory_id: Row(*columns) for trajectory_id, *columns in found}
         self.current = {trajectory_id for trajectory_id, *_ in found}
         self.pending = {position for (position,) in pending}

@@ -1,4 +1,4 @@
-"""What a run shows to others while it runs: ports, command lines, files, endpoints; no key may be in them."""
+"""Observes what a run exposes to other users: ports, command lines, files and endpoints, without any key."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _KEY = re.compile(r'^(?:admin-)?api-key: "([0-9a-f]+)"$', re.MULTILINE)
 
 
 class Exposure(msgspec.Struct):
-    """Collected over the looks of a run; empty lists and sets are good."""
+    """Findings over a run; empty lists and sets mean that nothing is exposed."""
 
     num_listening: int = 0
-    """Sockets that were seen listening, for a test that must not pass by seeing nothing."""
+    """Sockets that were listening, so that a test does not pass when nothing was observed."""
     open_to_others: set[str] = msgspec.field(default_factory=set)
-    """Sockets that listen beyond the loopback interface, with their process."""
+    """Sockets that listen on other interfaces than loopback, with their process."""
     secrets: set[str] = msgspec.field(default_factory=set)
     """Keys of the engines and the token of Ray."""
     leaks: set[str] = msgspec.field(default_factory=set)
-    """Where one of them can be read by others."""
+    """Places where others can read one of the keys."""
     readable: set[str] = msgspec.field(default_factory=set)
-    """Files and folders that others than the user may open."""
+    """Files and folders that other users may open."""
 
     def look(self, processes: Processes, run_dir: Path, output: Path, port: int) -> None:
-        """Look at everything once, while the run goes on.
+        """Observes everything once during the run.
 
         Args:
-            processes: Of the run.
-            run_dir: Its folder.
-            output: What its driver prints.
-            port: Of its metrics.
+            processes: Processes of the run.
+            run_dir: Folder of the run.
+            output: Output of the driver.
+            port: Port of the metrics endpoint.
         """
         shown: dict[str, str] = {}
         for process in [process for role in processes.look().values() for process in role]:
@@ -73,7 +73,7 @@ class Exposure(msgspec.Struct):
         if token is not None:
             self.secrets.add(token)
         for word in command:
-            if word.startswith("--temp_dir="):  # Ray makes it open to all, so the one above it must not be
+            if word.startswith("--temp_dir="):  # Ray makes it readable by all, so its parent must not be
                 self._private(Path(word.removeprefix("--temp_dir=")).parent)
             if word.endswith("/keys.yaml"):
                 self.secrets.update(_KEY.findall(Path(word).read_text()))

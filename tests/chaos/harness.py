@@ -1,7 +1,7 @@
-"""Runs the real loop as a user would, strikes its processes by the plan, and starts a killed driver again.
+"""Runs the real loop as a user would, kills or stops its processes by a plan, and restarts a killed driver.
 
-Nothing of the run is looked at from inside: its processes are found by the environment that they inherit, its
-progress by the trainer's diary, its ledger is read as any reader of the file could.
+The run is observed from outside only: its processes by the environment that they inherit, its progress by the
+trainer's diary, its ledger by reading the file.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from tests.chaos.plan import Blow, last
 
 ROOT = Path(__file__).parents[2]
 STUCK_S = 400.0
-"""A run that does no step for so long hangs: every limit in its config is far shorter, a start is
-slow only on a machine that others use as well."""
+"""A run without a step for this time hangs: every limit in its config is far shorter. Only a busy machine
+makes a start slow."""
 GONE_S = 20.0
-"""Within this time after a kill of the driver all its processes are to be gone."""
+"""All processes must be gone within this time after a kill of the driver."""
 
 
 class Violation(AssertionError):
-    """The run did what it must not do, before it came to the audit."""
+    """The run failed before the audit."""
 
 
 def make_config(
     folder: Path, model: Path, data: Path, seed: int, *, num_engines: int, num_ranks: int
 ) -> dict:
-    """The config of a run with small limits, so that what hangs is found in seconds."""
+    """Returns the config of a run with small limits, so that hangs are detected in seconds."""
     rng = random.Random(seed)
     interrupt, merge = rng.choice([("abort", "replace"), ("abort", "splice"), ("retract", "replace")])
     return {
@@ -95,12 +95,12 @@ class Chaos:
     """One run, from its first start to its last step."""
 
     def __init__(self, folder: Path, tree: dict[str, Any], tell: Callable[[str], None]) -> None:
-        """Write the config; starts nothing.
+        """Writes the config; starts nothing.
 
         Args:
             folder: Empty; the run's folder is `run` in it.
             tree: The config.
-            tell: Gets each line of the timeline.
+            tell: Receives each line of the timeline.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._tree = tree
@@ -111,16 +111,16 @@ class Chaos:
         self._diary = folder / "diary.jsonl"
         self._run_dir = folder / tree["run"]["name"]
         self._driver: subprocess.Popen[bytes] | None = None
-        self._expected: int | None = None  # the exit code of a driver that we struck
+        self._expected: int | None = None  # the exit code of a driver that the plan killed
         self.processes = Processes(self._diary)
         self.ledger = LedgerWatch(self._run_dir / "ledger.sqlite")
         self.exposure = Exposure()
 
     def run(self, plan: Iterable[Blow], seed: int, more_steps: int = 3) -> list[Finding]:
-        """Start, strike by the plan, kill the driver, let it come to its end, and audit.
+        """Starts the run, executes the plan, kills the driver, lets the run complete, and audits it.
 
         Raises:
-            Violation: When the driver ends by itself, or the run hangs.
+            Violation: When the driver exits by itself, or the run hangs.
         """
         try:
             self.start()
@@ -147,7 +147,7 @@ class Chaos:
         return parse_config(json.loads(json.dumps(self._tree)))
 
     def start(self) -> None:
-        """Start the driver: the same command each time."""
+        """Starts the driver, with the same command each time."""
         self._config_path.write_text(json.dumps(self._tree, indent=1))  # JSON is YAML
         with self._output.open("ab") as output:
             self._driver = subprocess.Popen(
@@ -162,7 +162,7 @@ class Chaos:
         self._note(f"driver {self._driver.pid} is started")
 
     def strike(self, blow: Blow, *, start_again: bool = True) -> None:
-        """Wait for the moment, strike, and see what follows."""
+        """Waits for the moment of a blow, executes it, and observes the result."""
         if blow.after_step:
             self._wait_for_step("a step before the next blow")
         self._until(lambda: False, blow.delay_s, "", must=False)
@@ -172,7 +172,9 @@ class Chaos:
             return
         victim = sorted(victims, key=lambda process: process.pid)[int(blow.pick * len(victims))]
         number = getattr(signal, blow.how)
-        self._note(f"{blow.how} to {blow.victim} {victim.pid} ({victim.name()}), after step {self._steps()}")
+        self._note(
+            f"{blow.how} to {blow.victim} {victim.pid} ({victim.name()}), after step {self.num_steps()}"
+        )
         if blow.victim == "driver" and blow.how == "SIGKILL":
             self._expected = -signal.SIGKILL
             before = self.processes.look()
@@ -209,7 +211,7 @@ class Chaos:
         self._note(f"its {len(processes)} processes were gone within {time.monotonic() - begin:.1f} s")
 
     def _until(self, happened: Callable[[], bool], limit_s: float, what: str, *, must: bool = True) -> None:
-        """Look again and again, because files and processes of others raise no event."""
+        """Polls a condition, because files and other processes raise no event."""
         deadline = time.monotonic() + limit_s
         while not happened():
             if self._ended() not in (None, self._expected, 0):
@@ -222,10 +224,10 @@ class Chaos:
                 self._look()
             time.sleep(0.2)
 
-    # -- what is seen ----------------------------------------------------------------------------------
+    # -- observation ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Dear on few cores, so not at each turn; no row of the ledger is folded away as fast."""
+        """Expensive on few cores, so not in each iteration; rows of the ledger are compacted more slowly."""
         self.processes.look()
         self.ledger.look()
         self._next_look = time.monotonic() + 2.0
@@ -237,7 +239,7 @@ class Chaos:
         return sum(isinstance(entry, Trained) for entry in read(self._diary))
 
     def _steps(self) -> int:
-        """The step that was done last."""
+        """The last completed step."""
         return next((entry.step for entry in reversed(read(self._diary))), 0)
 
     def _last_words(self) -> str:
@@ -249,7 +251,7 @@ class Chaos:
         self._tell(f"{time.monotonic() - self._begin:7.1f} s  {text}")
 
     def _clean_up(self) -> None:
-        """Whatever went wrong, leave nothing of the run on this machine."""
+        """Removes everything of the run from this machine, also after a failure."""
         if self._driver is not None and self._driver.poll() is None:
             self._driver.kill()
             self._driver.wait()

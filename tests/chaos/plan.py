@@ -1,4 +1,4 @@
-"""What is done to whom, drawn from a seed: pure, so that a seed is a plan that can be read."""
+"""Draws a plan of faults from a seed. Pure, so that a seed determines a readable plan."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ DECK: Final[tuple[tuple[Victim, str], ...]] = (
     ("driver", "SIGSTOP"),
     ("engine actor", "SIGKILL"),
 )
-"""Every kind comes once before one comes again."""
+"""Every kind occurs once before one is repeated."""
 
 
 class Blow(msgspec.Struct, frozen=True, kw_only=True):
-    """One process is killed or stopped."""
+    """The kill or stop of one process."""
 
     victim: Victim
     how: str
     """SIGKILL or SIGSTOP."""
     after_step: bool
-    """Whether the run is first let do a step, or is struck while it still recovers."""
+    """Whether the run first completes a step, or is hit while it still recovers."""
     delay_s: float
-    """From then on."""
+    """Delay from that moment, seconds."""
     pick: float
-    """In [0, 1): which of the candidates."""
+    """Selects one of the candidates; in [0, 1)."""
     lasts_s: float
-    """A stopped driver goes on after this; who is stopped otherwise is left to the run."""
+    """A stopped driver is resumed after this time; other stopped processes are left to the run."""
 
 
 def blows(seed: int) -> Iterator[Blow]:
-    """An endless plan."""
+    """Yields an endless plan."""
     rng = random.Random(seed)
     while True:
         for victim, how in rng.sample(DECK, len(DECK)):
@@ -54,7 +54,7 @@ def blows(seed: int) -> Iterator[Blow]:
 
 
 def last(seed: int) -> Blow:
-    """The blow that ends each plan: a killed driver, started again to do its last steps in peace."""
+    """Returns the last blow of each plan: it kills the driver, which is then restarted for its last steps."""
     return Blow(
         victim="driver",
         how="SIGKILL",

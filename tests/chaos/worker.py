@@ -1,4 +1,4 @@
-"""The real trainer worker, with a diary of what it trained: evidence that the ledger has no hand in."""
+"""The real trainer worker, with a diary of what it trained, which is independent of the ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.worker import TrainerWorker
 
 
 class DiaryWorker(TrainerWorker):
-    """Rank 0 notes from which step it starts and every step that it has done."""
+    """Records, on rank 0, the step of each start and every completed step."""
 
     def setup(self, checkpoint_dir: str | None) -> TrainerState:
         state = super().setup(checkpoint_dir)

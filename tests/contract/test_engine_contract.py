@@ -159,7 +159,7 @@ async def test_the_stop_token_is_delivered_when_it_ends_a_call(subject: Subject)
     check(stopped.trace, num_tokens=len(stopped.sequence))
 
 
-async def test_a_call_is_refused_when_its_prompt_leaves_no_room(subject: Subject) -> None:
+async def test_a_call_is_refused_when_its_prompt_leaves_no_capacity(subject: Subject) -> None:
     with pytest.raises(PromptTooLong, match=str(subject.context_length)):
         await call(subject.engine, [50] * (subject.context_length + 1), 1)
     with pytest.raises(PromptTooLong, match=str(subject.context_length)):
@@ -226,7 +226,7 @@ async def test_the_answer_is_as_if_uninterrupted_when_an_aborted_call_is_resumed
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_calls_go_on_when_the_engine_had_been_left_standing_still(subject: Subject, mode: str) -> None:
+async def test_calls_go_on_when_the_engine_had_been_left_paused(subject: Subject, mode: str) -> None:
     """A driver that died in an update; seen elsewhere as a pause that never ends (sglang#22620)."""
     engine, running = subject.engine, Call(subject.engine, request(PROMPT, 40))
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
@@ -261,7 +261,7 @@ async def test_nothing_comes_twice_when_a_call_goes_on_after_its_connection_was_
 
 @pytest.mark.case(16)
 async def test_only_the_call_that_is_left_ends_when_another_id_ends_like_its_own(subject: Subject) -> None:
-    # Of one width, as all are: SGLang aborts every running call whose id only begins with the one it is told.
+    # Of one width, as all are: SGLang aborts every running call whose id begins with the given one.
     short, long = f"{'1':0>32}", f"{'10':0>32}"
     whole = await call(subject.engine, PROMPT, 60)
     other = Call(subject.engine, msgspec.structs.replace(request(PROMPT, 60), request_id=long))

@@ -6,7 +6,7 @@ from async_rl.engine_protocol import DiskUpdate
 from tests.support.engine_calls import call
 from tests.support.sglang_world import SGLangWorld
 from tests.support.trainers import started, trainer_config
-from trainer.checkpoints.hf_export import export
+from trainer.checkpoints.hf_export import export_checkpoint
 
 pytestmark = [
     pytest.mark.sglang,
@@ -23,7 +23,7 @@ async def test_the_weights_are_the_checkpoints_when_they_are_exported_in_shards(
     path = sglang_world.weights[1]
     with started(trainer_config(path)) as worker:
         worker.save_checkpoint(str(tmp_path / "checkpoints"), {})
-    export(tmp_path / "checkpoints", tmp_path / "exported", max_shard_bytes=100_000)
+    export_checkpoint(tmp_path / "checkpoints", tmp_path / "exported", max_shard_bytes=100_000)
     assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 2
 
     engine = sglang_world.engine()

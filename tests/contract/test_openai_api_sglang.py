@@ -43,7 +43,7 @@ async def test_two_turns_are_a_trajectory_when_weights_change_while_the_first_is
     )
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     endpoint = Endpoint()
-    async with endpoint.open(bench.session, reader=None) as access, client_of(access) as client:
+    async with endpoint.open_trajectory(bench.session, reader=None) as access, client_of(access) as client:
         stream = await client.chat.completions.create(
             model="policy", messages=messages, stream=True, max_tokens=400
         )

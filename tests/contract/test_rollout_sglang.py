@@ -11,7 +11,7 @@ from async_rl.cli.main import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.long, pytest.mark.sglang]  # it starts a server of its own
 
 
 def test_an_untrained_model_writes_trajectories_with_routing_when_nothing_runs_yet(
@@ -20,12 +20,12 @@ def test_an_untrained_model_writes_trajectories_with_routing_when_nothing_runs_y
     arguments = [f"model.path={calculator / 'model'}", f"data.path={calculator / 'data' / 'tasks.jsonl'}"]
     assert main(["rollout", str(EXAMPLE), *arguments, "--n", "3", "--json"]) == 0
     captured = capsys.readouterr()
-    portraits = [json.loads(line) for line in captured.out.splitlines()]
-    assert len(portraits) == 3
-    for portrait in portraits:
-        assert portrait["error"] is None
-        assert portrait["weight_versions"] == [0]
-        assert portrait["trained_tokens"] > 0
-        assert portrait["routing"]["invalid"] == 0
-        assert portrait["log_probs"]["mean"] < -1, "an untrained model is sure of nothing"
+    views = [json.loads(line) for line in captured.out.splitlines()]
+    assert len(views) == 3
+    for view in views:
+        assert view["error"] is None
+        assert view["weight_versions"] == [0]
+        assert view["trained_tokens"] > 0
+        assert view["routing"]["invalid"] == 0
+        assert view["log_probs"]["mean"] < -1, "an untrained model is sure of nothing"
     assert "starting an SGLang server" in captured.err

@@ -16,7 +16,7 @@ import pytest
 from async_rl.engine_protocol import EngineFacts, Finish
 from async_rl.engines.sglang import routing_payload
 from async_rl.engines.sglang.client import SGLangEngine
-from async_rl.engines.sglang.routing_payload import SLABS, receiving
+from async_rl.engines.sglang.routing_payload import SLABS, receive_gate
 from tests.support.engine_calls import request
 from tests.support.payload_server import make_ids, payload_server
 
@@ -110,7 +110,7 @@ async def test_the_loop_and_the_memory_are_spared_when_64_long_payloads_arrive_a
 
 @pytest.mark.case(29)
 async def test_nothing_is_left_behind_when_consumers_are_killed_in_the_middle(engine: SGLangEngine) -> None:
-    lent, gate = SLABS.usage()[0], receiving()
+    lent, gate = SLABS.usage()[0], receive_gate()
     free = gate._value
 
     async def kill_in_the_middle() -> int:

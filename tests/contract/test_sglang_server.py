@@ -55,7 +55,7 @@ class Sender:
             check=lambda specs: None,
             group_timeout_s=30.0,
         )
-        self.plan = self.export.plan(BUCKET_BYTES)
+        self.plan = self.export.plan_buckets(BUCKET_BYTES)
 
     async def broadcast(self, engine: SGLangEngine, version: int) -> None:
         invite = GroupInvite(
@@ -71,7 +71,7 @@ class Sender:
         )
         update = DistributedUpdate(weight_version=version, group_name="test", buckets=self.plan)
         await asyncio.gather(
-            asyncio.to_thread(self.export.send, ["test"], BUCKET_BYTES),
+            asyncio.to_thread(self.export.send_weights, ["test"], BUCKET_BYTES),
             engine.update_weights(update, flush=True),
         )
         await asyncio.gather(
@@ -84,7 +84,7 @@ class Sender:
         async def buckets() -> AsyncGenerator[list[bytes], None]:
             for number in range(len(self.plan)):
                 before(number)
-                yield self.export.share(number, BUCKET_BYTES, 1)
+                yield self.export.share_bucket(number, BUCKET_BYTES, 1)
 
         update = TensorUpdate(weight_version=version, num_buckets=len(self.plan), buckets=buckets)
         await engine.update_weights(update, flush=True)

@@ -18,6 +18,7 @@ from async_rl.config import ModelConfig, SGLangEngines
 from async_rl.engine_protocol import SamplingParams
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.http_client import SGLangHttpClient
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import AlignmentError
 from async_rl.routing import check
@@ -44,9 +45,9 @@ class Answers(msgspec.Struct, frozen=True, eq=False):
     calls: list[Call]
     """Of `PROMPTS`, in order."""
     later: Call
-    """Of the last prompt, with routing from its end on."""
+    """A call of the last prompt, with routing from its end on."""
     stopped: Call
-    """Of the first prompt, to be stopped by a string."""
+    """A call of the first prompt, stopped by a string."""
     info: dict
     engine: SGLangEngine
 
@@ -85,6 +86,7 @@ class Variants:
             narrow_routing=config.narrow_routing,
             died=server.died,
         )
+        http = SGLangHttpClient("engine-0", server.url, server.api_key, server.admin_key, timeout_s=60.0)
 
         async def call(prompt: list[int], start: int = 0, stop: tuple[str, ...] = ()) -> Call:
             sampling = SamplingParams(temperature=0.0, stop=stop)
@@ -98,10 +100,11 @@ class Variants:
                 calls=[await call(prompt) for prompt in PROMPTS],
                 later=await call(PROMPTS[-1], start=len(PROMPTS[-1])),
                 stopped=await call(PROMPTS[0], stop=(self.stop_string,)),
-                info=await engine._ask("server_info", dict),
+                info=await http.get_info("server_info", dict),
                 engine=engine,
             )
         finally:
+            await http.close()
             await engine.close()
             await server.stop()
 

@@ -1,1 +1,1 @@
-"""What needs a GPU. Collected everywhere, skipped where there is none; `python -m tests.gpu` is the proof."""
+"""Tests that need a GPU. They are skipped where there is none; `python -m tests.gpu` runs them as a proof."""

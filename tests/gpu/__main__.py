@@ -1,6 +1,6 @@
 """`make gpu-proof`: runs the suite on this machine's GPU and prints what each case measured.
 
-Installs nothing. Exit code 0: every case ran and held; 1: one did not; 3: there is no GPU here.
+Installs nothing. Exit code 0: every case ran and passed; 1: a case did not; 3: the machine has no GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PACKAGES = ("torch", "sglang", "megatron-core", "transformer-engine", "torch-me
 
 
 def main() -> int:
-    """The command; returns its exit code."""
+    """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the table to this file")
     parser.add_argument("-k", default="", help="only the cases whose names match, as in pytest")
@@ -42,13 +42,13 @@ def main() -> int:
 
 
 def run(recorder: Recorder, only: str = "") -> None:
-    """Run the suite, one case after the other."""
+    """Runs the suite, one case after the other."""
     here = str(Path(__file__).parent)
     pytest.main(["-q", "--no-header", "--timeout=900", "-k", only, here], [recorder])
 
 
 def describe() -> tuple[dict[str, str], int]:
-    """What this machine is, and how many GPUs it has.
+    """Returns a description of this machine, and its number of GPUs.
 
     Raises:
         EnvironmentNotReady: When torch sees no GPU.
@@ -57,7 +57,7 @@ def describe() -> tuple[dict[str, str], int]:
 
     if not torch.cuda.is_available():
         raise EnvironmentNotReady(
-            f"torch {torch.__version__} sees no GPU, so nothing can be proven here: run it on a machine with "
+            f"torch {torch.__version__} sees no GPU, so nothing can be proven: run it on a machine with "
             "one, in an environment made from requirements/gpu.txt (docs/guide/scaling-up.md)"
         )
     _, total = torch.cuda.mem_get_info()
@@ -73,5 +73,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not `sys.exit`: torch-memory-saver ends a process with 1 when the interpreter takes its regions apart.
+    # Not `sys.exit`: torch-memory-saver exits with code 1 when the interpreter frees its regions at shutdown.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""What the cases share: they are skipped without a GPU, and say what they measure."""
+"""Fixtures of the GPU cases: skipping without a GPU, a clean device, and recorded figures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases, and skip those that this machine has too few GPUs for."""
+    """Marks the cases, and skips those that need more GPUs than this machine has."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if not item.path.is_relative_to(HERE):
             continue
         item.add_marker(pytest.mark.gpu)
-        # Warnings of kernels and drivers that no machine without them has seen say nothing about us.
+        # Warnings of GPU kernels and drivers are not caused by this project.
         item.add_marker(pytest.mark.filterwarnings("default"))
         mark = item.get_closest_marker("gpus")
         needed = mark.args[0] if mark is not None else 1
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_memory() -> Iterator[None]:
-    """A case finds the device as the one before it found it."""
+    """Frees the device after each case."""
     yield
     gc.collect()
     if torch.cuda.is_available():
@@ -41,7 +41,7 @@ Measure = Callable[[str, float, str], None]
 
 @pytest.fixture
 def measure(record_property: Callable[[str, object], None]) -> Measure:
-    """Say what was measured: its name, the figure and the unit."""
+    """Records a measurement: its name, the figure and the unit."""
 
     def say(what: str, figure: float, unit: str) -> None:
         record_property(what, f"{figure:.4g} {unit}")
@@ -51,7 +51,7 @@ def measure(record_property: Callable[[str, object], None]) -> Measure:
 
 @pytest.fixture
 def used_gib() -> Callable[[], float]:
-    """Memory of the device that is in use, by whatever process, GiB."""
+    """Returns the memory of the device in use by all processes, GiB."""
 
     def used() -> float:
         torch.cuda.synchronize()

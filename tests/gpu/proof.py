@@ -1,4 +1,4 @@
-"""From the reports of the suite's cases to a table, a file and an exit code. Knows nothing of GPUs."""
+"""Turns the reports of the suite's cases into a table, a file and an exit code. Independent of GPUs."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _STYLES: dict[Verdict, str] = {
 
 @dataclass
 class Case:
-    """One test of the suite, and what was measured in it."""
+    """One test of the suite and its measurements."""
 
     name: str
     title: str
-    """What it proves, in a sentence."""
+    """The claim that the case proves, in a sentence."""
     num_gpus: int = 1
     verdict: Verdict = "did not run"
     seconds: float = 0.0
     figures: dict[str, str] = field(default_factory=dict)
-    """By what was measured: the figure with its unit."""
+    """Figures with their unit, by the name of the measurement."""
     why: str = ""
-    """Of a case that did not hold."""
+    """The reason, for a case that did not pass."""
 
 
 class Recorder:
-    """A plugin of pytest that writes down what becomes of each case, in their order."""
+    """A pytest plugin that records the result of each case, in order."""
 
     def __init__(self, num_gpus: int) -> None:
         self.cases: dict[str, Case] = {}
@@ -69,19 +69,19 @@ class Recorder:
 
 
 def _reason(text: Any) -> str:
-    """The last line of what pytest says, which is the error itself."""
+    """Returns the last line of pytest's report, which is the error itself."""
     words = text[2] if isinstance(text, tuple) else str(getattr(text, "reprcrash", text) or text)
     return str(words).strip().splitlines()[-1][:300]
 
 
 def exit_code(cases: Sequence[Case]) -> int:
-    """0 only when every case for which there are GPUs ran and held, and there was one."""
+    """Returns 0 only if every case for which there are enough GPUs passed, and there was at least one."""
     wanted = [case for case in cases if case.verdict != "needs more GPUs"]
     return 0 if wanted and all(case.verdict == "held" for case in wanted) else 1
 
 
 def show(cases: Sequence[Case], machine: str, console: Console) -> None:
-    """Print the table, and what failed in words."""
+    """Prints the table, and the reasons of failures."""
     table = Table("case", "what was measured", "figure", "verdict", title=machine, show_lines=True)
     for case in cases:
         table.add_row(
@@ -101,6 +101,6 @@ def show(cases: Sequence[Case], machine: str, console: Console) -> None:
 
 
 def write(cases: Sequence[Case], machine: dict[str, str], path: Path) -> None:
-    """Write the same as JSON."""
+    """Writes the same results as JSON."""
     document = {"machine": machine, "cases": [asdict(case) for case in cases], "exit_code": exit_code(cases)}
     path.write_text(json.dumps(document, indent=2) + "\n")

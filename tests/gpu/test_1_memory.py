@@ -1,4 +1,4 @@
-"""Device memory goes from one side to the other and back, and nothing is lost on the way."""
+"""Device memory moves between trainer and engine and back without losing state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu.models import build, serving
 from tests.support.engine_calls import call
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config, training_state
-from trainer.megatron.offload import Offload, memory_saver
+from trainer.megatron.offload import TrainerOffload, memory_saver
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 PROMPT = list(range(40, 72))
@@ -24,33 +24,35 @@ PROMPT = list(range(40, 72))
 @pytest.mark.megatron
 @pytest.mark.parametrize("way", ["regions", "emptied"])
 def test_the_trainer_leaves_the_device_and_comes_back(way: str, tmp_path: Path, measure, used_gib) -> None:
-    """A trainer gives its memory back between two steps, and has it again bit for bit."""
+    """A trainer releases its memory between two steps and restores it bit for bit."""
     model = build(tmp_path / "model", hidden_size=1024, num_layers=8)
     batches = [random_batch(seed, layers=8, experts=16, vocab_size=512) for seed in range(2)]
     config = trainer_config(model, dtype="bfloat16")
 
     def digest(worker) -> list[int]:
-        """Of everything the next step needs, as sums of bit patterns."""
+        """Returns sums of bit patterns of everything that the next step needs."""
         tensors = [tensor.detach().reshape(-1) for tensor in training_state(worker)]
         return [int(t.view(torch.uint8).to(torch.int64).sum()) for t in tensors]
 
     def timed(move: Callable[[], None]) -> tuple[float, float]:
-        """Seconds that it took, and GiB of the device that are in use then."""
+        """Returns the seconds that a call took, and the GiB of device memory in use afterwards."""
         begin = time.perf_counter()
         move()
         return time.perf_counter() - begin, used_gib()
 
     with started(config) as worker:
         worker.train_on(batches[0], 1)
-        offload = Offload(worker.model, memory_saver() if way == "regions" else None)
+        offload = TrainerOffload(worker.model, memory_saver() if way == "regions" else None)
         torch.cuda.empty_cache()
         before, expected = used_gib(), digest(worker)
-        away_s, during = timed(offload.offload)
+        away_s, during = timed(offload.offload_state)
         moved = offload.num_bytes / 2**30
-        back_s, after = timed(offload.reload)
+        back_s, after = timed(offload.reload_state)
         found = [digest(worker)]
-        again_s, during_again = timed(offload.offload)  # into host memory that it has from the first time
-        back_again_s, _ = timed(offload.reload)
+        again_s, during_again = timed(
+            offload.offload_state
+        )  # into host memory that it has from the first time
+        back_again_s, _ = timed(offload.reload_state)
         found.append(digest(worker))
         norm = worker.train_on(batches[1], 2).metrics["grad_norm"]
     with started(config) as worker:
@@ -64,7 +66,7 @@ def test_the_trainer_leaves_the_device_and_comes_back(way: str, tmp_path: Path, 
     measure("to the host, again", moved / again_s, "GiB/s")
     measure("back, again", moved / back_again_s, "GiB/s")
     assert found == [expected, expected]
-    # Kernels add up in any order on a GPU: two runs of the same two steps differ in their last bits.
+    # GPU kernels sum in any order: two runs of the same two steps differ in their last bits.
     assert norm == pytest.approx(undisturbed[1].metrics["grad_norm"], rel=0.02)
     assert before - during > 0.95 * moved
     assert before - during_again > 0.95 * moved
@@ -73,7 +75,7 @@ def test_the_trainer_leaves_the_device_and_comes_back(way: str, tmp_path: Path, 
 
 @pytest.mark.sglang
 async def test_an_engine_leaves_the_device_and_comes_back(tmp_path: Path, measure, used_gib) -> None:
-    """An engine gives weights and cache back, is loaded anew, and answers as it did before."""
+    """An engine releases weights and cache, is loaded again, and gives the same answers."""
     model, total = build(tmp_path / "model"), torch.cuda.mem_get_info()[1] / 2**30
     idle = used_gib()
     async with serving(model, tmp_path, shared=True) as engine:

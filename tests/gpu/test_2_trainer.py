@@ -1,4 +1,4 @@
-"""The trainer's kernels: fused against plain, packed against alone, replayed against routed."""
+"""The trainer's kernels: fused and plain, packed and single, replayed and native routing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_fused_layers_agree_with_plain_ones(model: Path, measure, monkeypatch: p
 
 
 def test_packed_trajectories_do_not_see_each_other(model: Path, measure) -> None:
-    """Flash attention over packed trajectories (thd) gives each the log-probs that it has alone."""
+    """Flash attention over packed trajectories (thd) gives each the log-probs that it has by itself."""
     batch = batch_of(lengths=(130, 3, 257, 64, 65, 9), prompt=2)
     results = []
     for budget in (1, 100_000):
@@ -63,7 +63,7 @@ def test_packed_trajectories_do_not_see_each_other(model: Path, measure) -> None
     difference = np.abs(results[0] - results[1])
     measure("log-probs apart, mean", float(difference.mean()), "nats")
     measure("log-probs apart, max", float(difference.max()), "nats")
-    # Rounding in bfloat16 depends on the tiles that a matrix is cut into; a leak would be nats.
+    # Rounding in bfloat16 depends on matrix tiles; attention across trajectories would change nats.
     assert difference.mean() < 0.01
     assert difference.max() < 0.3
 

@@ -1,4 +1,4 @@
-"""The proof by numbers of routing replay, between a real engine and a real trainer on the GPU."""
+"""Measures the effect of routing replay between a real engine and a real trainer on the GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 async def test_replay_brings_the_trainer_nearer_to_the_engine(tmp_path: Path, measure) -> None:
-    """With the engine's experts replayed, the trainer's log-probs are nearer to the engine's."""
+    """With the engine's experts replayed, the trainer's log-probs are closer to the engine's."""
     model = build(tmp_path / "model")
     async with serving(model, tmp_path) as engine:
         answers = await replaying.sample(engine, random_prompts(32, seed=0), 48)

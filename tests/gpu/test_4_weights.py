@@ -1,4 +1,4 @@
-"""Weights reach an engine on a GPU: through shared memory, and over NCCL where it has a device of its own."""
+"""Weights reach an engine on a GPU through shared memory, and over NCCL if it has its own device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUCKET_BYTES = 16 << 20
 
 
 def on_device(model: Path) -> list[tuple[str, torch.Tensor]]:
-    """The weights of a folder as a trainer on this process's GPU has them."""
+    """Yields the weights of a folder on this process's GPU, as a trainer exports them."""
     from safetensors.torch import load_file
 
     tensors = sorted(load_file(model / "model.safetensors").items())
@@ -36,7 +36,7 @@ def size_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
 
 
 async def test_an_engine_takes_weights_through_shared_memory(tmp_path: Path, measure) -> None:
-    """Weights from the trainer's GPU, through shared memory, leave an engine as one started with them."""
+    """Weights sent through shared memory give an engine the answers of one started with them."""
     old, new = build(tmp_path / "old", seed=0), build(tmp_path / "new", seed=1)
     async with serving(new, tmp_path) as engine:
         expected = await call(engine, PROMPT, 32)
@@ -44,11 +44,11 @@ async def test_an_engine_takes_weights_through_shared_memory(tmp_path: Path, mea
     export = WeightExport(
         lambda: iter(tensors), 0, torch.device("cuda"), check=lambda specs: None, group_timeout_s=60
     )
-    buckets = export.plan(BUCKET_BYTES)
+    buckets = export.plan_buckets(BUCKET_BYTES)
 
     async def shared() -> AsyncGenerator[Sequence[bytes], None]:
         for number in range(len(buckets)):
-            yield await asyncio.to_thread(export.share, number, BUCKET_BYTES, 1)
+            yield await asyncio.to_thread(export.share_bucket, number, BUCKET_BYTES, 1)
 
     async with serving(old, tmp_path) as engine:
         begin = time.perf_counter()
@@ -66,7 +66,7 @@ async def test_an_engine_takes_weights_through_shared_memory(tmp_path: Path, mea
 async def test_an_engine_takes_weights_over_nccl(
     tmp_path: Path, measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a broadcast over NCCL an engine answers as one that was started with those weights."""
+    """After a broadcast over NCCL an engine gives the same answers as one started with those weights."""
     old, new = build(tmp_path / "old", seed=0), build(tmp_path / "new", seed=1)
     async with serving(new, tmp_path) as engine:
         expected = await call(engine, PROMPT, 32)

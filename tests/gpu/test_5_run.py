@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray]
 
 
 def test_a_run_trains_on_one_gpu_in_turns(calculator: Path, measure) -> None:
-    """A run in which an engine and a trainer take turns on one GPU trains within its staleness bound."""
-    # The example's own has heads that fused kernels do not take, and is of float32.
+    """A run in which an engine and a trainer time-share one GPU trains within its staleness bound."""
+    # The example's own model is float32 and has head sizes that fused kernels do not support.
     model = build(calculator / "model-of-gpus", speaks_as=calculator / "model")
     overrides = {
         "run.max_steps": 4,

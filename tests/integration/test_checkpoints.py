@@ -1,4 +1,4 @@
-"""Checkpoints of a real model on one rank: written beside training, whole or passed over."""
+"""Checkpoints of a real model on one rank: written in the background, complete or skipped."""
 
 import json
 import pickle
@@ -58,22 +58,22 @@ def test_newest_whole_checkpoint_is_taken_when_newer_ones_are_damaged(moe, folde
     (folder / ".step_00000004.tmp").mkdir()
     (folder / ".step_00000004.tmp" / "__0_0.distcp").write_bytes(b"left by a kill")
     with started(trainer_config(moe), folder) as worker:
-        assert worker._steps == 2
+        assert worker.num_steps == 2
         assert not (folder / ".step_00000004.tmp").exists()
         flip(folder / "step_00000002" / "__0_0.distcp")
-        found = loading.find(folder)
+        found = loading.find_checkpoint(folder)
         assert found.path == folder / "step_00000001"
         assert "step_00000003/__0_0.distcp has" in found.skipped_checkpoints[0]
         assert "step_00000002/__0_0.distcp is damaged" in found.skipped_checkpoints[1]
         with pytest.raises(CheckpointError, match=r"step_00000002/__0_0.distcp is damaged"):
-            loading.find(folder / "step_00000002")  # one that is named is not replaced by another
+            loading.find_checkpoint(folder / "step_00000002")  # one that is named is not replaced by another
         (folder / "step_00000001" / "manifest.json").unlink()
-        with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*Restore one of them"):
-            loading.find(folder)
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete: .*Restore one of them"):
+            loading.find_checkpoint(folder)
 
 
 def test_checkpoint_is_refused_when_it_is_of_another_model_type_or_version(moe, folder, tmp_path):
-    with pytest.raises(CheckpointError, match=r"trained with model.dtype float32, but it is bfloat16 now"):
+    with pytest.raises(CheckpointError, match=r"trained with model.dtype=float32, but it is bfloat16 now"):
         with started(trainer_config(moe, dtype="bfloat16"), folder):
             pass
     smaller = build_tiny_qwen3_moe(tmp_path / "smaller", num_layers=1)
@@ -92,13 +92,13 @@ def test_checkpoint_is_refused_when_it_is_of_another_model_type_or_version(moe, 
 
 
 def test_training_goes_on_when_a_checkpoint_is_being_written_or_cannot_be(moe, tmp_path, monkeypatch):
-    write, may_write = storage.write, threading.Event()
+    write, may_write = storage.write_parts, threading.Event()
 
     def write_later(*arguments):
         assert may_write.wait(100)
         return write(*arguments)
 
-    monkeypatch.setattr(storage, "write", write_later)
+    monkeypatch.setattr(storage, "write_parts", write_later)
     with started(trainer_config(moe)) as worker:
         worker.train_on(random_batch(1, layers=2), 1)
         expected = weights(worker)
@@ -121,12 +121,12 @@ def test_training_goes_on_when_a_checkpoint_is_being_written_or_cannot_be(moe, t
             (folder / "half").write_bytes(bytes(100))
             raise OSError("no space left on device")
 
-        monkeypatch.setattr(storage, "write", fill_the_disk)
+        monkeypatch.setattr(storage, "write_parts", fill_the_disk)
         worker.save_checkpoint(str(tmp_path), {})
         assert "no space left on device" in worker.saved_checkpoint(wait=True).failure
         assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "step_00000001"]
 
-        monkeypatch.setattr(storage, "write", write)
+        monkeypatch.setattr(storage, "write_parts", write)
         unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, unlimited[1]))  # a disk that is full after that
         try:
@@ -144,9 +144,9 @@ def test_memory_of_a_copy_is_taken_again_when_the_next_one_is_made(moe, tmp_path
     with started(trainer_config(moe)) as worker:
         worker.train_on(random_batch(1, layers=2), 1)
         worker.save_checkpoint(str(tmp_path), {})
-        where = worker._saver._staged.data_ptr()
+        where = worker.saver.staging_buffer.data_ptr()
         worker.save_checkpoint(str(tmp_path), {})
-        assert worker._saver._staged.data_ptr() == where
+        assert worker.saver.staging_buffer.data_ptr() == where
         assert worker.saved_checkpoint(wait=True).failure is None  # one of the same step is replaced
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
@@ -160,11 +160,11 @@ def test_the_checkpoint_before_stays_when_the_process_dies_in_a_save(moe, folder
         raise Killed
 
     of = {
-        "scratch": (storage, "write"),
-        "tensors": (saving, "gather"),
-        "metadata": (saving, "record"),
+        "scratch": (storage, "write_parts"),
+        "tensors": (saving, "gather_bytes"),
+        "metadata": (saving, "record_file"),
         "manifest": (saving, "write_manifest"),
-        "rename": (saving.folder, "publish"),
+        "rename": (saving.folder, "publish_checkpoint"),
     }
     module, name = of[stage]
     if stage in ("metadata", "manifest"):  # after it
@@ -173,14 +173,14 @@ def test_the_checkpoint_before_stays_when_the_process_dies_in_a_save(moe, folder
     else:
         monkeypatch.setattr(module, name, die)
     with started(trainer_config(moe), folder) as worker:
-        assert worker._steps == 3
+        assert worker.num_steps == 3
         worker.train_on(random_batch(4, layers=2), 4)
         worker.save_checkpoint(str(folder), {})
-        assert isinstance(worker._saver._writing.exception(), Killed)
+        assert isinstance(worker.saver.pending_write.exception(), Killed)
     monkeypatch.undo()
     assert (folder / ".step_00000004.tmp").exists()
     with started(trainer_config(moe), folder) as worker:
-        assert worker._steps == 3
+        assert worker.num_steps == 3
     assert not (folder / ".step_00000004.tmp").exists()
 
 
@@ -219,9 +219,9 @@ def test_exported_weights_are_those_of_the_checkpoint_when_it_is_read_by_one_pro
         assert not torch.equal(
             ours(ids).logits.float(), AutoModelForCausalLM.from_pretrained(model)(ids).logits.float()
         )
-    # What is there already stays, and a run without a checkpoint is told.
+    # An existing folder stays, and a run without a checkpoint is an error.
     assert main(arguments) == 2
-    assert "which is there already: name a folder that is to be made" in capsys.readouterr().err
+    assert "which already exists: name a new folder" in capsys.readouterr().err
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     arguments[2], arguments[4] = str(tmp_path / "empty"), str(tmp_path / "none")
     assert main(arguments) == 1

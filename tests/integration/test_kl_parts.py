@@ -11,7 +11,7 @@ from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import log_probs_of, native_rows, place, started, trainer_config, weights
 from trainer import logprob_mismatch
-from trainer.megatron.packing import targets
+from trainer.megatron.packing import make_targets
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -39,9 +39,11 @@ def sampled_by(worker, batch):
 
 def parts(worker, batch):
     """As `train_on` measures them, without its step."""
-    wanted = targets(batch)
-    start, placed = worker._old_log_probs(place(worker, batch), batch.num_tokens)
-    found = logprob_mismatch.measure(wanted, start, 2.0) | worker._probe_routing(placed, wanted, start, 1)
+    wanted = make_targets(batch)
+    start, placed = worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)
+    found = logprob_mismatch.measure_mismatch(wanted, start, 2.0) | worker.probe_routing(
+        placed, wanted, start, 1
+    )
     return {name: found[name] for name in ("kl_mismatch", "kl_staleness", "kl_routing")}
 
 

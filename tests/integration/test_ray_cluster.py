@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of several nodes, one of which is taken away in the middle; models are left out."""
+"""A run on a Ray cluster of several nodes, one of which is removed during the run; without models."""
 
 import asyncio
 import logging
@@ -40,7 +40,7 @@ class Lines(logging.Handler):
         self._loop.call_soon_threadsafe(self._more.set)
 
     async def seen(self, *texts: str) -> None:
-        """Wait until a line has one of the texts in it."""
+        """Wait until a line contains one of the texts."""
         while not any(text in line for line in self.lines for text in texts):
             self._more.clear()
             await self._more.wait()
@@ -52,13 +52,13 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     plan.write_text("[]")
     with RayNodes(**{PLAN: str(plan)}) as nodes:
         nodes.start()  # the driver's
-        for _ in range(2):  # room for one engine on each, and for all ranks
+        for _ in range(2):  # capacity for one engine on each, and for all ranks
             nodes.start(engines=1, trainer=2)
         yield nodes
 
 
 class DistantRank(MortalRank):
-    """Writes down where it reads its batches."""
+    """Records where it reads its batches."""
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
         super().__init__(config, rank, world_size, init_address)
@@ -85,7 +85,7 @@ class Steps(RunProgress):
                 event.set()
 
     async def more(self, count: int) -> None:
-        """Wait until so many more steps are done."""
+        """Wait until `count` more steps are finished."""
         event = asyncio.Event()
         self._waiters.append((self._done + count, event))
         await event.wait()
@@ -150,7 +150,7 @@ async def test_servers_of_another_node_are_refused_when_memory_is_to_be_shared(
 async def test_a_run_goes_on_when_a_node_with_ranks_and_an_engine_is_taken_away_and_another_joins_later(
     nodes, cluster_config, tmp_path, caplog
 ):
-    """The ranks find places on the node that is left; the engine waits for one on a node to come."""
+    """The ranks move to the remaining node; the engine waits for a new node."""
     caplog.set_level(logging.INFO, logger="async_rl")  # events are lines of that level
     config, run_dir = cluster_config("run.max_steps=100000")
     stop, steps = asyncio.Event(), Steps()
@@ -162,7 +162,7 @@ async def test_a_run_goes_on_when_a_node_with_ranks_and_an_engine_is_taken_away_
         rank = int(batch.parts[2])  # /proc/<pid>/fd/<number>
         nodes.take_away(nodes.node_of(rank))
         await lines.seen("the trainer is back at step")
-        await lines.seen("Ray has no room for 2 x engine")
+        await lines.seen("Ray has no capacity for 2 x engine")
         await steps.more(2)
         nodes.kill("quick_server")  # of the engine on the node that is left, which has its place there
         await lines.seen("engine engine-0 serves again", "engine engine-1 serves again")

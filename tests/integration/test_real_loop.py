@@ -1,4 +1,4 @@
-"""The whole loop for real: SGLang and Megatron-Core under Ray, on a CPU, on an untrained model."""
+"""The whole loop with SGLang and Megatron-Core under Ray, on a CPU, on an untrained model."""
 
 import asyncio
 import os
@@ -85,7 +85,7 @@ async def run(
 
 
 def assert_sound(summary: Summary, batches: list[TrainBatch], config: Config) -> None:
-    """What must be true of any run."""
+    """Check what must hold for any run."""
     assert summary.trajectories.unaccounted == 0
     trained = [i for batch in batches for i in batch.trajectory_ids]
     assert len(set(trained)) == len(trained) == summary.trajectories.trained
@@ -102,10 +102,10 @@ def assert_sound(summary: Summary, batches: list[TrainBatch], config: Config) ->
 
 
 class FirstUpdate:
-    """Finds an answer half written, however fast a machine trains and generates.
+    """Makes the first update find a half-written answer, regardless of the speed of the machine.
 
-    Answers of the second group begin when the first update's weights are out as files, and the update goes on
-    when one of them has a token.
+    Answers of the second group start when the first update's weights are published as files, and the update
+    continues when one of them has a token.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ class FirstUpdate:
 
 
 class SecondGroupLater(ToolLoop):
-    """Lets the first group begin at once and all others with the first update."""
+    """Starts the first group at once and all others with the first update."""
 
     first_update: FirstUpdate
     num_begun = 0
@@ -239,7 +239,7 @@ async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
 
 
 def kill_scheduler(folder: str) -> int:
-    """SIGKILL the scheduler of one engine of this run, the process that holds the model."""
+    """Kill the scheduler of one engine of this run, the process that holds the model."""
     for process in psutil.process_iter(["name"]):
         if "sglang::schedul" in process.info["name"] and process.environ().get(FOLDER) == folder:
             os.kill(process.pid, signal.SIGKILL)

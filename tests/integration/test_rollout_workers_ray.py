@@ -1,4 +1,4 @@
-"""Rollout workers as Ray actors, one of which dies in the middle of a turn; models are left out."""
+"""Rollout workers as Ray actors, one of which dies during a turn; without models."""
 
 import asyncio
 import os
@@ -41,7 +41,7 @@ async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
     summary = await placement.run(config, run_dir, asyncio.Event())
     assert summary.weight_versions == 4
     assert summary.trajectories.trained == 4 * 16
-    assert summary.trajectories.dropped == {}  # with one attempt each: nobody's attempt failed
+    assert summary.trajectories.dropped == {}  # with one attempt each: no attempt failed
     assert_conserved(summary)
     died = (fate / "died").read_text()
     assert f"trajectory {died} goes on elsewhere" in caplog.text

@@ -14,7 +14,7 @@ from tests.support.memory_saver import GARBAGE, FakeMemorySaver, as_bytes
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import started, trainer_config, training_state, weights
-from trainer.megatron.offload import Offload, check_room, memory_saver
+from trainer.megatron.offload import TrainerOffload, check_free_memory, memory_saver
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -42,10 +42,10 @@ def test_steps_go_on_as_if_nothing_had_happened_when_the_state_was_away_in_betwe
             worker.train_on(batch, step)
         expected = [tensor.clone() for tensor in training_state(worker)]
     with started(trainer_config(moe, dtype=dtype)) as worker:
-        offload = Offload(worker.model, saver if in_regions else None)
+        offload = TrainerOffload(worker.model, saver if in_regions else None)
         for step, batch in enumerate(batches, start=1):
-            offload.offload()  # before the first step there are no moments yet
-            offload.reload()
+            offload.offload_state()  # before the first step there are no moments yet
+            offload.reload_state()
             worker.train_on(batch, step)
         found = [tensor.clone() for tensor in training_state(worker)]
     assert len(found) == len(expected) > 50
@@ -55,17 +55,17 @@ def test_steps_go_on_as_if_nothing_had_happened_when_the_state_was_away_in_betwe
 def test_nothing_is_left_on_the_device_when_the_state_is_away(moe):
     with started(trainer_config(moe)) as worker:
         worker.train_on(random_batch(layers=2), 1)
-        offload = Offload(worker.model)
+        offload = TrainerOffload(worker.model)
         parameters, moments, gradients = parts(worker.model)
         before = weights(worker)
-        offload.offload()
+        offload.offload_state()
         held = [*parameters, *moments, *gradients]
         assert len(moments) > len(parameters)
         assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
         assert offload.num_bytes >= 3 * sum(p.numel() * p.element_size() for p in parameters)
-        offload.offload()  # nothing of the empty storages is taken for the state
-        offload.reload()
-        offload.reload()
+        offload.offload_state()  # nothing of the empty storages is taken for the state
+        offload.reload_state()
+        offload.reload_state()
         after = weights(worker)
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert all(not gradient.any() for gradient in gradients)
@@ -73,23 +73,23 @@ def test_nothing_is_left_on_the_device_when_the_state_is_away(moe):
 
 def test_all_that_is_left_are_addresses_when_the_state_is_away_in_regions(moe, saver):
     with started(trainer_config(moe, dtype="bfloat16")) as worker:
-        offload = Offload(worker.model, saver)
-        offload.offload()
-        offload.reload()
+        offload = TrainerOffload(worker.model, saver)
+        offload.offload_state()
+        offload.reload_state()
         first = sum(map(len, parts(worker.model)))
         worker.train_on(random_batch(layers=2), 1)
-        offload.offload()  # the moments, which the step has made
-        offload.reload()
+        offload.offload_state()  # the moments, which the step has made
+        offload.reload_state()
         held = [tensor for part in parts(worker.model) for tensor in part]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in held}
         before, content = {place: as_bytes(s).clone() for place, s in storages.items()}, weights(worker)
-        offload.offload()
+        offload.offload_state()
         assert len(held) > first
         assert saver.paused_bytes == sum(storage.nbytes() for storage in storages.values())
         assert all((as_bytes(storage) == GARBAGE).all() for storage in storages.values())
-        offload.offload()  # the real one ends the process when it is told twice
-        offload.reload()
-        offload.reload()
+        offload.offload_state()  # the real one ends the process when called twice
+        offload.reload_state()
+        offload.reload_state()
         assert saver.paused_bytes == 0
         assert all(storage.data_ptr() == place for place, storage in storages.items())
         gradients = {g.untyped_storage().data_ptr() for g in parts(worker.model)[2]}
@@ -158,6 +158,6 @@ def test_it_is_refused_when_it_cannot_work(monkeypatch):
 
 
 def test_a_trainer_does_not_come_back_when_its_device_is_not_empty_enough():
-    check_room(3 << 30, 3 << 30, 80 << 30)
+    check_free_memory(3 << 30, 3 << 30, 80 << 30)
     with pytest.raises(TrainerError, match=r"needs 3\.0 GiB, and 2\.0 of 80\.0 GiB are free"):
-        check_room(3 << 30, 2 << 30, 80 << 30)
+        check_free_memory(3 << 30, 2 << 30, 80 << 30)

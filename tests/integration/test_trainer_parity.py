@@ -14,7 +14,7 @@ from tests.support.tiny_model import build_tiny_qwen3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import log_probs_of, native_rows, started, trainer_config, weights
 from trainer.megatron import architectures, bridge
-from trainer.validate import KNOWN
+from trainer.validate import KNOWN_MODEL_TYPES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -119,7 +119,7 @@ def test_bfloat16_model_says_so_when_published(moe, tmp_path):
     [
         (
             {"model_type": "gpt_oss", "head_dim": 16},
-            "type 'gpt_oss'; the trainer knows deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe",
+            "type 'gpt_oss'; the trainer supports deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe",
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias = True"),
@@ -159,4 +159,4 @@ def test_error_names_the_folder_when_weights_cannot_be_published(moe, tmp_path):
 
 
 def test_what_is_known_before_the_start_is_what_has_a_bridge():
-    assert list(KNOWN) == sorted(architectures._BRIDGES)
+    assert list(KNOWN_MODEL_TYPES) == sorted(architectures._BRIDGES)

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 import torch.multiprocessing as mp
-from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 
 from async_rl.errors import AlignmentError
 from async_rl.weights.buckets import size_of
+from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 from tests.support.live_bytes import LiveBytes
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
@@ -50,6 +50,15 @@ QUADS = {
     "four: tensor, expert and expert tensor": ({"tp": 2, "ep": 2, "etp": 2}, "none"),
 }
 """Of four ranks."""
+
+DEFAULT = {
+    "data",
+    "tensor, sequence and expert",
+    "interleaved pipeline",
+    "context",
+    "four: tensor, pipeline and expert",
+}
+"""The layouts of `make test`: each kind of parallelism, and a combination. `make test-long` has the rest."""
 
 ONE_STEP = {
     "tensor, sequence and expert, all gathered",
@@ -155,11 +164,12 @@ def config_of(model, layout, recompute, ranks, replay="r3", **trainer):
     return config | {"routing": config["routing"] | {"probe_every": 2}}
 
 
-def run_rank(rank: int, model: str, hidden: dict[int, torch.Tensor], out: str) -> None:
+def run_rank(rank: int, model: str, hidden: dict[int, torch.Tensor], out: str, names: list[str]) -> None:
     """Go through the layouts; runs in a process of its own. Two pairs of ranks share those of two."""
     torch.set_num_threads(1)
-    pairs = [(name, rank // 2 * 2) for i, name in enumerate(LAYOUTS) if i % 2 == rank // 2]
-    for name, first in [*pairs, *((name, 0) for name in QUADS)]:
+    of_two = [name for name in names if name in LAYOUTS]
+    pairs = [(name, rank // 2 * 2) for i, name in enumerate(of_two) if i % 2 == rank // 2]
+    for name, first in [*pairs, *((name, 0) for name in names if name in QUADS)]:
         ranks = 2 if name in LAYOUTS else 4
         look = _Look(rank - first, ranks, name, model, hidden, out)
         with pytest.MonkeyPatch.context() as patch:
@@ -215,7 +225,7 @@ class _Look:
             seen["broken"] = worker.train_on(broken(), 3).metrics
             after = weights(worker)
             seen["stayed"] = all(torch.equal(after[name], w) for name, w in seen["r3"]["weights"].items())
-            worker._steps -= 1
+            worker.num_steps -= 1
         if self.name in RESUMED:
             worker.save_checkpoint(f"{self.out}/checkpoints {self.name}", {})
             self.trained = seen["r3"]["weights"]
@@ -237,7 +247,7 @@ class _Look:
 
         with pytest.MonkeyPatch.context() as wrong, RouterWitness().watching(worker) as control:
             wrong.setattr(megatron_model, "local_rows", cut_wrongly)
-            worker._old_log_probs(place(worker, batch), batch.num_tokens)
+            worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)
         with RouterWitness().watching(worker) as checker:
             first = worker.train_on(batch, 1)
         metrics = [first.metrics]
@@ -260,20 +270,20 @@ class _Look:
         batch = without_rows(batches()[0])
         placed = place(worker, batch)
         with RouterWitness().watching(worker) as recorded:
-            old, placed = worker._old_log_probs(placed, batch.num_tokens)
+            old, placed = worker.compute_old_log_probs(placed, batch.num_tokens)
         routers = [m for c in worker.model.chunks for m in c.modules() if isinstance(m, TopKRouter)]
         kept = [router.weight.data.clone() for router in routers]
         for router in routers:
             router.weight.data.copy_(router.weight.data.flip(0))
-        from trainer.megatron.packing import targets
+        from trainer.megatron.packing import make_targets
         from trainer.worker import UpdateInputs
 
-        wanted = targets(batch)
+        wanted = make_targets(batch)
         goal = UpdateInputs(wanted, batch.rewards[wanted.trajectory], old, None)
         with RouterWitness().watching(worker) as replayed:
-            worker._forward_backward(placed, range(batch.num_trajectories), goal)
+            worker.accumulate_gradients(placed, range(batch.num_trajectories), goal)
         with RouterWitness().watching(worker) as changed:
-            worker._old_log_probs(placed, batch.num_tokens)
+            worker.compute_old_log_probs(placed, batch.num_tokens)
         for router, weight in zip(routers, kept, strict=True):
             router.weight.data.copy_(weight)
         return {
@@ -314,7 +324,7 @@ class _Look:
         for number, bucket in enumerate(plan):
             counts.add(len(worker.share_bucket(number, BUCKET_BYTES, 2)))
             if self.rank == 0:
-                buffer, end = worker.weights._buffers[number % 2], 0
+                buffer, end = worker.weights.shared_buffers[number % 2], 0
                 for spec in bucket:
                     begin, end = end, end + size_of(spec)
                     data = buffer[begin:end].view(getattr(torch, spec.dtype))
@@ -357,23 +367,36 @@ def one(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def several(one):
-    """Results by layout and rank."""
+def several(one, request):
+    """Results by layout and rank, of the layouts that the selected tests look at."""
     out = one["out"]
-    mp.spawn(run_rank, (str(one["model"]), one["hidden"], str(out)), nprocs=4)
+    selected = {
+        item.callspec.params.get("layout")
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
+    names = [name for name in [*LAYOUTS, *QUADS] if name in selected | {"data"}]
+    mp.spawn(run_rank, (str(one["model"]), one["hidden"], str(out), names), nprocs=4)
     return {
         name: [
             torch.load(out / f"{name} {rank}", weights_only=False)
             for rank in range(2 if name in LAYOUTS else 4)
         ]
-        for name in [*LAYOUTS, *QUADS]
+        for name in names
     }
 
 
-EVERY = pytest.mark.parametrize("layout", [*LAYOUTS, *QUADS])
-TWICE = pytest.mark.parametrize("layout", [name for name in LAYOUTS | QUADS if name not in ONE_STEP])
-RECORDING = pytest.mark.parametrize("layout", RECORDED)
-RESUMING = pytest.mark.parametrize("layout", RESUMED)
+def of_layouts(names):
+    marks = {True: (), False: pytest.mark.long}
+    return pytest.mark.parametrize(
+        "layout", [pytest.param(name, marks=marks[name in DEFAULT]) for name in names]
+    )
+
+
+EVERY = of_layouts([*LAYOUTS, *QUADS])
+TWICE = of_layouts([name for name in LAYOUTS | QUADS if name not in ONE_STEP])
+RECORDING = of_layouts(RECORDED)
+RESUMING = of_layouts(RESUMED)
 
 
 def close(actual, expected):
@@ -406,7 +429,7 @@ def test_ranks_equal_one_when_laid_out(one, several, layout):
         assert not seen["left"]
 
 
-@pytest.mark.parametrize("layout", OVER_ALL)
+@of_layouts(OVER_ALL)
 def test_ranks_equal_one_when_the_loss_is_over_whole_answers(one, several, layout):
     expected = one["over answers"]
     assert 0 < expected["metrics"]["importance_truncated_fraction"] < 1
@@ -422,7 +445,7 @@ def test_ranks_equal_one_when_there_are_fewer_trajectories(one, several):
         equal_gradients(rank["single"]["gradients"], one["single"]["gradients"])
 
 
-@pytest.mark.parametrize("layout", GUARDED)
+@of_layouts(GUARDED)
 def test_all_ranks_skip_the_update_when_one_has_a_loss_that_is_not_finite(several, layout):
     for rank in several[layout]:
         assert (rank["broken"]["updates"], rank["broken"]["updates_skipped"]) == (0, 1)

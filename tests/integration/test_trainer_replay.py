@@ -169,9 +169,9 @@ def call(router, tokens, top_k=2):
 @pytest.mark.case(32)
 def test_schedule_fails_when_a_target_is_left_for_the_backward_pass(worker):
     replay = worker.model.replay
-    with pytest.raises(AlignmentError, match=r"after a schedule .* left over"), replay.schedule():
+    with pytest.raises(AlignmentError, match=r"after a schedule .* left over"), replay.guard_schedule():
         replay.routers[0].set_target_indices(torch.zeros(3, 2, dtype=torch.uint8), recomputed=True)
-    with replay.schedule():  # nothing leaks into the next one
+    with replay.guard_schedule():  # nothing leaks into the next one
         pass
 
 
@@ -197,21 +197,21 @@ def test_router_refuses_when_its_target_is_missing_or_of_other_tokens(worker):
     replay = worker.model.replay
     (router, other) = replay.routers
     with pytest.raises(AlignmentError, match=r"sees 5 tokens .* target is \(4, 2\)"):
-        with replay.micro_batch(0, rows_of(4)):
+        with replay.replay_micro_batch(0, rows_of(4)):
             call(router, 5)
     with pytest.raises(AlignmentError, match=r"picks 3 experts, but its replay target is \(4, 2\)"):
-        with replay.micro_batch(0, rows_of(4)):
+        with replay.replay_micro_batch(0, rows_of(4)):
             call(router, 4, top_k=3)
     with pytest.raises(AlignmentError, match=r"sees 4 tokens .* target is \(0, 2\)"):
-        with replay.micro_batch(0, rows_of(0)):
+        with replay.replay_micro_batch(0, rows_of(0)):
             call(router, 4)
     with pytest.raises(AlignmentError, match=r"2 routers, but its rows are of 3 layers"):
-        with replay.micro_batch(0, rows_of(4, layers=3)):
+        with replay.replay_micro_batch(0, rows_of(4, layers=3)):
             pass
     with pytest.raises(AlignmentError, match=r"layers \[3\] were not called"):
-        with replay.micro_batch(0, rows_of(4)):
+        with replay.replay_micro_batch(0, rows_of(4)):
             call(router, 4)
-    with replay.schedule(), replay.micro_batch(0, rows_of(4, value=5)):
+    with replay.guard_schedule(), replay.replay_micro_batch(0, rows_of(4, value=5)):
         for each in (router, other):
             assert call(each, 4).tolist() == [[5, 6]] * 4
             with pytest.raises(AlignmentError, match=r"without a replay target"):
@@ -219,7 +219,7 @@ def test_router_refuses_when_its_target_is_missing_or_of_other_tokens(worker):
 
 
 @pytest.mark.case(38)
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.long), "full"])
 def test_reference_pass_routes_natively_when_actors_replay_around_it(moe, recompute):
     batch = random_batch(layers=(0, 2))
     with started(trainer_config(moe, replay=False)) as worker:
@@ -229,10 +229,12 @@ def test_reference_pass_routes_natively_when_actors_replay_around_it(moe, recomp
         expected = gradients(worker)
     with started(trainer_config(moe, recompute=recompute, micro_batch_tokens=40)) as worker:
         placed = place(worker, batch)
-        replayed = worker._old_log_probs(placed, batch.num_tokens)[0]
+        replayed = worker.compute_old_log_probs(placed, batch.num_tokens)[0]
         reference = [replaced(p, inputs=p.inputs._replace(routing=None)) for p in placed]
-        np.testing.assert_allclose(worker._old_log_probs(reference, batch.num_tokens)[0], native, atol=1e-5)
-        np.testing.assert_array_equal(worker._old_log_probs(placed, batch.num_tokens)[0], replayed)
+        np.testing.assert_allclose(
+            worker.compute_old_log_probs(reference, batch.num_tokens)[0], native, atol=1e-5
+        )
+        np.testing.assert_array_equal(worker.compute_old_log_probs(placed, batch.num_tokens)[0], replayed)
         assert np.abs(replayed - native).mean() > 0.01
         worker.train_on(batch, 1)
         assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(worker).items())
@@ -261,27 +263,27 @@ def _one_row_too_many(rows, valid, batch):
     valid[batch.offsets[2] - 1] = True
 
 
+WRONG_ROWS = [
+    (_duplicate, "trajectory 2.*layer 2 names an expert twice: \\[3, 3\\]"),
+    (_out_of_range, "trajectory 0 has expert id 8, expected below 8"),
+    (_zero_layer, "trajectory 1 has only zeros in layer 2"),
+    (_one_row_too_many, "trajectory 1 has 7 tokens and as many routing rows"),
+    (lambda r, v, b: {"routed_experts": r[:, :1]}, "MoE layers"),
+    (lambda r, v, b: {"routed_experts": r[:-1]}, "routing rows are"),
+    (lambda r, v, b: {"routed_experts": r.astype(np.int32)}, "int32, expected uint8 or uint16"),
+    (lambda r, v, b: {"num_experts": 16}, "16 experts, but the trainer's has 8"),
+    (lambda r, v, b: {"moe_layers": (1, 2)}, r"of the layers \(1, 2\), but .* experts in \(0, 2\)"),
+    (lambda r, v, b: {"moe_layers": ()}, r"of the layers \(\), but"),
+    (lambda r, v, b: {"routed_experts": None, "routing_valid": None}, "carries no routing rows"),
+]
+
+
 @pytest.mark.case(33, 36)
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (_duplicate, "trajectory 2.*layer 2 names an expert twice: \\[3, 3\\]"),
-        (_out_of_range, "trajectory 0 has expert id 8, expected below 8"),
-        (_zero_layer, "trajectory 1 has only zeros in layer 2"),
-        (_one_row_too_many, "trajectory 1 has 7 tokens and as many routing rows"),
-        (lambda r, v, b: {"routed_experts": r[:, :1]}, "MoE layers"),
-        (lambda r, v, b: {"routed_experts": r[:-1]}, "routing rows are"),
-        (lambda r, v, b: {"routed_experts": r.astype(np.int32)}, "int32, expected uint8 or uint16"),
-        (lambda r, v, b: {"num_experts": 16}, "16 experts, but the trainer's has 8"),
-        (lambda r, v, b: {"moe_layers": (1, 2)}, r"of the layers \(1, 2\), but .* experts in \(0, 2\)"),
-        (lambda r, v, b: {"moe_layers": ()}, r"of the layers \(\), but"),
-        (lambda r, v, b: {"routed_experts": None, "routing_valid": None}, "carries no routing rows"),
-    ],
-)
-def test_batch_is_refused_when_its_rows_are_wrong(worker, change, words):
+def test_batch_is_refused_when_its_rows_are_wrong(worker):
     before = log_probs_of(worker, random_batch(layers=(0, 2)))
-    with pytest.raises(AlignmentError, match=words):
-        worker.train_on(with_rows(change), 1)
+    for change, words in WRONG_ROWS:
+        with pytest.raises(AlignmentError, match=words):
+            worker.train_on(with_rows(change), 1)
     np.testing.assert_array_equal(log_probs_of(worker, random_batch(layers=(0, 2))), before)
 
 
@@ -307,29 +309,26 @@ def test_id_255_is_an_expert_when_there_are_256(worker):
 
 
 @pytest.mark.case(33)
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+def test_replay_is_refused_when_the_router_would_not_obey(worker):
+    for field, value in (
         ("moe_router_fusion", True),
         ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"]),
         ("moe_expert_capacity_factor", 1.0),
         ("moe_enable_routing_replay", False),
-    ],
-)
-def test_replay_is_refused_when_the_router_would_not_obey(worker, field, value):
-    config = copy.copy(worker.model.config)
-    setattr(config, field, value)
-    with pytest.raises(ConfigError, match=field):
-        RouterReplayAdapter([], config)
+    ):
+        config = copy.copy(worker.model.config)
+        setattr(config, field, value)
+        with pytest.raises(ConfigError, match=field):
+            RouterReplayAdapter([], config)
 
 
 @pytest.mark.case(48)
-@pytest.mark.parametrize("replay", ["r2", "r3"])
-def test_replay_is_refused_when_the_model_is_dense(tmp_path, replay):
+def test_replay_is_refused_when_the_model_is_dense(tmp_path):
     path = build_tiny_qwen3(tmp_path / "dense")
-    with pytest.raises(ConfigError, match=r"no experts: set routing.replay=off"):
-        with started(trainer_config(path, replay=replay)):
-            pass
+    for replay in ("r2", "r3"):
+        with pytest.raises(ConfigError, match=r"no experts: set routing.replay=off"):
+            with started(trainer_config(path, replay=replay)):
+                pass
     with started(trainer_config(path, replay="off")) as worker:
         assert worker.model.replay is None

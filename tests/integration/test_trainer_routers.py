@@ -72,7 +72,7 @@ def padded(monkeypatch):
 def counting_padding(monkeypatch):
     """The control: lets tokens count that should not."""
     return lambda: monkeypatch.setattr(
-        megatron_model, "mask_for", lambda excluded, **_: torch.zeros_like(excluded)
+        megatron_model, "padding_mask_for", lambda excluded, **_: torch.zeros_like(excluded)
     )
 
 
@@ -160,9 +160,9 @@ def counters(worker, batch):
 
     config.finalize_model_grads_func = look
     placed = place(worker, batch)
-    if worker._config.routing.replay == "r2":
-        _, placed = worker._old_log_probs(placed, batch.num_tokens)
-    worker.model.run([p.inputs for p in placed], lambda index, logits: (logits.sum(), 1, None))
+    if worker.config.routing.replay == "r2":
+        _, placed = worker.compute_old_log_probs(placed, batch.num_tokens)
+    worker.model.run_schedule([p.inputs for p in placed], lambda index, logits: (logits.sum(), 1, None))
     config.finalize_model_grads_func = finalize
     (result,) = counted
     return result.numpy()
@@ -204,7 +204,9 @@ BALANCING = {
 
 
 @pytest.mark.case(37)
-@pytest.mark.parametrize("kind", BALANCING)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "aux_loss" else pytest.mark.long) for kind in BALANCING]
+)
 def test_balancing_losses_do_not_see_padding_when_they_are_on(
     deepseek, with_fields, padded, counting_padding, kind
 ):
@@ -280,7 +282,7 @@ def test_rows_go_to_the_decoders_routers_when_there_are_others(tmp_path):
 
         config = copy.copy(worker.model.config)
         config.mtp_num_layers, config.moe_enable_routing_replay = 1, True
-        bridge = worker.model.bridge._bridge
+        bridge = worker.model.bridge.mbridge
         bridge.config = config
         spec = bridge._get_transformer_layer_spec()
         model = GPTModel(
@@ -299,7 +301,7 @@ def test_rows_go_to_the_decoders_routers_when_there_are_others(tmp_path):
                 module.register_forward_hook(lambda m, i, o, name=name: seen.update({name: o[1].clone()}))
         ids = torch.arange(3, 12)[None]
         rows = torch.stack([torch.tensor([0, 1]), torch.tensor([6, 7])]).expand(9, 2, 2).to(torch.uint8)
-        with adapter.schedule(), adapter.micro_batch(0, ReplayRows(rows, None)):
+        with adapter.guard_schedule(), adapter.replay_micro_batch(0, ReplayRows(rows, None)):
             model(
                 input_ids=ids,
                 position_ids=torch.arange(9)[None],
@@ -330,7 +332,11 @@ def test_padded_rectangle_gives_what_the_packing_gives_when_rows_follow_its_orde
         layer = worker.model.chunks[0].module.decoder.layers[1].mlp
 
         def run(hidden, ids, known, mask):
-            with torch.no_grad(), replay.schedule(), replay.micro_batch(0, ReplayRows(ids, known)):
+            with (
+                torch.no_grad(),
+                replay.guard_schedule(),
+                replay.replay_micro_batch(0, ReplayRows(ids, known)),
+            ):
                 return layer(hidden, padding_mask=mask)[0]
 
         packed = run(hidden[:, None], rows, None, None)[:, 0]
@@ -353,7 +359,10 @@ def test_padded_rectangle_gives_what_the_packing_gives_when_rows_follow_its_orde
 
 
 @pytest.mark.case(31)
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    "recompute",
+    ["full", *(pytest.param(what, marks=pytest.mark.long) for what in ("none", "selective"))],
+)
 def test_recorded_routing_gives_the_native_step_bit_for_bit(deepseek, recompute):
     batch = batch_of()
     config = {"recompute": recompute, "micro_batch_tokens": 40}
@@ -377,7 +386,7 @@ def test_recorded_routing_stays_narrow_until_its_router_runs(tmp_path, experts, 
     path = build_tiny_qwen3_moe(tmp_path / "moe", num_layers=2, num_experts=experts, expert_size=8, std=0.3)
     batch = random_batch(routing=False)
     with started(trainer_config(path, replay="r2", micro_batch_tokens=40)) as worker:
-        _, placed = worker._old_log_probs(place(worker, batch), batch.num_tokens)
+        _, placed = worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)
         largest = 0
         for micro_batch in placed:
             ((ids, known),) = micro_batch.inputs.routing
@@ -417,10 +426,10 @@ def test_nothing_waits_for_the_device_when_recorded_and_replayed(monkeypatch, de
                     for r, s in zip(adapter.routers, inputs, strict=True)
                 ]
 
-            taken, rows = adapter.record(0, 6, lambda: forward(scores))
+            taken, rows = adapter.record_micro_batch(0, 6, lambda: forward(scores))
             known = torch.tensor([True] * 4 + [False] * 2)
             known = known.pin_memory() if device == "cuda" else known
-            with adapter.schedule(), adapter.micro_batch(0, ReplayRows(rows.ids, known)):
+            with adapter.guard_schedule(), adapter.replay_micro_batch(0, ReplayRows(rows.ids, known)):
                 replayed = forward(others)
         finally:
             if device == "cuda":
@@ -444,9 +453,11 @@ def test_recording_is_refused_when_a_router_was_not_called_once(monkeypatch):
 
     with torch.no_grad():
         with pytest.raises(AlignmentError, match=r"layers \[5\] were not called"):
-            adapter.record(0, 6, call(0))
-        with pytest.raises(AlignmentError, match=r"layer 2: .* there is nowhere to record"):
-            adapter.record(0, 6, call(0, 0, 1))
-        with pytest.raises(AlignmentError, match=r"chose \(5, 2\) experts, .* room for \(6, 2\)"):
-            adapter.record(0, 6, call(0, 1, tokens=5))
-        assert len(adapter.record(0, 6, call(0, 1))[0]) == 2
+            adapter.record_micro_batch(0, 6, call(0))
+        with pytest.raises(AlignmentError, match=r"layer 2: .* expected no call while recording"):
+            adapter.record_micro_batch(0, 6, call(0, 0, 1))
+        with pytest.raises(
+            AlignmentError, match=r"chose \(5, 2\) experts, expected \(6, 2\) while recording"
+        ):
+            adapter.record_micro_batch(0, 6, call(0, 1, tokens=5))
+        assert len(adapter.record_micro_batch(0, 6, call(0, 1))[0]) == 2

@@ -21,7 +21,7 @@ from tests.support.trainers import (
     trainer_config,
 )
 from trainer.megatron import architectures, cpu, layout
-from trainer.megatron.bridge import HFBridge, _te_name
+from trainer.megatron.bridge import HFBridge, transformer_engine_name
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -59,7 +59,7 @@ def test_its_spec_and_kernels_are_asked_for_when_transformer_engine_is_taken(moe
 
     kernels = {"moe_grouped_gemm": True, "moe_permute_fusion": True, "apply_rope_fusion": True}
     with started(trainer_config(moe)) as worker:
-        bridge = worker.model.bridge._bridge
+        bridge = worker.model.bridge.mbridge
         assert kernels.keys().isdisjoint(layout.transformer_config(LayoutConfig(), "none", True, fused=False))
         assert not bridge.config.moe_grouped_gemm
         monkeypatch.setattr(architectures, "get_gpt_decoder_block_spec", remember)
@@ -133,9 +133,9 @@ def test_every_weight_has_its_name_when_the_spec_is_transformer_engines(request,
     names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
     names += [f"decoder.layers.0.{name}" for name in attention + DENSE]
     names += [f"decoder.layers.1.{name}" for name in attention + experts]
-    assert [_te_name(name, {"1"}, attention is LATENT_ATTENTION) for name in names] == names
+    assert [transformer_engine_name(name, {"1"}, attention is LATENT_ATTENTION) for name in names] == names
     with started(trainer_config(path)) as worker:
-        bridge = worker.model.bridge._bridge
+        bridge = worker.model.bridge.mbridge
         found = [hf for name in names for hf in bridge._weight_name_mapping_mcore_to_hf(name)]
     assert sorted(found) == sorted(load_file(path / "model.safetensors"))
 
@@ -168,7 +168,7 @@ def test_bfloat16_is_trained_through_float32_when_steps_are_too_small_for_it(tmp
                 worker.train_on(batch, step)
             end[dtype] = parameters(worker)
             if dtype == "bfloat16":
-                published = dict(worker._export())
+                published = dict(worker.export_weights())
                 assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
                 for name, p in worker.model.chunks[0].named_parameters():
                     assert torch.equal(p, end[dtype][name.replace("module.", "")].bfloat16())

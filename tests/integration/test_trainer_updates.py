@@ -19,6 +19,7 @@ from tests.support.trainers import (
     trial,
     weights,
 )
+from trainer.worker import linear_warmup
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -38,32 +39,37 @@ def near(worker, batch):
     return msgspec.structs.replace(batch, rollout_log_probs=np.where(batch.loss_mask, at + noise, 0))
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        {},
-        {"objective": "gspo", "aggregate": "sequence_mean", "advantages": "dr_grpo"},
-        {"objective": "cispo", "advantages": "rloo", "importance": {"level": "geometric", "beyond": "mask"}},
-        {"aggregate": "constant", "entropy_bonus": 0.1, "reject": {"geometric_low": 0.5}, **SPREAD},
-        {"kl": {"coefficient": 0.5, "estimator": "k2"}, "overlong_buffer_tokens": 20},
-        {"kl": {"coefficient": 0.5, "where": "reward"}, "dual_clip": 2.0},
-    ],
-    ids=["ppo", "gspo", "cispo", "constant", "kl in loss", "kl in reward"],
-)
-def test_gradients_do_not_depend_on_the_cut_into_micro_batches(moe, loss):
-    results = []
-    for budget in (1, 10_000):  # each trajectory alone, all together
-        config = trainer_config(moe, micro_batch_tokens=budget, loss=loss)
-        config["rollout"] |= {"max_new_tokens": 40}
-        with started(config) as worker:
-            batch = near(worker, random_batch(layers=2))
-            results.append((worker.train_on(batch, 1).metrics, gradients(worker)))
-    (metrics, expected), (other, actual) = results
-    assert metrics["grad_norm"] > 0.01
-    for key in metrics.keys() - {"step_s"}:
-        assert other[key] == pytest.approx(metrics[key], abs=1e-5, rel=1e-4, nan_ok=True), key
-    for name, gradient in expected.items():
-        torch.testing.assert_close(actual[name], gradient, atol=1e-6, rtol=1e-4)
+LOSSES = {
+    "ppo": {},
+    "gspo": {"objective": "gspo", "aggregate": "sequence_mean", "advantages": "dr_grpo"},
+    "cispo": {
+        "objective": "cispo",
+        "advantages": "rloo",
+        "importance": {"level": "geometric", "beyond": "mask"},
+    },
+    "constant": {"aggregate": "constant", "entropy_bonus": 0.1, "reject": {"geometric_low": 0.5}, **SPREAD},
+    "kl in loss": {"kl": {"coefficient": 0.5, "estimator": "k2"}, "overlong_buffer_tokens": 20},
+    "kl in reward": {"kl": {"coefficient": 0.5, "where": "reward"}, "dual_clip": 2.0},
+}
+
+
+def test_gradients_do_not_depend_on_the_cut_into_micro_batches(moe):
+    with started(trainer_config(moe)) as worker:
+        batch = near(worker, random_batch(layers=2))
+        for loss, settings in LOSSES.items():
+            results = []
+            for budget in (1, 10_000):  # each trajectory alone, all together
+                config = trainer_config(moe, micro_batch_tokens=budget, loss=settings)
+                config["rollout"] |= {"max_new_tokens": 40}
+                with trial(worker, config):
+                    results.append((worker.train_on(batch, 1).metrics, gradients(worker)))
+            (metrics, expected), (other, actual) = results
+            assert metrics["grad_norm"] > 0.01, loss
+            for key in metrics.keys() - {"step_s"}:
+                wanted = pytest.approx(metrics[key], abs=1e-5, rel=1e-4, nan_ok=True)
+                assert other[key] == wanted, f"{loss}: {key}"
+            for name, gradient in expected.items():
+                torch.testing.assert_close(actual[name], gradient, atol=1e-6, rtol=1e-4)
 
 
 def test_the_reference_stays_the_models_own_weights_when_the_policy_moves(moe):
@@ -130,9 +136,9 @@ def test_the_proximal_policy_stays_when_a_batch_has_several_updates(moe):
 
     # The same by single updates, each with the first one's log-probs in the place of its own.
     with started(trainer_config(moe)) as worker:
-        worker._old_log_probs = lambda placed, num_tokens: (only(old, placed, num_tokens), placed)
+        worker.compute_old_log_probs = lambda placed, num_tokens: (only(old, placed, num_tokens), placed)
         for part in (range(4), range(4, 8), range(4), range(4, 8)):
-            worker._steps = 0  # one batch, one learning rate
+            worker.num_steps = 0  # one batch, one learning rate
             worker.train_on(of(batch, part), 1)
         expected = weights(worker)
     for name, tensor in expected.items():
@@ -150,7 +156,7 @@ def of(batch, trajectories):
 def only(values, placed, num_tokens):
     found = np.zeros(num_tokens, np.float32)
     for micro_batch in placed:
-        found[micro_batch.tokens] = values[micro_batch.tokens]
+        found[micro_batch.token_indices] = values[micro_batch.token_indices]
     return found
 
 
@@ -167,7 +173,7 @@ def test_an_update_is_skipped_and_counted_when_its_loss_is_not_finite(moe):
         assert all(torch.equal(weights(worker)[name], tensor) for name, tensor in before.items())
         assert worker.train_on(batch, 2).metrics["updates_skipped"] == 0  # which begins the count anew
         assert worker.train_on(broken, 3).metrics["updates_skipped"] == 1
-        with pytest.raises(NonFiniteLoss, match=r"2\. time in a row"):
+        with pytest.raises(NonFiniteLoss, match="consecutive skipped updates: 2"):
             worker.train_on(broken, 4)
 
 
@@ -177,3 +183,9 @@ def test_an_update_is_skipped_when_its_gradient_is_a_spike(moe):
         metrics = worker.train_on(random_batch(layers=2), 1).metrics
         assert metrics["updates_skipped"] == 1
         assert all(torch.equal(weights(worker)[name], tensor) for name, tensor in before.items())
+
+
+def test_learning_rate_rises_linearly_when_warming_up():
+    rates = [linear_warmup(step, 8.0, 4) for step in range(6)]
+    assert rates == [2, 4, 6, 8, 8, 8]
+    assert linear_warmup(0, 8.0, 0) == 8

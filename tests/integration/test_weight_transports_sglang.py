@@ -45,6 +45,7 @@ def invite(name: str) -> GroupInvite:
     )
 
 
+@pytest.mark.long  # tests/contract/test_sglang_server.py sends whole models to a server
 def test_tensors_arrive_bitwise_when_sglang_receives(tmp_path):
     torch.manual_seed(0)
     tensors = [

@@ -408,7 +408,7 @@ MUTANTS: Final = (
     Mutant(
         "unverified-version-is-served",
         "An engine serves after an update without its version being read back.",
-        "async_rl/weights/weight_sync.py",
+        "async_rl/weights/checksums.py",
         "        health = await engine.health()\n        if health.weight_version != version:\n",
         "        health = await engine.health()\n        if False:\n",
         (NO_OP,),
@@ -599,7 +599,7 @@ MUTANTS: Final = (
         "trainer/losses/policy_loss.py",
         "loss = loss + config.kl.coefficient * kept * distance",
         "loss = loss - config.kl.coefficient * kept * distance",
-        ("tests/unit/test_sums.py",),
+        ("tests/unit/test_policy_loss.py",),
     ),
     Mutant(
         "entropy-is-punished",
@@ -607,7 +607,7 @@ MUTANTS: Final = (
         "trainer/losses/policy_loss.py",
         "loss = loss - config.entropy_bonus * kept * entropy",
         "loss = loss + config.entropy_bonus * kept * entropy",
-        ("tests/unit/test_sums.py",),
+        ("tests/unit/test_policy_loss.py",),
     ),
     Mutant(
         "rejected-answers-pay-kl",
@@ -615,7 +615,7 @@ MUTANTS: Final = (
         "trainer/losses/policy_loss.py",
         "loss, kept = policy.loss, 1 - correction.rejected",
         "loss, kept = policy.loss, torch.ones_like(correction.rejected)",
-        ("tests/unit/test_sums.py",),
+        ("tests/unit/test_policy_loss.py",),
     ),
     Mutant(
         "last-token-predicts-the-next-trajectory",
@@ -687,7 +687,7 @@ MUTANTS: Final = (
         "trainer/logprob_mismatch.py",
         "wanted.mask & probed & (wanted.lag <= 0)",
         "wanted.mask & probed",
-        ("tests/unit/test_agreement.py",),
+        ("tests/unit/test_logprob_mismatch.py",),
     ),
     # -- replay of routing ------------------------------------------------------------------------------
     Mutant(

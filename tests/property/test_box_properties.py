@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.megatron.boxes import boxes
+from trainer.megatron.shards import boxes
 
 
 @st.composite

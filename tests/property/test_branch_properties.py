@@ -26,7 +26,7 @@ from async_rl.types import Group, Segment, Trajectory
 from tests.support.sessions import Bench, simulated
 
 FIRST = 1000
-"""Of the tokens that the policy samples: every one of them is another."""
+"""The first of the tokens that the policy samples, which are all different."""
 
 
 class Branch(NamedTuple):
@@ -63,11 +63,11 @@ blows = st.lists(
 )
 
 
-async def play(session: RolloutSession, steps: Sequence[Any]) -> None:
+async def run_steps(session: RolloutSession, steps: Sequence[Any]) -> None:
     async with Nursery() as beside, session:
         for step in steps:
             if isinstance(step, Branch):
-                line = play(session.branch(), step.steps)
+                line = run_steps(session.branch(), step.steps)
                 if step.beside:
                     beside.start_task("branch", line)
                     await asyncio.sleep(0)  # it has begun
@@ -80,8 +80,8 @@ async def play(session: RolloutSession, steps: Sequence[Any]) -> None:
                 await session.generate(max_new_tokens=step)
 
 
-class Life:
-    """A driver's: a journal, and a session on it that goes on from what the one before left."""
+class Incarnation:
+    """One incarnation of a driver: a journal, and a session that resumes what the one before left."""
 
     def __init__(self, folder: Path, numbers: count[int], interrupt: str) -> None:
         self.journal = Journal(folder)
@@ -110,14 +110,14 @@ class Life:
         return self.journal.open_entry(name, 1, replay, inherited)
 
     async def run(self, steps: Sequence[Any], blows: Sequence[Blow], until_s: float | None) -> bool:
-        """Play to the end, or until the driver is killed; whether it came to the end."""
+        """Run to the end, or until the driver is killed; return whether it reached the end."""
         self.session.start([{"role": "user", "content": "hi"}])
         ended = False
         async with Nursery() as nursery:
 
             async def line() -> None:
                 nonlocal ended
-                await play(self.session, steps)
+                await run_steps(self.session, steps)
                 ended = True
                 nursery.cancel_tasks()
 
@@ -139,21 +139,21 @@ class Life:
         return ended
 
 
-async def live(
+async def run_driver(
     folder: Path, steps: Sequence[Any], blows: Sequence[Blow], kill_s: float | None, interrupt: str
 ) -> tuple[list[Trajectory], set[int]]:
     """The trajectories of a tree, and the tokens that were journalled when the driver was killed."""
     numbers = count(FIRST)
-    life, journalled = Life(folder, numbers, interrupt), set[int]()
-    if not await life.run(steps, blows, kill_s):
-        life = Life(folder, numbers, interrupt)
-        tokens = (segment.token_ids for state in life.left.values() for segment in state.segments)
-        known = life.entry.restored
+    driver, journalled = Incarnation(folder, numbers, interrupt), set[int]()
+    if not await driver.run(steps, blows, kill_s):
+        driver = Incarnation(folder, numbers, interrupt)
+        tokens = (segment.token_ids for state in driver.left.values() for segment in state.segments)
+        known = driver.entry.restored
         tokens = [*tokens, *(s.token_ids for s in (known.segments if known else ()))]
         journalled = {token for ids in tokens for token in ids.tolist() if token >= FIRST}
-        assert await life.run(steps, (), None)
-    assert await life.session.close() == 0
-    tree = life.session.tree
+        assert await driver.run(steps, (), None)
+    assert await driver.session.close() == 0
+    tree = driver.session.tree
     return [await each.finish_trajectory(each.stop_reason, {"reward": 0.5}) for each in tree], journalled
 
 
@@ -168,7 +168,7 @@ def test_every_token_is_trained_once_when_a_tree_is_interrupted_and_killed(
     steps: list[Any], blows: list[Blow], kill_s: float | None, interrupt: str
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        tree, journalled = run_virtual(live(Path(folder), steps, blows, kill_s, interrupt))
+        tree, journalled = run_virtual(run_driver(Path(folder), steps, blows, kill_s, interrupt))
         batch = assemble_batch([Group(group_id="g", task_id="t", trajectories=tuple(tree))], 99, "b")
         ids = [trajectory.trajectory_id for trajectory in tree]
         ledger = Ledger(Path(folder) / "ledger.sqlite")

@@ -56,8 +56,8 @@ def written(old, new, root: Path) -> tuple[Path, Path]:
     (root / "base").mkdir(parents=True)
     save_file(old, root / "base" / "model.safetensors")
     writer = DeltaWriter()
-    assert not writer.write(raws(old), root / "delta", None, 1)
-    assert writer.write(raws(new), root / "delta", 1, 2)
+    assert not writer.write_delta(raws(old), root / "delta", None, 1)
+    assert writer.write_delta(raws(new), root / "delta", 1, 2)
     return root / "base", root / "delta"
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from agent_loops.openai_agent import CallReader
 from agent_loops.parsing import load_parser
-from async_rl.openai_api.answers import Form, show
+from async_rl.openai_api.answers import TurnFormat, split_turn
 from async_rl.rollout.session.tokens import GrowingText
 from tests.support.talk import ByteTokenizer
 
@@ -25,7 +25,7 @@ PIECES = st.sampled_from(
 )
 TEXTS = st.lists(PIECES | st.text(max_size=3), max_size=8).map("".join)
 FORMS = st.builds(
-    Form,
+    TurnFormat,
     stop=st.sampled_from([(), ("END",), ("<b", "ND")]),
     reader=st.sampled_from([None, CallReader(load_parser("hermes"))]),
     opens_thought=st.booleans(),
@@ -34,11 +34,11 @@ FORMS = st.builds(
 
 @settings(max_examples=60)
 @given(TEXTS, FORMS)
-def test_what_is_shown_of_a_beginning_begins_what_is_shown_of_all(text: str, form: Form):
-    whole = show(text, form, whole=True)
+def test_what_is_shown_of_a_beginning_begins_what_is_shown_of_all(text: str, form: TurnFormat):
+    whole = split_turn(text, form, complete=True)
     reasoning, content = "", ""
     for end in range(len(text) + 1):
-        part = show(text[:end], form, whole=False)
+        part = split_turn(text[:end], form, complete=False)
         assert (part.reasoning or "").startswith(reasoning)
         assert part.content.startswith(content)
         reasoning, content = part.reasoning or "", part.content

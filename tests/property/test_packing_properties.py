@@ -5,16 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.train_batches import random_batch
-from trainer.megatron.cost import SequenceCost
 from trainer.megatron.packing import (
     MicroBatch,
-    level,
-    pack,
+    SequenceCost,
+    gather_packed,
+    level_packings,
+    make_targets,
+    pack_micro_batch,
     plan_micro_batches,
     shift_left,
     split_updates,
-    take,
-    targets,
 )
 
 lengths_of_batches = st.lists(st.integers(1, 60), min_size=1, max_size=30)
@@ -44,12 +44,12 @@ def test_interleaved_stages_can_take_turns_when_the_plan_has_a_multiple(lengths,
 def test_packings_keep_their_tokens_when_made_equally_long(lengths, budget, align):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     (plan,) = plan_micro_batches(lengths, budget, 1, align, multiple=2)
-    packings = [pack(micro_batch, offsets, align) for micro_batch in plan]
-    leveled = level(packings)
+    packings = [pack_micro_batch(micro_batch, offsets, align) for micro_batch in plan]
+    leveled = level_packings(packings)
     assert {len(p.source) for p in leveled} == {max(len(p.source) for p in packings)}
     for before, after in zip(packings, leveled, strict=True):
         np.testing.assert_array_equal(after.source[: len(before.source)], before.source)
-        assert not after.real[len(before.source) :].any()
+        assert not after.is_token[len(before.source) :].any()
         assert sum(after.lengths) == len(after.source)
         assert after.lengths[: len(before.lengths)] == before.lengths
         assert all(length % align == 0 and length > 0 for length in after.lengths)
@@ -98,13 +98,13 @@ def test_groups_stay_whole_when_a_batch_has_several_updates():
 def test_packing_is_a_permutation_with_padding_when_aligned(lengths, align, data):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     chosen = tuple(data.draw(st.sets(st.sampled_from(range(len(lengths))), min_size=0)))
-    packing = pack(MicroBatch(chosen), offsets, align)
+    packing = pack_micro_batch(MicroBatch(chosen), offsets, align)
     expected = np.concatenate([np.arange(offsets[j], offsets[j + 1]) for j in chosen]) if chosen else []
-    np.testing.assert_array_equal(packing.source[packing.real], expected)
+    np.testing.assert_array_equal(packing.source[packing.is_token], expected)
     assert sum(packing.lengths) == len(packing.source)
     assert all(length % align == 0 for length in packing.lengths)
-    values = take(np.arange(offsets[-1]) + 1, packing)
-    assert (values[~packing.real] == 0).all()
+    values = gather_packed(np.arange(offsets[-1]) + 1, packing)
+    assert (values[~packing.is_token] == 0).all()
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
@@ -118,7 +118,7 @@ def test_values_move_to_the_predicting_position_when_shifted(lengths):
 
 def test_targets_belong_to_the_next_token_when_a_batch_is_shifted():
     batch = random_batch(lengths=(5, 4), prompt=2)
-    wanted = targets(batch)
+    wanted = make_targets(batch)
     assert wanted.labels[:4].tolist() == batch.token_ids[1:5].tolist()
     assert wanted.mask.tolist() == [False, True, True, True, False, False, True, True, False]
     assert wanted.trajectory.tolist() == [0] * 5 + [1] * 4

@@ -42,7 +42,7 @@ def test_no_text_makes_a_parser_raise(name: str, text: str) -> None:
             assert call.error
         else:
             assert call.name.strip() == call.name != ""
-            repr(call.arguments).encode()  # whatever is in them can be sent on
+            repr(call.arguments).encode()  # all values can be encoded
 
 
 @pytest.mark.parametrize("written", RENDERERS)
@@ -60,7 +60,7 @@ def test_calls_are_read_back_when_they_are_written_in_a_format(
         content = ""  # without a tag, only a whole answer is a call
     tools = [schema(function, arguments) for function, arguments in calls.items()]
     rendered = render(list(calls.items()))
-    assume(thought or "</think>" not in rendered)  # nobody could tell it from the end of a thought
+    assume(thought or "</think>" not in rendered)  # it is indistinguishable from the end of a thought
     parsed = load_parser(name).parse(thought + content + rendered, tools)
     assert parsed.calls == [ToolCall(name=f, arguments=arguments) for f, arguments in calls.items()]
     assert parsed.content == thought + content

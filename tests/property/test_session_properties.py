@@ -24,7 +24,7 @@ from tests.support.trajectories import verify
 
 
 class Step(NamedTuple):
-    """What one engine call comes to."""
+    """The result of one engine call."""
 
     tokens: int
     end: Literal["stop", "abort", "die"]
@@ -50,7 +50,7 @@ class World(NamedTuple):
     recoveries: list[bool]
     """Whether each call for rows alone brings some."""
     knows_versions: bool
-    """Whether engines say which weights each row is of."""
+    """Whether engines report the weight version of each row."""
     honours_start: bool
     measures_flips: bool
     max_context_tokens: int
@@ -173,7 +173,7 @@ def spans_of(versions: list[int]) -> tuple[VersionSpan, ...]:
 
 
 async def live(world: World, engine: Fate) -> Trajectory:
-    """A trajectory of as many turns as the context has room for."""
+    """A trajectory with as many turns as fit into the context."""
     bench = Bench(
         engine,  # type: ignore[arg-type]
         merge=world.merge,
@@ -224,7 +224,7 @@ def test_rows_are_one_less_than_tokens_and_true_or_flagged(world: World) -> None
     versions = np.array(row_versions(trace), np.int32)
     assert len(versions) == len(trace.rows)
     assert np.array_equal(trace.valid, versions != NEVER_COMPUTED)
-    # Each row is what the version that it claims makes of the token that it stands beside.
+    # Each row is what the version that it claims computes for its token.
     fed = trajectory.token_ids[:-1]
     expected = routing_rows(fed, versions, FACTS)
     assert np.array_equal(trace.rows[trace.valid], expected[trace.valid])

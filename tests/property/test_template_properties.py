@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.data.chat_format import ChatFormat
-from async_rl.data.template_rewrites import findings, rewrites
+from async_rl.data.template_rewrites import describe_rewrites, find_rewrites
 from tests.support.templates_of_models import APPEND_ONLY, TEMPLATES, chat_of
 
 WORDS = st.text("ab the42.,é", min_size=1, max_size=12).map(str.strip).filter(bool)
@@ -77,7 +77,7 @@ def test_what_is_built_is_what_is_rendered_when_no_turn_has_a_thought(
     chat = chat_of(name)
     for built, rendered in prompts(chat, messages, tools):
         assert built == rendered
-    assert rewrites(chat, messages, tools) == []
+    assert find_rewrites(chat, messages, tools) == []
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -89,7 +89,7 @@ def test_every_difference_is_reported_and_nothing_else_when_turns_are_written_an
     chat = chat_of(name)
     both = enumerate(prompts(chat, messages, tools), start=2)
     differ = {turn for turn, (built, rendered) in both if built != rendered}
-    found = rewrites(chat, messages, tools)
+    found = find_rewrites(chat, messages, tools)
     assert {rewrite.before_turn for rewrite in found} <= differ
     assert bool(found) == bool(differ)
     if differ:
@@ -109,7 +109,7 @@ def test_the_turns_and_tokens_are_named_when_qwen3_drops_earlier_thoughts() -> N
         {"role": "assistant", "content": "<think>\nyes\n</think>\n\nYes."},
         {"role": "user", "content": "Good."},
     ]
-    found = rewrites(chat, messages)
+    found = find_rewrites(chat, messages)
     assert [(r.turn, r.before_turn, r.rendered) for r in found] == [
         (1, 3, "<tool_call>\n{}\n</tool_call>"),  # a tool's result alone does not take thoughts away
         (2, 3, "It is 4."),
@@ -119,13 +119,15 @@ def test_the_turns_and_tokens_are_named_when_qwen3_drops_earlier_thoughts() -> N
     assert found[1].rendered_ids == ()
 
 
-def test_a_model_is_told_in_sentences_what_its_template_does() -> None:
-    assert findings(chat_of("qwen2_5"))[0].endswith("is tokenised otherwise beside its neighbours")
-    assert findings(chat_of("qwen3"))[0] == (
-        "a thought, when a user's message follows: the template makes 'It is 4.' of what the policy wrote as "
-        "'<think>\\nTwo and two.\\n</think>\\n\\nIt is 4.'"
+def test_rewrites_of_a_template_are_described_in_sentences() -> None:
+    assert describe_rewrites(chat_of("qwen2_5"))[0].endswith(
+        "is tokenised differently next to its neighbours"
     )
-    assert findings(chat_of("llama3_1"))[-1] == (
-        "white space around an answer: the template makes 'It is 4.' of what the policy wrote as "
+    assert describe_rewrites(chat_of("qwen3"))[0] == (
+        "a thought, when a user's message follows: the template renders 'It is 4.' for what the policy wrote "
+        "as '<think>\\nTwo and two.\\n</think>\\n\\nIt is 4.'"
+    )
+    assert describe_rewrites(chat_of("llama3_1"))[-1] == (
+        "white space around an answer: the template renders 'It is 4.' for what the policy wrote as "
         "'\\n It is 4. \\n'"
     )

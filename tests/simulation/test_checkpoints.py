@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: when the ledger learns of them, and what a failure does."""
+"""Checkpoints in the background: when the ledger learns of them, and the effect of a failure."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ from tests.simulation.test_trainer_restart import RestartedCluster, died
 
 
 class SlowDisk:
-    """A trainer's checkpoints are written when the test says so, or fail."""
+    """Completes or fails a trainer's checkpoints when the test says so."""
 
     def __init__(self, cluster: RestartedCluster, fails: set[int]) -> None:
         self.trainer, self.fails = cluster.trainer, fails

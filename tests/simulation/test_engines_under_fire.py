@@ -30,7 +30,7 @@ def count_tokens(task: Task, completion: Completion) -> float:
     return float(len(completion.text))
 
 
-class Stage(Protocol):
+class RunIntervention(Protocol):
     """What a test does to a run that goes on."""
 
     async def __call__(self, cluster: LocalCluster) -> None: ...
@@ -121,18 +121,18 @@ class World:
         """Tokens that sessions have as segments."""
         return self.counted("sampled_tokens_total")
 
-    def run(self, stage: Stage) -> Summary:
+    def run(self, intervene: RunIntervention) -> Summary:
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-            return runner.run(self._run(stage))
+            return runner.run(self._run(intervene))
 
-    async def _run(self, stage: Stage) -> Summary:
+    async def _run(self, intervene: RunIntervention) -> Summary:
         run_dir = Path(self.config.run.dir) / self.config.run.name
         for name in ("checkpoints", "logs"):
             (run_dir / name).mkdir(parents=True, exist_ok=True)
         loop = asyncio.get_running_loop()
         numbers = itertools.count()  # what engines sample follows from the names: a run repeats itself
         async with asyncio.TaskGroup() as group:
-            beside = group.create_task(stage(self.cluster))
+            beside = group.create_task(intervene(self.cluster))
             inputs = RunInputs(
                 load_tasks(self.config.data),
                 load_chat_format(self.config.model.path),

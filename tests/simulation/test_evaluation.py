@@ -240,7 +240,7 @@ def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared(tmp_p
     config = on_shared_devices(
         make_config(tmp_path, num_engines=num_engines, at_start=True, max_concurrent=1)
     )
-    world, turns = World(config), list[str]()
+    world, phases = World(config), list[str]()
     step = world.cluster.trainer.train_step
 
     async def watched(path: str, number: int):
@@ -250,7 +250,7 @@ def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared(tmp_p
 
     def called(engine: SimulatedEngine, evaluates: bool) -> None:
         if evaluates:
-            turns.append(world.orchestrator.devices.turns.turn)
+            phases.append(world.orchestrator.devices.phases.phase)
 
     world.cluster.trainer.train_step = watched  # type: ignore[method-assign]
     world.called = called  # type: ignore[method-assign]
@@ -259,9 +259,9 @@ def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared(tmp_p
     assert {record.status for record in world.records} == {"done"}
     assert versions == sorted({0, 6, *versions})
     assert len(versions) > 2
-    assert set(turns) <= {"engines", "to trainer"}
+    assert set(phases) <= {"engines", "to trainer"}
     if num_engines > 1:  # a batch was ready before the answers were
-        assert "to trainer" in turns
+        assert "to trainer" in phases
     for record in world.records:
         answers = world.answers(record.weight_version)
         assert {s.weight_version for answer in answers for s in answer.sampled} == {record.weight_version}
@@ -281,7 +281,7 @@ def test_the_trainer_has_its_turn_when_the_last_engine_dies_in_an_evaluation(tmp
 
 
 def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp_path):
-    """Its only engine fails while it ends its calls, and by then the trainer's turn has been asked for."""
+    """Its only engine fails while it ends its calls, and by then the trainer waits for the devices."""
     world = World(on_shared_devices(make_config(tmp_path, num_engines=1, at_start=True)))
     (engine,) = world.cluster.engines
     interrupt, asked = engine.interrupt, list[str]()
@@ -289,8 +289,8 @@ def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp
     async def fail_once(mode: Any) -> None:
         standing = world.orchestrator.pool.snapshot_of(engine.engine_id)
         if not asked and standing is not None and standing.state is EngineState.EVALUATING:
-            asked.append(world.orchestrator.devices.turns.turn)
-            world.orchestrator.devices.turns.move("to trainer")
+            asked.append(world.orchestrator.devices.phases.phase)
+            world.orchestrator.devices.phases.enter_phase("to trainer")
             asyncio.get_running_loop().call_later(1.0, world.stop.set)
             raise EngineError("it does not end its calls")
         await interrupt(mode)
@@ -299,11 +299,11 @@ def test_an_evaluation_does_not_wait_for_a_repair_that_waits_for_the_trainer(tmp
     world.run()
     assert asked == ["engines"]
     assert [(r.weight_version, r.status) for r in world.records] == [(0, "missing")]
-    assert "any more in the engines' turn" in world.records[0].reason
+    assert "any more, and the trainer waits for the devices" in world.records[0].reason
 
 
 def test_a_stop_does_not_wait_for_an_evaluation_when_devices_are_shared(tmp_path):
-    """The engine that answered is given back first, and the checkpoint is written in the trainer's turn."""
+    """The engine that answered is given back first, and the checkpoint is written in the trainer's phase."""
     world = World(on_shared_devices(make_config(tmp_path, max_concurrent=1, timeout_s=1e6)))
 
     def called(engine: SimulatedEngine, evaluates: bool) -> None:

@@ -27,7 +27,7 @@ def violations(scenario: Scenario, folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("death", ["stop", "kill"])
-def test_weights_of_an_earlier_life_are_cleared_away_when_a_driver_starts(
+def test_weights_of_an_earlier_incarnation_are_cleared_away_when_a_driver_starts(
     death: Ending, tmp_path: Path
 ) -> None:
     assert violations(small_run(0, death=death), tmp_path / "0") == ()

@@ -72,7 +72,7 @@ def conserved(summary: Summary) -> bool:
 
 def test_a_group_is_scored_once_and_together(play: Callable[..., Summary]) -> None:
     Judge.answer = staticmethod(lambda completions: [float(i) for i in range(len(completions))])
-    # Two slots for four siblings: who has finished must not hold one while it waits for the others.
+    # Two slots for four siblings: a finished sibling must not hold one while it waits for the others.
     summary = play("rollout.max_concurrent_trajectories=2")
     assert conserved(summary)
     assert summary.trajectories.dropped == {}

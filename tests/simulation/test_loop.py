@@ -1,4 +1,4 @@
-"""The whole loop on simulated engines: all but engines and trainer is what a real run uses."""
+"""The whole loop on simulated engines, with the real components except engines and trainer."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def always_fail(task: Task, completion: Completion) -> float:
 
 
 class BrokenTracker:
-    """Knows no step."""
+    """Fails at every step."""
 
     def __init__(self, config: Config, run_dir: Path) -> None: ...
 
@@ -102,7 +102,7 @@ async def test_a_run_trains_every_step_and_accounts_for_every_trajectory(calcula
 
 
 async def test_records_are_of_their_own_step(calculator, tmp_path):
-    """Elsewhere metrics are those of the step before (verl#6796)."""
+    """Elsewhere metrics are those of the previous step (verl#6796)."""
     config = make_config(calculator, tmp_path)
     cluster = LocalCluster(config)
     original, rewards = cluster.trainer.train_step, []
@@ -174,7 +174,7 @@ async def test_siblings_train_without_a_trajectory_when_its_reward_fails(calcula
 
 
 class HangingLoop(SingleTurnLoop):
-    """Never comes back from its third call on, a few times."""
+    """Hangs a few times, from its third call on."""
 
     calls = 0
 
@@ -220,7 +220,7 @@ async def test_one_slot_is_enough_when_trajectories_run_one_at_a_time(calculator
 
 
 class LateFailure:
-    """All well for a while, then never again."""
+    """Works for a while, then always fails."""
 
     calls = 0
 

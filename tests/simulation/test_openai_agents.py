@@ -37,7 +37,7 @@ numbers = itertools.count()
 
 
 def reward(task: Task, completion: Completion) -> float:
-    """Of the answer that came last, which the main conversation gave; each time another one."""
+    """The reward of the last answer, which the main conversation gives; it differs every time."""
     assert [m["role"] for m in completion.messages] == ["user", "assistant"] * 2
     return float(next(numbers))
 

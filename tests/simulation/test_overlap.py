@@ -1,4 +1,4 @@
-"""Weights on their way while the next step runs, in virtual time, under faults and cancellations."""
+"""Weight updates during the next step, in virtual time, under faults and cancellations."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from async_rl.weights.weight_sync import SyncReport, WeightSync
 from tests.support.small_run import small_run
 
 SLOW_SEND = {"train_s": 0.3, "update_s": 0.4}
-"""The next step is over before its weights are published and loaded: it waits with its own."""
+"""The next step ends before the weights are published and loaded, and waits with its own."""
 
 SLOW_STEP = {"train_s": 2.0, "update_s": 0.1}
 
 
 def overlapping(speeds: dict[str, float], *faults: FaultKind, transport: str = "disk") -> Scenario:
-    """A small run without checkpoints in between; faults come one after the other."""
+    """A small run without checkpoints in between; faults happen one after the other."""
     scenario = small_run(0)
     weights = replace(scenario.config.weights, overlap=True, transport=transport)
     return replace(
@@ -71,7 +71,7 @@ def test_one_copy_is_on_its_way_at_a_time_when_sending_takes_longer_than_a_step(
 def test_nothing_is_lost_when_the_trainer_dies_while_weights_are_on_their_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: str, speeds: dict[str, float], transport: str
 ) -> None:
-    """In a step or in the sending, whichever ends while the other is still going on."""
+    """It dies in the step or while sending; whichever fails first, the other is still running."""
     giving = {
         "disk": "publish",
         "distributed": "send_weights",
@@ -129,7 +129,7 @@ def test_nothing_is_lost_when_a_run_is_cancelled_while_weights_are_on_their_way(
     )
 
 
-def test_the_witness_sees_it_when_a_copy_is_made_too_early(
+def test_the_invariant_checker_fails_when_a_copy_is_made_too_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = WeightSync.update_from_snapshot
@@ -143,7 +143,7 @@ def test_the_witness_sees_it_when_a_copy_is_made_too_early(
     assert "is overwritten while it is read" in outcome.violations[0]
 
 
-def test_the_witness_sees_it_when_engines_are_sent_what_the_trainer_has_now(
+def test_the_invariant_checker_fails_when_engines_are_sent_what_the_trainer_has_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def nothing(self: Any, weight_version: int) -> None:

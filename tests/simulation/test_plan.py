@@ -1,4 +1,4 @@
-"""The scheduler that runs, planned in virtual time: figures that can be computed by hand, and the aims."""
+"""The real scheduler in virtual time: figures that can be computed by hand, and its targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHORT = PlannedRun(versions=4, warmup=2)
 
 
 def job(*overrides: str) -> Config:
-    """One engine of four slots, a group of four in a batch, and everything else out of the way."""
+    """One engine of four slots, batches of one group of four, and no other limits."""
     tree = {
         "model": {"path": "none"},
         "data": {"path": "none.jsonl"},
@@ -60,7 +60,7 @@ def test_figures_are_those_of_pencil_and_paper_when_all_answers_are_equal() -> N
     assert plan.ks_lengths == 0
 
 
-def test_weight_updates_cost_their_standstill_when_nothing_else_does() -> None:
+def test_weight_updates_cost_their_pause_when_nothing_else_does() -> None:
     plan = simulate(job(), replace(EQUAL, sync_s=0.5), SHORT)
     assert plan.engines_still == pytest.approx(0.5 / (0.12 + 1.4 + 0.5), rel=0.01)
     assert plan.relative == pytest.approx(1.4 / (0.12 + 1.4 + 0.5), rel=0.01)

@@ -1,4 +1,7 @@
-"""200 seeds of the whole program in virtual time (docs/design/simulation.md); `make simulate` runs more."""
+"""100 seeds of the whole program in virtual time (docs/design/simulation.md).
+
+`make test-long` runs another 100, `make simulate` more.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from async_rl.simulation.__main__ import run_seed
 CHUNK = 25
 
 
-@pytest.mark.parametrize("start", range(0, 200, CHUNK))
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(start, marks=pytest.mark.long if start >= 100 else ()) for start in range(0, 200, CHUNK)],
+)
 def test_nothing_is_lost_stale_or_stuck_when_a_seed_decides_what_goes_wrong(start: int) -> None:
     failed = {
         seed: outcome.violations

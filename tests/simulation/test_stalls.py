@@ -1,4 +1,4 @@
-"""Hangs of every kind in a whole run, in virtual time: each is diagnosed within a minute, some are cured."""
+"""Hangs of every kind in a whole run, in virtual time: each is diagnosed within a minute, some remedied."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MINUTE = 60.0
 
 
 class Hang:
-    """A place where something never comes back, from its `after`-th visit on, `times` times."""
+    """A point in the code that hangs from its `after`-th visit on, `times` times."""
 
     current: ClassVar[Hang]
 
@@ -96,12 +96,12 @@ async def score_slowly(task: Task, completion: Completion) -> float:
 
 
 async def never(watch: HealthWatch) -> None:
-    """In the place of a loop that looks: it looks away."""
+    """Replaces a loop that checks something: it never checks."""
     await asyncio.Future()
 
 
 class DreamingLoop(SingleTurnLoop):
-    """Awaits something of its own."""
+    """Awaits something that the framework does not know."""
 
     async def run(self, task: Task, session: Session) -> None:
         await super().run(task, session)
@@ -109,7 +109,7 @@ class DreamingLoop(SingleTurnLoop):
 
 
 class SilentEngine(SimulatedEngine):
-    """Stops to send, in all calls at once, until it is restarted."""
+    """Stops sending in all calls at once, until it is restarted."""
 
     silent = False
 
@@ -127,8 +127,8 @@ class SilentEngine(SimulatedEngine):
         super().restart()
 
 
-class Patient:
-    """A run in virtual time, to be looked at from outside."""
+class StallingRun:
+    """A run in virtual time that hangs at some point."""
 
     def __init__(self, calculator: Path, tmp_path: Path, *overrides: str, step_s: float = 0.5) -> None:
         self.config: Config = make_config(
@@ -159,7 +159,7 @@ class Patient:
             return await orchestrator.run()
 
     def run(self) -> Summary:
-        """To its end."""
+        """Run to the end."""
 
         async def main() -> Summary:
             return await self.live(self.make())
@@ -167,7 +167,7 @@ class Patient:
         return run_virtual(main())
 
     def examine(self, hang: Callable[[], Hang]) -> Diagnosis:
-        """What is said of the run within a minute after its hang began."""
+        """Return the diagnosis of the run one minute after it began to hang."""
 
         async def main() -> Diagnosis:
             begun, orchestrator = hang().begun, self.make()
@@ -183,14 +183,14 @@ class Patient:
         return run_virtual(main())
 
     def stalls(self) -> dict[str, float]:
-        """How often the alarm was raised, by what was awaited."""
+        """Return how often the alarm was raised, by kind of wait."""
         (family,) = self.metrics.stalls_total.collect()
         return {s.labels["awaited"]: s.value for s in family.samples if s.name.endswith("_total")}
 
 
 @pytest.fixture
-def patient(calculator: Path, tmp_path: Path) -> Callable[..., Patient]:
-    return lambda *overrides, **options: Patient(calculator, tmp_path, *overrides, **options)
+def stalling_run(calculator: Path, tmp_path: Path) -> Callable[..., StallingRun]:
+    return lambda *overrides, **options: StallingRun(calculator, tmp_path, *overrides, **options)
 
 
 def of(diagnosis: Diagnosis) -> tuple[str, str]:
@@ -199,14 +199,14 @@ def of(diagnosis: Diagnosis) -> tuple[str, str]:
     return diagnosis.causes[0].on, diagnosis.causes[0].target
 
 
-Make = Callable[..., Patient]
+Make = Callable[..., StallingRun]
 
 
 # -- each hang by its name -----------------------------------------------------------------------------------
 
 
-def test_an_engine_is_named_when_it_goes_silent(patient: Make) -> None:
-    run = patient("engine.num_engines=1")
+def test_an_engine_is_named_when_it_goes_silent(stalling_run: Make) -> None:
+    run = stalling_run("engine.num_engines=1")
     run.cluster.engines[0] = SilentEngine("engine-0", run.config.engine, facts=run.cluster.engines[0].facts)
     diagnosis = run.examine(lambda: Hang(after=5))  # before any batch is full
     assert of(diagnosis)[1] == "engine-0"
@@ -214,26 +214,26 @@ def test_an_engine_is_named_when_it_goes_silent(patient: Make) -> None:
     assert diagnosis.causes[0].problem == "silent"
 
 
-def test_a_tool_is_named_when_it_hangs(patient: Make) -> None:
-    run = patient(f"rollout.agent_loop={__name__}:SearchingLoop")
+def test_a_tool_is_named_when_it_hangs(stalling_run: Make) -> None:
+    run = stalling_run(f"rollout.agent_loop={__name__}:SearchingLoop")
     assert of(run.examine(Hang)) == ("tool", "search")
 
 
-def test_a_reward_is_named_when_it_hangs(patient: Make) -> None:
+def test_a_reward_is_named_when_it_hangs(stalling_run: Make) -> None:
     """verl#1210, miles#3221: a reward without a timeout."""
-    run = patient(f"rollout.reward={__name__}:score_for_ever")
+    run = stalling_run(f"rollout.reward={__name__}:score_for_ever")
     assert of(run.examine(Hang)) == ("reward", f"{__name__}:score_for_ever")
 
 
-def test_an_agent_loop_is_named_when_it_awaits_for_ever(patient: Make) -> None:
-    run = patient(f"rollout.agent_loop={__name__}:DreamingLoop")
+def test_an_agent_loop_is_named_when_it_awaits_for_ever(stalling_run: Make) -> None:
+    run = stalling_run(f"rollout.agent_loop={__name__}:DreamingLoop")
     diagnosis = run.examine(Hang)
     assert of(diagnosis) == ("agent loop", f"{__name__}:DreamingLoop")
     assert "something of its own" in diagnosis.causes[0].sentence
 
 
-def test_a_trainer_step_is_named_when_it_never_returns(patient: Make) -> None:
-    run = patient()
+def test_a_trainer_step_is_named_when_it_never_returns(stalling_run: Make) -> None:
+    run = stalling_run()
     step, hang = run.cluster.trainer.train_step, []
 
     async def train_step(path: str, number: int) -> StepResult:
@@ -246,8 +246,8 @@ def test_a_trainer_step_is_named_when_it_never_returns(patient: Make) -> None:
     assert diagnosis.state == "stalled"  # the steps before took half a second
 
 
-def test_an_engine_is_named_when_its_weight_update_hangs(patient: Make) -> None:
-    run = patient()
+def test_an_engine_is_named_when_its_weight_update_hangs(stalling_run: Make) -> None:
+    run = stalling_run()
 
     class Stuck(SimulatedEngine):
         async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
@@ -258,9 +258,9 @@ def test_an_engine_is_named_when_its_weight_update_hangs(patient: Make) -> None:
     assert of(run.examine(lambda: Hang(after=2))) == ("engine update", "engine-0")
 
 
-def test_publishing_is_named_when_a_version_never_comes(patient: Make) -> None:
-    """prime-rl#2912: everybody awaits a version that nobody publishes."""
-    run = patient()
+def test_publishing_is_named_when_a_version_never_comes(stalling_run: Make) -> None:
+    """prime-rl#2912: every engine waits for a version that is never published."""
+    run = stalling_run()
 
     async def publish(directory: str, weight_version: int) -> None:
         await Hang.current()
@@ -269,8 +269,8 @@ def test_publishing_is_named_when_a_version_never_comes(patient: Make) -> None:
     assert of(run.examine(lambda: Hang(after=2))) == ("publish", "version 2")
 
 
-def test_the_trainer_is_named_when_it_does_not_start(patient: Make) -> None:
-    run = patient()
+def test_the_trainer_is_named_when_it_does_not_start(stalling_run: Make) -> None:
+    run = stalling_run()
 
     async def start_trainer() -> Trainer:
         await Hang.current()
@@ -281,8 +281,8 @@ def test_the_trainer_is_named_when_it_does_not_start(patient: Make) -> None:
 
 
 def leak(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """From the tenth on, so many trajectories never give their slot back."""
-    release, leaked = Slots.release, set[str]()
+    """Make some trajectories, from the tenth on, never release their slots."""
+    release, leaked = Slots.release_slot, set[str]()
 
     def forget(self: Slots, holder: str = "") -> None:
         if holder and holder in self.view().holders:
@@ -293,33 +293,35 @@ def leak(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         if holder not in leaked:
             release(self, holder)
 
-    monkeypatch.setattr(Slots, "release", forget)
+    monkeypatch.setattr(Slots, "release_slot", forget)
 
 
-def test_holders_are_named_when_slots_leak(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holders_are_named_when_slots_leak(stalling_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     leak(monkeypatch, times=4)
-    diagnosis = patient("rollout.max_concurrent_trajectories=4").examine(Hang)
+    diagnosis = stalling_run("rollout.max_concurrent_trajectories=4").examine(Hang)
     assert of(diagnosis)[0] == "slot"
     assert (diagnosis.causes[0].problem, diagnosis.state) == ("leaked", "stalled")
 
 
-def test_the_spool_is_named_when_it_never_has_room(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_spool_is_named_when_it_never_has_space(
+    stalling_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put = TrajectoryQueue.put_group
 
-    async def without_room(self: TrajectoryQueue, group: Group) -> None:
+    async def without_space(self: TrajectoryQueue, group: Group) -> None:
         Hang.current.visits += 1
         while Hang.current.visits > 8:
             Hang.current.begun.set()
-            await self._change("capacity", self._why_put)
+            await self._changes.wait_for_change("capacity", self._admission.why_full)
         await put(self, group)
 
-    monkeypatch.setattr(TrajectoryQueue, "put", without_room)
-    diagnosis = patient().examine(Hang)
+    monkeypatch.setattr(TrajectoryQueue, "put_group", without_space)
+    diagnosis = stalling_run().examine(Hang)
     assert of(diagnosis)[0] == "capacity"
     assert (diagnosis.causes[0].problem, diagnosis.state) == ("deadlock", "stalled")
 
 
-def test_admission_is_named_when_it_never_opens(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_is_named_when_it_never_opens(stalling_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """SkyRL#1173: a few groups short of a batch, for 29 hours."""
 
     def closed(self: Admission) -> bool:
@@ -327,27 +329,27 @@ def test_admission_is_named_when_it_never_opens(patient: Make, monkeypatch: pyte
         return self._backlog.outstanding < 3 and self.next == 0
 
     monkeypatch.setattr(Admission, "is_open", property(closed))
-    diagnosis = patient().examine(Hang)
+    diagnosis = stalling_run().examine(Hang)
     assert of(diagnosis)[0] == "admission"
     assert (diagnosis.causes[0].problem, diagnosis.state) == ("deadlock", "stalled")
 
 
 def test_the_sleeper_is_named_when_a_wake_up_is_missed(
-    patient: Make, monkeypatch: pytest.MonkeyPatch
+    stalling_run: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def advance(self: TrajectoryQueue, version: int) -> None:
         self._admission.served = self._admission.next = version
         Hang.current.begun.set()
 
-    monkeypatch.setattr(TrajectoryQueue, "advance", advance)
-    diagnosis = patient("rollout.max_staleness=0").examine(Hang)
+    monkeypatch.setattr(TrajectoryQueue, "advance_version", advance)
+    diagnosis = stalling_run("rollout.max_staleness=0").examine(Hang)
     assert of(diagnosis)[0] == "admission"
     assert (diagnosis.causes[0].problem, diagnosis.state) == ("asleep", "stalled")
 
 
 def lose(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The siblings of the third group end, and nobody hands it in; its id is in the list then."""
-    settle, lost = RolloutManager._settle, list[str]()
+    """Lose the third group after its siblings have ended; its id is appended to the returned list."""
+    settle, lost = RolloutManager._settle_group, list[str]()
 
     async def forget(self: RolloutManager, work: GroupInFlight) -> None:
         Hang.current.visits += 1
@@ -357,21 +359,21 @@ def lose(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         else:
             await settle(self, work)
 
-    monkeypatch.setattr(RolloutManager, "_settle", forget)
+    monkeypatch.setattr(RolloutManager, "_settle_group", forget)
     return lost
 
 
-def test_a_group_is_named_when_nobody_runs_it(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl#7155: everything waits for one lost id."""
+def test_a_group_is_named_when_no_task_runs_it(stalling_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl#7155: the whole run waits for one lost id."""
     lost = lose(monkeypatch)
-    diagnosis = patient().examine(Hang)
+    diagnosis = stalling_run().examine(Hang)
     assert of(diagnosis) == ("group", lost[0])
     assert (diagnosis.causes[0].problem, diagnosis.state) == ("lost", "stalled")
 
 
-def test_the_run_ends_with_the_name_of_a_background_task_that_dies(patient: Make) -> None:
-    """prime-rl#2986: a dead background task, and nobody noticed."""
-    run = patient()
+def test_the_run_ends_with_the_name_of_a_background_task_that_dies(stalling_run: Make) -> None:
+    """prime-rl#2986: a dead background task goes unnoticed."""
+    run = stalling_run()
 
     async def watch_engines(died: Any) -> None:
         await asyncio.sleep(1)
@@ -386,8 +388,8 @@ def test_the_run_ends_with_the_name_of_a_background_task_that_dies(patient: Make
 # -- what is done about it -----------------------------------------------------------------------------------
 
 
-def test_the_run_ends_with_the_chain_when_it_stands_still(patient: Make) -> None:
-    run = patient("doctor.action=end")
+def test_the_run_ends_with_the_chain_when_it_is_stalled(stalling_run: Make) -> None:
+    run = stalling_run("doctor.action=end")
     step = run.cluster.trainer.train_step
 
     async def train_step(path: str, number: int) -> StepResult:
@@ -405,12 +407,12 @@ def test_the_run_ends_with_the_chain_when_it_stands_still(patient: Make) -> None
     assert run.stalls() == {"trainer step": 1}
 
 
-def cured(run: Patient, awaited: str, limit_s: float = 3600.0) -> Summary:
-    """The run comes to its end, after one alarm; `limit_s` is what the doctor takes for the wait's limit."""
+def run_with_remedy(run: StallingRun, awaited: str, limit_s: float = 3600.0) -> Summary:
+    """Run to the end, with one alarm on the way; `limit_s` replaces the wait's limit."""
 
     async def main() -> Summary:
         orchestrator = run.make()
-        orchestrator.doctor._limits[awaited] = limit_s
+        orchestrator.doctor.limits_s[awaited] = limit_s
         return await run.live(orchestrator)
 
     summary = run_virtual(main())
@@ -431,28 +433,28 @@ REPAIR = ("doctor.action=repair", "doctor.stall_s=20")
         (f"rollout.reward={__name__}:score_for_ever", "reward"),
     ],
 )
-def test_an_attempt_is_made_again_when_it_hangs(patient: Make, override: str, awaited: str) -> None:
+def test_an_attempt_is_made_again_when_it_hangs(stalling_run: Make, override: str, awaited: str) -> None:
     Hang(after=10, times=1)  # its own timeout is an hour away
-    summary = cured(patient(*REPAIR, override), awaited, limit_s=20)
+    summary = run_with_remedy(stalling_run(*REPAIR, override), awaited, limit_s=20)
     assert summary.trajectories.dropped == {}
 
 
-def test_calls_move_with_their_tokens_when_an_engine_is_silent(patient: Make) -> None:
+def test_calls_move_with_their_tokens_when_an_engine_is_silent(stalling_run: Make) -> None:
     Hang(after=5)
-    run = patient(*REPAIR, "engine.stall_s=25", "engine.probe_s=3600", "engine.num_engines=1")
+    run = stalling_run(*REPAIR, "engine.stall_s=25", "engine.probe_s=3600", "engine.num_engines=1")
     silent = SilentEngine("engine-0", run.config.engine, facts=run.cluster.engines[0].facts)
     run.cluster.engines[0] = silent
     HealthWatch.watch_engines, original = never, HealthWatch.watch_engines  # type: ignore[method-assign]
     try:
-        cured(run, "chunk")
+        run_with_remedy(run, "chunk")
     finally:
         HealthWatch.watch_engines = original  # type: ignore[method-assign]
     assert run.cluster.restarts == ["engine-0"]
 
 
-def test_the_others_go_on_when_an_engine_never_ends_its_weight_update(patient: Make) -> None:
+def test_the_others_go_on_when_an_engine_never_ends_its_weight_update(stalling_run: Make) -> None:
     Hang(after=2, times=1)
-    run = patient(*REPAIR, "weights.timeout_s=3600")
+    run = stalling_run(*REPAIR, "weights.timeout_s=3600")
 
     class Stuck(SimulatedEngine):
         async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
@@ -460,26 +462,26 @@ def test_the_others_go_on_when_an_engine_never_ends_its_weight_update(patient: M
             await super().update_weights(update, flush=flush)
 
     run.cluster.engines[0] = Stuck("engine-0", run.config.engine, facts=run.cluster.engines[0].facts)
-    cured(run, "engine update", limit_s=20)
+    run_with_remedy(run, "engine update", limit_s=20)
     assert run.cluster.restarts == ["engine-0"]
 
 
 def test_a_lost_group_is_dropped_when_everything_waits_for_it(
-    patient: Make, monkeypatch: pytest.MonkeyPatch
+    stalling_run: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Hang()
     lose(monkeypatch)
-    assert cured(patient(*REPAIR), "group").trajectories.dropped == {"lost": 4}
+    assert run_with_remedy(stalling_run(*REPAIR), "group").trajectories.dropped == {"lost": 4}
 
 
-def test_slots_are_taken_back_when_they_leaked(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_taken_back_when_they_leaked(stalling_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     Hang()
     leak(monkeypatch, times=4)
-    cured(patient(*REPAIR, "rollout.max_concurrent_trajectories=4"), "slot")
+    run_with_remedy(stalling_run(*REPAIR, "rollout.max_concurrent_trajectories=4"), "slot")
 
 
-def test_the_trainer_starts_again_when_its_step_never_returns(patient: Make) -> None:
-    run = patient(*REPAIR)
+def test_the_trainer_starts_again_when_its_step_never_returns(stalling_run: Make) -> None:
+    run = stalling_run(*REPAIR)
     step, hangs = run.cluster.trainer.train_step, [3]
 
     async def train_step(path: str, number: int) -> StepResult:
@@ -489,14 +491,14 @@ def test_the_trainer_starts_again_when_its_step_never_returns(patient: Make) -> 
         return await step(path, number)
 
     run.cluster.trainer.train_step = train_step  # type: ignore[method-assign]
-    cured(run, "trainer step")
+    run_with_remedy(run, "trainer step")
 
 
-def test_the_run_ends_when_there_is_no_remedy(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_ends_when_there_is_no_remedy(stalling_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     Hang()
     monkeypatch.setattr(Admission, "is_open", property(lambda self: self._backlog.outstanding < 3))
     with pytest.raises(BaseExceptionGroup) as caught:
-        patient(*REPAIR).run()
+        stalling_run(*REPAIR).run()
     error = first_error(caught.value)
     assert isinstance(error, StallError)
     assert error.on == "admission"
@@ -505,14 +507,14 @@ def test_the_run_ends_when_there_is_no_remedy(patient: Make, monkeypatch: pytest
 # -- what is slow and healthy --------------------------------------------------------------------------------
 
 
-def test_no_alarm_is_raised_when_steps_take_long(patient: Make) -> None:
-    run = patient("doctor.action=end", "run.max_steps=4", step_s=600)
+def test_no_alarm_is_raised_when_steps_take_long(stalling_run: Make) -> None:
+    run = stalling_run("doctor.action=end", "run.max_steps=4", step_s=600)
     run.run()
     assert run.stalls() == {}
 
 
-def test_no_alarm_is_raised_when_tools_and_rewards_take_long(patient: Make) -> None:
-    run = patient(
+def test_no_alarm_is_raised_when_tools_and_rewards_take_long(stalling_run: Make) -> None:
+    run = stalling_run(
         "doctor.action=end",
         f"rollout.agent_loop={__name__}:PatientLoop",
         f"rollout.reward={__name__}:score_slowly",
@@ -522,9 +524,9 @@ def test_no_alarm_is_raised_when_tools_and_rewards_take_long(patient: Make) -> N
     assert run.stalls() == {}
 
 
-def test_no_alarm_is_raised_when_an_engine_has_much_to_prefill(patient: Make) -> None:
+def test_no_alarm_is_raised_when_an_engine_has_much_to_prefill(stalling_run: Make) -> None:
     """sglang#22511: a busy engine is not a dead one."""
-    run = patient(
+    run = stalling_run(
         "doctor.action=end",
         "engine.prefill_tokens_per_s=0.3",
         "engine.min_prefill_tokens_per_s=0.2",

@@ -1,4 +1,4 @@
-"""A trainer that dies in the middle of a run comes back in the same run, on simulated engines."""
+"""A trainer that dies during a run is restarted in the same run, on simulated engines."""
 
 import asyncio
 from collections import Counter
@@ -21,14 +21,14 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class RestartedCluster(LocalCluster):
-    """Counts the incarnations of its trainer, and lets each call of one fail as it is told."""
+    """Counts the incarnations of its trainer, and makes each call of one fail as configured."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.incarnations = 0
         self.steps: list[tuple[int, int]] = []  # (incarnation, step) of every batch that was trained
         self.faults: dict[tuple[int, str, int], TrainerError | None] = {}
-        """By incarnation, method and step (that is done, or that train_step shall do); None hangs."""
+        """Keys are incarnation, method and step (finished, or to be trained by train_step); None hangs."""
         self.starts: list[EnvironmentNotReady] = []
         """Failures of the next starts after the first."""
         for method in ("train_step", "publish", "save_checkpoint"):
@@ -159,7 +159,7 @@ async def test_rollouts_fill_the_bound_while_the_trainer_starts(calculator, tmp_
 
 
 async def test_recovery_admits_no_more_than_the_bound_when_it_happens_again_and_again(calculator, tmp_path):
-    """Elsewhere each recovery let a batch more in, until work was older than the bound (AReaL#1388)."""
+    """Elsewhere each recovery admitted one more batch, until data exceeded the bound (AReaL#1388)."""
     config = make_config(calculator, tmp_path, "rollout.max_staleness=1", "run.max_steps=8")
     cluster = RestartedCluster(config, step_s=0.02)
     for incarnation, step in ((1, 2), (2, 4), (3, 6)):
@@ -247,7 +247,7 @@ async def test_metrics_keep_the_law_of_conservation_when_the_queue_is_made_anew(
 async def test_every_prompt_is_trained_once_and_from_its_tokens_when_the_trainer_comes_back(
     calculator, tmp_path, monkeypatch
 ):
-    """Elsewhere a resume skips prompts, long ones first, and partial answers are lost at a checkpoint
+    """Elsewhere a resumed run skips prompts, long ones first, and loses partial answers at a checkpoint
     (NeMo-RL#3599, #3594; verl#4199).
     """
     made: list[Metrics] = []

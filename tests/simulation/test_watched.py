@@ -50,7 +50,7 @@ async def test_the_page_shows_a_run_while_it_goes_on(calculator: Path, tmp_path:
     assert waits & {"a chunk", "the first chunk", "agent loop", "an engine that serves"}
 
 
-async def test_the_page_shows_earlier_lives_before_the_trainer_is_up(
+async def test_the_page_shows_earlier_incarnations_before_the_trainer_is_up(
     calculator: Path, tmp_path: Path
 ) -> None:
     config = make_config(calculator, tmp_path)

@@ -1,4 +1,4 @@
-"""The policy behind OpenAI's API, and OpenAI's own client to ask it."""
+"""The policy behind OpenAI's API, and OpenAI's own client for requests."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import openai
 
 from agent_loops.openai_agent import CallReader
 from agent_loops.parsing import load_parser
-from async_rl.openai_api.endpoint import Access, Endpoint
+from async_rl.openai_api.endpoint import Endpoint, EndpointAccess
 from async_rl.types import Trajectory
 from tests.support.sessions import Bench
 from tests.support.talk import Script, Talker, talking
 
 
 class Asked:
-    """One trajectory that is open to requests."""
+    """One trajectory that accepts requests."""
 
-    def __init__(self, bench: Bench, talker: Talker, access: Access, client: openai.AsyncOpenAI) -> None:
+    def __init__(
+        self, bench: Bench, talker: Talker, access: EndpointAccess, client: openai.AsyncOpenAI
+    ) -> None:
         self.bench = bench
         self.talker = talker
         self.access = access
         self.client = client
 
     async def say(self, *messages: dict[str, Any] | str, **request: Any) -> Any:
-        """Ask for a completion; a string is what the user says."""
+        """Request a completion; a string is a user message."""
         asked = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
         return await self.client.chat.completions.create(model="policy", messages=asked, **request)
 
@@ -36,11 +38,11 @@ class Asked:
         return [chunk async for chunk in await self.say(*messages, stream=True, **request)]
 
     async def trajectory(self) -> Trajectory:
-        """What has become of it."""
+        """Return the finished trajectory."""
         return await self.bench.session.finish_trajectory("completed", {"reward": 1.0})
 
     async def trajectories(self) -> list[Trajectory]:
-        """What has become of all its conversations, once it is closed."""
+        """Return the trajectories of all its conversations, once it is closed."""
         tree = self.bench.session.tree
         return [await session.finish_trajectory("completed", {"reward": 1.0}) for session in tree]
 
@@ -55,16 +57,16 @@ async def asked(
 ) -> AsyncIterator[Asked]:
     """Open a trajectory whose policy follows a script."""
     bench, talker = talking(script, **engine)
-    opened = (endpoint or Endpoint()).open(bench.session, reader=CallReader(load_parser("hermes")))
+    opened = (endpoint or Endpoint()).open_trajectory(bench.session, reader=CallReader(load_parser("hermes")))
     async with opened as access, client_of(access, max_retries=max_retries) as client:
         yield Asked(bench, talker, access, client)
 
 
 @asynccontextmanager
 async def client_of(
-    access: Access, *, transport: httpx.AsyncBaseTransport | None = None, **options: Any
+    access: EndpointAccess, *, transport: httpx.AsyncBaseTransport | None = None, **options: Any
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    """OpenAI's client with a key of ours, and nothing of the environment's."""
+    """OpenAI's client with our key, independent of the environment."""
     settings = {"base_url": access.base_url, "api_key": access.api_key, **options}
     async with (
         httpx.AsyncClient(trust_env=False, transport=transport) as http,

@@ -1,4 +1,4 @@
-"""Routers without a model around them: what replay does can be seen in microseconds."""
+"""Routers without a model, for fast tests of routing replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.megatron.replay import RouterReplay, RouterReplayAdapter
 
 
 def bare_config(**fields: Any) -> SimpleNamespace:
-    """What replay reads of a model's config: the layers 1 and 4 of five, from 0, have 300 experts."""
+    """Returns the fields that replay reads of a model's config: layers 1 and 4 of five have 300 experts."""
     return SimpleNamespace(
         **{
             "num_layers": 5,
@@ -33,12 +33,12 @@ def bare_config(**fields: Any) -> SimpleNamespace:
 def bare_adapter(
     patch: pytest.MonkeyPatch, config: SimpleNamespace, device: str = "cpu"
 ) -> RouterReplayAdapter:
-    """An adapter of the two routers of `bare_config`, on a device."""
+    """Returns an adapter for the two routers of `bare_config`, on a device."""
     routers = [SimpleNamespace(layer_number=n, router_replay=RouterReplay()) for n in (2, 5)]
-    patch.setattr(replay, "_routers", lambda chunk: routers)
+    patch.setattr(replay, "decoder_routers", lambda chunk: routers)
     return RouterReplayAdapter([torch.nn.Module()], config, torch.device(device))  # type: ignore[arg-type]
 
 
 def top_k(scores: torch.Tensor, k: int, **_: Any) -> Any:
-    """A router's own choice."""
+    """Returns a router's own choice."""
     return scores.topk(k)

@@ -117,7 +117,7 @@ class RouterWitness:
 def hidden_states(worker: TrainerWorker, batch: TrainBatch) -> dict[int, torch.Tensor]:
     """What each router sees of each token under the batch's rows, `[S, hidden]` by layer; one rank alone."""
     with RouterWitness().watching(worker) as checker:
-        worker._old_log_probs(place(worker, batch), batch.num_tokens)
+        worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)
     states = {call.layer: call.hidden for call in checker.calls}
     assert len(states) == len(checker.calls), "give the worker a budget that takes the whole batch at once"
     for layer, hidden in states.items():

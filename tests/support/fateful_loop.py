@@ -33,6 +33,6 @@ class FatefulLoop:
 
 
 def rewarded(task: Task, completion: Any) -> float:
-    """Also says where it is called."""
+    """Also records where it is called."""
     (Path(os.environ[FATE]) / f"process-{os.getpid()}").touch()
     return float(len(completion.text) % 7)

@@ -1,4 +1,4 @@
-"""A run folder as a run of some length leaves it, with plausible figures; and one hostile name."""
+"""Writes the folder of a finished run with plausible figures and one hostile name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.trainer_protocol import Extreme
 
 HOSTILE = "<img src=x onerror=\"document.title='broken in'\"><script>document.title='broken in'</script>"
-"""What a data set, a tool or an engine may say."""
+"""A name with markup, as a dataset, a tool or an engine may send it."""
 
 MAX_STALENESS = 4
 
 
 def records(number: int = 120, seed: int = 7) -> list[StepRecord]:
-    """Steps of a run that learns; at two thirds of it an engine is lost for a while."""
+    """Returns the steps of a run that learns; after two thirds, one engine is lost for a while."""
     draw = random.Random(seed)
     made: list[StepRecord] = []
     time_s, dropped = 0.0, {"stale": 0, "agent_loop_error": 0, HOSTILE: 0}
@@ -108,7 +108,7 @@ def records(number: int = 120, seed: int = 7) -> list[StepRecord]:
 
 
 def write_run_folder(folder: Path, steps: list[StepRecord], *, max_steps: int = 120, log: str = "") -> Path:
-    """Write config, steps and log of a run; the config holds a key that is nobody's business."""
+    """Write config, steps and log of a run; the config holds a secret key."""
     (folder / "logs").mkdir(parents=True)
     (folder / ".lock").touch()
     tree = {
@@ -132,20 +132,20 @@ def write_run_folder(folder: Path, steps: list[StepRecord], *, max_steps: int = 
 LOG = f"""\
 2026-11-21 11:36:23,461 INFO    async_rl.run.run_log: bringing engines to the trainer's weights
 2026-11-21 11:36:23,479 INFO    async_rl.run.run_log: training
-2026-11-21 11:36:24,100 INFO    async_rl.queue.ledger: nobody needs to know this
+2026-11-21 11:36:24,100 INFO    async_rl.queue.ledger: a detail of no interest
 2026-11-21 11:41:02,117 WARNING async_rl.engines.pool: engine engine-1 is quarantined at version 75: silent
 2026-11-21 11:41:02,118 WARNING async_rl.rollout.manager: task {HOSTILE}, attempt 1: it raised
 2026-11-21 11:42:12,500 INFO    async_rl.engines.repair: engine engine-1 serves again
 """
-"""What a driver writes down of such a run."""
+"""The log of a driver of such a run."""
 
 FAILURE = """\
-2026-11-21 11:52:30,007 ERROR   async_rl.cli.train: the run failed: trainer failed: the GPU fell off the bus
+2026-11-21 11:52:30,007 ERROR   async_rl.run.folder: the run failed: trainer failed: the GPU fell off the bus
 Traceback (most recent call last):
   | somewhere deep
 """
 
 
 def decode(path: Path) -> list[StepRecord]:
-    """The steps that a folder holds."""
+    """Returns the steps in a run folder."""
     return msgspec.json.Decoder(StepRecord).decode_lines((path / "metrics.jsonl").read_bytes())

@@ -24,6 +24,7 @@ from async_rl.engine_protocol import DiskUpdate, EngineFacts
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.ledger import Ledger
+from async_rl.queue.lengths import LengthDrift
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool
 from async_rl.queue.trajectory_queue import QueueStatistics, TrajectoryQueue
@@ -56,7 +57,7 @@ class _Chat:
 
 
 class OneAnswer:
-    """An agent loop of one turn, as long as its task says or, without that, as drawn."""
+    """An agent loop of one turn, with the length that its task sets, or else with a drawn length."""
 
     def __init__(self, median: float, sigma: float, most: int, seed: int = 0) -> None:
         self._median, self._sigma, self._most = median, sigma, most
@@ -80,6 +81,30 @@ async def fair(task: Task, completion: Completion) -> float:
 
 
 _rewards = count()
+
+
+class _RecordingLengths(LengthDrift):
+    """Also records the lengths of all trajectories that ended."""
+
+    def __init__(self, ended: list[int]) -> None:
+        super().__init__()
+        self._recorded = ended
+
+    def add_ended(self, length: int) -> None:
+        self._recorded.append(length)
+        super().add_ended(length)
+
+
+class _RecordingQueue(TrajectoryQueue):
+    """Also records the positions of the groups that were dispatched in this incarnation."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.positions: dict[str, int] = {}
+
+    def dispatched(self, group_id: str, task_id: str, position: int, *others: Any) -> None:
+        self.positions[group_id] = position
+        super().dispatched(group_id, task_id, position, *others)
 
 
 class World:
@@ -152,7 +177,9 @@ class World:
             retry_after=groups_per_batch,
             metrics=self.metrics,
         )
-        self.queue = TrajectoryQueue(
+        self.ended: list[int] = []
+        """Tokens of all answers that ended."""
+        self.queue = _RecordingQueue(
             self.ledger,
             Spool(folder / "spool", None),
             groups_per_batch=groups_per_batch,
@@ -162,6 +189,7 @@ class World:
             version=step,
             metrics=self.metrics,
             retry_task=retries.retry_task,
+            lengths=_RecordingLengths(self.ended),
             clock=clock,
         )
         self.position = self.queue.restore_groups()
@@ -192,26 +220,6 @@ class World:
             backend=self._backend,
         )
         self.batches: list[TakenBatch] = []
-        self.ended: list[int] = []
-        """Tokens of all answers that ended, whatever became of them."""
-        self.position_of_groups: dict[str, int] = {}
-        """Of all groups that were dispatched in this incarnation."""
-        self.queue.dispatch_group = self._see_dispatch(self.queue.dispatch_group)  # type: ignore[method-assign]
-        self.queue._drift.ended = self._see_end(self.queue._drift.ended)  # type: ignore[method-assign]
-
-    def _see_dispatch(self, told: Any) -> Any:
-        def see(group_id: str, task_id: str, position: int, *others: Any) -> None:
-            self.position_of_groups[group_id] = position
-            told(group_id, task_id, position, *others)
-
-        return see
-
-    def _see_end(self, told: Any) -> Any:
-        def see(length: int) -> None:
-            self.ended.append(length)
-            told(length)
-
-        return see
 
     async def train(self, steps: int, *, kill_after_s: float | None = None) -> None:
         """Make so many steps, or fewer when the data ends; `kill_after_s` leaves everything as it then is."""
@@ -261,7 +269,7 @@ class World:
         assert packed.trainer_version - trained.min() == max(batch.staleness)
         assert max(batch.staleness) <= self.config.rollout.max_staleness
         assert batch.num_sampled_tokens - batch.num_masked_tokens == packed.loss_mask.sum()
-        assert np.add.reduceat(packed.loss_mask, packed.offsets[:-1]).all(), "nobody is there for nothing"
+        assert np.add.reduceat(packed.loss_mask, packed.offsets[:-1]).all(), "every trajectory trains tokens"
 
     @property
     def trained(self) -> list[int]:
@@ -276,8 +284,8 @@ class World:
 
     @property
     def positions_trained(self) -> list[int]:
-        """Of the tasks that were trained, as often as they were, sorted."""
-        return sorted(self.position_of_groups[g] for batch in self.batches for g in batch.group_ids)
+        """Positions of trained tasks, with repetitions, sorted."""
+        return sorted(self.queue.positions[g] for batch in self.batches for g in batch.group_ids)
 
     def close(self) -> QueueStatistics:
         """End; what the ledger holds is audited."""

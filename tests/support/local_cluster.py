@@ -20,7 +20,7 @@ from async_rl.types import TrainBatch
 
 
 class CheckingTrainer:
-    """Consumes batches as a trainer does and refuses any that breaks a promise."""
+    """Consumes batches as a trainer does, and fails on any that violates an invariant."""
 
     def __init__(self, config: Config, step_s: float = 0.0) -> None:
         self.config = config
@@ -31,7 +31,7 @@ class CheckingTrainer:
         self.resumed = False
         self.saved = Saved()
         self.away = False
-        """On the host, where devices are shared."""
+        """Whether its state is on the host, if devices are shared."""
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         self.resumed = self.resumed or bool(self.batches)
@@ -109,7 +109,7 @@ class CheckingTrainer:
 
 
 class LocalCluster:
-    """See `async_rl.run.cluster.Cluster`."""
+    """Implements `async_rl.run.cluster.Cluster` in this process."""
 
     weight_backend = "gloo"
 

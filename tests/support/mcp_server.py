@@ -45,7 +45,7 @@ def die() -> str:
 
 
 class _NeedsKey:
-    """Lets only those in who have the key."""
+    """Accepts only requests with the key."""
 
     def __init__(self, app: Any, key: str) -> None:
         self.app, self.key = app, key

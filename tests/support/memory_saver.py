@@ -1,4 +1,4 @@
-"""Stands in for `torch_memory_saver` where there is no GPU: pages that really go, and rules that kill."""
+"""A fake of `torch_memory_saver` for machines without a GPU, which overwrites paused memory."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import pytest
 import torch
 
 GARBAGE = 0xAB
-"""What is read from pages that came back without a backup."""
+"""The value of bytes that were resumed without a backup."""
 
 
 @dataclass
 class Allocation:
-    """A storage that got its memory inside a region."""
+    """A storage that was allocated inside a region."""
 
     storage: torch.UntypedStorage
     tag: str
     backed_up: bool
     content: torch.Tensor | None = None
-    """`[n] uint8`, while it is paused."""
+    """The backup, `[n] uint8`, while the storage is paused."""
 
 
 @dataclass
 class FakeMemorySaver:
-    """Takes the content of what was allocated in its regions away, and keeps each address.
+    """Overwrites the content of allocations in its regions while they are paused, and keeps their addresses.
 
-    As the real one it ends the process when told to pause what is paused, or to resume what is not: here
-    with an `AssertionError`.
+    Pausing a paused allocation, or resuming an active one, raises an `AssertionError`, where the real one
+    ends the process.
     """
 
     hook_mode: str = "preload"
@@ -60,14 +60,14 @@ class FakeMemorySaver:
 
     @property
     def paused_bytes(self) -> int:
-        """What the device has of it now."""
+        """Bytes of paused allocations."""
         return sum(a.storage.nbytes() for a in self.allocations if a.content is not None)
 
     def _of(self, tag: str) -> list[Allocation]:
         return [allocation for allocation in self.allocations if allocation.tag == tag]
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """See what is allocated from now on."""
+        """Records the allocations from now on."""
         resize = torch.UntypedStorage.resize_
 
         def seen(storage: torch.UntypedStorage, size: int) -> object:
@@ -80,5 +80,5 @@ class FakeMemorySaver:
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """`[n] uint8`, the storage itself."""
+    """Returns the storage itself as `[n] uint8`."""
     return torch.empty(0, dtype=torch.uint8).set_(storage)

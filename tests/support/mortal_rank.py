@@ -1,4 +1,4 @@
-"""A trainer rank without a model: it looks at its batches, and dies or stops where it is told."""
+"""A trainer rank without a model, which checks its batches and receives signals at planned steps."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from async_rl.types import TrainBatch
 
 PLAN = "ASYNC_RL_TEST_DEATHS"
-"""Environment variable: a JSON file of [rank, step, signal name] that each happen once."""
+"""Environment variable with the path of a JSON list of [rank, step, signal name], each sent once."""
 
 
 class MortalRank:
-    """See `async_rl.trainer_protocol.TrainerRank`."""
+    """Implements `async_rl.trainer_protocol.TrainerRank`."""
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
         self._rank = rank

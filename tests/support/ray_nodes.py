@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes inside this machine: each has an address of its own in 127.0.0.0/8."""
+"""A Ray cluster of several nodes on this machine; each has an address of its own in 127.0.0.0/8."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class RayNodes:
             **environment,
         }
         self.address = ""
-        """Of the head, once there is one."""
+        """The address of the head, once it runs."""
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="n", ignore_cleanup_errors=True)
 
     def start(self, **resources: float) -> str:
-        """Start a node, the head if it is the first, and wait until it is there; its address.
+        """Start a node, the head if it is the first, wait until it has joined, and return its address.
 
-        Ray gives a node half a minute to come up, which is little on a machine with other work: it gets
-        another try.
+        Ray allows a node half a minute to start, which is short on a busy machine: a failed start is
+        repeated.
         """
         for _ in range(_TRIES):
             own = f"127.0.0.{2 + len(self.nodes)}"
@@ -84,12 +84,12 @@ class RayNodes:
         )
 
     def node_of(self, pid: int) -> str:
-        """Which node an actor's process is on."""
+        """Return the node of an actor's process."""
         raylet = psutil.Process(pid).parents()[0].cmdline()
         return next(word.partition("=")[2] for word in raylet if word.startswith("--node_ip_address="))
 
     def kill(self, program: str) -> None:
-        """Kill what runs on any node and has a word in its command line."""
+        """Kill processes on any node whose command line contains a word."""
         for node in self.nodes.values():
             for one in psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []:
                 with suppress(psutil.NoSuchProcess):
@@ -97,7 +97,7 @@ class RayNodes:
                         one.kill()
 
     def take_away(self, node: str) -> None:
-        """End a node and all that runs on it, as a preempted machine does: its raylet still says goodbye."""
+        """End a node and all its processes, like a preempted machine: its raylet still deregisters."""
         process = self.nodes[node]
         family = psutil.Process(process.pid).children(recursive=True)
         for one in family:

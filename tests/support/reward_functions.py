@@ -76,14 +76,14 @@ async def group_rm(args, samples):  # type: ignore[no-untyped-def]
 
 
 async def relative(task: Task, completions: Sequence[Completion]) -> list[Any]:
-    """Of a group: who is longest; no number for who says nothing."""
+    """Reward the longest completion of a group; an empty completion gets no number."""
     most = max(len(completion.text) for completion in completions)
     return [float("nan") if not c.text else {"reward": len(c.text) / most, "most": most} for c in completions]
 
 
 @in_processes(1)
 def pid(task: Task, completion: Completion) -> float:
-    """In a process; hangs, holding the interpreter's lock, when told so once."""
+    """Runs in a process; hangs once, holding the interpreter's lock, if the test asks for it."""
     if completion.text == "die":
         os._exit(3)
     if completion.text.startswith("hang in "):

@@ -1,4 +1,4 @@
-"""A config, a model folder and a dataset that pass every check; no weights, and nothing is started."""
+"""A config, a model folder and a dataset that pass every check; without weights or processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOE = {
 
 
 def write_run(folder: Path, **model: Any) -> Path:
-    """Write `run.yaml` with a model (its config.json changed by `model`) and two tasks; returns its path."""
+    """Write `run.yaml` with a model (its config.json changed by `model`) and two tasks; return its path."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(MOE | model))
     rows = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2 + 2?", "answer": "4"}]
@@ -41,5 +41,5 @@ def write_run(folder: Path, **model: Any) -> Path:
 
 
 def config_of(**rollout: Any) -> Config:
-    """A config of which only the rollout section is looked at."""
+    """Return a config of which a test uses only the rollout section."""
     return parse_config({"model": {"path": "m"}, "data": {"path": "x.jsonl"}, "rollout": rollout})

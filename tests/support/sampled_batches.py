@@ -1,4 +1,4 @@
-"""What an engine sampled, as a `TrainBatch`."""
+"""Turns engine calls into a `TrainBatch`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.engine_calls import Call
 
 
 def batch_of(calls: Sequence[Call], facts: EngineFacts, *, version: int = 0) -> TrainBatch:
-    """One trajectory a call, all of one group; rewards 0 and 1 in turn. Every sampled token is trained on."""
+    """Returns one trajectory per call, all of one group; rewards alternate, all sampled tokens train."""
     lengths = [len(call.sequence) for call in calls]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     total = int(offsets[-1])

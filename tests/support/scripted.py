@@ -1,4 +1,4 @@
-"""Engines and trainers that do what a test tells them, call by call."""
+"""Engines and trainers that follow a test's script, call by call."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ NUM_EXPERTS = 8
 TOP_K = 2
 
 Script = Callable[[GenerateRequest], Sequence[Chunk | Finish | Exception]]
-"""What one call delivers, in order; an exception is raised in its place."""
+"""Returns the events of one call; an exception among them is raised."""
 
 
 def sampled(
@@ -127,7 +127,7 @@ def marked_trace(num_rows: int, version: int) -> RoutingTrace:
 
 
 class RecordingTrainer:
-    """Remembers what it was asked to do."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []

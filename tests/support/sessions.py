@@ -1,4 +1,4 @@
-"""A session on engines of the test's choice, without an orchestrator around it."""
+"""A session on engines of the test's choice, without an orchestrator."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ FACTS = EngineFacts(
 )
 
 _numbers = count()
-"""Of requests, in this process: SGLang aborts an id once more two seconds after its answer, so that a second
-request of that id would be cut short."""
+"""Numbers of requests in this process: SGLang aborts an id again two seconds after its answer, so that a
+second request with that id would be cut short."""
 
 
 class PlainChat:
@@ -97,7 +97,7 @@ class Bench:
         return await self.session.finish_trajectory("completed", {"reward": 1.0})
 
     async def bump(self, version: int, *, flush: bool | None = None) -> None:
-        """Bring all engines to a version as a weight sync does."""
+        """Load a version into all engines as a weight update does."""
         flush = self.interrupt != "in_place" if flush is None else flush
         for engine in self.engines:
             self.pool.hold_engine(engine.engine_id)
@@ -108,7 +108,7 @@ class Bench:
             self.pool.serve_engine(engine.engine_id, version)
 
     async def abort(self) -> None:
-        """Abort what the engines run, and let them go on under the same weights."""
+        """Abort all calls of the engines, which resume under the same weights."""
         for engine in self.engines:
             version = self.pool.version_of(engine.engine_id)
             self.pool.hold_engine(engine.engine_id)
@@ -117,18 +117,18 @@ class Bench:
             self.pool.serve_engine(engine.engine_id, version)
 
     def counted(self, name: str, **labels: str) -> float:
-        """The value of a metric, 0 where it was never touched."""
+        """Return the value of a metric, 0 if it was never set."""
         return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels) or 0.0
 
 
 class Watched:
-    """A policy by position and prefix alone, and events for when a sequence gets to a length.
+    """A policy that depends on position and prefix alone, with events for lengths of sequences.
 
-    Its tokens do not depend on the weights, so that runs with and without interruptions can be compared.
+    Its tokens do not depend on the weights, so that runs with and without interruptions are comparable.
     """
 
     def __init__(self, stop_at: Sequence[int] = ()) -> None:
-        """Stop a turn where the sequence would get to one of these lengths."""
+        """End a turn where the sequence would reach one of these lengths."""
         self._stop_at = frozenset(stop_at)
         self._reached: dict[int, asyncio.Event] = {}
 
@@ -140,7 +140,7 @@ class Watched:
         return None if length in self._stop_at else 20 + (7 * length + 3 * prefix[-1]) % 300
 
     async def reaches(self, length: int) -> None:
-        """Wait until some sequence has so many tokens."""
+        """Wait until some sequence has this many tokens."""
         await self._reached.setdefault(length, asyncio.Event()).wait()
 
 
@@ -152,7 +152,7 @@ def simulated(
 
 
 def row_versions(trace: RoutingTrace) -> list[int]:
-    """The version that a trace names for each of its rows."""
+    """Return the version of each row of a trace."""
     return [span.weight_version for span in trace.spans for _ in range(span.start, span.end)]
 
 

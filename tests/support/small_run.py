@@ -1,4 +1,4 @@
-"""A small simulated run that does not depend on what seeds draw, in which faults come again and again."""
+"""A small simulated run that is independent of what seeds draw, with recurring faults."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def small_run(
     interrupt: str = "abort",
     merge: str = "replace",
 ) -> Scenario:
-    """Two engines, five steps; a fault every 80 callbacks; the first two lives end by `death`.
+    """Two engines, five steps; a fault every 80 callbacks; the first two incarnations end by `death`.
 
-    Its tasks are those of the seed, without trouble of their own.
+    Its tasks are those of the seed, without their failures.
     """
     drawn = draw(seed)
     tree = {

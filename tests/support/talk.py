@@ -1,4 +1,4 @@
-"""A policy that says what a test tells it to, as tokens of a real chat template, on a simulated engine."""
+"""A scripted policy, which writes tokens of a real chat template, on a simulated engine."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _SPECIALS = re.compile("|".join(map(re.escape, _SPECIAL)))
 _START, _END = 256, 257
 
 Script = Callable[[str], str]
-"""What the policy says after a prompt, which is given as text."""
+"""Returns the policy's text for the text of a prompt."""
 
 
 class ByteTokenizer:
-    """A token a byte, and two special ones; ChatML with tools in Qwen's way."""
+    """One token for each byte, and two special ones; ChatML with tools in Qwen's format."""
 
     chat_template = TEMPLATE.read_text()
     eos_token_id = _END
@@ -70,12 +70,12 @@ class ByteTokenizer:
 
 
 class Talker:
-    """The policy: at each generation prompt it says what the script makes of the text so far."""
+    """A policy that, at each generation prompt, writes what the script returns for the text so far."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.prompts: list[str] = []
-        """As text, one for each turn that was begun."""
+        """Prompts as text, one for each turn that was begun."""
         self._tokenizer = ByteTokenizer()
         self._marker = self._tokenizer.encode(PROMPT)
         self._said: dict[tuple[int, ...], list[int]] = {}
@@ -96,7 +96,7 @@ class Talker:
         return answer[done] if done < len(answer) else None
 
     async def has_said(self, num_tokens: int) -> None:
-        """Wait until some turn is so long."""
+        """Wait until some turn has this many tokens."""
         await self._heard.setdefault(num_tokens, asyncio.Event()).wait()
 
 
@@ -108,7 +108,7 @@ def talking(
     entry: JournalEntry | None = None,
     **engine: Any,
 ) -> tuple[Bench, Talker]:
-    """A bench whose policy follows a script, with room for long conversations."""
+    """A bench whose policy follows a script, with a context for long conversations."""
     talker = Talker(script)
     config = SimulatedEngines(**{"decode_step_s": 0.0, "vocab_size": 300, **engine})
     simulated = SimulatedEngine("engine-0", config, seed=1, policy=talker, facts=FACTS)
@@ -126,6 +126,6 @@ def talking(
 
 
 def lines(*answers: str) -> Script:
-    """Say these, one after the other."""
+    """Return a script that writes these texts in order."""
     left = list(answers)
     return lambda prompt: left.pop(0)

@@ -30,7 +30,7 @@ _SPLIT: Final = (
 
 TEMPLATES: Final = ("qwen3", "qwen2_5", "llama3_1", "ours")
 APPEND_ONLY: Final = ("qwen2_5", "ours")
-"""These never write an earlier turn anew, whatever is in it."""
+"""These never rewrite an earlier turn."""
 
 
 @cache

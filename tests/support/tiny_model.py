@@ -28,7 +28,7 @@ def build_tiny_qwen3_moe(
     std: float = 0.1,
     seed: int = 0,
 ) -> Path:
-    """Write a random Qwen3-MoE in float32. A larger `std` makes choices between experts clearer."""
+    """Writes a random Qwen3-MoE in float32. A larger `std` makes choices between experts clearer."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -57,7 +57,7 @@ def build_tiny_qwen3_moe(
 def build_tiny_qwen3(
     path: Path, *, vocab_size: int = 96, num_layers: int = 2, std: float = 0.1, seed: int = 0
 ) -> Path:
-    """Write a random dense Qwen3 in float32."""
+    """Writes a random dense Qwen3 in float32."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -75,7 +75,7 @@ def build_tiny_qwen3(
 
 
 def build_tiny_dense(path: Path, kind: str, *, std: float = 0.1, seed: int = 0, **config: Any) -> Path:
-    """Write a random dense model in float32; `kind` is a `model_type`, `config` overrides its fields."""
+    """Writes a random dense model in float32; `kind` is a `model_type`, `config` overrides its fields."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields: dict[str, Any] = {
@@ -97,7 +97,7 @@ def build_tiny_dense(path: Path, kind: str, *, std: float = 0.1, seed: int = 0, 
 
 
 def build_tiny_mixtral(path: Path, *, std: float = 0.1, seed: int = 0, **config: Any) -> Path:
-    """Write a random Mixtral in float32: experts in every layer, gates of the chosen ones normalised."""
+    """Writes a random Mixtral in float32: experts in every layer, gates of the chosen ones normalised."""
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
     return build_tiny_dense(path, "mixtral", std=std, seed=seed, **(experts | config))
 
@@ -116,7 +116,7 @@ def build_tiny_qwen2_moe(
     std: float = 0.1,
     seed: int = 0,
 ) -> Path:
-    """Write a random Qwen2-MoE in float32: gated shared expert, biases in attention, gates not normalised."""
+    """Writes a random Qwen2-MoE in float32: gated shared expert, attention biases, gates not normalised."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     config = Qwen2MoeConfig(
@@ -159,10 +159,10 @@ def build_tiny_deepseek_v3(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Write a random DeepSeek-V3 in float32.
+    """Writes a random DeepSeek-V3 in float32.
 
     Dense first layers, a shared expert, sigmoid scores with a bias that only selects, experts in groups, and
-    latent attention with head sizes that all differ, so that none can stand in for another. `config`
+    latent attention with head sizes that all differ, so that a mix-up of sizes fails. `config`
     overrides further fields.
     """
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -205,7 +205,7 @@ def build_tiny_deepseek_v3(
         "pad_token_id": 0,
     }
     _save(DeepseekV3ForCausalLM, DeepseekV3Config(**(fields | config)), path, std, seed)
-    # Published DeepSeek-V3 says these; transformers does not know them, and SGLang reads them.
+    # The published DeepSeek-V3 config has these; transformers ignores them, and SGLang reads them.
     amend_config(path, moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
     return path
 
@@ -222,7 +222,7 @@ def build_tiny_glm4_moe(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Write a random GLM-4.5 in float32.
+    """Writes a random GLM-4.5 in float32.
 
     Dense first layers, a shared expert, sigmoid scores with a bias that only selects, biases in attention,
     norms of queries and keys, and a rotation of half of each head. `config` overrides further fields.
@@ -261,13 +261,13 @@ def build_tiny_glm4_moe(
 
 
 def amend_config(path: Path, **fields: Any) -> None:
-    """Set fields of a model folder's config.json."""
+    """Sets fields of a model folder's config.json."""
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields, indent=2))
 
 
 def write_byte_tokenizer(path: Path, *, vocab_size: int) -> None:
-    """Write a tokenizer of all bytes, two special tokens (0 and 1) and fillers; none of them ends a text."""
+    """Writes a tokenizer of all bytes, two special tokens (0 and 1) and fillers, without an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

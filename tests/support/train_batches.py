@@ -1,4 +1,4 @@
-"""Random `TrainBatch`es, as the queue would hand them to the trainer."""
+"""Builds random `TrainBatch`es, as the queue delivers them to the trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from async_rl.types import TrainBatch
 
 
 def random_rows(rng: np.random.Generator, tokens: int, layers: int, experts: int, top_k: int) -> np.ndarray:
-    """`[tokens, layers, top_k] uint8`, no expert twice in a row."""
+    """Returns routing rows, `[tokens, layers, top_k] uint8`, without repeated experts in a row."""
     scores = rng.random((tokens, layers, experts))
     return np.argsort(scores, axis=2)[..., :top_k].astype(np.uint8)
 
@@ -27,9 +27,9 @@ def random_batch(
     routing: bool = True,
     trainer_version: int = 4,
 ) -> TrainBatch:
-    """Trajectories of random tokens: a prompt, then tokens the policy wrote, with noise for log-probs.
+    """Returns trajectories of random tokens: a prompt, then sampled tokens, with noise for log-probs.
 
-    `layers` are those of the model that have experts, or their number when all have.
+    `layers` are the indices of the layers with experts, or their number if all layers have experts.
     """
     moe_layers = tuple(range(layers)) if isinstance(layers, int) else layers
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Trainer workers in this process, and what tests look at in them."""
+"""Trainer workers in the test process, and access to their state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import torch.distributed as dist
 from async_rl.config import parse_config
 from async_rl.types import TrainBatch
 from trainer.megatron import cpu
-from trainer.megatron.packing import targets
+from trainer.megatron.packing import make_targets
 from trainer.worker import TrainerWorker
 
 _MANY_THREADS = 200
 
 
 def trainer_config(model: Path, *, replay: bool | str = True, **trainer: Any) -> dict[str, Any]:
-    """A whole run config as plain values; `trainer` overrides fields of its `trainer` section.
+    """Returns a whole run config as plain values; `trainer` overrides fields of its `trainer` section.
 
     Args:
         model: Folder of the model.
@@ -43,15 +43,15 @@ def trainer_config(model: Path, *, replay: bool | str = True, **trainer: Any) ->
 
 
 def take_layers_of_transformer_engine(patch: pytest.MonkeyPatch, taken: bool) -> None:
-    """Models of bfloat16 that are built from now on are made of them, or are not, whatever is installed."""
+    """Makes bfloat16 models use TransformerEngine's layers or not, regardless of what is installed."""
     patch.setattr(cpu, "has_transformer_engine", lambda: taken)
 
 
 @contextlib.contextmanager
 def started(config: dict[str, Any], checkpoints: Path | None = None) -> Iterator[TrainerWorker]:
-    """A worker that is the only rank, set up, and closed with the block."""
+    """Yields a worker that is the only rank, set up, and closes it after the block."""
     if len(os.listdir("/proc/self/task")) > _MANY_THREADS:
-        gc.collect()  # process groups of earlier ones, three threads and some descriptors each, in cycles
+        gc.collect()  # frees process groups of earlier workers in reference cycles, three threads each
     worker = TrainerWorker(config, 0, 1, "")
     try:
         worker.setup(None if checkpoints is None else str(checkpoints))
@@ -62,34 +62,36 @@ def started(config: dict[str, Any], checkpoints: Path | None = None) -> Iterator
 
 @contextlib.contextmanager
 def trial(worker: TrainerWorker, config: dict[str, Any]) -> Iterator[None]:
-    """The worker under another config, of the same model and layout; its steps change no weight.
+    """Runs the block with another config of the same model and layout, in which steps change no weight.
 
-    To set up another worker takes longer than all that is looked at.
+    This is faster than setting up another worker.
     """
-    kept = worker._config, worker._steps
-    worker._config = parse_config(config)
-    if worker._config.trainer.loss.kl.coefficient and not hasattr(worker.model, "_reference"):
+    kept = worker.config, worker.num_steps
+    worker.config = parse_config(config)
+    if worker.config.trainer.loss.kl.coefficient and not worker.model.has_reference:
         worker.model.keep_reference()
     try:
         with mock.patch.object(worker.model.optimizer, "step_with_ready_grads", return_value=True):
             yield
     finally:
-        worker._config, worker._steps = kept
+        worker.config, worker.num_steps = kept
 
 
 def log_probs_of(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
-    """The trainer's log-probs of the trained tokens, at the predicting positions, `[S]`."""
-    return worker._old_log_probs(place(worker, batch), batch.num_tokens)[0]
+    """Returns the trainer's log-probs of the trained tokens, at the predicting positions, `[S]`."""
+    return worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)[0]
 
 
 def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
-    """The experts that the trainer itself chooses, `[S, L_moe, K] uint8`; one rank."""
+    """Returns the experts that the trainer itself chooses, `[S, L_moe, K] uint8`; for a single rank."""
     model = worker.model
-    # Tokens that are their own index say where each of them went.
+    # Token ids that equal their index show where each token was placed.
     numbered = np.arange(batch.num_tokens, dtype=np.int32)
     placed = place(worker, batch)
     order = [p.inputs.token_ids[0] for p in place(worker, msgspec.structs.replace(batch, token_ids=numbered))]
-    _, recorded = model.record([p.inputs for p in placed], lambda index, logits: (logits.sum(), 0, None))
+    _, recorded = model.record_routing(
+        [p.inputs for p in placed], lambda index, logits: (logits.sum(), 0, None)
+    )
     rows = np.zeros((batch.num_tokens, *recorded[0].routing[0].ids.shape[1:]), np.uint8)
     for tokens, inputs in zip(order, recorded, strict=True):
         rows[tokens.cpu().numpy()] = inputs.routing[0].ids.cpu().numpy()
@@ -97,12 +99,12 @@ def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
 
 
 def place(worker: TrainerWorker, batch: TrainBatch) -> list:
-    """This rank's micro-batches of a batch."""
-    return worker._place(batch, targets(batch), range(batch.num_trajectories))
+    """Returns this rank's micro-batches of a batch."""
+    return worker.place_micro_batches(batch, make_targets(batch), range(batch.num_trajectories))
 
 
 def training_state(worker: TrainerWorker) -> list[torch.Tensor]:
-    """All that a step needs of the one before: parameters, main parameters and moments, as they are."""
+    """Returns everything that a step needs from the previous one: parameters, main parameters and moments."""
     parameters = [p.detach() for chunk in worker.model.chunks for p in chunk.module.parameters()]
     for optimizer in worker.model.inner_optimizers:
         parameters += [p.detach() for group in optimizer.param_groups for p in group["params"]]
@@ -111,7 +113,7 @@ def training_state(worker: TrainerWorker) -> list[torch.Tensor]:
 
 
 def gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
-    """The gradients of the last step, by parameter."""
+    """Returns the gradients of the last step, by parameter."""
     return {
         name: parameter.main_grad.clone()
         for chunk in worker.model.chunks
@@ -120,7 +122,7 @@ def gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
 
 
 def gathered_gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
-    """The gradients of the last step under the weights' Hugging Face names, from all ranks; called on all."""
+    """Returns gradients of the last step under Hugging Face names, gathered from all ranks; collective."""
     parameters = [p for chunk in worker.model.chunks for p in chunk.parameters()]
     for chunk in worker.model.chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
@@ -141,5 +143,5 @@ def gathered_gradients(worker: TrainerWorker) -> dict[str, torch.Tensor]:
 
 
 def weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:
-    """The weights under their Hugging Face names."""
-    return {name: tensor.clone() for name, tensor in worker._export()}
+    """Returns the weights under their Hugging Face names."""
+    return {name: tensor.clone() for name, tensor in worker.export_weights()}

@@ -1,4 +1,4 @@
-"""A page that is served as a run serves it, of figures that are known."""
+"""Serves a live page with known figures, as a run serves it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.observability.page.feed import Feed
 from async_rl.observability.page.routes import page_routes
 from async_rl.observability.page.tiles import stages
-from async_rl.observability.page.view import EngineRow, Now, TrajectoryView
+from async_rl.observability.page.view import EngineRow, Now, SlowTrajectory
 from async_rl.observability.records import StepRecord
 from async_rl.runtime.supervision import services
 from async_rl.runtime.waits import Waits, acting
@@ -32,7 +32,7 @@ def config(name: str = "calculator-moe") -> Config:
 
 
 def now(step: int = 120, state: str = "moving", **changed: object) -> Now:
-    """A run at a moment; names in it are hostile."""
+    """Returns the state of a run at one moment; its names contain markup."""
     engines = [
         EngineRow(engine_id=f"engine-{i}", state="serving", weight_version=step, calls=24 - 3 * i,
                   prefill_tokens=0 if i else 4096, error="")
@@ -48,7 +48,7 @@ def now(step: int = 120, state: str = "moving", **changed: object) -> Now:
     engines[3] = msgspec.structs.replace(engines[3], state="updating", weight_version=step - 1)
     waits = ("a chunk of engine-0", "tool search", "a chunk of engine-1", HOSTILE, "a free slot")
     slowest = [
-        TrajectoryView(
+        SlowTrajectory(
             trajectory_id=f"0190c2f4a86b7e31b5f0{i:012x}",
             task_id=HOSTILE if i == 3 else f"calculator-{411 + 7 * i}",
             age_s=412.5 - 37 * i,
@@ -81,10 +81,13 @@ def now(step: int = 120, state: str = "moving", **changed: object) -> Now:
 
 @asynccontextmanager
 async def watched(
-    look: Callable[[], Now], records: Callable[[], Sequence[StepRecord]], host: str = "127.0.0.1"
+    read_status: Callable[[], Now],
+    records: Callable[[], Sequence[StepRecord]],
+    host: str = "127.0.0.1",
+    refresh_s: float = 0.01,
 ) -> AsyncIterator[tuple[str, Feed]]:
     """Serve a page; yields its URL and its feed."""
-    feed = Feed(config(), look, records)
+    feed = Feed(config(), read_status, records, refresh_s=refresh_s, max_draw_share=1e9)
     with acting("run", waits=Waits()):
         async with (
             serve(Metrics(), host, 0, lambda: {"status": "ok"}, page_routes(feed, host)) as url,

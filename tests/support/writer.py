@@ -1,4 +1,4 @@
-"""A simulated engine that writes what a test wants the policy to say."""
+"""A simulated engine that writes the answers of a test."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import Fault, SimulatedEngine
 
 Answer = Callable[[str], str]
-"""From the conversation so far, special tokens included, to the policy's next turn."""
+"""Converts the conversation so far, with special tokens, to the policy's next turn."""
 
 
 class Writer:
-    """A policy for `SimulatedEngine`: token by token what `answer` says after each generation prompt."""
+    """A policy for `SimulatedEngine` that writes token by token what `answer` returns after each generation
+    prompt.
+    """
 
     def __init__(self, chat: ChatFormat, answer: Answer) -> None:
         self._chat = chat
@@ -46,7 +48,7 @@ class Writer:
 def writing(
     answer: Answer, *faults: Fault
 ) -> Callable[[Config, Path], AbstractAsyncContextManager[list[Engine]]]:
-    """In the place of `try_out.engines_of`: one engine that writes these answers."""
+    """Replaces `try_out.engines_from`: opens one engine that writes these answers."""
 
     @asynccontextmanager
     async def open_engines(config: Config, log_dir: Path) -> AsyncIterator[list[Engine]]:

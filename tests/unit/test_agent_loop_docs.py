@@ -1,4 +1,4 @@
-"""The loops of docs/guide/agents.md, as they stand there, on a real session."""
+"""The loops of docs/guide/agents.md, as the page shows them, on a real session."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -151,6 +152,24 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
         for module, path in known.items()
     }
     assert tuple(TopologicalSorter(graph).static_order())
+
+
+def test_class_names_are_unique() -> None:
+    defined = defaultdict(list)
+    for file in sources():
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            if isinstance(node, ast.ClassDef):
+                defined[node.name].append(f"{file}:{node.lineno}")
+    assert {name: places for name, places in defined.items() if len(places) > 1} == {}
+
+
+@pytest.mark.parametrize("folder", ["async_rl", "agent_loops", "trainer"])
+def test_file_names_are_unique(folder: str) -> None:
+    files = defaultdict(list)
+    for path in (ROOT / folder).rglob("*.py"):
+        files[path.stem].append(str(path.relative_to(ROOT)))
+    shared = {name: paths for name, paths in files.items() if len(paths) > 1}
+    assert set(shared) <= {"__init__", "__main__"}, shared
 
 
 @pytest.mark.parametrize(

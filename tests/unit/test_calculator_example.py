@@ -12,7 +12,7 @@ from agent_loops.calculator import calculator as evaluate
 from async_rl.config import DataConfig, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_tasks
-from async_rl.sft.examples import read_rows
+from async_rl.sft.examples import load_conversations
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
 
@@ -59,7 +59,7 @@ def test_trajectory_is_short_enough_for_the_examples_config(calculator: Path, tm
     some = tmp_path / "sft.jsonl"
     lines = (calculator / "data" / "sft.jsonl").read_text().splitlines(keepends=True)
     some.write_text("".join(lines[:500]))
-    rows, _ = read_rows(some, "sft.path", settings, load_chat_format(calculator / "model"))
+    rows, _ = load_conversations(some, "sft.path", settings, load_chat_format(calculator / "model"))
     assert max(len(row.token_ids) for row in rows) < config.rollout.max_context_tokens
     assert 25 <= max(int(row.loss_mask.sum()) for row in rows) <= 40
 

@@ -131,7 +131,7 @@ def test_turns_join_when_the_template_drops_earlier_thoughts(chat: ChatFormat):
     [
         (None, "the tokenizer has no chat template"),
         ("{{ raise_exception('no such role') }}", r"roles \[user, assistant\]: no such role"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out an assistant's content"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the content of assistant messages"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "expected a special token"),
         ("{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}", "expected a special token"),
     ],

@@ -6,7 +6,7 @@ import pytest
 
 from async_rl.errors import CheckpointError
 from trainer.checkpoints import folder
-from trainer.checkpoints.manifest import Manifest, flaw, read_manifest, record, write_manifest
+from trainer.checkpoints.manifest import Manifest, find_flaw, read_manifest, record_file, write_manifest
 
 FILES = {"a": b"a" * 1000, "b": b"b" * 2000, "c": b"c"}
 
@@ -24,7 +24,7 @@ def make(path: Path, step: int = 1, name: str | None = None) -> Path:
         dtype="float32",
         optimizer_step=step,
         versions={},
-        files={file: record(made / file) for file in FILES},
+        files={file: record_file(made / file) for file in FILES},
     )
     write_manifest(made, manifest)
     return made
@@ -33,7 +33,7 @@ def make(path: Path, step: int = 1, name: str | None = None) -> Path:
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_every_damage_is_found_by_one_of_the_ranks(tmp_path, num_ranks):
     def found(path):
-        return [flaw(path, share=rank, of=num_ranks) for rank in range(num_ranks)]
+        return [find_flaw(path, share=rank, of=num_ranks) for rank in range(num_ranks)]
 
     assert not any(found(make(tmp_path, 1)))
     for step, file in enumerate(FILES, start=2):
@@ -55,9 +55,9 @@ def test_no_manifest_and_half_of_one_are_flaws(tmp_path):
     data = (path / "manifest.json").read_bytes()
     for end in range(0, len(data) - 2, 37):
         (path / "manifest.json").write_bytes(data[:end])
-        assert "cannot be read" in flaw(path)
+        assert "cannot be read" in find_flaw(path)
     (path / "manifest.json").unlink()
-    assert flaw(path) == f"{path} has no manifest.json: it was never finished"
+    assert find_flaw(path) == f"{path} has no manifest.json: it was never completed"
     (path / "manifest.json").write_bytes(data.replace(b'"format": 2', b'"format": 7'))
     with pytest.raises(CheckpointError, match=r"format 7; this version reads format 2"):
         read_manifest(path)
@@ -66,16 +66,16 @@ def test_no_manifest_and_half_of_one_are_flaws(tmp_path):
 def test_newest_ones_and_every_nth_stay_when_more_are_written(tmp_path):
     for step in (10, 20, 30, 40, 50):
         make(tmp_path, step)
-    removed = folder.retain(tmp_path, 50, keep=2, every=20)
+    removed = folder.remove_old_checkpoints(tmp_path, 50, keep=2, every=20)
     assert sorted(path.name for path in removed) == ["step_00000010", "step_00000030"]
-    assert [folder.step_of(path) for path in folder.newest_first(tmp_path)] == [50, 40, 20]
+    assert [folder.step_of(path) for path in folder.checkpoints_newest_first(tmp_path)] == [50, 40, 20]
 
 
 def test_later_ones_go_when_the_run_was_set_back(tmp_path):
     for step in (10, 20, 30):
         make(tmp_path, step)
-    folder.retain(tmp_path, 20, keep=1, every=None)
-    assert [folder.step_of(path) for path in folder.newest_first(tmp_path)] == [20]
+    folder.remove_old_checkpoints(tmp_path, 20, keep=1, every=None)
+    assert [folder.step_of(path) for path in folder.checkpoints_newest_first(tmp_path)] == [20]
 
 
 def test_checkpoint_appears_by_a_rename_and_leftovers_go(tmp_path):
@@ -84,7 +84,7 @@ def test_checkpoint_appears_by_a_rename_and_leftovers_go(tmp_path):
     make(tmp_path, 7, ".step_00000007.tmp")
     make(tmp_path, 8, ".step_00000008.tmp")
     (tmp_path / "latest").write_text("of somebody else")
-    assert folder.publish(tmp_path, 7) == old
+    assert folder.publish_checkpoint(tmp_path, 7) == old
     assert (old / "a").read_bytes() == FILES["a"]
-    assert [path.name for path in folder.clean(tmp_path)] == [".step_00000008.tmp"]
+    assert [path.name for path in folder.remove_leftovers(tmp_path)] == [".step_00000008.tmp"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000007"]

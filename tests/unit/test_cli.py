@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it imports, and how it ends."""
+"""The command line: output, imports, error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_check_says_where_the_chat_template_writes_turns_anew(
     assert main(["check", str(write_run(tmp_path))]) == 0
     out = capsys.readouterr().out
     assert (
-        "# chat template: a thought, when a user's message follows: the template makes 'It is 4.' of" in out
+        "# chat template: a thought, when a user's message follows: the template renders 'It is 4.' for"
+        in out
     )
     assert "# chat template: sessions keep every turn as the policy wrote it" in out
 
@@ -125,7 +126,7 @@ def test_the_remedy_is_named_when_a_dense_model_is_to_replay_routing(
 def test_off_policy_data_is_refused_when_nothing_corrects_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Elsewhere it is trained in silence (miles#1829; SkyRL#1315)."""
+    """Other frameworks train on it silently (miles#1829; SkyRL#1315)."""
     path = write_run(tmp_path)
     plain = ["check", str(path), "trainer.loss.importance.level=off"]
     assert main(plain) == 2

@@ -1,4 +1,4 @@
-"""The files for Slurm and Kubernetes: what can be known of them without either."""
+"""The files for Slurm and Kubernetes, as far as they can be tested without either."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import yaml
 
 from async_rl.cli.commands import COMMANDS
 from async_rl.config import apply_override, parse_config
-from async_rl.engines.sglang.server import _PORTS
+from async_rl.engines.sglang.server import PORTS
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "examples" / "cluster" / "slurm.sbatch"
@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "guide" / "scaling-up.md"
 
 
 def overrides(text: str) -> list[str]:
-    """`dotted.key=value` for our config in a text, shell variables replaced."""
+    """Return the `dotted.key=value` overrides in a text, with shell variables replaced."""
     found = re.findall(r"(?<![\w.])((?:placement|engine|trainer|metrics|weights)\.[\w.]+=[^\s'`…]+)", text)
     return [re.sub(r"\"?\$\{?\w+\}?(:\$\w+)?\"?", "auto", override) for override in found]
 
@@ -52,7 +52,7 @@ def test_the_slurm_file_is_a_shell_script_when_bash_reads_it():
     text = SLURM.read_text()
     assert "set -euo pipefail" in text
     # Ray's workers keep clear of the ports of engines.
-    assert int(re.search(r"--max-worker-port=(\d+)", text)[1]) < _PORTS.start
+    assert int(re.search(r"--max-worker-port=(\d+)", text)[1]) < PORTS.start
     # The token goes by the environment, not by a command line.
     assert not re.search(r"(step|ray start|async-rl).*RAY_AUTH_TOKEN", text)
 
@@ -80,10 +80,10 @@ exec "$@\"""",
 until [ "$(grep -c 'ray start' "$LOG/srun")" = 2 ]; do :; done  # else they are ended before they are there
 eval "$DRIVER\"""",
 }
-"""What the file calls, in a job of three nodes whose names stand for their loopback interfaces."""
+"""Replacements of the commands that the file calls, in a job of three nodes on loopback addresses."""
 
 WARNED = "sleep 600 & trap 'kill $!; exit 143' TERM; kill -TERM $PPID; wait"
-"""A driver during which Slurm says that the time is nearly up, and which ends in order."""
+"""A driver that exits in order after Slurm has announced the time limit."""
 
 
 @pytest.mark.parametrize(("driver", "code", "requeued"), [("exit 4", 4, False), (WARNED, 143, True)])
@@ -119,7 +119,7 @@ def test_pods_share_a_volume_and_a_token_when_kubernetes_makes_them():
     claim = kinds["PersistentVolumeClaim"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     for group in cluster["workerGroupSpecs"]:  # Ray's workers keep clear of the ports of engines
-        assert int(group["rayStartParams"]["max-worker-port"]) < _PORTS.start
+        assert int(group["rayStartParams"]["max-worker-port"]) < PORTS.start
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -146,4 +146,4 @@ def test_prometheus_finds_the_driver_when_its_port_is_the_services():
 
 
 def test_the_page_lists_the_ports_that_engines_take():
-    assert f"{_PORTS.start}-{_PORTS.stop - 1}" in PAGE.read_text()
+    assert f"{PORTS.start}-{PORTS.stop - 1}" in PAGE.read_text()

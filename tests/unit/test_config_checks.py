@@ -1,4 +1,4 @@
-"""Settings that do not go together are refused with both of them and the remedy."""
+"""Settings that do not fit together are refused with a message that names them and the remedy."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ),
     ],
 }
-"""What each check refuses: an override, or several as a tree, and a part of what is said."""
+"""What each check refuses: an override, or several as a tree, and a part of the message."""
 
 
 def tree_with(override: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""docs/guide/own-task.md: the examples of datasets and rewards work as the page says."""
+"""docs/guide/own-task.md: the examples of datasets and rewards work as the page describes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from async_rl.errors import ConfigError
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.rewards.http_rewards import request_of
 from async_rl.rollout.rewards.reward_calls import Rewards
-from async_rl.run.preflight import check
+from async_rl.run.preflight import check_config
 from async_rl.runtime import yaml12
 from async_rl.runtime.worker_processes import processes_asked
 from tests.support.pages import blocks
@@ -82,13 +82,13 @@ def test_a_config_of_the_page_passes_all_checks(folder: Path, text: str) -> None
     base, changes = yaml.safe_load((folder / "run.yaml").read_text()), yaml12.load(text)
     del base["data"]["path"]
     (folder / "run.yaml").write_text(yaml.safe_dump(merged(base, changes)))
-    found = check(load_config(folder / "run.yaml"))
+    found = check_config(load_config(folder / "run.yaml"))
     said = "\n".join(found)
     assert [line for line in found if line.startswith("data: ")]
     for dataset in changes["data"].get("datasets", ()):
         assert dataset.get("name", dataset["path"].removesuffix(".jsonl")) in said
     for dataset in changes["data"].get("validation", ()):
-        assert f"validation: {dataset['path'].removesuffix('.jsonl')}: 1 plain rows" in said
+        assert f"validation: {dataset['path'].removesuffix('.jsonl')}: 1 plain examples" in said
     for name in changes.get("rollout", {}).get("agent_loops", ()):
         assert name != "tool_agent" or "agent loop: tool_agent, of 1 tasks" in said
 
@@ -98,7 +98,7 @@ def test_bad_rows_are_said_as_on_the_page(folder: Path) -> None:
     (folder / "bad.jsonl").write_text("\n".join([good, "{}", "{", json.dumps({"messages": "y"}), good]))
     with pytest.raises(ConfigError) as raised:
         load_tasks(DataConfig(path="bad.jsonl"))
-    (shown,) = (block for block in blocks(PAGE, "", "## Datasets") if "bad rows" in block)
+    (shown,) = (block for block in blocks(PAGE, "", "## Datasets") if "malformed examples" in block)
     assert f"async-rl: {raised.value}\n" == shown
 
 
@@ -107,7 +107,7 @@ def test_a_task_is_named_when_it_names_what_there_is_not(folder: Path, key: str)
     row = {"id": "seven", "messages": "x", key: "nowhere"}
     (folder / "tasks.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ConfigError, match=r"^task seven: .* 'nowhere' is neither a dotted path nor a name"):
-        check(load_config(folder / "run.yaml"))
+        check_config(load_config(folder / "run.yaml"))
 
 
 # -- Rewards -------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_tasks_are_equal_when_the_same_rows_are_parquet(tmp_path: Path):
     ("row", "error"),
     [
         ("{", "not a JSON object"),
-        ("[1, 2]", "the row is a list; expected an object with 'messages'"),
+        ("[1, 2]", "the example is a list; expected an object with 'messages'"),
         ({}, "'messages' is missing; expected a list of chat messages or a prompt string"),
         ({"messages": []}, "'messages' is empty"),
         ({"messages": ""}, "'messages' is empty"),
@@ -122,7 +122,7 @@ def test_config_error_when_a_line_is_not_utf8(tmp_path: Path):
 def test_config_error_when_there_is_nothing_to_read(tmp_path: Path):
     with pytest.raises(ConfigError, match="there is no file"):
         load_tasks(DataConfig(path=str(tmp_path / "none.jsonl")))
-    with pytest.raises(ConfigError, match="has no rows"):
+    with pytest.raises(ConfigError, match="has no examples"):
         load_tasks(DataConfig(path=str(write_jsonl(tmp_path, ""))))
     (tmp_path / "tasks.csv").touch()
     with pytest.raises(ConfigError, match=r"ends in '\.csv'; expected \.jsonl or \.parquet"):
@@ -168,13 +168,13 @@ def test_the_schema_is_the_configs_when_it_names_one(tmp_path: Path):
     assert (tasks[0].answer, tasks[0].task_id, tasks.datasets[0].detected) == ("a", "3", False)
 
 
-def test_every_bad_row_is_named_up_to_ten_when_a_file_has_more(tmp_path: Path):
+def test_ten_malformed_examples_are_named_when_a_file_has_more(tmp_path: Path):
     rows = [{"messages": "fine"}, *([{}] * 12), {"messages": "fine"}, "{"]
     path = write_jsonl(tmp_path, *rows)
     with pytest.raises(ConfigError) as raised:
         load_tasks(DataConfig(path=str(path)))
     lines = str(raised.value).splitlines()
-    assert lines[0] == f"{path} has 13 bad rows:"
+    assert lines[0] == f"{path} has 13 malformed examples:"
     assert [line.split(": ")[0].strip() for line in lines[1:11]] == [f"{path}:{n}" for n in range(2, 12)]
     assert [line.strip() for line in lines[11:]] == ["and 3 more"]
 
@@ -196,7 +196,7 @@ def test_long_prompts_are_left_out_and_counted_when_the_config_says_filter(tmp_p
     (dataset,) = load_tasks(DataConfig(path=str(path)), rule("filter")).datasets
     assert [task.task_id for task in dataset.tasks] == ["row-0", "row-2"]
     assert (dataset.num_filtered, dataset.longest_prompt) == (1, 3)
-    with pytest.raises(ConfigError, match=r"all 3 rows .* have prompts of more than 0 tokens"):
+    with pytest.raises(ConfigError, match=r"all 3 examples .* have prompts of more than 0 tokens"):
         load_tasks(DataConfig(path=str(path)), rule("filter", limit=0))
 
 

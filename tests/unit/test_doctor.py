@@ -1,4 +1,4 @@
-"""The service around a diagnosis: when it speaks, and what it forgives; and the watch over the event loop."""
+"""The service around a diagnosis: when it logs and acts; and the watchdog of the event loop."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from async_rl.engines.pool import EnginePool
 from async_rl.errors import StallError
 from async_rl.observability.loop_watchdog import LoopWatchdog
 from async_rl.observability.metrics import Metrics
-from async_rl.run.doctor import Doctor, limits, watched
+from async_rl.run.doctor import Doctor, recording_waits, wait_limits
 from async_rl.runtime.supervision import services
 from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.simulation.virtual_time import VirtualTimeLoop, run_virtual
 from tests.support.run_config import write_run
 
 
-class Ward:
-    """A doctor and its patient's waits, on a clock set by hand."""
+class DoctorBench:
+    """A doctor and the waits that it observes, on a clock set by hand."""
 
     def __init__(self, folder: Path, *overrides: str, clock: Callable[[], float] | None = None) -> None:
         self.now_s = 0.0
@@ -39,7 +39,7 @@ class Ward:
     def look_until(self, end_s: float) -> None:
         while self.now_s < end_s:
             self.now_s += 5
-            self.doctor.look()
+            self.doctor.check_progress()
 
     def value(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"async_rl_{name}", labels) or 0.0
@@ -48,59 +48,59 @@ class Ward:
 def test_a_stall_is_said_again_only_after_growing_times(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ward = Ward(tmp_path)
-    with acting("train loop", waits=ward.waits), waiting("slot"):
-        ward.look_until(600)
-        said = [record for record in caplog.records if "stands still" in record.message]
+    bench = DoctorBench(tmp_path)
+    with acting("train loop", waits=bench.waits), waiting("slot"):
+        bench.look_until(600)
+        said = [record for record in caplog.records if "is stalled" in record.message]
         assert len(said) == 4  # at 45, 85, 165 and 325 seconds
-        assert ward.value("stalls_total", awaited="slot") == 1
-        assert ward.value("seconds_since_progress") == 600
-        assert ward.value("oldest_wait_seconds", awaited="slot") == 600
-        ward.waits.note_progress()
-        ward.doctor.look()
-        assert ward.value("seconds_since_progress") == 0
-        ward.look_until(700)
-    assert ward.value("stalls_total", awaited="slot") == 2
+        assert bench.value("stalls_total", awaited="slot") == 1
+        assert bench.value("seconds_since_progress") == 600
+        assert bench.value("oldest_wait_seconds", awaited="slot") == 600
+        bench.waits.note_progress()
+        bench.doctor.check_progress()
+        assert bench.value("seconds_since_progress") == 0
+        bench.look_until(700)
+    assert bench.value("stalls_total", awaited="slot") == 2
 
 
 def test_the_run_ends_at_the_second_look_when_that_is_asked_for(tmp_path: Path) -> None:
-    ward = Ward(tmp_path, "doctor.action=end")
-    with acting("train loop", waits=ward.waits), waiting("slot"):
-        ward.look_until(40)
+    bench = DoctorBench(tmp_path, "doctor.action=end")
+    with acting("train loop", waits=bench.waits), waiting("slot"):
+        bench.look_until(40)
         with pytest.raises(StallError, match="no slot becomes free"):
-            ward.look_until(45)
+            bench.look_until(45)
 
 
 def test_a_quiet_run_is_no_stall_while_its_wait_is_within_its_limit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    ward = Ward(tmp_path, "doctor.action=end", "trainer.step_timeout_s=3600")
-    with acting("train loop", waits=ward.waits), waiting("trainer step", "1"):
-        ward.look_until(3600)
+    bench = DoctorBench(tmp_path, "doctor.action=end", "trainer.step_timeout_s=3600")
+    with acting("train loop", waits=bench.waits), waiting("trainer step", "1"):
+        bench.look_until(3600)
         assert "within its limit" in caplog.text
         with pytest.raises(StallError, match="trainer step 1 does not return"):
-            ward.look_until(3700)
+            bench.look_until(3700)
 
 
 def test_time_in_which_the_event_loop_stood_still_is_no_stall(tmp_path: Path) -> None:
     async def main() -> float:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
-        ward = Ward(tmp_path, "doctor.action=end", clock=loop.time)
-        with acting("train loop", waits=ward.waits), waiting("slot"):
-            async with services(doctor=ward.doctor.run):
+        bench = DoctorBench(tmp_path, "doctor.action=end", clock=loop.time)
+        with acting("train loop", waits=bench.waits), waiting("slot"):
+            async with services(doctor=bench.doctor.run_checks):
                 await asyncio.sleep(1)
                 loop.jump(1000)
                 await asyncio.sleep(30)
-        return ward.waits.quiet_s
+        return bench.waits.quiet_s
 
     assert run_virtual(main()) < 40
 
 
 def test_limits_are_those_of_the_config(tmp_path: Path) -> None:
     config = load_config(write_run(tmp_path), ["trainer.step_timeout_s=77", "rollout.tool_timeout_s=7"])
-    assert (limits(config)["trainer step"], limits(config)["tool"]) == (77, 7)
+    assert (wait_limits(config)["trainer step"], wait_limits(config)["tool"]) == (77, 7)
 
 
 def compute_without_an_await(seconds: float) -> None:
@@ -131,32 +131,32 @@ async def test_a_loop_that_waits_is_not_blocked(caplog: pytest.LogCaptureFixture
 
 async def test_waits_belong_to_the_run_that_is_watched(tmp_path: Path) -> None:
     waits = Waits()
-    async with watched(waits, Metrics(), load_config(write_run(tmp_path)).doctor):
+    async with recording_waits(waits, Metrics(), load_config(write_run(tmp_path)).doctor):
         with waiting("checkpoint"):
             assert [str(wait.who) for wait in waits.open_waits()] == ["run"]
 
 
 def test_a_stall_is_treated_though_a_wait_was_overdue_before(tmp_path: Path) -> None:
-    ward = Ward(tmp_path, "doctor.action=repair", "rollout.tool_timeout_s=10")
-    other = acting("trajectory", "7", waits=ward.waits)
-    with acting("train loop", waits=ward.waits), waiting("slot"):
+    bench = DoctorBench(tmp_path, "doctor.action=repair", "rollout.tool_timeout_s=10")
+    other = acting("trajectory", "7", waits=bench.waits)
+    with acting("train loop", waits=bench.waits), waiting("slot"):
         with other, waiting("tool", "search"):  # nothing can be done about it: it has no timeout
             for _ in range(40):
-                ward.waits.note_progress()
-                ward.look_until(ward.now_s + 5)
-        assert ward.value("stalls_total", awaited="tool") == 1
+                bench.waits.note_progress()
+                bench.look_until(bench.now_s + 5)
+        assert bench.value("stalls_total", awaited="tool") == 1
         with pytest.raises(StallError, match="no slot becomes free"):
-            ward.look_until(ward.now_s + 45)
+            bench.look_until(bench.now_s + 45)
 
 
 async def test_what_was_treated_has_time_to_move_before_the_run_ends(tmp_path: Path) -> None:
-    ward = Ward(tmp_path, "doctor.action=repair", "rollout.tool_timeout_s=10")
+    bench = DoctorBench(tmp_path, "doctor.action=repair", "rollout.tool_timeout_s=10")
     async with asyncio.timeout(3600) as scope:
-        with acting("train loop", waits=ward.waits), waiting("tool", "search", scope=scope) as wait:
-            ward.look_until(25)
+        with acting("train loop", waits=bench.waits), waiting("tool", "search", scope=scope) as wait:
+            bench.look_until(25)
             assert wait.cut
             scope.reschedule(None)  # the tool takes no notice of it
             await asyncio.sleep(0)
-            ward.look_until(60)
+            bench.look_until(60)
             with pytest.raises(StallError, match="tool search does not return"):
-                ward.look_until(65)
+                bench.look_until(65)

@@ -89,7 +89,7 @@ def test_a_clear_error_is_raised_when_the_model_cannot_be_read(tmp_path: Path) -
     with pytest.raises(ConfigError, match="not valid JSON"):
         load_facts(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
-    with pytest.raises(ConfigError, match="does not say 'vocab_size'"):
+    with pytest.raises(ConfigError, match="has no 'vocab_size'"):
         load_facts(tmp_path)
 
 

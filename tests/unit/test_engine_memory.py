@@ -62,7 +62,7 @@ async def test_weights_can_be_given_back_when_nothing_was_loaded_into_them() -> 
     loadable = await (await (await stop_engine(subject)).release_all()).resume_weights()
     await loadable.release_weights()
     assert subject.missing == set(ALL)
-    assert (await subject.health()).weight_version is not None  # it lives
+    assert (await subject.health()).weight_version is not None  # it is alive
 
 
 @in_virtual_time
@@ -83,7 +83,7 @@ async def test_nothing_is_sent_when_an_object_is_used_a_second_time() -> None:
 
 @in_virtual_time
 @pytest.mark.parametrize("cut", ["refused", "cancelled"])
-async def test_nobody_can_try_again_when_an_attempt_has_failed(cut: str) -> None:
+async def test_no_attempt_can_be_repeated_after_it_has_failed(cut: str) -> None:
     subject = engine()
     stopped = await stop_engine(subject)
     if cut == "refused":

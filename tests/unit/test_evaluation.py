@@ -1,5 +1,6 @@
-"""What answers are worth, when an evaluation is due, and what is written down of it."""
+"""Scores of answers, when an evaluation is due, and its record."""
 
+import fcntl
 import json
 import math
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from async_rl.cli.inspection.browse import Filter, inspect
 from async_rl.config import EvaluationConfig, parse_config
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.evaluation.estimates import EvaluatedAnswer, estimate, pass_at_k, scores
 from async_rl.evaluation.evaluator import rollout_settings
 from async_rl.evaluation.service import due
@@ -38,7 +39,7 @@ def answer(
 
 
 def test_scores_are_those_of_a_hand_computed_case():
-    """Two tasks with 1 of 4 and 3 of 4 answers that pass; one more of another dataset, which all fail."""
+    """Two tasks with 1 of 4 and 3 of 4 answers that pass, and one task of another dataset with none."""
     found = scores(
         [
             *[answer("a", reward, format=1.0) for reward in (1.0, 0.0, 0.0, 0.0)],
@@ -147,7 +148,9 @@ def test_evaluation_without_a_validation_set_is_refused():
 
 
 def record_of(version: int, **rewards: float) -> EvaluationRecord:
-    """Done, with one answer of a task in each set; `dataset` and its sources, where names have a slash."""
+    """Return a finished evaluation with one answer to one task per set; `dataset` and its sources have a
+    slash.
+    """
     answers = [answer("t", reward, dataset=name) for name, reward in rewards.items()]
     found = scores(answers, pass_at=(1,), pass_reward=1.0)
     return EvaluationRecord(weight_version=version, status="done", scores=found, asked=len(answers))
@@ -231,6 +234,31 @@ def test_a_model_is_evaluated_alone_and_its_answers_can_be_inspected(calculator,
     assert "6 of the 6" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"data\.validation"):
         evaluate(path, ["data.validation=[]"], model=calculator / "model", open_engines=simulated)
+
+
+def test_an_error_of_an_evaluation_is_printed_and_logged_in_its_folder(calculator, tmp_path, capsys):
+    @asynccontextmanager
+    async def absent(config, log_dir):
+        raise EnvironmentNotReady("no engine here")
+        yield []
+
+    path, out = tmp_path / "run.yaml", tmp_path / "out"
+    tasks = {"path": str(calculator / "data" / "tasks.jsonl")}
+    tree = {
+        "model": {"path": str(calculator / "model")},
+        "data": tasks | {"validation": [tasks]},
+        "engine": {"kind": "simulated"},
+        "rollout": {"max_context_tokens": 256, "max_new_tokens": 16},
+    }
+    path.write_text(json.dumps(tree))
+    assert evaluate(path, [], out=out, open_engines=absent) == EnvironmentNotReady.exit_code
+    log = out / "logs" / "driver.log"
+    assert f"async-rl: no engine here; log: {log}" in capsys.readouterr().err
+    assert "Traceback" in log.read_text()
+    with (out / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        with pytest.raises(ConfigError, match="another process writes into"):
+            evaluate(path, [], out=out, open_engines=absent)
 
 
 def test_conservation_is_said_by_the_record():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from io import StringIO
@@ -92,7 +93,11 @@ def test_the_table_and_the_file_say_the_same(cases: list[Case], tmp_path: Path) 
     assert document["cases"][0]["figures"] == {"speed": "3 GiB/s"}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is `make gpu-proof`")
+def test_gpus_are_hidden_when_other_tests_than_those_of_the_gpu_suite_run() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert not torch.cuda.is_available()
+
+
 def test_every_case_is_collected_and_left_out_when_there_is_no_gpu() -> None:
     recorder = Recorder(num_gpus=1)
     run(recorder)

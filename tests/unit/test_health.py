@@ -1,4 +1,4 @@
-"""What counts as a sign of life, and what does not count against an engine (sglang#22511: false kills)."""
+"""What shows that an engine is alive, and what must not count against it (sglang#22511: false kills)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from async_rl.runtime.supervision import Nursery, services
 from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.engine_calls import request
 from tests.support.fake_sglang import HANG, FakeSGLang, event
-from tests.support.played import END, PlayedPool, settle, tokens
+from tests.support.manual_engines import END, ManualPool, settle, tokens
 
 CONFIG = SimulatedEngines(
     stall_s=60.0, min_prefill_tokens_per_s=500.0, probe_s=10.0, probe_timeout_s=5.0, probe_misses=3
@@ -60,9 +60,9 @@ def test_an_engine_is_judged_by_what_its_calls_did(
 
 
 @asynccontextmanager
-async def watched(*names: str, config: SimulatedEngines = CONFIG) -> AsyncIterator[PlayedPool]:
+async def watched(*names: str, config: SimulatedEngines = CONFIG) -> AsyncIterator[ManualPool]:
     async with Nursery() as nursery:
-        bench = PlayedPool(*names, nursery=nursery)
+        bench = ManualPool(*names, nursery=nursery)
         watch = HealthWatch(bench.pool, config, bench.metrics, asyncio.get_running_loop().time)
         async with services(health=watch.watch_engines):
             yield bench
@@ -96,7 +96,7 @@ async def test_an_idle_engine_that_stopped_is_noticed_before_it_is_needed() -> N
 
 @in_virtual_time
 async def test_an_engine_that_answers_but_does_nothing_is_noticed_by_its_silence() -> None:
-    """Its HTTP process lives, its scheduler hangs."""
+    """Its HTTP process answers, its scheduler hangs."""
     async with watched("a") as bench:
         running = bench.start("t1", prompt=500)
         await asyncio.wait([running])
@@ -155,7 +155,7 @@ async def test_a_stream_that_the_engine_forgot_moves_and_the_others_stay() -> No
 
 @in_virtual_time
 async def test_an_update_is_no_silence_but_a_missing_answer_ends_it() -> None:
-    """Calls stand still while the update lasts; whether the engine is there is asked all the same."""
+    """Calls are paused during the update; the engine is probed all the same."""
     async with watched("a") as bench:
         bench.start("t1")
         await settle()

@@ -1,4 +1,4 @@
-"""`async-rl inspect` and what it shows of a trajectory."""
+"""`async-rl inspect` and its views of a trajectory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from async_rl.cli.inspection.browse import abbreviate
-from async_rl.cli.inspection.portrait import _role, decoder, portray, token_numbers
-from async_rl.cli.inspection.show import show
+from async_rl.cli.inspection.show import show_trajectory
+from async_rl.cli.inspection.trajectory_view import decoder, role_of, token_numbers, view_trajectory
 from async_rl.cli.main import main
 from async_rl.config import load_config
 from async_rl.config.reference import resolved_yaml
@@ -42,7 +42,7 @@ def sampled(ids: np.ndarray, version: int, reason: str = "stop", low: float = -0
 
 @pytest.fixture
 def trajectory(calculator: Path) -> Trajectory:
-    """A call of the calculator that a weight update cut in two, and an answer."""
+    """A call of the calculator that a weight update interrupted, and an answer."""
     chat = load_chat_format(calculator / "model")
 
     def ids(text: str) -> np.ndarray:
@@ -78,7 +78,7 @@ def printed(trajectory: Trajectory, calculator: Path, *, colour: bool = False, s
     decode = decoder(load_chat_format(calculator / "model"), special=special)
     out = io.StringIO()
     console = Console(file=out, width=140, force_terminal=colour, no_color=not colour)
-    show(console, portray(without_routing(trajectory), decode))
+    show_trajectory(console, view_trajectory(without_routing(trajectory), decode))
     return out.getvalue()
 
 
@@ -112,14 +112,16 @@ def test_the_whole_text_is_there_once_when_a_character_is_cut_in_two(
     assert len(ids) > 3, "the character is of several tokens"
     for cut in range(1, len(ids)):
         parts = (trajectory.segments[0], sampled(ids[:cut], 1, "abort"), sampled(ids[cut:], 2))
-        _, policy = portray(without_routing(replace(trajectory, segments=parts)), decoder(chat)).passages
+        _, policy = view_trajectory(
+            without_routing(replace(trajectory, segments=parts)), decoder(chat)
+        ).passages
         assert policy.text == "a😀b"
         assert "".join(call.text for call in policy.calls) == "a😀b"
         assert "\N{REPLACEMENT CHARACTER}" not in policy.calls[0].text
 
 
 def test_tokens_that_grew_too_old_are_masked(trajectory: Trajectory) -> None:
-    portrait = portray(without_routing(trajectory), token_numbers, oldest_trained=4)
+    portrait = view_trajectory(without_routing(trajectory), token_numbers, oldest_trained=4)
     first = portrait.passages[1]
     assert [call.masked for call in first.calls] == [9, 0]
     assert portrait.trained_tokens == trajectory.num_sampled_tokens - 9
@@ -135,7 +137,7 @@ def test_a_branch_shows_what_it_inherits_and_what_was_noted_of_its_turns(
         start=start, end=trajectory.num_tokens, finish_reason="stop", engine_s=1.5, metadata={"depth": 2}
     )
     branch = replace(trajectory, num_inherited=last, turns=(record,))
-    portrait = portray(without_routing(branch), token_numbers)
+    portrait = view_trajectory(without_routing(branch), token_numbers)
     assert [(p.role, p.trained) for p in portrait.passages] == [
         ("prompt", False),
         ("policy", False),
@@ -161,11 +163,11 @@ def test_a_branch_shows_what_it_inherits_and_what_was_noted_of_its_turns(
     ],
 )
 def test_who_spoke_is_told_by_how_templates_begin_it(text: str, role: str) -> None:
-    assert _role(text) == role
+    assert role_of(text) == role
 
 
 def test_log_probs_are_of_sampled_tokens_alone(trajectory: Trajectory) -> None:
-    figures = portray(without_routing(trajectory), token_numbers).log_probs
+    figures = view_trajectory(without_routing(trajectory), token_numbers).log_probs
     assert figures is not None
     values = trajectory.rollout_log_probs[trajectory.response_mask]
     assert figures.mean == pytest.approx(float(values.mean()))
@@ -273,7 +275,7 @@ def test_token_numbers_are_shown_when_the_model_is_gone(
 ) -> None:
     (run_dir / "config.yaml").unlink()
     assert main(["inspect", str(run_dir), "0198bbbb1"]) == 0
-    assert "tokens are shown as their numbers" in capsys.readouterr().out
+    assert "tokens are shown as numbers" in capsys.readouterr().out
 
 
 def test_beginnings_are_as_long_as_they_must_be() -> None:

@@ -11,14 +11,14 @@ from async_rl.engines.pool import EngineState
 from async_rl.errors import CallLost, EngineError
 from async_rl.runtime.supervision import Nursery
 from async_rl.simulation.virtual_time import in_virtual_time
-from tests.support.played import END, PlayedPool, settle, tokens
+from tests.support.manual_engines import END, ManualPool, settle, tokens
 
 
 @in_virtual_time
 async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quarantined() -> None:
-    """A stopped engine sends no error: who waits for it must be told by others."""
+    """A stopped engine sends no error: the pool must end the calls that wait for it."""
     async with Nursery() as nursery:
-        bench = PlayedPool("a", nursery=nursery)
+        bench = ManualPool("a", nursery=nursery)
         running, queued = bench.start("t1"), bench.start("t2")
         await settle()
         bench.engines["a"].say(0, tokens(3))
@@ -30,14 +30,14 @@ async def test_calls_end_at_once_with_their_tokens_when_their_engine_is_quaranti
         assert bench.tokens == {"t1": 3}
         assert "it does not answer" in str(bench.ended["t1"])
         assert isinstance(bench.ended["t2"], CallLost)
-        assert bench.engines["a"].left == 2  # the streams were closed, so that the engine is told
+        assert bench.engines["a"].left == 2  # the streams were closed, which ends the calls on the engine
         assert asyncio.get_running_loop().time() == 0.0
 
 
 @in_virtual_time
 async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> None:
     async with Nursery() as nursery:
-        bench = PlayedPool("a", nursery=nursery, max_prefill_tokens=50)
+        bench = ManualPool("a", nursery=nursery, max_prefill_tokens=50)
         first, second = bench.start("t1", prompt=60), bench.start("t2", prompt=60)
         await settle()
         assert bench.order == ["t1"]
@@ -54,11 +54,11 @@ async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> N
 async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
     """A wave after an update: everybody wants to prefill, the engine is given little at a time."""
     async with Nursery() as nursery:
-        bench = PlayedPool("a", nursery=nursery, max_prefill_tokens=50)
+        bench = ManualPool("a", nursery=nursery, max_prefill_tokens=50)
         for key in ("t5", "t3", "t9", "t1"):
             bench.start(key, prompt=40)
         await settle()
-        assert bench.order == ["t5", "t3"]  # 40 tokens leave room, 80 do not
+        assert bench.order == ["t5", "t3"]  # 40 tokens fit, 80 do not
         for stream, expected in ((0, ["t1"]), (1, ["t1", "t9"])):
             bench.engines["a"].say(stream, tokens(1))
             await settle()
@@ -71,7 +71,7 @@ async def test_who_waits_is_let_in_oldest_first_as_prefills_end() -> None:
 async def test_a_cancelled_call_stays_cancelled_when_it_is_dropped_in_the_same_moment() -> None:
     """A stop of the run must not become an engine's failure that a session would survive."""
     async with Nursery() as nursery:
-        bench = PlayedPool("a", nursery=nursery)
+        bench = ManualPool("a", nursery=nursery)
         both, dropped = bench.start("both"), bench.start("dropped")
         await settle()
         bench.pool.quarantine_engine("a", EngineError("gone"))
@@ -86,7 +86,7 @@ async def test_a_cancelled_call_stays_cancelled_when_it_is_dropped_in_the_same_m
 @in_virtual_time
 async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_comes() -> None:
     async with Nursery() as nursery:
-        bench = PlayedPool("a", nursery=nursery)
+        bench = ManualPool("a", nursery=nursery)
         bench.pool.hold_engine("a")
         waits, other = bench.start("t1"), bench.start("t2")
         await settle()
@@ -104,7 +104,7 @@ async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_c
 @in_virtual_time
 async def test_one_lost_call_is_no_reason_to_stop_an_engine_but_three_are() -> None:
     async with Nursery() as nursery:
-        bench = PlayedPool("a", nursery=nursery)
+        bench = ManualPool("a", nursery=nursery)
         for number in range(3):
             assert bench.state("a") is EngineState.SERVING
             bench.start(f"t{number}")
@@ -117,7 +117,7 @@ async def test_one_lost_call_is_no_reason_to_stop_an_engine_but_three_are() -> N
 @in_virtual_time
 async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
     async with Nursery() as nursery:
-        bench = PlayedPool("a", nursery=nursery)
+        bench = ManualPool("a", nursery=nursery)
         for _ in range(9):
             bench.pool.record_strike("a", EngineError("nan"))
             await asyncio.sleep(400.0)
@@ -128,7 +128,7 @@ async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
 @in_virtual_time
 async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> None:
     async with Nursery() as nursery:
-        bench = PlayedPool("a", nursery=nursery)
+        bench = ManualPool("a", nursery=nursery)
         bench.start("t1", prompt=10)
         await settle()
         bench.engines["a"].say(0, tokens(5), END)
@@ -154,7 +154,7 @@ async def test_what_is_prefilled_again_is_counted_by_its_cause(cause: str) -> No
 @in_virtual_time
 async def test_nothing_was_prefilled_again_when_the_cache_was_kept() -> None:
     async with Nursery() as nursery:
-        bench = PlayedPool("a", nursery=nursery)
+        bench = ManualPool("a", nursery=nursery)
         bench.start("t1", prompt=10)
         await settle()
         bench.engines["a"].say(0, tokens(5), END)
@@ -172,7 +172,7 @@ async def test_nothing_was_prefilled_again_when_the_cache_was_kept() -> None:
 @in_virtual_time
 async def test_a_full_home_is_gone_back_to_when_it_has_the_prefix() -> None:
     async with Nursery() as nursery:
-        bench = PlayedPool("a", "b", nursery=nursery, max_prefill_tokens=50)
+        bench = ManualPool("a", "b", nursery=nursery, max_prefill_tokens=50)
         first = bench.start("mine", prompt=40)
         await settle()
         bench.engines["a"].say(0, tokens(20), END)
@@ -194,7 +194,7 @@ async def test_a_full_home_is_gone_back_to_when_it_has_the_prefix() -> None:
 @in_virtual_time
 async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> None:
     async with Nursery() as nursery:
-        bench = PlayedPool("a", "b", nursery=nursery)
+        bench = ManualPool("a", "b", nursery=nursery)
         bench.start("t1")
         await settle()
         drained = nursery.start_task("drain", bench.pool.drain_engine("a"))
@@ -218,7 +218,7 @@ async def test_an_engine_is_left_when_it_drains_and_its_calls_have_ended() -> No
 @in_virtual_time
 async def test_calls_go_on_elsewhere_when_their_engine_is_removed_under_them() -> None:
     async with Nursery() as nursery:
-        bench = PlayedPool("a", "b", nursery=nursery)
+        bench = ManualPool("a", "b", nursery=nursery)
         bench.start("t1")
         await settle()
         bench.engines["a"].say(0, tokens(2))
@@ -237,7 +237,7 @@ async def test_calls_go_on_elsewhere_when_their_engine_is_removed_under_them() -
 @in_virtual_time
 async def test_vitals_name_the_call_that_was_overtaken() -> None:
     async with Nursery() as nursery:
-        bench = PlayedPool("a", nursery=nursery)
+        bench = ManualPool("a", nursery=nursery)
         bench.start("t1")
         await settle()
         bench.start("t2")

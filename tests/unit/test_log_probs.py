@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from trainer.losses.log_probs import vocab_parallel_log_probs
-from trainer.schedule import linear_warmup
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -38,12 +37,6 @@ def test_log_probs_are_float32_when_logits_are_bfloat16():
     log_probs.sum().backward()
     assert log_probs.dtype == torch.float32
     assert logits.grad.dtype == torch.bfloat16
-
-
-def test_learning_rate_rises_linearly_when_warming_up():
-    rates = [linear_warmup(step, 8.0, 4) for step in range(6)]
-    assert rates == [2, 4, 6, 8, 8, 8]
-    assert linear_warmup(0, 8.0, 0) == 8
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

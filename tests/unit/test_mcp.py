@@ -78,7 +78,9 @@ async def test_tools_of_a_command_are_called_cut_and_restarted(monkeypatch: pyte
             await tools["add"].call({"a": "two"}, timeout_s=LONG_S)
         with pytest.raises(ToolError, match=r"hang: no result within 0\.2 s$"):
             await tools["hang"].call({}, timeout_s=0.2)
-        with pytest.raises(ToolError, match=r"die: the MCP server .* went away during the call"):
+        with pytest.raises(
+            ToolError, match=r"die: the connection to the MCP server .* broke during the call"
+        ):
             await tools["die"].call({}, timeout_s=LONG_S)
         # The next call has it started again; calls at the same time share the connection.
         sums = [tools["add"].call({"a": number}, timeout_s=LONG_S) for number in range(3)]
@@ -102,7 +104,7 @@ async def test_tools_of_a_url_are_called_with_the_key_and_after_the_server_was_g
         tools = by_name(server)
         assert await tools["far_add"].call({"a": 2}, timeout_s=LONG_S) == "3"
         monkeypatch.setenv("MY_KEY", "wrong-8")
-        with pytest.raises(EnvironmentNotReady, match="does not come up") as refused:
+        with pytest.raises(EnvironmentNotReady, match="did not answer") as refused:
             await McpServer(spec).__aenter__()
         assert "wrong-8" not in str(refused.value)
         monkeypatch.setenv("MY_KEY", "key-7")
@@ -118,7 +120,7 @@ async def test_tools_of_a_url_are_called_with_the_key_and_after_the_server_was_g
 
 @pytest.mark.parametrize("command", [["/nowhere/server"], [sys.executable, "-c", "print('hello')"]])
 async def test_environment_error_when_the_command_is_no_server(command: list[str]):
-    with pytest.raises(EnvironmentNotReady, match="does not come up within 20 s"):
+    with pytest.raises(EnvironmentNotReady, match="did not answer within 20 s"):
         async with McpServer(McpServerSpec(command=command, connect_timeout_s=20.0)):
             pass
 

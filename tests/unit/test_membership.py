@@ -18,7 +18,7 @@ from async_rl.engines.pool import EngineState
 from async_rl.errors import ConfigError
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.simulation.virtual_time import in_virtual_time
-from tests.support.played import END, PlayedEngine, PlayedPool, settle, tokens
+from tests.support.manual_engines import END, ManualEngine, ManualPool, settle, tokens
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
@@ -47,14 +47,14 @@ class Job:
 
     def __init__(self, path: Path, nursery: Nursery) -> None:
         self.path = path
-        self.bench = PlayedPool(nursery=nursery)
+        self.bench = ManualPool(nursery=nursery)
         self.departed: list[str] = []
         self.urls: dict[str, str] = {}
         self.aborted: list[str] = []
         self.members = EngineMembership(path, self.bench.pool, self.connect, self.depart, drain_s=30.0)
 
     def connect(self, engine_id: str, url: str) -> Engine:
-        engine = PlayedEngine(engine_id)
+        engine = ManualEngine(engine_id)
         self.bench.engines[engine_id] = engine
         self.urls[engine_id] = url
 
@@ -91,7 +91,7 @@ async def job(tmp_path: Path, *lines: str) -> AsyncIterator[Job]:
 
 
 @in_virtual_time
-async def test_a_new_line_is_a_newcomer_that_nobody_calls_before_it_has_its_weights(tmp_path: Path) -> None:
+async def test_a_new_line_is_a_newcomer_that_gets_no_calls_before_it_has_its_weights(tmp_path: Path) -> None:
     async with job(tmp_path, A) as made:
         assert made.urls == {"engine-0": A}
         await made.write(A, B)
@@ -168,7 +168,7 @@ async def test_a_server_that_comes_back_is_another_engine(tmp_path: Path) -> Non
 
 
 @in_virtual_time
-async def test_nobody_leaves_when_the_file_is_half_written_broken_or_gone(tmp_path: Path) -> None:
+async def test_no_engine_leaves_when_the_file_is_half_written_broken_or_gone(tmp_path: Path) -> None:
     async with job(tmp_path, A, B) as made:
         made.path.write_text("")  # an editor truncates, then writes
         await asyncio.sleep(REREAD_S)

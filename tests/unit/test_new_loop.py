@@ -1,4 +1,4 @@
-"""`async-rl new-loop`: what it writes works as it is, and nothing is written over."""
+"""`async-rl new-loop`: its files work unchanged, and it overwrites nothing."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
     folder = tmp_path / "mine"
     folder.mkdir()
     assert main(["new-loop", "mine", "--dir", str(tmp_path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("my-loop", "no name of a Python package"),
-        ("class", "no name of a Python package"),
-        ("Loop", "no name of a Python package"),
-        ("../escape", "no name of a Python package"),
+        ("my-loop", "not a valid name of a Python package"),
+        ("class", "not a valid name of a Python package"),
+        ("Loop", "not a valid name of a Python package"),
+        ("../escape", "not a valid name of a Python package"),
         ("json", "a Python module 'json'"),
         ("agent_loops", "a Python module 'agent_loops'"),
     ],

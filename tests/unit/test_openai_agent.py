@@ -135,7 +135,7 @@ async def test_the_server_is_gone_when_the_trajectory_was_cancelled(monkeypatch:
         running = nursery.start_task("trajectory", loop.run(make_task(), bench.session))
         await Hanging.began.wait()
         running.cancel()
-    assert loop._endpoint._runner is None
+    assert not loop.endpoint.is_running
     assert (await bench.finish()).num_sampled_tokens == 2
 
 
@@ -193,7 +193,7 @@ async def test_an_error_hides_the_key_when_a_program_prints_it():
         ({"command": "python agent.py"}, "expected a list"),
         ({"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
         ({"agent": f"{HERE}:two_turnz"}, "did you mean 'two_turns'"),
-        ({"agent": f"{HERE}:HERE"}, "is no function"),
+        ({"agent": f"{HERE}:HERE"}, "is not a function"),
     ],
 )
 def test_config_error_when_the_loops_arguments_cannot_work(arguments: dict[str, Any], error: str):

@@ -151,9 +151,9 @@ async def test_limits_and_stops_of_a_request_are_kept():
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"n": 2}, "n is 2, only 1 is served"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not served"),
-        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs is not served"),
+        ({"n": 2}, "n is 2, expected 1"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs is not supported"),
         ({"max_tokens": 0}, "max_tokens is 0, expected a whole number of at least 1"),
         ({"tools": [{"type": "custom"}]}, r"tools\[0\]: expected a function"),
         ({"stop": [""]}, "stop must be a string or a list"),
@@ -181,7 +181,9 @@ async def test_messages_are_refused_by_place_when_they_cannot_be_read():
             await a.client.chat.completions.create(
                 model="gpt-4o", messages=[{"role": "user", "content": "x"}]
             )
-        with pytest.raises(openai.NotFoundError, match="/responses is not served; there are POST /v1/chat"):
+        with pytest.raises(
+            openai.NotFoundError, match="/responses is not supported; there are POST /v1/chat"
+        ):
             await a.client.responses.create(model="policy", input="x")
         raw = httpx.Request("POST", f"{a.access.session_url}/chat/completions", content=b"[")
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -200,7 +202,7 @@ async def test_models_are_listed_and_a_key_in_the_path_is_enough():
         assert answer.choices[0].message.content == "Hello."
 
 
-async def test_a_key_opens_its_own_trajectory_only_and_only_while_it_lives():
+async def test_a_key_opens_only_its_own_trajectory_and_only_while_it_is_open():
     endpoint = Endpoint()
     async with asked(lines("of the first"), endpoint=endpoint) as first:
         async with asked(lines("of the second"), endpoint=endpoint) as second:
@@ -236,7 +238,7 @@ async def test_an_agent_is_told_when_its_context_is_full():
         assert (await a.say("Hi")).choices[0].message.content == "Hello."
 
 
-async def test_sampling_parameters_are_not_heeded_and_that_is_said_once(caplog: pytest.LogCaptureFixture):
+async def test_sampling_parameters_are_ignored_and_that_is_logged_once(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.WARNING)
     async with asked(lines("Hello.", "Again.")) as a:
         first = await a.say("Hi", temperature=0.1, seed=4, presence_penalty=0, top_p=1)
@@ -246,7 +248,7 @@ async def test_sampling_parameters_are_not_heeded_and_that_is_said_once(caplog: 
         for name in ("temperature", "seed", "top_p")
     }
     assert ignored == {"temperature": 2, "seed": 1, "top_p": 0}
-    said = [r.getMessage() for r in caplog.records if "not heeded" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "is ignored" in r.getMessage()]
     assert len(said) == 2
     assert any("temperature = 0.1" in line for line in said)
     assert a.access.api_key not in caplog.text
@@ -295,7 +297,7 @@ async def test_a_client_that_tries_again_gets_the_same_answer_and_nothing_is_sam
     assert trajectory.num_sampled_tokens == len("Hello.") + 1
 
 
-async def test_an_agent_that_gave_up_waiting_and_asks_anew_gets_the_answer_that_nobody_took():
+async def test_an_agent_that_stopped_waiting_and_asks_again_gets_the_undelivered_answer():
     async with asked(lines("Hello."), decode_step_s=0.001) as a, Nursery() as nursery:
         impatient = nursery.start_task("impatient", a.say("Hi"))
         await a.talker.has_said(2)
@@ -376,7 +378,7 @@ async def test_a_weight_update_is_invisible_when_it_comes_in_the_middle_of_a_str
             said += chunk.choices[0].delta.content or ""
             if len(said) >= 5 and not updated:
                 updated = True
-                assert len(said) < len(text)  # it is told as it grows
+                assert len(said) < len(text)  # the text was reported as it grew
                 await a.bench.bump(1)
         trajectory = await a.trajectory()
     assert said == text

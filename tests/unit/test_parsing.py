@@ -211,7 +211,7 @@ def test_parser_of_the_users_is_loaded_when_it_is_a_dotted_path():
     ("name", "error"),
     [
         ("hermess", "did you mean 'hermes'"),
-        ("agent_loops.parsing:recognise", "no subclass of agent_loops.parsing.ToolParser"),
+        ("agent_loops.parsing:recognise", "not a subclass of agent_loops.parsing.ToolParser"),
         ("agent_loops.parsing:Nothing", "has no attribute 'Nothing'"),
     ],
 )
@@ -237,7 +237,10 @@ def test_format_is_recognised_when_a_chat_template_teaches_it(template: str, nam
 
 @pytest.mark.parametrize(
     ("template", "error"),
-    [("{% for message in messages %}", "leaves tools out"), ("[AVAILABLE_TOOLS]{{ tools }}", "is not known")],
+    [
+        ("{% for message in messages %}", "leaves tools out"),
+        ("[AVAILABLE_TOOLS]{{ tools }}", "has an unknown format"),
+    ],
 )
 def test_config_error_names_the_remedy_when_a_chat_template_teaches_none(template: str, error: str):
     with pytest.raises(ConfigError, match=f"{error}.*set rollout.agent_loop_args.parser"):

@@ -1,4 +1,4 @@
-"""`async-rl plan`: what it prints, what it takes from a past run, and how it refuses."""
+"""`async-rl plan`: its output, its use of a past run, and its error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUICK = ["--versions", "2", "--warmup", "1", "--prompt-tokens", "8"]
 
 
 def past_run(folder: Path) -> list[StepRecord]:
-    """Ten steps of 4 trajectories with 20 tokens of prompt and 30 sampled; the first is slower."""
+    """Ten steps of 4 trajectories with a prompt of 20 tokens and 30 sampled tokens; the first is slower."""
     records = [
         StepRecord(
             step=step,

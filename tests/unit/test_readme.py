@@ -58,3 +58,10 @@ def test_every_path_of_the_readme_exists():
         and path not in {"logs/", "checkpoints/", "hf/", "spool/", "journal/"}
     }
     assert not missing
+
+
+def test_all_pages_say_how_long_the_tests_take() -> None:
+    pages = ("README.md", "CONTRIBUTING.md", "Makefile")
+    minutes = {page: set(re.findall(r"under (\d+) minutes", (ROOT / page).read_text())) for page in pages}
+    assert len(set.union(*minutes.values())) == 1
+    assert all(minutes.values()), minutes

@@ -20,7 +20,7 @@ from async_rl.engines.repair import EngineRepair, RestartBackoff
 from async_rl.errors import EngineError, EnvironmentNotReady, WeightSyncError
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.simulation.virtual_time import in_virtual_time
-from tests.support.played import PlayedEngine, PlayedPool, settle
+from tests.support.manual_engines import ManualEngine, ManualPool, settle
 
 CONFIG = SimulatedEngines(
     max_restarts=4, restart_window_s=1000.0, restart_delay_s=2.0, restart_delay_max_s=5.0, max_outage_s=600.0
@@ -72,9 +72,9 @@ def test_no_window_has_more_restarts_than_the_limit(failures: list[float], limit
 
 
 class Workshop:
-    """A repair of played engines: what restarts and loads do is the test's choice."""
+    """A repair of manual engines: what restarts and loads do is the test's choice."""
 
-    def __init__(self, bench: PlayedPool, config: SimulatedEngines) -> None:
+    def __init__(self, bench: ManualPool, config: SimulatedEngines) -> None:
         self.bench = bench
         self.restarts: list[tuple[str, float]] = []
         self.loaded: list[str] = []
@@ -112,7 +112,7 @@ class Workshop:
 @asynccontextmanager
 async def workshop(*names: str, **config: Any) -> AsyncIterator[Workshop]:
     async with Nursery() as nursery:
-        made = Workshop(PlayedPool(*names, nursery=nursery), msgspec.structs.replace(CONFIG, **config))
+        made = Workshop(ManualPool(*names, nursery=nursery), msgspec.structs.replace(CONFIG, **config))
         async with services(repair=made.repair.repair_engines):
             yield made
         nursery.cancel_tasks()
@@ -162,7 +162,7 @@ async def test_others_come_back_while_one_cannot_be_restarted() -> None:
 
 
 @in_virtual_time
-async def test_the_run_ends_with_every_cause_when_nobody_serves_for_long() -> None:
+async def test_the_run_ends_with_every_cause_when_no_engine_serves_for_long() -> None:
     async def outage() -> None:
         async with workshop("a", "b") as shop:
             shop.broken = {"a": EnvironmentNotReady("no GPU"), "b": EnvironmentNotReady("no model")}
@@ -220,7 +220,7 @@ async def test_the_run_ends_when_restarts_are_used_up_and_the_config_says_so() -
 @in_virtual_time
 async def test_a_newcomer_is_brought_to_the_weights_before_it_serves() -> None:
     async with workshop("a") as shop:
-        joined = PlayedEngine("z")
+        joined = ManualEngine("z")
         shop.bench.pool.add_engine(cast(Engine, joined), newcomer=True)
         await settle()
         assert shop.loaded == ["z"]

@@ -32,7 +32,7 @@ def make_bench(scripts: Sequence[Script], entry: JournalEntry, **changes: Any) -
     return made
 
 
-async def first_life(folder: Path, scripts: Sequence[Script], *turns: Callable[[Bench], None]) -> None:
+async def run_first(folder: Path, scripts: Sequence[Script], *turns: Callable[[Bench], None]) -> None:
     """Turns until the process is killed; what happens between two of them is given."""
     journal = Journal(folder)
     journal.restore((), newest_version=0)
@@ -51,11 +51,11 @@ async def first_life(folder: Path, scripts: Sequence[Script], *turns: Callable[[
     journal.close()
 
 
-async def play(bench: Bench, turns: Sequence[Callable[[Bench], None]], **budget: Any) -> None:
-    """A first turn, and another after each of what happens in between."""
+async def play(bench: Bench, between_turns: Sequence[Callable[[Bench], None]], **budget: Any) -> None:
+    """Generate a turn, and another one after each of the given events."""
     await bench.session.generate()
-    for between in turns:
-        between(bench)
+    for before_turn in between_turns:
+        before_turn(bench)
         await bench.session.generate(**budget)
 
 
@@ -77,7 +77,7 @@ def written(trajectory: Trajectory) -> list[int]:
     return trajectory.token_ids[trajectory.response_mask].tolist()
 
 
-async def second_life(
+async def run_after_restart(
     folder: Path, scripts: Sequence[Script], *turns: Callable[[Bench], None], **budget: Any
 ) -> tuple[Trajectory, Bench]:
     journal, left = left_in(folder)
@@ -89,8 +89,8 @@ async def second_life(
 
 
 async def test_sampling_goes_on_from_the_tokens_seen_when_the_driver_was_killed(tmp_path: Path) -> None:
-    await first_life(tmp_path, [turn(4)], say("4"))
-    trajectory, bench = await second_life(tmp_path, [turn(2, first=400)], say("4"))
+    await run_first(tmp_path, [turn(4)], say("4"))
+    trajectory, bench = await run_after_restart(tmp_path, [turn(2, first=400)], say("4"))
     assert written(trajectory) == [100, 101, 102, 103, 300, 301, 302, 400, 401]
     assert [type(s) for s in trajectory.segments] == [Context, Sampled, Context, Sampled, Sampled]
     (request,) = cast(ScriptedEngine, bench.engines[0]).requests
@@ -105,11 +105,11 @@ async def test_sampling_goes_on_from_the_tokens_seen_when_the_driver_was_killed(
 
 
 async def test_a_second_kill_costs_nothing_more(tmp_path: Path) -> None:
-    await first_life(tmp_path, [turn(4)], say("4"))
-    await second_life(tmp_path, [turn(2, first=400)], say("4"))
+    await run_first(tmp_path, [turn(4)], say("4"))
+    await run_after_restart(tmp_path, [turn(2, first=400)], say("4"))
     _, left = left_in(tmp_path)
     assert left.num_sampled_tokens == 9
-    trajectory, bench = await second_life(tmp_path, [], say("4"))
+    trajectory, bench = await run_after_restart(tmp_path, [], say("4"))
     assert written(trajectory) == [100, 101, 102, 103, 300, 301, 302, 400, 401]
     assert cast(ScriptedEngine, bench.engines[0]).requests == []
 
@@ -118,9 +118,9 @@ async def test_a_second_kill_costs_nothing_more(tmp_path: Path) -> None:
 async def test_the_journal_is_cut_where_the_loop_takes_another_course(
     tmp_path: Path, budget: dict[str, Any]
 ) -> None:
-    await first_life(tmp_path, [turn(4)], say("4"))
+    await run_first(tmp_path, [turn(4)], say("4"))
     answer = say("4") if budget else say("four", "!")
-    trajectory, bench = await second_life(tmp_path, [turn(2, first=400)], answer, **budget)
+    trajectory, bench = await run_after_restart(tmp_path, [turn(2, first=400)], answer, **budget)
     assert written(trajectory) == [100, 101, 102, 103, 400, 401]
     assert bench.counted("resume_discarded_tokens_total") == 3
     assert bench.counted("resumed_tokens_total") == 4
@@ -129,7 +129,7 @@ async def test_the_journal_is_cut_where_the_loop_takes_another_course(
 
 
 async def test_all_is_thrown_away_when_the_prompt_is_another(tmp_path: Path) -> None:
-    await first_life(tmp_path, [])
+    await run_first(tmp_path, [])
     journal, left = left_in(tmp_path)
     bench = Bench(
         cast(Engine, ScriptedEngine(scripts=[turn(2)])), replay="off", entry=journal.open_entry(NAME, 1, left)
@@ -143,7 +143,7 @@ async def test_all_is_thrown_away_when_the_prompt_is_another(tmp_path: Path) -> 
 
 
 async def test_a_turn_is_over_when_its_last_token_was_seen_but_not_its_end(tmp_path: Path) -> None:
-    await first_life(tmp_path, [])
+    await run_first(tmp_path, [])
     journal, left = left_in(tmp_path)
     last = left.segments[-1]
     assert isinstance(last, Sampled)
@@ -155,7 +155,7 @@ async def test_a_turn_is_over_when_its_last_token_was_seen_but_not_its_end(tmp_p
 
 
 async def test_rows_of_the_whole_are_fetched_when_nothing_is_left_to_sample(tmp_path: Path) -> None:
-    await first_life(tmp_path, [turn(4)], say("4"))
+    await run_first(tmp_path, [turn(4)], say("4"))
     journal, left = left_in(tmp_path)
     complete = left.turns[0]
     assert complete.end == PROMPT + 4

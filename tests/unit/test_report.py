@@ -1,4 +1,4 @@
-"""The first screen, progress and the summary, as a person sees them."""
+"""The first screen, progress and the summary on the terminal."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_the_panel_fits_a_narrow_terminal(tmp_path: Path) -> None:
 def test_the_panel_says_what_the_kl_is_made_of_and_how_long_the_rest_takes(tmp_path: Path) -> None:
     out, file = console(terminal=True)
     progress = RunProgress(out)
-    progress._max_steps = 10
+    progress.start(config(), tmp_path, "http://127.0.0.1:9000")
+    progress.stop()
     for record in steps(4, kl_mismatch=0.0002, kl_staleness=0.003, kl_routing=math.nan):
         progress.step(record)
     out.print(progress.render())
@@ -132,7 +133,7 @@ def test_a_file_gets_a_line_a_step_and_a_cursor_is_never_moved(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    progress = RunProgress(train.console())
+    progress = RunProgress(train.run_console())
     progress.start(config(), Path("."), "http://127.0.0.1:9000")
     progress.step(steps(2)[0])
     progress.stop()

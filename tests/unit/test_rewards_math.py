@@ -39,7 +39,7 @@ def test_a_reference_that_is_no_mathematics_is_an_error() -> None:
         math_answer(make_task(answer=""), make_completion("4"))
 
 
-async def test_an_answer_that_computes_for_ever_is_wrong_and_holds_nobody_up(
+async def test_an_answer_that_computes_forever_is_wrong_and_delays_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert processes_asked(rewards_math.math_answer) == 2

@@ -281,7 +281,7 @@ def test_an_async_function_cannot_be_had_in_processes() -> None:
 
 
 class Server:
-    """Answers what it is told, in turn; the last for ever."""
+    """Returns the given answers in order, and repeats the last."""
 
     def __init__(self, *answers: web.Response | Callable[[Any], web.Response]) -> None:
         self.answers = list(answers)

@@ -16,7 +16,7 @@ from async_rl.config import Config, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.errors import AgentLoopError, EnvironmentNotReady, PromptTooLong, RewardError, WorkerLost
 from async_rl.observability.metrics import Metrics
-from async_rl.placement.rollout_worker_actor import shared_out
+from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.rollout.attempt import AttemptResult, finish_trajectories
 from async_rl.rollout.backend import LocalBackend
@@ -220,7 +220,7 @@ async def test_nothing_sampled_is_lost_when_a_worker_ends_in_a_turn(how: str) ->
         session = workers.session()
         playing = tasks.create_task(_lost(workers.backend.run_attempt(TASK, session)))
         await workers.policy.reaches(12)
-        assert sum(map(getattr(workers.processes, how), (0, 1))) == 2  # whoever has it
+        assert sum(map(getattr(workers.processes, how), (0, 1))) == 2  # one of them has it
         begin = asyncio.get_running_loop().time()
         error = await playing
         lasted_s = asyncio.get_running_loop().time() - begin
@@ -371,7 +371,7 @@ def test_limits_of_rewards_are_divided_among_workers() -> None:
     slow = {"kind": "function", "function": f"{HERE}:reward", "max_concurrent": 1}
     free = {"kind": "function", "function": f"{HERE}:reward"}
     config = config_of(num_workers=4, rewards={"judge": judge, "slow": slow, "free": free})
-    parted = shared_out(config).rollout.rewards
+    parted = config_per_worker(config).rollout.rewards
     assert {name: each.max_concurrent for name, each in parted.items()} == {
         "judge": 16,
         "slow": 1,

@@ -54,13 +54,13 @@ def rows_of(*pairs: tuple[int, int], known: torch.Tensor | None = None) -> Repla
 
 def forward(adapter: RouterReplayAdapter, rows: ReplayRows) -> list[list[int]]:
     """A forward pass under replay; what each router chose for the first token."""
-    with adapter.micro_batch(0, rows):
+    with adapter.replay_micro_batch(0, rows):
         return [route(router, torch.rand(TOKENS, 8))[1][0].tolist() for router in adapter.routers]
 
 
 def test_each_router_repeats_its_own_layer_with_gates_of_current_scores(adapter: RouterReplayAdapter) -> None:
     scores = torch.rand(TOKENS, 8)
-    with adapter.schedule(), adapter.micro_batch(0, rows_of((6, 1), (3, 2))):
+    with adapter.guard_schedule(), adapter.replay_micro_batch(0, rows_of((6, 1), (3, 2))):
         routed = [route(router, scores) for router in adapter.routers]
     for (gates, ids), pair in zip(routed, ([6, 1], [3, 2]), strict=True):
         assert ids.tolist() == [pair] * TOKENS
@@ -71,7 +71,7 @@ def test_a_token_without_a_row_takes_its_routers_own_choice(adapter: RouterRepla
     scores = torch.zeros(TOKENS, 8)
     scores[:, 7], scores[:, 5] = 2.0, 1.0
     known = torch.tensor([True, True, False, True, False, True])
-    with adapter.schedule(), adapter.micro_batch(0, rows_of((0, 1), (2, 3), known=known)):
+    with adapter.guard_schedule(), adapter.replay_micro_batch(0, rows_of((0, 1), (2, 3), known=known)):
         first, second = (route(router, scores)[1].tolist() for router in adapter.routers)
     assert first == [[0, 1], [0, 1], [7, 5], [0, 1], [7, 5], [0, 1]]
     assert second == [[2, 3], [2, 3], [7, 5], [2, 3], [7, 5], [2, 3]]
@@ -82,7 +82,7 @@ def test_recomputed_micro_batches_repeat_their_rows_in_the_order_of_their_forwar
 ) -> None:
     scores = torch.rand(TOKENS, 8)
     batches = [rows_of((0, 1), (2, 3)), rows_of((4, 5), (6, 7))]
-    with recomputing.schedule():
+    with recomputing.guard_schedule():
         for rows in batches:
             forward(recomputing, rows)
         again = [[route(router, scores)[1][0].tolist() for router in recomputing.routers] for _ in batches]
@@ -90,20 +90,20 @@ def test_recomputed_micro_batches_repeat_their_rows_in_the_order_of_their_forwar
 
 
 def test_a_schedule_fails_when_a_recomputation_did_not_come(recomputing: RouterReplayAdapter) -> None:
-    with pytest.raises(AlignmentError, match=r"after a schedule .* left over"), recomputing.schedule():
+    with pytest.raises(AlignmentError, match=r"after a schedule .* left over"), recomputing.guard_schedule():
         forward(recomputing, rows_of((0, 1), (2, 3)))
 
 
 def test_a_pass_without_gradients_leaves_nothing_for_a_recomputation(
     recomputing: RouterReplayAdapter,
 ) -> None:
-    with recomputing.schedule(), torch.no_grad():
+    with recomputing.guard_schedule(), torch.no_grad():
         assert forward(recomputing, rows_of((0, 1), (2, 3))) == [[0, 1], [2, 3]]
 
 
 def test_a_forward_pass_fails_when_a_router_was_not_called(adapter: RouterReplayAdapter) -> None:
     with pytest.raises(AlignmentError, match=r"layers \[5\] were not called"):
-        with adapter.micro_batch(0, rows_of((0, 1), (2, 3))):
+        with adapter.replay_micro_batch(0, rows_of((0, 1), (2, 3))):
             route(adapter.routers[0], torch.rand(TOKENS, 8))
 
 

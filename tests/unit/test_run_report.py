@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file, in each state that a run can be in."""
+"""The HTML report of a run in each state of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.finished_run import FAILURE, HOSTILE, LOG, records, write_run
 
 
 class Page(HTMLParser):
-    """Tags and text of a page."""
+    """Collects the tags and the text of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_a_finished_run_is_one_file_with_its_curves(tmp_path: Path) -> None:
     assert read_run(folder).state == "finished"
     assert f"{sum(step.trajectories for step in steps):,}" in page.text
     assert "engine engine-1 is quarantined at version 75" in page.text
-    assert "nobody needs to know" not in page.text
+    assert "a detail of no interest" not in page.text
     assert "run.max_steps" in page.text
     assert "0.5.23" in page.text
 

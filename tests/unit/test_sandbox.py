@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_loops.sandbox import Limits, Python, PythonSession, Ran, Sandbox
+from agent_loops.sandbox import Limits, ProgramResult, Python, PythonSession, Sandbox
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
 from tests.support.environment import SYSTEM_PYTHON
 from tests.support.scripted_session import make_task
@@ -24,13 +24,13 @@ TIGHT = {
 }
 
 
-def walls(**limits: object) -> Sandbox:
-    """A sandbox of the kernel's walls."""
+def isolated(**limits: object) -> Sandbox:
+    """Return a sandbox with kernel isolation."""
     return Sandbox(Limits(**{**TIGHT, **limits}))
 
 
-async def run(code: str, stdin: str = "", **limits: object) -> Ran:
-    return await walls(**limits).run(code, stdin=stdin)
+async def run(code: str, stdin: str = "", **limits: object) -> ProgramResult:
+    return await isolated(**limits).run_program(code, stdin=stdin)
 
 
 @pytest.mark.needs("namespaces")
@@ -59,9 +59,9 @@ try:
 except OSError:
     print(count)
 """
-    async with walls().interpreter() as interpreter:
-        ran = await interpreter.run(code)
-        family = descendants(interpreter._process.pid)
+    async with isolated().interpreter() as interpreter:
+        ran = await interpreter.run_program(code)
+        family = descendants(interpreter.process.pid)
     assert ran.ended == "done"
     assert 0 < int(ran.output) < TIGHT["max_processes"]
     assert len(family) == int(ran.output) + 1
@@ -127,7 +127,7 @@ async def test_program_is_ended_when_it_goes_too_far(code: str, ended: str):
 @pytest.mark.needs("namespaces")
 async def test_output_is_kept_when_the_program_runs_past_its_time():
     ran = await run("print('so far', flush=True)\nimport time\ntime.sleep(600)", wall_s=2.0)
-    assert (ran.output, ran.ended, ran.is_over) == ("so far\n", "time", True)
+    assert (ran.output, ran.ended, ran.interpreter_ended) == ("so far\n", "time", True)
 
 
 @pytest.mark.needs("namespaces")
@@ -200,12 +200,12 @@ async def test_host_cannot_be_reached_over_the_network():
 
 @pytest.mark.needs("namespaces")
 async def test_process_and_scratch_are_gone_when_the_caller_is_cancelled():
-    sandbox = walls(wall_s=60.0)
+    sandbox = isolated(wall_s=60.0)
     async with sandbox.interpreter() as interpreter:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
-                await interpreter.run("import time; time.sleep(600)")
-        pid = interpreter._process.pid
+                await interpreter.run_program("import time; time.sleep(600)")
+        pid = interpreter.process.pid
     assert not os.path.exists(f"/proc/{pid}")
     gc.collect()  # a transport left open would warn, which fails a test
 
@@ -221,7 +221,7 @@ async def test_variables_last_as_long_as_the_trajectory_when_the_tool_is_statefu
     assert "NameError" in await tool.execute(state, "x")
     (interpreter,) = state
     await tool.release(state)
-    assert interpreter._process.returncode is not None
+    assert interpreter.process.returncode is not None
     assert state == []
 
 
@@ -256,7 +256,7 @@ def guarded() -> Sandbox:
     ],
 )
 async def test_interpreter_refuses_when_the_sandbox_is_guarded(code: str):
-    ran = await guarded().run(code)
+    ran = await guarded().run_program(code)
     assert ran.ended == "error"
     assert "PermissionError" in ran.output or "OSError" in ran.output
     assert not os.path.exists("/tmp/outside-of-the-sandbox")
@@ -264,7 +264,7 @@ async def test_interpreter_refuses_when_the_sandbox_is_guarded(code: str):
 
 @pytest.mark.needs("guarded")
 async def test_program_works_and_its_folder_is_removed_when_the_sandbox_is_guarded():
-    ran = await guarded().run(
+    ran = await guarded().run_program(
         "import os, json, math\nopen('a', 'w').write('b')\nprint(os.getcwd(), open('a').read(), math.pi)"
     )
     folder, *rest = ran.output.split()
@@ -288,7 +288,7 @@ async def test_packages_can_be_imported_when_the_limits_name_their_folder(tmp_pa
     [
         ({"memory": 3}, "unknown field `memory`.*memory_mb"),
         ({"cpu_s": 0}, "cpu_s"),
-        ({"import_paths": ["/nowhere"]}, "'/nowhere', which is no folder"),
+        ({"import_paths": ["/nowhere"]}, "'/nowhere', which is not a folder"),
     ],
 )
 def test_config_error_when_the_limits_cannot_be(limits: dict, error: str):
@@ -297,5 +297,5 @@ def test_config_error_when_the_limits_cannot_be(limits: dict, error: str):
 
 
 def test_environment_error_says_why_and_what_to_do_when_the_walls_cannot_be_built():
-    with pytest.raises(EnvironmentNotReady, match=r"walls.*choose isolation: guarded"):
+    with pytest.raises(EnvironmentNotReady, match=r"refuses the isolation.*choose isolation: guarded"):
         Sandbox(Limits(python="/bin/true"))

@@ -190,7 +190,7 @@ async def test_tokens_count_as_old_as_their_call_when_it_dies_after_weights_chan
             yield Chunk(token_ids=[100, 101], log_probs=[-1.0] * 2)
             b.pool.hold_engine("engine-0")
             b.pool.serve_engine("engine-0", 1)
-            # Nobody knows whether these were on their way before that.
+            # These may have been in transit before that.
             yield Chunk(token_ids=[102, 103], log_probs=[-1.0] * 2)
             raise EngineError("connection lost")
 
@@ -297,7 +297,7 @@ async def test_trailing_tool_rows_are_invalid_when_no_call_follows():
     assert trace.valid.tolist() == [True] * (PROMPT + 4) + [False] * 2
 
 
-async def test_the_prompt_is_refused_when_it_leaves_no_room():
+async def test_the_prompt_is_refused_when_it_fills_the_context():
     b = make_bench(ScriptedEngine(), max_context_tokens=PROMPT, max_new_tokens=2)
     with pytest.raises(PromptTooLong, match="max_context_tokens is 7"):
         b.session.start([{"role": "user", "content": "hi"}])

@@ -1,4 +1,4 @@
-"""Conversations as tokens and masks, the order of steps, and the driver on ranks that only write down."""
+"""Conversations as tokens and masks, the order of steps, and the driver on ranks that only record calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from async_rl.codec import read_frame
 from async_rl.config import SftConfig, parse_config
 from async_rl.errors import ConfigError
 from async_rl.sft import sft_run as sft_run
-from async_rl.sft.examples import read_rows
+from async_rl.sft.examples import load_conversations
 from async_rl.sft.schedule import SftBatch, learning_rate, plan_batches
 from async_rl.sft.sft_run import sft, sft_record_log
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
@@ -43,11 +43,11 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def rows_of(path: Path, name: str = "ours", **changes: Any):
-    return read_rows(path, "sft.path", SftConfig(path=str(path), **changes), chat_of(name))
+    return load_conversations(path, "sft.path", SftConfig(path=str(path), **changes), chat_of(name))
 
 
 def by_mask(row, chat) -> list[tuple[bool, str]]:
-    """The text of each run of equal mask."""
+    """Return the text of each run of equal mask."""
     edges = np.flatnonzero(np.diff(row.loss_mask.astype(int))) + 1
     decode = chat.tokenizer.decode
     return [
@@ -107,7 +107,7 @@ def test_a_message_is_not_left_out_in_silence_when_the_template_does_not_know_it
 
 
 def test_turns_keep_their_thoughts_when_the_template_would_drop_them(tmp_path):
-    """Qwen3's does as soon as the user speaks again, and what is trained on must be what is sampled."""
+    """Qwen3's template drops them after the next user message; training data must be what is sampled."""
     messages = [
         {"role": "user", "content": "2 + 2?"},
         {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\nIt is 4."},
@@ -123,7 +123,7 @@ def test_turns_keep_their_thoughts_when_the_template_would_drop_them(tmp_path):
 
 
 def test_parquet_and_jsonl_give_the_same_rows(tmp_path):
-    """In parquet every message has all keys, those it lacks as null."""
+    """In parquet every message has all keys, with null for missing ones."""
     jsonl = write(tmp_path / "a.jsonl", {"messages": MESSAGES, "tools": TOOLS})
     pq.write_table(
         pa.Table.from_pylist([{"messages": MESSAGES, "tools": json.dumps(TOOLS)}]), tmp_path / "a.parquet"
@@ -152,7 +152,7 @@ def test_file_and_line_are_named_when_a_row_cannot_be_used(tmp_path, row, words)
     assert words in str(caught.value)
 
 
-def test_a_role_that_nobody_has_is_named_when_it_is_to_be_trained_on(tmp_path):
+def test_a_role_of_no_message_is_named_when_it_is_to_be_trained_on(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": MESSAGES})
     with pytest.raises(
         ConfigError, match=r"a\.jsonl:1: .*\['asistant'\]: its roles are user, assistant, tool"
@@ -198,8 +198,8 @@ def test_learning_rate_rises_and_falls_as_computed_by_hand(decay, middle, last):
     assert rates[1:] == sorted(rates[1:], reverse=True)
 
 
-class PaperRanks:
-    """Writes down what it was given; its loss is the number of the trained tokens' own ids."""
+class RecordingRanks:
+    """Record their input; the loss is the mean of the trained tokens' ids."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, float, list[int]]] = []
@@ -269,7 +269,7 @@ def make_run(tmp_path: Path, monkeypatch, **settings: Any) -> Path:
     return config
 
 
-def opened(ranks: PaperRanks):
+def opened(ranks: RecordingRanks):
     @asynccontextmanager
     async def open_ranks(config, run_dir):
         assert config.trainer.worker == "trainer.sft:SftWorker"
@@ -280,7 +280,7 @@ def opened(ranks: PaperRanks):
 
 
 def test_all_steps_are_taken_and_the_model_is_written(tmp_path, monkeypatch, capsys):
-    ranks = PaperRanks()
+    ranks = RecordingRanks()
     config = make_run(tmp_path, monkeypatch)
     assert sft(config, (), opened(ranks)) == 0
     assert sorted(ids[0] for _, _, ids in ranks.steps) == list(range(6))
@@ -294,12 +294,12 @@ def test_all_steps_are_taken_and_the_model_is_written(tmp_path, monkeypatch, cap
     out = capsys.readouterr().out
     assert "6 conversations, 18 tokens, 67% of them trained on" in out
     assert "step 6/6" in out
-    assert sft(config, (), opened(PaperRanks())) == 0
+    assert sft(config, (), opened(RecordingRanks())) == 0
     assert "is complete" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_where_its_checkpoint_was_written(tmp_path, monkeypatch):
-    whole, first, second = PaperRanks(), PaperRanks(), PaperRanks()
+    whole, first, second = RecordingRanks(), RecordingRanks(), RecordingRanks()
     config = make_run(tmp_path, monkeypatch)
     assert sft(config, ["run.name=whole"], opened(whole)) == 0
 
@@ -316,15 +316,15 @@ def test_a_run_goes_on_where_its_checkpoint_was_written(tmp_path, monkeypatch):
 
 def test_a_checkpoint_of_other_batches_is_refused(tmp_path, monkeypatch, capsys):
     config = make_run(tmp_path, monkeypatch)
-    assert sft(config, (), opened(PaperRanks())) == 0
-    assert sft(config, ["sft.batch_tokens=6", "sft.epochs=4"], opened(PaperRanks())) == 2
+    assert sft(config, (), opened(RecordingRanks())) == 0
+    assert sft(config, ["sft.batch_tokens=6", "sft.epochs=4"], opened(RecordingRanks())) == 2
     assert "trained on other batches" in capsys.readouterr().err
-    assert sft(config, ["sft.epochs=2"], opened(more := PaperRanks())) == 0
+    assert sft(config, ["sft.epochs=2"], opened(more := RecordingRanks())) == 0
     assert [step for step, _, _ in more.steps] == [7, 8, 9, 10, 11, 12]
 
 
 def test_the_first_signal_ends_a_run_with_a_checkpoint(tmp_path, monkeypatch):
-    ranks = PaperRanks()
+    ranks = RecordingRanks()
 
     ranks.at_step[3] = lambda: os.kill(os.getpid(), signal.SIGINT)
     assert sft(make_run(tmp_path, monkeypatch), (), opened(ranks)) == 130

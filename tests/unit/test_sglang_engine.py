@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, RoutingPayload, TensorSpec
+from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, Finish, RoutingPayload, TensorSpec
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.errors import (
     AlignmentError,
@@ -190,8 +190,8 @@ async def test_an_error_is_raised_when_the_connection_is_lost(server: FakeSGLang
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (b'data: {"output_ids": 7}\n\n', "not what was expected"),
-        (b"data: {nonsense\n\n", "not what was expected"),
+        (b'data: {"output_ids": 7}\n\n', "of an unknown format"),
+        (b"data: {nonsense\n\n", "of an unknown format"),
         (b"", "without a finish"),
         (event([1], 1, finish_reason=finish("whim")), "unknown reason"),
         (event([1], 1, finish_reason=finish("abort", status_code=500, message="boom")), "boom"),
@@ -210,7 +210,7 @@ async def test_an_error_is_raised_when_a_stream_makes_no_sense(
             await call(engine, PROMPT, 8)
 
 
-async def test_a_foreign_version_is_refused_when_nobody_published_it(server: FakeSGLang) -> None:
+async def test_a_foreign_version_is_refused_when_it_was_not_published(server: FakeSGLang) -> None:
     server.streams = [[event([1], 1, finish_reason=STOP, weight_version="default")]]
     async with server.client() as engine:
         with pytest.raises(VersionMismatch, match="'default'"):
@@ -556,17 +556,16 @@ async def test_aborts_are_repeated_when_a_request_missed_the_first(server: FakeS
         return 200, {}
 
     server.answers["abort_request"] = abort
+    server.streams = [[event([10], 1), release, event([11], 2, finish_reason=finish("abort"))]]
     async with server.client() as engine:
-        engine._running = 1  # a call that only ends once the third abort has come
-        engine._idle.clear()
+        stream = engine.generate(request(PROMPT, 8))
+        await anext(stream)
 
-        async def end() -> None:
-            await release.wait()
-            engine._running = 0
-            engine._idle.set()
+        async def read_until_the_finish() -> None:
+            assert [e.reason async for e in stream if isinstance(e, Finish)] == ["abort"]
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(end())
+            group.create_task(read_until_the_finish())
             await engine.interrupt("abort")
     assert server.requests("abort_request") == [{"abort_all": True}] * 3
 
@@ -723,7 +722,7 @@ async def test_waiting_ends_with_its_last_words_when_the_server_died(server: Fak
             await engine.wait_ready()
 
 
-async def test_waiting_ends_when_nobody_answers_in_time(server: FakeSGLang) -> None:
+async def test_waiting_ends_when_no_server_answers_in_time(server: FakeSGLang) -> None:
     server.answers["ready"] = (503, {})
     async with server.client(start_timeout_s=0.1) as engine:
         with pytest.raises(EnvironmentNotReady, match=r"engine\.start_timeout_s = 0\.1"):
@@ -740,7 +739,7 @@ async def test_a_wrong_key_is_named_when_the_server_refuses_it(server: FakeSGLan
             await engine.interrupt("retract")
 
 
-async def test_a_server_that_was_left_standing_still_is_told_to_go_on(server: FakeSGLang) -> None:
+async def test_a_server_that_was_left_paused_is_resumed(server: FakeSGLang) -> None:
     """SGLang says 503 to /ready for as long as it is paused."""
     server.answers["ready"] = lambda _: (200 if server.requests("continue_generation") else 503, {})
     async with server.client(start_timeout_s=5.0) as engine:

@@ -14,7 +14,7 @@ PAYLOAD = "QUJD" * 30_000
 class Text(bytearray):
     """A sink that keeps everything."""
 
-    write = bytearray.extend
+    append_text = bytearray.extend
 
 
 def stream() -> bytes:

@@ -290,7 +290,7 @@ async def test_calls_wait_by_name_when_a_tool_has_all_it_may_have(noted: list[st
             await asyncio.sleep(0)
     assert noted == ["begin"] * 2
     why = sorted(str(wait.why) for wait in waits.open_waits())
-    assert why == ["None"] * 2 + ["its 2 calls at a time are all running"] * 3
+    assert why == ["None"] * 2 + ["all 2 concurrent calls are running"] * 3
     assert {(wait.on, wait.target) for wait in waits.open_waits()} == {("tool", "busy")}
     _hanging.set()
     await asyncio.gather(*trajectories)

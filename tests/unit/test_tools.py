@@ -118,7 +118,7 @@ async def test_async_tool_is_cancelled_when_it_runs_past_its_time():
     cancelled = asyncio.Event()
 
     async def hang() -> str:
-        """Wait for ever."""
+        """Wait forever."""
         try:
             await asyncio.Event().wait()
         finally:
@@ -302,7 +302,7 @@ class Forgetful(Stateless):
     ("path", "args", "error"),
     [
         ("Notebook", {"frist": 1}, r"cannot be made with args = \{'frist': 1\}"),
-        ("paint", {"a": 1}, "no class with `execute`, so it takes no args"),
+        ("paint", {"a": 1}, "not a class with `execute`, so it takes no args"),
         ("Forgetful", {}, "has `release` but no `create`"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A run from checks to summary, with the processes replaced: its folder, its signals, its ending."""
+"""`async-rl train` from checks to summary, without processes: its folder, signals and exit codes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_nothing_is_made_when_the_config_cannot_work(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_second_life_is_refused_when_resume_is_never(tmp_path: Path) -> None:
+def test_a_folder_with_checkpoints_is_refused_when_resume_is_never(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "step-000002"
     assert train(path, ["run.resume=never"], finishes) == 0
@@ -105,7 +105,7 @@ def test_a_second_life_is_refused_when_resume_is_never(tmp_path: Path) -> None:
     assert train(path, ["run.resume=auto"], finishes) == 0
 
 
-def test_a_first_life_is_refused_when_resume_is_must(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_refused_when_resume_is_must(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
     with pytest.raises(ConfigError, match=r"run\.resume is must, but there is no checkpoint in .*tiny"):

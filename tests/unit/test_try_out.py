@@ -1,4 +1,4 @@
-"""`async-rl rollout`: the calculator's loop on an engine that writes what a test wants."""
+"""`async-rl rollout`: the calculator's loop on an engine that writes scripted answers."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_trajectories_are_shown_and_saved_when_a_loop_is_tried_out(
     out = capsys.readouterr().out
     assert "3 trajectories: mean reward 1.000, 0 failed" in out
     assert "3 tool calls (0 errors)" in out
-    portraits = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len({portrait["task_id"] for portrait in portraits}) == 3
-    for portrait in portraits:
-        assert [p["role"] for p in portrait["passages"]] == ["prompt", "policy", "tool", "policy"]
-        assert [p["trained"] for p in portrait["passages"]] == [False, True, False, True]
-        assert portrait["routing"]["rows"] == portrait["tokens"] - 1
-        assert portrait["routing"]["invalid"] == 0
+    views = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({view["task_id"] for view in views}) == 3
+    for view in views:
+        assert [p["role"] for p in view["passages"]] == ["prompt", "policy", "tool", "policy"]
+        assert [p["trained"] for p in view["passages"]] == [False, True, False, True]
+        assert view["routing"]["rows"] == view["tokens"] - 1
+        assert view["routing"]["invalid"] == 0
 
 
 def test_all_are_siblings_when_a_task_is_named(
@@ -61,10 +61,10 @@ def test_all_are_siblings_when_a_task_is_named(
         open_engines=writing(lambda _: "7"),
     )
     assert code == 0
-    portraits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {portrait["task_id"] for portrait in portraits} == {"calculator-7"}
-    assert len({portrait["group_id"] for portrait in portraits}) == 1
-    assert len({portrait["trajectory_id"] for portrait in portraits}) == 4
+    views = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {view["task_id"] for view in views} == {"calculator-7"}
+    assert len({view["group_id"] for view in views}) == 1
+    assert len({view["trajectory_id"] for view in views}) == 4
 
 
 BROKEN = """

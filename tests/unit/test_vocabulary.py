@@ -99,20 +99,14 @@ RETIRED = (
     Retired("rows (of a dataset)", r"(?:bad|data|dataset|plain|verl|slime) rows?", "examples"),
 )
 
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("async_rl/config/loader.py", "overage"): "the table of renamed settings",
+}
 """Uses that stay, by file (or folder) and word, each with its reason."""
 
 NOT_YET: tuple[str, ...] = (
     "async_rl/",
-    "agent_loops/",
-    "trainer/",
-    "benchmarks/",
-    "monitoring/panels.py",
     "tests/",
-    "docs/reference/",  # generated from async_rl
-    "docs/guide/own-task.md",  # quotes messages of async_rl
-    "docs/guide/troubleshooting.md",  # quotes messages of async_rl
-    "docs/design/simulation.md",  # names tests
 )
 """Folders and files whose texts are still being rewritten."""
 

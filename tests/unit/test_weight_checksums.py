@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from async_rl.weights.checksums import ChecksumComparison
-from trainer.weights.checksums import sum_up
+from trainer.weights.checksums import checksum_parameters
 
 A, B = ({"norm": "1", "qkv": "2"},), ({"norm": "1", "qkv": "3"},)
 SHARDED = ({"norm": "1", "qkv": "8"}, {"norm": "1", "qkv": "9"})
@@ -72,7 +72,7 @@ def test_nothing_is_held_against_the_trainer_when_it_could_not_be_compared_at_th
 def test_sums_are_those_of_fused_parameters_when_tensors_come_in_the_engines_order(bias):
     parts = {name: torch.randn(3, 2) for name in ("q", "k", "v")}
     prefix = "model.layers.0.self_attn."
-    sums = sum_up((f"{prefix}{name}_proj.{bias}", tensor) for name, tensor in parts.items())
+    sums = checksum_parameters((f"{prefix}{name}_proj.{bias}", tensor) for name, tensor in parts.items())
     assert sums == {f"{prefix}qkv_proj.{bias}": sha(*parts.values())}
 
 
@@ -83,7 +83,7 @@ def test_experts_are_summed_as_two_parameters_when_they_come_one_by_one():
         for name in ("gate", "up", "down")
     }
     t = list(tensors.values())
-    assert sum_up(tensors.items()) == {
+    assert checksum_parameters(tensors.items()) == {
         "m.experts.w13_weight": sha(t[0], t[1], t[3], t[4]),
         "m.experts.w2_weight": sha(t[2], t[5]),
     }
@@ -91,7 +91,7 @@ def test_experts_are_summed_as_two_parameters_when_they_come_one_by_one():
 
 def test_rows_of_zeros_fill_the_vocabulary_up_when_it_is_no_multiple_of_64():
     head, full = torch.randn(70, 2), torch.randn(128, 2)
-    assert sum_up([("lm_head.weight", head), ("model.embed_tokens.weight", full)]) == {
+    assert checksum_parameters([("lm_head.weight", head), ("model.embed_tokens.weight", full)]) == {
         "lm_head.weight": sha(head, torch.zeros(58, 2)),
         "model.embed_tokens.weight": sha(full),
     }
@@ -99,4 +99,6 @@ def test_rows_of_zeros_fill_the_vocabulary_up_when_it_is_no_multiple_of_64():
 
 def test_a_tensor_keeps_its_name_when_nothing_is_fused():
     norm = torch.randn(4).bfloat16()
-    assert sum_up([("model.norm.weight", norm)]) == {"model.norm.weight": sha(norm.view(torch.uint8))}
+    assert checksum_parameters([("model.norm.weight", norm)]) == {
+        "model.norm.weight": sha(norm.view(torch.uint8))
+    }

@@ -22,7 +22,7 @@ async def a_port() -> tuple[str, int]:
 
 
 class ScriptedFolder:
-    """Notes down what it is asked; refuses when it is told to."""
+    """Records its requests; refuses or hangs when a test wants it."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -609,7 +609,7 @@ async def test_whole_files_are_copied_when_a_delta_is_refused(tmp_path, reason):
     assert loaded[4:] == ["changed delta_3"] * 2
 
 
-async def test_the_published_files_are_loaded_when_nobody_keeps_a_folder(tmp_path):
+async def test_the_published_files_are_loaded_when_the_host_has_no_folder(tmp_path):
     bench, loaded = deltas(tmp_path, engines=2)
     bench.folders.pop("engine-1")
     await bench.start()
@@ -647,7 +647,7 @@ async def test_a_delta_is_applied_while_its_engine_goes_on_generating(tmp_path):
 
 async def test_a_delta_leaves_the_disk_when_all_have_it(tmp_path):
     bench, _ = deltas(tmp_path)
-    (tmp_path / "delta_9").write_text("of an earlier life")
+    (tmp_path / "delta_9").write_text("of an earlier incarnation")
     await bench.start()
     await bench.sync.update_engines(1)
     (tmp_path / "delta_2").write_text("now")

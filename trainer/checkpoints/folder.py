@@ -1,9 +1,9 @@
-"""A folder of checkpoints: names, the one rename by which a checkpoint appears, and which ones stay.
+"""A folder of checkpoints: names, atomic publication by one rename, and removal of old checkpoints.
 
 ```
-step_00000040/         whole, for it was renamed when it was
+step_00000040/         complete: a checkpoint gets this name when all its files are written
 step_00000060/
-.step_00000080.tmp/    being written, or left by a process that was killed
+.step_00000080.tmp/    being written, or left over from a process that was killed
 ```
 """
 
@@ -20,13 +20,13 @@ _LEFT = re.compile(r"^\.step_\d{8,}\.(tmp|old)$")
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint by its name; None for any other name."""
+    """Returns the step in a checkpoint's name; None for any other name."""
     match = _NAME.match(path.name)
     return int(match.group(1)) if match else None
 
 
-def newest_first(directory: Path) -> list[Path]:
-    """What has the name of a checkpoint."""
+def checkpoints_newest_first(directory: Path) -> list[Path]:
+    """Returns the folders that are named like a checkpoint, newest step first."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if step_of(path) is not None and path.is_dir()]
@@ -34,20 +34,20 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def final_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step appears."""
+    """Returns the path at which the complete checkpoint of a step appears."""
     return directory / f"step_{step:08d}"
 
 
 def scratch_path(directory: Path, step: int) -> Path:
-    """Where it is being written."""
+    """Returns the path at which the checkpoint of a step is written."""
     return directory / f".step_{step:08d}.tmp"
 
 
-def clean(directory: Path) -> list[Path]:
-    """Remove what killed processes have left, while nothing is being written.
+def remove_leftovers(directory: Path) -> list[Path]:
+    """Removes folders left over from killed processes; must not run while a checkpoint is being written.
 
     Returns:
-        What was removed.
+        The removed folders.
     """
     left = [path for path in directory.iterdir() if _LEFT.match(path.name)] if directory.is_dir() else []
     for path in left:
@@ -55,11 +55,11 @@ def clean(directory: Path) -> list[Path]:
     return left
 
 
-def publish(directory: Path, step: int) -> Path:
-    """Let the checkpoint of a step appear, whole and on the disk.
+def publish_checkpoint(directory: Path, step: int) -> Path:
+    """Publishes the checkpoint of a step by a rename, once its files are on disk.
 
-    One of the same step, of a run that came this far before it was set back, is replaced; in between there is
-    neither, and the older ones that the run was set back to are still there.
+    It replaces a checkpoint of the same step, written before the run was reset to an earlier step. Between
+    the two renames neither exists; the older checkpoint that the run was reset to still does.
     """
     final, scratch = final_path(directory, step), scratch_path(directory, step)
     old = directory / f".{final.name}.old"
@@ -72,19 +72,20 @@ def publish(directory: Path, step: int) -> Path:
     return final
 
 
-def retain(directory: Path, step: int, keep: int, every: int | None) -> list[Path]:
-    """Remove checkpoints that are no longer kept, once that of a step stands.
+def remove_old_checkpoints(directory: Path, step: int, keep: int, every: int | None) -> list[Path]:
+    """Removes checkpoints that are no longer needed, once the checkpoint of a step is complete.
 
     Args:
-        directory: The folder.
-        step: The newest whole one. Those of later steps were passed over when the run was set back.
-        keep: So many newest ones stay.
-        every: Those of steps that are multiples of this stay too.
+        directory: The folder of checkpoints.
+        step: The step of the newest complete checkpoint. Checkpoints of later steps predate a reset of the
+        run.
+        keep: The number of newest checkpoints to keep.
+        every: Checkpoints whose step is a multiple of this are kept as well.
 
     Returns:
-        What was removed.
+        The removed folders.
     """
-    paths = {step_of(path) or 0: path for path in newest_first(directory)}
+    paths = {step_of(path) or 0: path for path in checkpoints_newest_first(directory)}
     kept = steps_kept(paths, step, keep, every)
     removed = [path for number, path in paths.items() if number not in kept]
     for path in removed:
@@ -93,13 +94,13 @@ def retain(directory: Path, step: int, keep: int, every: int | None) -> list[Pat
 
 
 def steps_kept(steps: Iterable[int], newest: int, keep: int, every: int | None) -> set[int]:
-    """Which steps' checkpoints stay when `newest` is the newest; see `retain`."""
+    """Returns the steps whose checkpoints `remove_old_checkpoints` keeps when `newest` is the newest step."""
     there = sorted(step for step in steps if step <= newest)
     return set(there[-keep:]) | {step for step in there if every and step % every == 0}
 
 
 def _sync(folder: Path) -> None:
-    """Write the names in a folder down to the disk."""
+    """Flushes the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

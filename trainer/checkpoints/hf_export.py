@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: by one process, whatever layout wrote it, also beside a run."""
+"""Exports a checkpoint of any layout as a Hugging Face folder, in one process, also beside a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from async_rl.config import LayoutConfig
 from async_rl.errors import CheckpointError, ConfigError
-from trainer.checkpoints.loading import check_tensors, find
+from trainer.checkpoints.loading import check_tensors, find_checkpoint
 from trainer.megatron import shards, storage
 from trainer.megatron.bridge import SHARD_BYTES, HFBridge
 from trainer.megatron.cpu import fuses_layers
@@ -18,38 +18,40 @@ from trainer.megatron.model import Float16Module
 from trainer.megatron.process_groups import choose_device, start_process_groups, stop_process_groups
 
 _TIMEOUT_S = 60.0
-"""Nobody else is waited for."""
+"""Timeout of process groups; the export is a single rank, which waits for no other."""
 
 
-class Exported(NamedTuple):
-    """What was written."""
+class ExportedModel(NamedTuple):
+    """The result of an export."""
 
     checkpoint: Path
     step: int
     skipped_checkpoints: tuple[str, ...]
 
 
-def export(
+def export_checkpoint(
     checkpoint: Path, out: Path, *, model: Path | None = None, max_shard_bytes: int | None = None
-) -> Exported:
-    """Write the weights of a checkpoint, with the config and tokenizer of its model.
+) -> ExportedModel:
+    """Writes the weights of a checkpoint, with the config and tokenizer of its model.
 
     Args:
-        checkpoint: It, or a folder of checkpoints, or a run's folder: the newest whole one counts.
-        out: The folder to be made.
-        model: Where config and tokenizer are; None: where the trainer had them from.
-        max_shard_bytes: Of one safetensors file; None: 4 GiB.
+        checkpoint: A checkpoint, a folder of checkpoints or a run's folder; of several checkpoints, the
+        newest
+            complete one is exported.
+        out: The folder to create.
+        model: The folder with config and tokenizer; None: the `model.path` of the run.
+        max_shard_bytes: Largest size of one safetensors file; None: 4 GiB.
 
     Raises:
-        ConfigError: When there is something at `out`, or no model.
-        CheckpointError: When there is no whole checkpoint, or it is of another model.
+        ConfigError: When `out` is not empty, or the model's folder has no config.json.
+        CheckpointError: When there is no complete checkpoint, or it belongs to another model.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out is {out}, which is there already: name a folder that is to be made")
+        raise ConfigError(f"--out is {out}, which already exists: name a new folder")
     directory = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint
     start_process_groups(0, 1, "", LayoutConfig(), timeout_s=_TIMEOUT_S)
     try:
-        found = find(directory)
+        found = find_checkpoint(directory)
         if found is None:
             raise CheckpointError(
                 f"there is no checkpoint in {directory}: name a run's folder or a checkpoint"
@@ -57,20 +59,20 @@ def export(
         path = Path(found.manifest.model) if model is None else model
         if not (path / "config.json").is_file():
             raise ConfigError(
-                f"the model's folder {path} has no config.json: name the one the run began from with --model"
+                f"the model's folder {path} has no config.json: name the run's model folder with --model"
             )
         dtype = getattr(torch, found.manifest.dtype)
         fields = transformer_config(LayoutConfig(), "none", replay=False, fused=fuses_layers(dtype))
         bridge = HFBridge(str(path), dtype, **fields)
-        chunks = [module.to(choose_device("auto")) for module in bridge.build()]
+        chunks = [module.to(choose_device("auto")) for module in bridge.build_chunks()]
         if dtype != torch.float32:
             chunks = [Float16Module(bridge.config, chunk) for chunk in chunks]
-        parts, metadata = shards.parameters(chunks), storage.read_metadata(found.path)
+        parts, metadata = shards.parameter_parts(chunks), storage.read_metadata(found.path)
         wanted = {part.key: tuple(part.global_shape) for part in parts}
-        check_tensors(found.path, wanted, storage.shapes(metadata))
-        storage.read(found.path, metadata, parts)
+        check_tensors(found.path, wanted, storage.stored_shapes(metadata))
+        storage.read_parts(found.path, metadata, parts)
         bridge.shard_bytes = SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
         bridge.save_hf(chunks, out)
     finally:
         stop_process_groups()
-    return Exported(found.path, found.manifest.step, found.skipped_checkpoints)
+    return ExportedModel(found.path, found.manifest.step, found.skipped_checkpoints)

@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: what it is of, and which files it is made of.
+"""The manifest of a checkpoint: its step, layout and model, and the size and checksum of each of its files.
 
-The manifest is written last, when all files stand on the disk. A checkpoint without one, or with files that
-are not as the manifest says, is not whole.
+The manifest is written last, after all files are on disk. A checkpoint is incomplete when it has no manifest,
+or when a file differs from what the manifest records.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ import msgspec
 from async_rl.errors import CheckpointError
 
 FORMAT: Final = 2
-NAME: Final = "manifest.json"
+MANIFEST_NAME: Final = "manifest.json"
 
 _CHUNK: Final = 1 << 24
 _NAME_OF_FORMAT_1: Final = "meta.json"
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """A file as it was written."""
+    """Size and checksum of a file."""
 
     num_bytes: int
     crc32c: int
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint."""
+    """Describes one checkpoint; stored in it as `manifest.json`."""
 
     format: int = FORMAT
     step: int
-    """Steps done; the weight version equals it."""
+    """Completed steps; equal to the weight version."""
     extra: dict[str, Any]
-    """What the run asked to be kept with it."""
+    """State of the run that is saved with the checkpoint."""
     layout: dict[str, int | None]
-    """That wrote it: ranks and parallel sizes. Any other can read it."""
+    """Number of ranks and parallel sizes that wrote the checkpoint; any other layout can load it."""
     model: str
-    """`model.path`: where config and tokenizer are."""
+    """`model.path`: the folder with config and tokenizer."""
     dtype: str
-    """Of the parameters."""
+    """Data type of the parameters."""
     optimizer_step: int
-    """Updates that the moments have seen; 0: there are none in it."""
+    """Updates included in the optimizer's moments; 0: the checkpoint has no moments."""
     versions: dict[str, str]
-    """Of the packages that wrote it."""
+    """Versions of the packages that wrote the checkpoint, by package."""
     files: dict[str, FileRecord] = {}
 
 
-def record(path: Path) -> FileRecord:
-    """Size and checksum of a file."""
+def record_file(path: Path) -> FileRecord:
+    """Computes size and checksum of a file."""
     crc = size = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -62,47 +62,48 @@ def record(path: Path) -> FileRecord:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it, down to the disk."""
-    with (folder / NAME).open("wb") as file:
+    """Writes the manifest and flushes it to disk."""
+    with (folder / MANIFEST_NAME).open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest)))
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read it; the files are not looked at.
+    """Reads the manifest, without checking the files.
 
     Raises:
-        CheckpointError: When there is none, or one of another format.
+        CheckpointError: When the manifest is missing, unreadable or has another format.
     """
-    if not (folder / NAME).is_file() and (folder / _NAME_OF_FORMAT_1).is_file():
+    if not (folder / MANIFEST_NAME).is_file() and (folder / _NAME_OF_FORMAT_1).is_file():
         raise CheckpointError(
             f"{folder} has format 1, of an earlier version; this one reads format {FORMAT}: finish the run "
-            "with the version that began it, or begin another run from its Hugging Face export"
+            "with the version that started it, or start another run from its Hugging Face export"
         )
     try:
-        manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((folder / MANIFEST_NAME).read_bytes(), type=Manifest)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {NAME}: it was never finished") from error
+        raise CheckpointError(f"{folder} has no {MANIFEST_NAME}: it was never completed") from error
     except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{folder / NAME} cannot be read: {error}") from error
+        raise CheckpointError(f"{folder / MANIFEST_NAME} cannot be read: {error}") from error
     if manifest.format != FORMAT:
         raise CheckpointError(f"{folder} has format {manifest.format}; this version reads format {FORMAT}")
     return manifest
 
 
 def is_of_format_1(folder: Path) -> bool:
-    """Whether an earlier version wrote it."""
-    return (folder / _NAME_OF_FORMAT_1).is_file() and not (folder / NAME).is_file()
+    """Whether an earlier version, with format 1, wrote the checkpoint."""
+    return (folder / _NAME_OF_FORMAT_1).is_file() and not (folder / MANIFEST_NAME).is_file()
 
 
-def flaw(folder: Path, *, share: int = 0, of: int = 1) -> str | None:
-    """What is wrong with a checkpoint, or None; sizes of all files are compared, and contents of a share.
+def find_flaw(folder: Path, *, share: int = 0, of: int = 1) -> str | None:
+    """Returns what is wrong with a checkpoint, or None. It compares the sizes of all files and reads a share
+    of them.
 
     Args:
         folder: The checkpoint.
-        share: Which part of the files to read: ranks share the work.
-        of: How many parts there are.
+        share: The index of the share whose checksums are verified; each rank verifies one.
+        of: The number of shares.
     """
     try:
         manifest = read_manifest(folder)
@@ -127,7 +128,7 @@ def _flaw_of_sizes(folder: Path, manifest: Manifest, names: Sequence[str]) -> st
 def _flaw_of_contents(folder: Path, manifest: Manifest, names: Sequence[str]) -> str | None:
     for name in names:
         try:
-            actual = record(folder / name)
+            actual = record_file(folder / name)
         except OSError as error:
             return f"{folder / name} cannot be read: {error.strerror}"
         if actual.crc32c != manifest.files[name].crc32c:

@@ -1,14 +1,14 @@
-"""Checkpoints are written beside the training: it stands still only while its state is copied.
+"""Writes checkpoints in the background: training pauses only while its state is copied.
 
 ```
 trainer   step ─ copy ─ step ─ step ─ step ─ copy ─ ...
 thread           └ write ─ fsync ─ manifest ─ rename ─ remove old ones
 ```
 
-The copy goes into memory of the host that is kept for the next one. What follows runs in a thread, with a
-process group of its own, so that its exchanges never meet those of a step. (Megatron's own way is to fork a
-writer; a process with Gloo's, Ray's and CUDA's threads in it may not, its child can hang on a lock that
-none of its threads holds.)
+The copy goes into host memory, which is reused for the next checkpoint. The rest runs in a thread with its
+own process group, so that its exchanges do not interfere with those of a step. (Megatron forks a writer
+process instead. A process with threads of Gloo, Ray and CUDA must not fork: the child can deadlock on a lock
+that was held by a thread which does not exist in it.)
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from async_rl.config import Config
 from async_rl.errors import CheckpointError
 from async_rl.trainer_protocol import Saved
 from trainer.checkpoints import folder
-from trainer.checkpoints.manifest import FileRecord, Manifest, record, write_manifest
-from trainer.collectives import gather, raise_on_all_ranks
+from trainer.checkpoints.manifest import FileRecord, Manifest, record_file, write_manifest
+from trainer.collectives import gather_bytes, raise_on_all_ranks
 from trainer.megatron import shards, storage
 from trainer.megatron.model import MegatronModel
 
 log = logging.getLogger(__name__)
 
 _ALIGNMENT: Final = 64
-"""Bytes; a multiple of every element's size."""
+"""Alignment of staged tensors in bytes, a multiple of every element size."""
 
 _PACKAGES: Final = ("async-rl", "torch", "megatron-core")
 
 
-def saver_of(config: Config, model: MegatronModel, layout: dict[str, int | None]) -> Saver:
-    """The one that a config asks for; called on all ranks.
+def make_saver(config: Config, model: MegatronModel, layout: dict[str, int | None]) -> CheckpointSaver:
+    """Builds the saver that a config describes; called on all ranks.
 
     Args:
-        config: Of the run.
-        model: Whose state is saved.
-        layout: Its ranks and parallel sizes.
+        config: The run's config.
+        model: The model whose state is saved.
+        layout: The model's number of ranks and parallel sizes.
     """
     trainer = config.trainer
     about = Manifest(
@@ -64,53 +64,53 @@ def saver_of(config: Config, model: MegatronModel, layout: dict[str, int | None]
         versions={name: version(name) for name in _PACKAGES},
     )
     keep, keep_every = trainer.keep_checkpoints, trainer.keep_every
-    return Saver(model, about, keep=keep, keep_every=keep_every, timeout_s=trainer.step_timeout_s)
+    return CheckpointSaver(model, about, keep=keep, keep_every=keep_every, timeout_s=trainer.step_timeout_s)
 
 
-class _Told(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has written."""
+class _RankFiles(msgspec.Struct, frozen=True, array_like=True):
+    """The tensors and files that one rank wrote."""
 
-    tensors: list[storage.Written]
+    tensors: list[storage.WrittenPart]
     files: dict[str, FileRecord]
 
 
-class Saver:
-    """Writes the checkpoints of one model. Every method but `saved` is called on all ranks.
+class CheckpointSaver:
+    """Writes the checkpoints of one model. Every method but `poll_saved` is called on all ranks.
 
     Invariant: at most one checkpoint is being written.
 
     Example:
-        >>> saver.save(Path("checkpoints"), step=40, extra={})
-        >>> saver.saved(wait=False)  # between steps
-        >>> saver.saved(wait=True)  # at the end
+        >>> saver.start_save(Path("checkpoints"), step=40, extra={})
+        >>> saver.poll_saved(wait=False)  # between steps
+        >>> saver.poll_saved(wait=True)  # at the end
     """
 
     def __init__(
         self, model: MegatronModel, about: Manifest, *, keep: int, keep_every: int | None, timeout_s: float
     ) -> None:
-        """Open the process group of the writing thread.
+        """Opens the process group of the writing thread.
 
         Args:
-            model: Whose state is saved.
-            about: Of every checkpoint: all but its steps, `extra` and files.
-            keep: Newest checkpoints that stay.
-            keep_every: Those of steps that are multiples of this stay for ever.
+            model: The model whose state is saved.
+            about: Template of every manifest: all but steps, `extra` and files.
+            keep: The number of newest checkpoints to keep.
+            keep_every: Checkpoints whose step is a multiple of this are never removed.
             timeout_s: Longest wait for another rank, seconds.
         """
         self._model, self._about = model, about
         self._keep, self._keep_every = keep, keep_every
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
-        self._staged = torch.empty(0, dtype=torch.uint8)
+        self.pending_write: Future[None] | None = None
+        self.staging_buffer = torch.empty(0, dtype=torch.uint8)
         self._saved = Saved()
 
-    def save(self, directory: Path, step: int, extra: dict[str, Any]) -> None:
-        """Copy the state, and write `step_<step>` of it in the background.
+    def start_save(self, directory: Path, step: int, extra: dict[str, Any]) -> None:
+        """Copies the state and starts to write it to `step_<step>` in the background.
 
-        Waits first for the one before, if that is still being written.
+        It first waits for the previous checkpoint if that is still being written.
         """
-        self.saved(wait=True)
+        self.poll_saved(wait=True)
         begin = time.perf_counter()
         manifest = msgspec.structs.replace(
             self._about,
@@ -118,50 +118,50 @@ class Saver:
             extra=extra,
             optimizer_step=shards.optimizer_step(self._model),
         )
-        parts = self._stage(shards.to_save(self._model))
+        parts = self._stage(shards.parts_to_save(self._model))
         self._saved = Saved(
             step=self._saved.step,
             pause_s=time.perf_counter() - begin,
             num_bytes=sum(part.data.nbytes for part in parts),
         )
-        self._writing = self._thread.submit(self._write, directory, manifest, parts)
+        self.pending_write = self._thread.submit(self._write, directory, manifest, parts)
 
-    def saved(self, *, wait: bool) -> Saved:
-        """What became of the last one.
+    def poll_saved(self, *, wait: bool) -> Saved:
+        """Returns the state of the last save.
 
         Args:
-            wait: Until it stands or has failed.
+            wait: Whether to wait until it has been completed or has failed.
         """
-        if self._writing is not None and (wait or self._writing.done()):
-            error = self._writing.exception()
+        if self.pending_write is not None and (wait or self.pending_write.done()):
+            error = self.pending_write.exception()
             if error is not None:
                 log.error("%s", error, exc_info=error)
                 self._saved = msgspec.structs.replace(self._saved, failure=str(error))
-            self._writing = None
-        return msgspec.structs.replace(self._saved, writing=self._writing is not None)
+            self.pending_write = None
+        return msgspec.structs.replace(self._saved, writing=self.pending_write is not None)
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Waits for the checkpoint that is being written."""
         self._thread.shutdown()
 
-    def _stage(self, parts: Sequence[shards.Part]) -> list[shards.Part]:
-        """The same parts, with copies in the host's memory."""
+    def _stage(self, parts: Sequence[shards.TensorPart]) -> list[shards.TensorPart]:
+        """Returns the same parts with their data copied to host memory."""
         sizes = [-(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
-        if len(self._staged) < sum(sizes):
+        if len(self.staging_buffer) < sum(sizes):
             pinned = self._model.device.type == "cuda"
-            self._staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+            self.staging_buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         staged, position = [], 0
         for part, size in zip(parts, sizes, strict=True):
-            room = self._staged[position : position + part.data.nbytes]
-            copy = room.view(part.dtype).view(part.data.shape)
+            region = self.staging_buffer[position : position + part.data.nbytes]
+            copy = region.view(part.dtype).view(part.data.shape)
             copy.copy_(part.data, non_blocking=True)
             staged.append(replace(part, data=copy))
             position += size
         torch.cuda.synchronize()
         return staged
 
-    def _write(self, directory: Path, manifest: Manifest, parts: Sequence[shards.Part]) -> None:
-        """In the thread: write, publish, and remove what is no longer kept."""
+    def _write(self, directory: Path, manifest: Manifest, parts: Sequence[shards.TensorPart]) -> None:
+        """Runs in the thread: writes and publishes the checkpoint, and removes old ones."""
         begin = time.perf_counter()
         doing = f"cannot write checkpoint {folder.final_path(directory, manifest.step)}"
         agreed = partial(raise_on_all_ranks, CheckpointError, doing, self._group)
@@ -170,28 +170,30 @@ class Saver:
         try:
             with agreed():
                 if rank == 0:
-                    folder.clean(directory)
+                    folder.remove_leftovers(directory)
                     scratch.mkdir(parents=True)
             with agreed():
-                tensors = storage.write(scratch, parts, rank)
-                files = {name: record(scratch / name) for name in {each.file for each in tensors}}
-            told = gather(msgspec.msgpack.encode(_Told(tensors, files)), self._group)
+                tensors = storage.write_parts(scratch, parts, rank)
+                files = {name: record_file(scratch / name) for name in {each.file for each in tensors}}
+            of_ranks = gather_bytes(msgspec.msgpack.encode(_RankFiles(tensors, files)), self._group)
             with agreed():
                 if rank == 0:
-                    self._publish(directory, manifest, [msgspec.msgpack.decode(t, type=_Told) for t in told])
+                    self._publish(
+                        directory, manifest, [msgspec.msgpack.decode(t, type=_RankFiles) for t in of_ranks]
+                    )
         except CheckpointError:
             if rank == 0:
-                folder.clean(directory)  # it may be what fills the disk
+                folder.remove_leftovers(directory)  # the unfinished checkpoint may be what fills the disk
             raise
         self._saved = msgspec.structs.replace(
             self._saved, step=manifest.step, write_s=time.perf_counter() - begin
         )
 
-    def _publish(self, directory: Path, manifest: Manifest, told: Sequence[_Told]) -> None:
+    def _publish(self, directory: Path, manifest: Manifest, of_ranks: Sequence[_RankFiles]) -> None:
         scratch = folder.scratch_path(directory, manifest.step)
-        common = storage.write_metadata(scratch, [of_rank.tensors for of_rank in told])
-        files = {name: each for of_rank in told for name, each in of_rank.files.items()}
-        files |= {name: record(scratch / name) for name in common}
+        common = storage.write_metadata(scratch, [of_rank.tensors for of_rank in of_ranks])
+        files = {name: each for of_rank in of_ranks for name, each in of_rank.files.items()}
+        files |= {name: record_file(scratch / name) for name in common}
         write_manifest(scratch, msgspec.structs.replace(manifest, files=files))
-        folder.publish(directory, manifest.step)
-        folder.retain(directory, manifest.step, self._keep, self._keep_every)
+        folder.publish_checkpoint(directory, manifest.step)
+        folder.remove_old_checkpoints(directory, manifest.step, self._keep, self._keep_every)

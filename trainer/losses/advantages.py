@@ -1,4 +1,4 @@
-"""How much better than expected a trajectory was: one number each, for all of its tokens.
+"""Advantages: how much better than its baseline a trajectory was, one number for all of its tokens.
 
 | estimator | baseline | scale |
 |---|---|---|
@@ -19,21 +19,22 @@ from async_rl.errors import DataError
 from async_rl.types import Float32Array, Int32Array, Int64Array
 
 EPSILON = 1e-6
-"""Keeps equal rewards from dividing by zero; rewards of another scale than 1e-6 do not feel it."""
+"""Prevents a division by zero when all rewards are equal; negligible for rewards of any usual scale."""
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"]
 
 
 def estimate_advantages(estimator: Estimator, rewards: Float32Array, group_index: Int32Array) -> Float32Array:
-    """The advantages of a batch's trajectories.
+    """Returns the advantages of a batch's trajectories.
 
-    Deviations are those of the population, and a batch's mean and deviation count every trajectory once:
-    verl and TRL divide a group's squares by G - 1, verl whitens a batch token by token.
+    Standard deviations are those of the population, and a batch's mean and deviation count every trajectory
+    once. In contrast, verl and TRL divide the squares of a group by G - 1, and verl whitens a batch token by
+    token.
 
-    A group whose rewards are all equal gets zeros from all but `reinforce++`, and so does a group of one.
+    All estimators but `reinforce++` return zeros for a group whose rewards are equal, and for a group of one.
 
     Args:
-        estimator: See the module.
+        estimator: One of the rows of the module's table.
         rewards: `[N]`.
         group_index: `[N]`, equal for siblings.
 
@@ -74,14 +75,14 @@ def estimate_advantages(estimator: Estimator, rewards: Float32Array, group_index
 
 
 def longest_answers(weight_versions: Int32Array, offsets: Int64Array) -> Int64Array:
-    """The tokens of each trajectory's longest answer: what the policy wrote between two things that it read.
+    """Returns the length in tokens of each trajectory's longest answer, a run of sampled tokens.
 
-    Whether a token is trained on does not matter: one that has grown too old, or that a sibling branch
-    trains, has been written all the same.
+    Masked tokens count as well: a token that is too stale, or that a sibling branch trains, was still
+    generated.
 
     Args:
-        weight_versions: `[S]`, -1 where not sampled.
-        offsets: `[N + 1]`, where trajectories begin and end; none is empty.
+        weight_versions: `[S]`, -1 for tokens that were not sampled.
+        offsets: `[N + 1]`, the bounds of the trajectories; none is empty.
 
     Returns:
         `[N] int64`.
@@ -96,15 +97,16 @@ def longest_answers(weight_versions: Int32Array, offsets: Int64Array) -> Int64Ar
 
 
 def overlong_penalty(lengths: Int64Array, longest: int, buffer: int) -> Float32Array:
-    """What an answer loses that comes near the longest one allowed: from 0 at the buffer's begin to -1.
+    """Returns the penalty of answers that approach the longest length allowed: 0 at the start of the buffer,
+    then to -1.
 
     `0` up to `longest - buffer` tokens, `((longest - buffer) - length) / buffer` from there on, `-1` beyond
     `longest`.
 
     Args:
         lengths: `[N]`, tokens of each trajectory's longest answer.
-        longest: Tokens of the longest answer.
-        buffer: Tokens before that in which the penalty grows; at least 1.
+        longest: The longest length allowed, in tokens.
+        buffer: The number of tokens before `longest` over which the penalty grows; at least 1.
 
     Returns:
         `[N] float32`, to be added to rewards.
@@ -115,5 +117,5 @@ def overlong_penalty(lengths: Int64Array, longest: int, buffer: int) -> Float32A
 
 
 def _whitened(values: np.ndarray) -> np.ndarray:
-    """Centred and scaled over the batch."""
+    """Returns the values centred and scaled over the batch."""
     return (values - values.mean()) / (values.std() + EPSILON)

@@ -1,8 +1,8 @@
-"""What makes up for tokens sampled by another policy than the one the update starts from.
+"""Importance weights that correct for tokens sampled by another policy than the proximal one.
 
-The ratio `exp(old - rollout)` compares the proximal policy with the one that sampled, by token, by whole
-answer (`sequence`: their product) or by its geometric mean. A ratio out of bounds is truncated from above, or
-its tokens are masked. Answers that are too far off altogether can be rejected.
+The ratio `exp(old - rollout)` compares the proximal policy with the behaviour policy: per token, per answer
+(`sequence`: the product of its tokens' ratios) or by the geometric mean over an answer. A ratio out of bounds
+is truncated, or its tokens are masked. Answers whose ratios are too far from 1 can be rejected as a whole.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from async_rl.config import ImportanceConfig, RejectConfig
 from trainer.losses.sequences import Sequences
 
 _MOST = 20.0
-"""Largest logarithm of a ratio: a product over thousands of tokens must stay finite to be compared."""
+"""Largest logarithm of a ratio; it keeps a product over thousands of tokens finite for comparisons."""
 
 
 class Correction(NamedTuple):
-    """Per trained token, `[n]` each; nothing has a gradient."""
+    """The correction of each trained token, `[n]` each; no field has a gradient."""
 
     weights: torch.Tensor
-    """0 for tokens that are masked or of rejected answers."""
+    """Importance weights; 0 for masked tokens and for tokens of rejected answers."""
     ratios: torch.Tensor
-    """Token by token, before any bound."""
+    """Ratios of single tokens, before any bound."""
     bounded: torch.Tensor
-    """1 where the bound has changed the weight."""
+    """1 where a bound changed the weight."""
     rejected: torch.Tensor
     """1 for tokens of rejected answers."""
 
 
-def correct(
+def importance_correction(
     importance: ImportanceConfig,
     reject: RejectConfig,
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     sequences: Sequences,
 ) -> Correction:
-    """Importance weights of the proximal over the behaviour policy.
+    """Returns the importance weights of the proximal over the behaviour policy.
 
     Args:
-        importance: Level, bounds, and what is done beyond them.
-        reject: When a whole answer is left out.
-        old_log_probs: `[n]` float32, the trainer's at the start of the update.
-        rollout_log_probs: `[n]` float32, the engine's.
-        sequences: Whose tokens these are.
+        importance: Level, bounds, and the treatment of ratios beyond them.
+        reject: The conditions under which a whole answer is rejected.
+        old_log_probs: `[n]` float32, the trainer's log-probs at the start of the update.
+        rollout_log_probs: `[n]` float32, the engine's log-probs.
+        sequences: The trajectories that the tokens belong to.
 
     Source: token, truncated: arXiv 2505.24298 (AReaL), section 5.2, and IMPALA, arXiv 1802.01561, section
     4.1; token, masked on both sides: IcePop, arXiv 2510.18855, section 3; sequence and geometric levels,
@@ -77,7 +77,7 @@ def _bounded(importance: ImportanceConfig, ratios: torch.Tensor) -> tuple[torch.
 
 
 def _rejected(reject: RejectConfig, log_ratios: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """1 for tokens of answers to be left out, `[n]`."""
+    """Returns 1 for tokens of rejected answers and 0 for the others, `[n]`."""
     out = torch.zeros(len(sequences.lengths), dtype=torch.bool, device=log_ratios.device)
     if reject.geometric_low is not None or reject.geometric_high is not None:
         means = sequences.means(log_ratios).exp()

@@ -1,4 +1,4 @@
-"""Distance from a reference policy, by samples of the current one."""
+"""Estimates of the KL divergence from a reference policy, by samples of the current policy."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
-def kl_estimate(kind: Kind, log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """An estimate of KL(policy, reference) at each token, `[n]` nats.
+def kl_estimate(kind: KlEstimator, log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Returns an estimate of KL(policy, reference) at each token, `[n]` nats.
 
     With `d = log_probs - reference`: `k1` is `d`, unbiased, of either sign; `k2` is `d² / 2`, biased, never
     negative, and its gradient is that of the KL; `k3` is `exp(-d) - 1 + d`, unbiased and never negative, and
-    its gradient is that of the KL the other way round, KL(reference, policy).
+    its gradient is that of the reverse divergence, KL(reference, policy).
 
     Args:
-        kind: The estimator. As a term of the loss `k1` has a gradient of mean zero: use `k2` or `k3`.
-        log_probs: `[n]`, of the policy that is trained, with gradient where it is a term of the loss.
-        reference: `[n]`, of the policy to stay near to.
+        kind: The estimator. As a term of the loss, `k1` has a gradient of mean zero: use `k2` or `k3`.
+        log_probs: `[n]`, log-probs of the trained policy, with gradient where the estimate is part of the
+        loss.
+        reference: `[n]`, log-probs of the reference policy.
 
     Source: John Schulman, "Approximating KL Divergence" (2020); the gradients: arXiv 2506.09477.
     """

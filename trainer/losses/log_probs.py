@@ -1,4 +1,4 @@
-"""Log-probs and entropies of a vocabulary that may lie on several ranks."""
+"""Log-probs and entropies over a vocabulary that may be split over several ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each label and entropy of each distribution, in float32.
+    """Returns the log-prob of each label and the entropy of each distribution, in float32.
 
     Args:
-        logits: `[n, V / ranks]`, this rank's part of the vocabulary.
+        logits: `[n, V / ranks]`, for this rank's part of the vocabulary.
         labels: `[n]` int64, global token ids.
-        temperature: The sampling temperature: log-probs are of the distribution that was sampled from.
-        group: The ranks that share the vocabulary, in its order; None when there is one.
+        temperature: The sampling temperature; log-probs are those of the distribution that was sampled from.
+        group: The ranks that share the vocabulary, in its order; None for a single rank.
 
     Returns:
         Log-probs and entropies (nats), `[n]` each, both with gradient.
@@ -29,7 +29,7 @@ def vocab_parallel_log_probs(
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
-    """One softmax for both results; its float32 copy is all that is kept for the backward pass."""
+    """Computes one softmax for both results and keeps only its float32 copy for the backward pass."""
 
     @staticmethod
     def forward(ctx, logits, labels, temperature, group):
@@ -44,7 +44,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         index = local.clamp(0, shifted.shape[-1] - 1)[:, None]
         predicted = shifted.gather(-1, index).squeeze(-1) * ours
         weights = shifted.exp()
-        # The entropy comes without a second softmax: log Z - (sum of e^x x) / Z.
+        # The entropy needs no second softmax: it is log Z - (sum of e^x x) / Z.
         sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, shifted), predicted])
         _reduce(sums, dist.ReduceOp.SUM, group)
         normaliser, weighted, predicted = sums

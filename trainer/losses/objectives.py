@@ -1,13 +1,15 @@
-"""Policy objectives, token by token.
+"""Policy objectives per token, and the weights by which tokens are averaged.
 
-| objective | ratio | what bounds it |
+| objective | ratio | bound |
 |---|---|---|
-| `ppo` | of each token | the smaller of it and the clipped one; a third bound for bad tokens (dual clip) |
+| `ppo` | of each token | the minimum of the free and the clipped gain; a third bound for tokens with A < 0
+(dual clip) |
 | `gspo` | of the whole answer, its geometric mean | the same minimum |
 | `cispo` | of each token, as a weight without gradient | clipped; every token keeps a gradient |
 
-All take the proximal policy's log-probs; how far that is from the policy that sampled is corrected by weights
-(`trainer.losses.corrections`). How tokens are averaged is said apart (`token_weights`).
+All of them use the proximal policy's log-probs. Importance weights (`trainer.losses.corrections`) correct for
+the distance between the proximal and the behaviour policy. `token_weights` determines how tokens are
+averaged.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from trainer.losses.sequences import Sequences
 
 
 class Objective(NamedTuple):
-    """Per trained token, `[n]` each."""
+    """The objective of each trained token, `[n]` each."""
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    """1 where the ratio was bounded (`ppo`, `gspo`: such a token gives no gradient)."""
+    """1 where the ratio was bounded; under `ppo` and `gspo` such a token has no gradient."""
 
 
 def policy_objective(
@@ -38,15 +40,15 @@ def policy_objective(
     weights: torch.Tensor,
     sequences: Sequences,
 ) -> Objective:
-    """The objective that the config names.
+    """Returns the objective that the config names.
 
     Args:
         config: `objective` and its clips.
-        log_probs: `[n]` float32, current policy, with gradient.
-        old_log_probs: `[n]` float32, proximal policy.
+        log_probs: `[n]` float32, log-probs of the current policy, with gradient.
+        old_log_probs: `[n]` float32, log-probs of the proximal policy.
         advantages: `[n]`.
         weights: `[n]`, importance weights of the proximal over the behaviour policy.
-        sequences: Whose tokens these are.
+        sequences: The trajectories that the tokens belong to.
     """
     low, high = config.clip_low, config.clip_high
     match config.objective:
@@ -67,10 +69,11 @@ def ppo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Objective:
-    """Clipped PPO around the proximal policy, weighted for the behaviour policy.
+    """Returns clipped PPO around the proximal policy, weighted for the behaviour policy.
 
     `-w · min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)` with `r = exp(log_probs - old_log_probs)`;
-    where A < 0 it is at most `-w · dual_clip · A`, so that no token that has become likely rules the step.
+    where A < 0 it is at most `-w · dual_clip · A`, so that a token that has become likely cannot dominate the
+    step.
 
     Source: arXiv 1707.06347 (PPO), equation 7; decoupled: arXiv 2110.00641, equation 5; two clips: arXiv
     2503.14476 (DAPO), section 3.1; dual clip: arXiv 1912.09729, equation 5.
@@ -87,11 +90,11 @@ def gspo(
     clip_high: float,
     sequences: Sequences,
 ) -> Objective:
-    """PPO whose ratio is that of the whole answer: `s = exp(mean of log_probs - old_log_probs)`.
+    """Returns PPO with the ratio of the whole answer: `s = exp(mean of log_probs - old_log_probs)`.
 
-    Each token has `s` as its value and its own share of the gradient of `s`: averaged over the tokens of each
-    answer and then over answers (`aggregate: sequence_mean`) it is the objective of the source. Its clips are
-    a hundredth of PPO's.
+    Each token has the value `s` and its own share of the gradient of `s`. Averaged over the tokens of each
+    answer and then over answers (`aggregate: sequence_mean`), this is the objective of the source. Useful
+    clips are about a hundredth of PPO's.
 
     Source: arXiv 2507.18071 (GSPO), equations 5, 7 and 13 (the token form).
     """
@@ -108,7 +111,7 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> Objective:
-    """REINFORCE with a clipped importance weight: `-w · sg(clip(r)) · A · log_probs`.
+    """Returns REINFORCE with a clipped importance weight: `-w · sg(clip(r)) · A · log_probs`.
 
     Source: arXiv 2506.13585 (MiniMax-M1), equations 4 and 5.
     """
@@ -136,18 +139,18 @@ def _clipped(
 
 
 def token_weights(aggregate: str, trajectory: Int64Array, lengths: Int64Array, longest: int) -> Float32Array:
-    """How much each trained token counts, so that the weighted sum over a batch is its loss.
+    """Returns the weight of each trained token; the weighted sum over a batch is its loss.
 
     Args:
-        aggregate: `token_mean` counts all tokens of the batch alike; `sequence_mean` all answers alike, and
-            tokens alike within one; `constant` divides by the longest possible answer, so that neither
-            length nor batch changes what a token counts.
+        aggregate: `token_mean` weights all tokens of the batch equally; `sequence_mean` weights all answers
+            equally, and tokens equally within an answer; `constant` divides by the longest possible answer,
+            so that the weight of a token does not depend on its answer's length or on the batch's.
         trajectory: `[n]`, the trajectory of each token.
-        lengths: `[N]`, trained tokens of each trajectory; those without any do not count.
-        longest: Tokens of the longest possible answer.
+        lengths: `[N]`, trained tokens of each trajectory; trajectories without any do not count.
+        longest: The number of tokens of the longest possible answer.
 
     Returns:
-        `[n] float32`; they depend on the batch alone, never on how it is cut.
+        `[n] float32`; the weights depend only on the batch, not on how it is split.
 
     Source: `token_mean`: arXiv 2503.14476 (DAPO), section 3.3; `sequence_mean`: arXiv 2402.03300 (GRPO),
     equation 3; `constant`: arXiv 2503.20783 (Dr. GRPO), appendix A.

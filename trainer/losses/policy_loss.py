@@ -1,4 +1,4 @@
-"""What an update minimises and measures: sums over trained tokens, which micro-batches and ranks add up."""
+"""Loss and metrics of an update, as sums over trained tokens that add up over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from async_rl.config import LossConfig
-from trainer.losses.corrections import correct
+from trainer.losses.corrections import importance_correction
 from trainer.losses.kl import kl_estimate
 from trainer.losses.objectives import policy_objective
 from trainer.losses.sequences import Sequences
@@ -24,62 +24,64 @@ SUMS = (
     "importance_rejected_fraction",
     "reference_kl",
 )
-"""What a micro-batch sums over its trained tokens, for means over all of them."""
+"""The quantities that each micro-batch sums over its trained tokens; the metrics are their means."""
 
 
 class TrainedTokens(NamedTuple):
     """The trained tokens of a micro-batch, `[n]` each."""
 
-    proximal: torch.Tensor
-    """Log-probs of the policy that the update starts from."""
-    rollout: torch.Tensor
-    """Log-probs of the policy that sampled."""
+    old_log_probs: torch.Tensor
+    """Log-probs of the proximal policy, from which the updates start."""
+    rollout_log_probs: torch.Tensor
+    """Log-probs of the behaviour policy, which sampled the tokens."""
     advantages: torch.Tensor
-    counts: torch.Tensor
-    """What each token counts, times the trained tokens of the update: 1 in a mean over tokens."""
+    weights: torch.Tensor
+    """The weight of each token, times the update's number of trained tokens: 1 for a mean over tokens."""
     sequences: Sequences
-    reference: torch.Tensor | None = None
-    """Log-probs of the reference policy, where there is a penalty on the distance from it."""
+    reference_log_probs: torch.Tensor | None = None
+    """Log-probs of the reference policy, if there is a KL penalty."""
 
 
 def policy_sums(
     config: LossConfig, log_probs: torch.Tensor, entropy: torch.Tensor, tokens: TrainedTokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of one micro-batch's trained tokens, and its other sums in the order of `SUMS`.
+    """Returns the summed loss of one micro-batch's trained tokens, and its sums in the order of `SUMS`.
 
-    `loss = objective + kl · coefficient - entropy · bonus`, each token as often as it counts; those of
+    `loss = objective + kl · coefficient - entropy · bonus`, each token multiplied by its weight; tokens of
     rejected answers add nothing. `ppo_kl` is the k1 estimator, the mean of proximal minus current log-probs
-    over tokens of the behaviour policy, as the field reports it; it may be negative.
+    over tokens of the behaviour policy, as is usual in the literature; it may be negative.
 
     Args:
-        config: The loss.
-        log_probs: `[n]`, of the current policy, with gradient.
-        entropy: `[n]`, of its distributions, with gradient.
-        tokens: What else is known of them.
+        config: The settings of the loss.
+        log_probs: `[n]`, log-probs of the current policy, with gradient.
+        entropy: `[n]`, entropies of its distributions, with gradient.
+        tokens: The other inputs of the same tokens.
 
     Source: k1: John Schulman, "Approximating KL Divergence" (2020).
     """
-    correction = correct(config.importance, config.reject, tokens.proximal, tokens.rollout, tokens.sequences)
+    correction = importance_correction(
+        config.importance, config.reject, tokens.old_log_probs, tokens.rollout_log_probs, tokens.sequences
+    )
     policy = policy_objective(
-        config, log_probs, tokens.proximal, tokens.advantages, correction.weights, tokens.sequences
+        config, log_probs, tokens.old_log_probs, tokens.advantages, correction.weights, tokens.sequences
     )
     loss, kept = policy.loss, 1 - correction.rejected
     if config.entropy_bonus:
         loss = loss - config.entropy_bonus * kept * entropy
-    if tokens.reference is not None and config.kl.where == "loss":
-        distance = kl_estimate(config.kl.estimator, log_probs, tokens.reference)
+    if tokens.reference_log_probs is not None and config.kl.where == "loss":
+        distance = kl_estimate(config.kl.estimator, log_probs, tokens.reference_log_probs)
         loss = loss + config.kl.coefficient * kept * distance
-    loss = loss * tokens.counts
+    loss = loss * tokens.weights
     with torch.no_grad():
         away = torch.zeros_like(log_probs)
-        if tokens.reference is not None:
-            away = kl_estimate(config.kl.estimator, log_probs, tokens.reference)
+        if tokens.reference_log_probs is not None:
+            away = kl_estimate(config.kl.estimator, log_probs, tokens.reference_log_probs)
         sums = torch.stack(
             [
                 values.sum(dtype=torch.float64)
                 for values in (
                     loss,
-                    tokens.proximal - log_probs,
+                    tokens.old_log_probs - log_probs,
                     policy.clipped,
                     entropy,
                     correction.ratios,
@@ -92,14 +94,14 @@ def policy_sums(
     return loss.sum(), sums
 
 
-def means(sums: Sequence[float], trained: int, *, bypass: bool, reference: bool) -> dict[str, float]:
-    """The metrics that `SUMS` amount to.
+def mean_metrics(sums: Sequence[float], trained: int, *, bypass: bool, reference: bool) -> dict[str, float]:
+    """Returns the metrics of an update from its sums.
 
     Args:
-        sums: Over all ranks.
-        trained: Tokens.
-        bypass: Whether the engine's log-probs were the proximal ones. What is then proximal minus current is
-            another quantity, staleness and the engines' mismatch together, and has another name.
+        sums: The sums over all ranks, in the order of `SUMS`.
+        trained: The number of trained tokens.
+        bypass: Whether the engine's log-probs were used as the proximal ones. The difference of proximal and
+            current log-probs then combines staleness and engine mismatch, and is reported under another name.
         reference: Whether there is a reference policy.
     """
     named = {name: value / trained for name, value in zip(SUMS, sums, strict=True)}

@@ -10,29 +10,30 @@ import torch
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
-def alone(sums: torch.Tensor) -> torch.Tensor:
-    """No other rank has a part of the trajectories."""
+def no_reduction(sums: torch.Tensor) -> torch.Tensor:
+    """Returns the sums unchanged: no other rank holds a part of the trajectories."""
     return sums
 
 
 class Sequences(NamedTuple):
-    """To which trajectory each trained token belongs.
+    """Maps each trained token to its trajectory, for sums and means per trajectory.
 
-    Under context parallelism a rank has a part of each trajectory only: sums go over the ranks by `reduce`.
+    Under context parallelism a rank holds only a part of each trajectory; `reduce` then adds sums up over
+    ranks.
     """
 
     index: torch.Tensor
     """`[n]` int64, the trajectory of each token, below `len(lengths)`."""
     lengths: torch.Tensor
     """`[N]`, trained tokens of each trajectory, on all ranks."""
-    reduce: Reduce = alone
-    """Adds `[N]` up over the ranks that share the trajectories."""
+    reduce: Reduce = no_reduction
+    """Adds sums, `[N]`, up over the ranks that share the trajectories."""
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of `[n]` over each trajectory, `[N]`; without gradient."""
+        """Returns the sum of values, `[n]`, over each trajectory, `[N]`, without gradient."""
         total = torch.zeros(len(self.lengths), dtype=torch.float32, device=values.device)
         return self.reduce(total.index_add_(0, self.index, values.detach().float()))
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean of `[n]` over each trajectory, `[N]`; without gradient."""
+        """Returns the mean of values, `[n]`, over each trajectory, `[N]`, without gradient."""
         return self.sums(values) / self.lengths.clamp(min=1)

@@ -1,7 +1,11 @@
-"""Everything that touches Megatron-Core.
+"""Everything that calls Megatron-Core or mbridge: model, schedule, routing replay, weights and parts of
+tensors.
 
-Importing any module of this package first makes Megatron-Core fit for this machine (`cpu.install`): some of
-what it decides (whether to compile, which kernels exist) is decided once, while it is being imported.
+No other package imports Megatron-Core or mbridge. Losses, metrics and the steps of an update do not belong
+here.
+
+Importing any module of this package first prepares Megatron-Core for this machine (`cpu.install`), because
+Megatron-Core makes some decisions only once, at import: whether to compile, and which kernels exist.
 """
 
 from trainer.megatron import cpu

@@ -1,7 +1,7 @@
-"""What the trainer knows of each architecture: its Megatron config, and what of config.json it refuses.
+"""The supported architectures: the Megatron config of each, and the values of config.json that are rejected.
 
-mbridge knows the names of the weights and how they are split. Configs are built here, from config.json as
-transformers 5 has it: mbridge takes some fields for granted, and reads others where they no longer are.
+mbridge maps the names of weights and splits them. Configs are built here, from config.json in the format of
+transformers 5: mbridge assumes some fields, and reads others from places where they no longer are.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from async_rl.errors import ConfigError
 from trainer.megatron.attention import PackedAttention
 from trainer.megatron.cpu import fuses_layers
-from trainer.validate import check_known
+from trainer.validate import check_model_type
 
 
 class _Spec:
-    """What both bridges need beside mbridge's own: the local spec, config.json as transformers 5 has it."""
+    """Extends mbridge's bridges by the local layer spec and the config.json format of transformers 5."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, fields: dict[str, Any]) -> None:
         self._fused = fuses_layers(dtype)
         self._fields = {**({} if self._fused else _LOCAL_SPEC), **fields}
-        if getattr(hf_config, "head_dim", None) is None:  # said to be null by Mixtral
+        if getattr(hf_config, "head_dim", None) is None:  # null in Mixtral's config
             hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron deprecates defaults of its own
+            warnings.simplefilter("ignore")  # Megatron warns about its own defaults
             super().__init__(hf_config, dtype=dtype)
 
     def _adjust_mapping_for_shared_weights(self) -> None:
-        # mbridge notes tied embeddings in a table that all models of a class share, or not at all.
+        # mbridge records tied embeddings in a table shared by all models of a class, or not at all.
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)
         if self.hf_config.tie_word_embeddings:
             self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
@@ -61,9 +61,9 @@ class _Spec:
                 attention = layer.submodules.self_attention.submodules
                 attention.core_attention = PackedAttention
                 if self.config.multi_latent_attention:
-                    # The spec shards the down-projections by columns and gathers what comes out. Heads share
-                    # the rotary part of the keys, and its gradient would be that of one rank's heads alone.
-                    # Replicated, as with TransformerEngine, gradients are summed over the tensor ranks.
+                    # The spec shards the down-projections by columns and gathers their outputs. Heads share
+                    # the rotary part of the keys, whose gradient would come from one rank's heads only.
+                    # Replicated projections, as with TransformerEngine, sum gradients over the tensor ranks.
                     attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         return spec
 
@@ -96,7 +96,7 @@ class _Qwen3(_Spec, Qwen3Bridge):
 
 
 class _Mixtral(_Spec, MixtralBridge):
-    """Mixtral. mbridge lets the gates of the chosen experts sum to less than 1."""
+    """Mixtral, with gates that sum to 1; mbridge's config makes them sum to less."""
 
     def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
         kwargs["moe_router_pre_softmax"] = False
@@ -104,7 +104,7 @@ class _Mixtral(_Spec, MixtralBridge):
 
 
 class _Qwen3MoE(_Spec, Qwen3MoEBridge):
-    """Qwen3-MoE, also with dense layers in between."""
+    """Qwen3-MoE, also with dense layers between MoE layers."""
 
     _MLP_MAPPING = {**Qwen3MoEBridge._MLP_MAPPING, **Qwen3Bridge._MLP_MAPPING}  # noqa: RUF012 - mbridge's way
 
@@ -115,7 +115,7 @@ class _Qwen3MoE(_Spec, Qwen3MoEBridge):
 
 
 class _Qwen2MoE(_Spec, Qwen2MoEBridge):
-    """Qwen2-MoE: a gated shared expert, biases in attention; also with dense layers in between."""
+    """Qwen2-MoE: a gated shared expert, biases in attention; also with dense layers between."""
 
     _MLP_MAPPING = {**Qwen2MoEBridge._MLP_MAPPING, **Qwen3Bridge._MLP_MAPPING}  # noqa: RUF012 - mbridge's way
 
@@ -129,14 +129,14 @@ class _Qwen2MoE(_Spec, Qwen2MoEBridge):
 class _DeepseekV3(_Spec, DeepseekV3Bridge):
     """DeepSeek-V3 without its multi-token prediction, which the engines do not use either.
 
-    The config is built here and not by mbridge: that one leaves out the groups of experts, reads the rotary
-    settings where transformers 5 no longer keeps them, and takes layers for the prediction of further tokens.
+    The config is built here because mbridge omits the groups of experts, reads the rotary settings from where
+    transformers 5 no longer keeps them, and adds layers for multi-token prediction.
     """
 
     def _build_config(self) -> Any:
         hf = self.hf_config
-        grouped = hf.n_group != hf.topk_group  # otherwise every group is taken
-        # Megatron calls its fused kernel for latent attention experimental, and it exists for YaRN only.
+        grouped = hf.n_group != hf.topk_group  # otherwise every group is chosen
+        # Megatron's fused kernel for latent attention is experimental and exists for YaRN only.
         self._fields = {**self._fields, "apply_rope_fusion": False}
         return self._build_base_config(
             qk_layernorm=True,
@@ -160,15 +160,15 @@ class _DeepseekV3(_Spec, DeepseekV3Bridge):
         )
 
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
-        # mbridge dequantises blocks of fp8 here, on a GPU; such checkpoints are refused, see `_EXPECTED`.
+        # mbridge dequantises fp8 blocks here, on a GPU; `_EXPECTED` rejects such checkpoints.
         return SafeTensorIO(weights_path)
 
 
 class _Glm4MoE(_Spec, GLM4MoEBridge):
     """GLM-4.5 without its multi-token prediction, which the engines do not use either.
 
-    The config is built here and not by mbridge: that one takes one shared expert for granted, adds biases and
-    norms to attention whatever config.json says, and asks for fused kernels.
+    The config is built here because mbridge assumes one shared expert, adds biases and norms to attention
+    regardless of config.json, and requires fused kernels.
     """
 
     def _build_config(self) -> Any:
@@ -194,10 +194,10 @@ class _Glm4MoE(_Spec, GLM4MoEBridge):
 
 
 def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Rotary fields of Megatron's `MLATransformerConfig`.
+    """Returns the rotary fields of Megatron's `MLATransformerConfig`.
 
-    Source: transformers, `_compute_yarn_parameters` and `yarn_apply_mscale`: the scale of the rotation is 1
-    over both mscales' quotient when both are given, the softmax is scaled by `mscale_all_dim`.
+    Source: transformers, `_compute_yarn_parameters` and `yarn_apply_mscale`: when both mscales are given, the
+    rotation is scaled by the inverse of their quotient; the softmax is scaled by `mscale_all_dim`.
     """
     fields: dict[str, Any] = {"rotary_base": rope["rope_theta"]}
     if rope.get("rope_type", "default") == "default":
@@ -228,7 +228,7 @@ _BRIDGES: dict[str, type[_Spec]] = {
 
 
 def moe_layer_pattern(hf_config: Any) -> list[int]:
-    """Which layers have experts, `[num_layers]` of 0 and 1; all 0 for a dense model.
+    """Returns 1 for each layer with experts and 0 for the others, `[num_layers]`.
 
     Source: transformers, `Qwen3MoeDecoderLayer.__init__`, `DeepseekV3DecoderLayer.__init__` and
     `Glm4MoeDecoderLayer.__init__`.
@@ -250,7 +250,7 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
 
 
 _LOCAL_SPEC: dict[str, Any] = {
-    # Fused kernels of Apex and TransformerEngine, which the local spec does without.
+    # Fused kernels of Apex and TransformerEngine, which the local spec does not use.
     "masked_softmax_fusion": False,
     "persist_layer_norm": False,
     "bias_activation_fusion": False,
@@ -263,30 +263,30 @@ _LOCAL_SPEC: dict[str, Any] = {
 
 
 def bridge_for(hf_config: Any, path: str, dtype: torch.dtype, fields: dict[str, Any]) -> Any:
-    """The bridge of a model, from mbridge, with a config for the current parallel state.
+    """Returns mbridge's bridge for a model, with a config for the current parallel state.
 
     Args:
         hf_config: The model's config.json.
-        path: Of its folder, for messages.
+        path: The model's folder, for messages.
         dtype: Type of the parameters.
-        fields: Of Megatron's `TransformerConfig`; they override the model's.
+        fields: Fields of Megatron's `TransformerConfig`, which override the model's.
 
     Raises:
-        ConfigError: For a model, or a field of it, that the trainer does not know.
+        ConfigError: When the trainer does not support the model, or a value in its config.
     """
     kind = hf_config.model_type
-    check_known(kind, path)
+    check_model_type(kind, path)
     for field, actual, allowed in _EXPECTED[kind](hf_config):
         if actual not in allowed:
             raise ConfigError(
-                f"{path}/config.json has {field} = {actual!r}; the trainer knows only "
+                f"{path}/config.json has {field} = {actual!r}; the trainer supports only "
                 f"{' or '.join(map(repr, allowed))} for {kind}"
             )
     return _BRIDGES[kind](hf_config, dtype, fields)
 
 
 Expectation = tuple[str, Any, tuple[Any, ...]]
-"""A field of config.json, its value, and the values the trainer knows."""
+"""A field of config.json, its value, and the supported values."""
 
 
 def _expected_of_any(hf_config: Any) -> list[Expectation]:
@@ -313,7 +313,7 @@ def _expected_of_llama(hf_config: Any) -> list[Expectation]:
         ("low_freq_factor", 1),
         ("high_freq_factor", 4),
         ("original_max_position_embeddings", 8192),
-    )  # Megatron has these, and no settings for them
+    )  # Megatron hard-codes these
     return [
         ("rope_parameters.rope_type", kind, ("default", "llama3")),
         *((f"rope_parameters.{name}", rope.get(name), (v,)) for name, v in scaled if kind == "llama3"),
@@ -327,7 +327,7 @@ def _expected_of_mixtral(hf_config: Any) -> list[Expectation]:
     return [
         ("rope_parameters.rope_type", hf_config.rope_parameters.get("rope_type", "default"), ("default",)),
         ("sliding_window", hf_config.sliding_window, (None,)),
-        # Hugging Face normalises the gate of a single expert to 1, and so nothing would train its router.
+        # Hugging Face normalises the gate of a single expert to 1, so its router would get no gradient.
         ("num_experts_per_tok above 1", hf_config.num_experts_per_tok > 1, (True,)),
         *_expected_of_any(hf_config),
     ]
@@ -351,10 +351,10 @@ def _expected_of_deepseek(hf_config: Any) -> list[Expectation]:
         ("scoring_func", getattr(hf_config, "scoring_func", "sigmoid"), ("sigmoid",)),
         ("topk_method", getattr(hf_config, "topk_method", "noaux_tc"), ("noaux_tc",)),
         ("norm_topk_prob", hf_config.norm_topk_prob, (True,)),
-        # Megatron normalises the gates of several experts always, that of a single one never.
+        # Megatron always normalises the gates of several experts, and never that of a single one.
         ("num_experts_per_tok above 1", hf_config.num_experts_per_tok > 1, (True,)),
-        # Hugging Face and SGLang rank groups by their two best experts, Megatron by as many as a chosen group
-        # gives on average. They agree for two, and where all groups are taken anyway.
+        # Hugging Face and SGLang rank groups by their two best experts, Megatron by the average number of
+        # experts per chosen group. They agree for two, and when all groups are chosen.
         (
             "num_experts_per_tok / topk_group",
             2 if groups == top_groups else hf_config.num_experts_per_tok // top_groups,
@@ -369,7 +369,7 @@ def _expected_of_glm(hf_config: Any) -> list[Expectation]:
     return [
         ("rope_parameters.rope_type", hf_config.rope_parameters.get("rope_type", "default"), ("default",)),
         ("norm_topk_prob", hf_config.norm_topk_prob, (True,)),
-        # Megatron normalises the gates of several experts always, that of a single one never.
+        # Megatron always normalises the gates of several experts, and never that of a single one.
         ("num_experts_per_tok above 1", hf_config.num_experts_per_tok > 1, (True,)),
         ("n_group", hf_config.n_group, (1,)),
         *_expected_of_any(hf_config),

@@ -1,8 +1,8 @@
 """Causal attention over packed trajectories in plain torch, for the layer spec without TransformerEngine.
 
-Megatron's own local attention refuses packed sequences and context parallelism; this one takes both, and is
-cheap for many short trajectories: they are padded into a few rectangles of similar length, each of which is
-one call of the fused kernel. On the right of a causal rectangle padding is never attended to.
+Megatron's local attention rejects packed sequences and context parallelism. This module supports both and is
+cheap for many short trajectories: it pads them into a few rectangles of similar length and calls the fused
+kernel once for each. Padding on the right of a causal rectangle is never attended to.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 class Rectangle:
     """Sequences of similar length, padded to the longest of them."""
 
-    take: torch.Tensor  # [rows * width] int64, packed position of each cell; padding repeats a real one
+    take: torch.Tensor  # [rows * width] int64, packed position of each cell; padding repeats a real token
     rows: int
     width: int
-    cells: torch.Tensor  # [tokens] int64, the cells that are no padding, in order
+    cells: torch.Tensor  # [tokens] int64, the cells that are not padding, in order
 
 
 @dataclasses.dataclass
 class PackedTrajectories(PackedSeqParams):
-    """Where the trajectories of a packed micro-batch lie: `thd` in Megatron's words.
+    """The bounds of the trajectories in a packed micro-batch, in Megatron's format `thd`.
 
-    Lengths are those of the whole trajectories, padding included, before context parallelism splits them.
+    Lengths are those of whole trajectories, padding included, before context parallelism splits them.
     """
 
     lengths: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> PackedTrajectories:
-        """Describe trajectories of the given lengths, packed in order."""
+        """Describes trajectories of the given lengths, packed in order."""
         ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         longest = max(lengths)
         return cls(
@@ -52,12 +52,12 @@ class PackedTrajectories(PackedSeqParams):
 
     @functools.cached_property
     def rectangles(self) -> tuple[tuple[Rectangle, ...], torch.Tensor]:
-        """The rectangles, and `[t] int64` where each packed token lies among their tokens."""
+        """The rectangles, and for each packed token its index among their tokens, `[t] int64`."""
         return _rectangles(self.lengths, self.cu_seqlens_q.device)
 
 
 class PackedAttention(torch.nn.Module):
-    """`core_attention` of Megatron's local layer spec."""
+    """Implements `core_attention` of Megatron's local layer spec for packed trajectories."""
 
     def __init__(
         self,
@@ -86,16 +86,16 @@ class PackedAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedTrajectories | None = None,
     ) -> torch.Tensor:
-        """Attend within each trajectory.
+        """Computes attention within each trajectory.
 
         Args:
             query: `[t, heads, d]`.
             key: `[t, groups, d]`.
-            value: `[t, groups, v]`; `v` is another size than `d` in latent attention.
-            attention_mask: None: the packing says who sees whom.
+            value: `[t, groups, v]`; `v` differs from `d` in latent attention.
+            attention_mask: None; the packing determines which tokens attend to each other.
             attn_mask_type: Always causal.
             attention_bias: None.
-            packed_seq_params: Where the trajectories lie.
+            packed_seq_params: The bounds of the trajectories.
 
         Returns:
             `[t, heads * v]`.
@@ -110,7 +110,7 @@ class PackedAttention(torch.nn.Module):
     def _rectangle(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r: Rectangle
     ) -> torch.Tensor:
-        """Attend in one rectangle; returns `[tokens, heads * v]` in the order of `r.cells`."""
+        """Computes attention in one rectangle; returns `[tokens, heads * v]` in the order of `r.cells`."""
         repeat = query.shape[1] // key.shape[1]
 
         def cut(x: torch.Tensor, times: int) -> torch.Tensor:
@@ -125,7 +125,7 @@ class PackedAttention(torch.nn.Module):
     def _over_context_ranks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]
     ) -> torch.Tensor:
-        """Gather keys and values of all context ranks, and mask by position: for tests, not for length."""
+        """Gathers keys and values of all context ranks and masks by position: for tests, not long inputs."""
         size, rank = self.context_group.size(), self.context_group.rank()
         key, value = (
             gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group)
@@ -149,10 +149,10 @@ class PackedAttention(torch.nn.Module):
 
 
 def zigzag(lengths: tuple[int, ...], size: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Packed positions that a context rank holds: of each trajectory the chunks `rank` and `2*size-1-rank`.
+    """Returns the packed positions of a context rank: chunks `rank` and `2*size-1-rank` of each trajectory.
 
-    Every length must be a multiple of `2 * size`. The order is Megatron's (`get_batch_on_this_cp_rank`): it
-    balances the work of causal attention.
+    Every length must be a multiple of `2 * size`. The order is Megatron's (`get_batch_on_this_cp_rank`),
+    which balances the work of causal attention.
     """
     parts, start = [], 0
     for length in lengths:
@@ -163,7 +163,7 @@ def zigzag(lengths: tuple[int, ...], size: int, rank: int, device: torch.device)
 
 
 def _rectangles(lengths: tuple[int, ...], device: torch.device) -> tuple[tuple[Rectangle, ...], torch.Tensor]:
-    """Group sequences so that none is padded to more than half again its length."""
+    """Groups sequences so that none is padded to more than 1.5 times its length."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)

@@ -1,8 +1,8 @@
-"""Hugging Face weights into Megatron-Core and out again, through mbridge.
+"""Loads Hugging Face weights into Megatron-Core and exports them again, through mbridge.
 
-mbridge 0.15.1 speaks the parameter names of the layer spec with TransformerEngine. A model built from the
-local spec is shown to it through a view that carries those names; everything else (which tensor is split how,
-who gathers what) stays mbridge's. Its configs come from the model's own config.json.
+mbridge 0.15.1 expects the parameter names of the layer spec with TransformerEngine. A model built from the
+local spec is presented through a view with those names; splitting and gathering tensors remains mbridge's
+task. Configs come from the model's own config.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.collectives import raise_on_all_ranks
 from trainer.megatron.architectures import bridge_for
 
 SHARD_BYTES = 4 << 30
-"""Largest safetensors file that `save_hf` writes if not told otherwise; a larger tensor stands alone."""
+"""Default size limit of the safetensors files that `save_hf` writes; a larger tensor gets its own file."""
 
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
@@ -40,12 +40,12 @@ _MLA_INPUT_NORMS = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""With TransformerEngine latent attention fuses its own norms into the projections behind them; its input's
-stands alone."""
+"""With TransformerEngine, latent attention fuses its own norms into the following projections; its input's
+norm is separate."""
 
 
 class _TransformerEngineNames:
-    """A model under the parameter names of the TransformerEngine spec, as far as mbridge looks at it."""
+    """Presents a model under the parameter names of the TransformerEngine spec, as far as mbridge uses it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.decoder = model.decoder
@@ -53,7 +53,7 @@ class _TransformerEngineNames:
         moe_layers = {name.split(".")[2] for name in self._names if name.endswith(".mlp.router.weight")}
         latent = any(name.endswith(".linear_kv_down_proj.weight") for name in self._names)
         for name in self._names:
-            self._names[name] = _te_name(name, moe_layers, latent)
+            self._names[name] = transformer_engine_name(name, moe_layers, latent)
         self._state = {self._names[n]: t for n, t in model.state_dict().items() if n in self._names}
         self._parameters = [(self._names[n], p) for n, p in model.named_parameters()]
 
@@ -64,7 +64,14 @@ class _TransformerEngineNames:
         return self._parameters
 
 
-def _te_name(name: str, moe_layers: set[str], latent: bool) -> str:
+def transformer_engine_name(name: str, moe_layers: set[str], latent: bool) -> str:
+    """Returns the name that a parameter of the local spec has in the TransformerEngine spec.
+
+    Args:
+        name: The parameter's name in the local spec.
+        moe_layers: The numbers of the layers with experts.
+        latent: Whether the model uses multi-head latent attention.
+    """
     layer = re.match(r"^(decoder\.layers\.\d+\.)(.+)$", name)
     if latent and layer and layer.group(2) in _MLA_INPUT_NORMS:
         return layer.group(1) + _MLA_INPUT_NORMS[layer.group(2)]
@@ -81,10 +88,13 @@ def _te_name(name: str, moe_layers: set[str], latent: bool) -> str:
 
 
 class HFBridge:
-    """One model's way between Hugging Face and Megatron. Every method is called on all ranks."""
+    """Converts one model between Hugging Face and Megatron. Every method must be called on all ranks.
+
+    `mbridge` is mbridge's own bridge of the model.
+    """
 
     def __init__(self, path: str, dtype: torch.dtype, **transformer_config: Any) -> None:
-        """Read config.json and build the Megatron config for the current parallel state.
+        """Reads config.json and builds the Megatron config for the current parallel state.
 
         Args:
             path: Folder of the Hugging Face model.
@@ -92,7 +102,7 @@ class HFBridge:
             transformer_config: Fields of Megatron's `TransformerConfig` to set.
 
         Raises:
-            ConfigError: When there is no such model, or it is one this trainer does not know.
+            ConfigError: When the folder holds no model, or one that the trainer does not support.
         """
         self.path = Path(path)
         self.shard_bytes = SHARD_BYTES
@@ -102,8 +112,8 @@ class HFBridge:
             )
         self.hf_config = AutoConfig.from_pretrained(self.path)
         try:
-            self._bridge = bridge_for(self.hf_config, path, dtype, transformer_config)
-        except ValueError as e:  # of Megatron, which says what does not divide what
+            self.mbridge = bridge_for(self.hf_config, path, dtype, transformer_config)
+        except ValueError as e:  # Megatron's own checks of divisibility
             if isinstance(e, ConfigError):
                 raise
             raise ConfigError(f"model.path is {path}, which cannot be laid out by trainer.layout: {e}") from e
@@ -111,14 +121,14 @@ class HFBridge:
     @property
     def config(self) -> Any:
         """Megatron's `TransformerConfig`."""
-        return self._bridge.config
+        return self.mbridge.config
 
-    def build(self) -> list[torch.nn.Module]:
-        """This rank's chunks of the model, uninitialised in the sense that `load_hf` overwrites them."""
-        provide = self._bridge._model_provider([])
+    def build_chunks(self) -> list[torch.nn.Module]:
+        """Builds this rank's chunks of the model, whose weights `load_hf` overwrites."""
+        provide = self.mbridge._model_provider([])
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron deprecates arguments that its own specs leave out
+            warnings.simplefilter("ignore")  # Megatron warns about arguments that its own specs omit
             return [
                 provide(
                     pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -130,30 +140,30 @@ class HFBridge:
 
     @torch.no_grad()
     def load_hf(self, models: list[torch.nn.Module]) -> None:
-        """Load the folder's weights."""
-        self._bridge.load_weights(_views(models), str(self.path))
+        """Loads the folder's weights."""
+        self.mbridge.load_weights(_views(models), str(self.path))
 
     @torch.no_grad()
     def export_hf(self, models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor under its Hugging Face name, gathered from all model-parallel ranks.
+        """Yields every tensor under its Hugging Face name, gathered from all model-parallel ranks.
 
-        Must be exhausted on all ranks: gathering is collective. A tensor may be a view of a parameter. Of
-        embeddings that are tied the one of the first stage is yielded.
+        All ranks must exhaust the iterator, because gathering is collective. A tensor may be a view of a
+        parameter. Of tied embeddings it yields the one of the first stage.
         """
         names = set[str]()
-        for name, tensor in self._bridge.export_weights(_views(models)):
+        for name, tensor in self.mbridge.export_weights(_views(models)):
             if name not in names:
                 names.add(name)
                 yield name, tensor
-            del tensor  # the next one is gathered without it
+            del tensor  # frees it before the next one is gathered
 
     def save_hf(self, models: list[torch.nn.Module], directory: str | Path) -> None:
-        """Write a complete Hugging Face folder: weights, config, tokenizer, generation config.
+        """Writes a complete Hugging Face folder: weights, config, tokenizer, generation config.
 
-        Written beside and renamed: the folder appears when it is complete. Rank 0 writes, all wait for it.
+        A rename publishes the folder when it is complete. Rank 0 writes, and all ranks wait for it.
 
         Raises:
-            TrainerError: On all ranks, when it cannot be written.
+            TrainerError: On all ranks, when the folder cannot be written.
         """
         final = Path(directory)
         tensors = self.export_hf(models)
@@ -162,46 +172,46 @@ class HFBridge:
                 if dist.get_rank() == 0:
                     self.write_hf(tensors, final)
             finally:
-                collections.deque(tensors, maxlen=0)  # gathering is collective: all ranks go through all
+                collections.deque(tensors, maxlen=0)  # gathering is collective: all ranks iterate to the end
 
     def write_hf(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: str | Path) -> None:
-        """Write tensors that have their Hugging Face names already, as `save_hf` does; on one rank."""
+        """Writes tensors with Hugging Face names into a folder as `save_hf` does, on one rank."""
         final = Path(directory)
         scratch = final.with_name(f".{final.name}.{os.getpid()}.tmp")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         shards = _ShardWriter(scratch, self.shard_bytes)
         for name, tensor in tensors:
-            shards.add(name, tensor)
+            shards.add_tensor(name, tensor)
         for name, tensor in self._prediction_weights():
-            shards.add(name, tensor)
-        shards.finish()
+            shards.add_tensor(name, tensor)
+        shards.write_index()
         self._copy_companions(scratch)
         if final.exists():
             shutil.rmtree(final)
         scratch.rename(final)
 
     def _prediction_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The layers of multi-token prediction, which nothing here trains, as the model's folder has them.
+        """Yields the layers of multi-token prediction, which are not trained, from the model's folder.
 
-        They are numbered after the decoder's. config.json says that they are there, and a server that drafts
-        with them looks for them.
+        They are numbered after the decoder's layers. config.json declares them, and a server that uses them
+        for speculative decoding expects them.
         """
         for file in sorted(self.path.glob("*.safetensors")):
             with safe_open(file, "pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 - it is no dict
+                for name in shard.keys():  # noqa: SIM118 - not a dict
                     layer = re.match(r"model\.layers\.(\d+)\.", name)
                     if layer and int(layer.group(1)) >= self.hf_config.num_hidden_layers:
                         yield name, shard.get_tensor(name)
 
     def _copy_companions(self, directory: Path) -> None:
-        """Copy everything of the source folder that is no weight, and note the type of the weights."""
+        """Copies all files of the source folder but weights, and sets the config's dtype."""
         for file in self.path.iterdir():
             if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
                 shutil.copyfile(file, directory / file.name)
         config = json.loads((self.path / "config.json").read_text())
         config.pop("torch_dtype", None)
-        config["dtype"] = str(self._bridge.dtype).removeprefix("torch.")
+        config["dtype"] = str(self.mbridge.dtype).removeprefix("torch.")
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -210,7 +220,7 @@ def _views(models: list[torch.nn.Module]) -> list[_TransformerEngineNames]:
 
 
 class _ShardWriter:
-    """Writes tensors into safetensors files of at most so many bytes; if several, with their index."""
+    """Writes tensors into safetensors files up to a size limit, with an index if there are several files."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self.directory, self._max_bytes = directory, max_bytes
@@ -219,7 +229,7 @@ class _ShardWriter:
         self._pending_bytes = 0
         self._total_bytes = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
             self._flush()
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
@@ -231,7 +241,7 @@ class _ShardWriter:
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
-    def finish(self) -> None:
+    def write_index(self) -> None:
         self._flush()
         if len(self._shards) == 1:
             (self.directory / "0.part").rename(self.directory / "model.safetensors")

@@ -1,8 +1,8 @@
-"""Run an unmodified Megatron-Core without CUDA and without TransformerEngine.
+"""Runs an unmodified Megatron-Core without CUDA and without TransformerEngine.
 
-Every entry is a place where megatron-core 0.16.1 takes CUDA or TransformerEngine for granted, with the reason
-beside it. `install` touches nothing where both are present, and refuses any other version of Megatron-Core
-where they are not: entries replace internals by name, and a newer version may have more of them.
+Every entry replaces code of megatron-core 0.16.1 that assumes CUDA or TransformerEngine, with the reason
+beside it. `install` changes nothing where both are present. Otherwise it rejects any other version of
+Megatron-Core: entries replace internals by name, and a newer version may need more of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MODULES_THAT_SAY_CUDA = (
     "rerun_state_machine",
     "models.common.embeddings.rope_utils",
 )
-"""Modules of megatron.core that write `device="cuda"` literally on the paths this trainer takes."""
+"""Modules of megatron.core that contain a literal `device="cuda"` in code that this trainer runs."""
 
 
 _MODULES_THAT_WARN = (
@@ -49,28 +49,28 @@ _MODULES_THAT_WARN = (
     "megatron.core.pipeline_parallel",
     "mbridge",
 )
-"""What this package imports of Megatron, each with notes of its own that kernels are absent."""
+"""Modules that this package imports and that warn at import about missing kernels."""
 
 
 def has_transformer_engine() -> bool:
-    """Whether the fused layers can be used: TransformerEngine is there, and a GPU to run it."""
+    """Whether the fused layers can be used, which need TransformerEngine and a GPU."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def fuses_layers(dtype: torch.dtype) -> bool:
-    """Whether a model of this type is built of them.
+    """Whether a model of this dtype is built from the fused layers of TransformerEngine.
 
-    Their attention over packed sequences has kernels for half precision alone, so a model of float32 takes
+    Their attention over packed sequences has kernels for half precision only, so a float32 model uses
     Megatron's own layers, on a GPU too.
     """
     return dtype != torch.float32 and has_transformer_engine()
 
 
 def install() -> None:
-    """Make Megatron-Core fit for this machine. Calling it again does nothing.
+    """Prepares Megatron-Core for this machine. Further calls do nothing.
 
     Raises:
-        EnvironmentNotReady: When entries are needed and Megatron-Core is missing or of another version.
+        EnvironmentNotReady: When entries are needed and Megatron-Core is missing or has another version.
     """
     if has_transformer_engine() or getattr(torch, "_megatron_prepared", False):
         return
@@ -96,10 +96,10 @@ def install() -> None:
 
 @contextlib.contextmanager
 def _quiet_import_without_compiling() -> Iterator[None]:
-    """Import Megatron-Core with `torch.compile` as a no-op.
+    """Imports Megatron-Core with `torch.compile` as a no-op.
 
-    Its small fusions go through `torch.compile`, bound while it is imported. On a CPU they need a C++
-    compiler and a second of compilation for every new length, and packed micro-batches always have a new one.
+    Megatron binds `torch.compile` to its small fusions at import. On a CPU they need a C++ compiler and a
+    second of compilation for every new length, and nearly every packed micro-batch has a new length.
     """
     real = torch.compile
     torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
@@ -118,7 +118,7 @@ def _core(name: str) -> Any:
 
 
 class _Stream:
-    """CUDA stream and event in one: on a CPU everything has happened already."""
+    """Replaces CUDA streams and events: on a CPU all work is already complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -151,10 +151,10 @@ _STREAM = _Stream()
 
 
 class _TorchOnCpu(types.ModuleType):
-    """What some modules of Megatron see as `torch`: factories take `device="cuda"` as the CPU.
+    """Replaces `torch` in some modules of Megatron; its factories treat `device="cuda"` as the CPU.
 
-    A proxy per module and not a patch of torch itself: patched factories break `with torch.device("meta")`,
-    and Hugging Face models then load wrong weights without a word.
+    It is a proxy per module and not a patch of torch: patched factories break `with torch.device("meta")`,
+    and Hugging Face models then silently load wrong weights.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class _TorchOnCpu(types.ModuleType):
         def create(*args: Any, **kwargs: Any) -> torch.Tensor:
             if str(kwargs.get("device")).startswith("cuda"):
                 kwargs["device"] = CPU
-            kwargs.pop("pin_memory", None)  # there is no device to pin for
+            kwargs.pop("pin_memory", None)  # pinned memory needs a device
             return factory(*args, **kwargs)
 
         return create
@@ -177,17 +177,17 @@ class _TorchOnCpu(types.ModuleType):
 
 
 def _replace_cuda_calls() -> None:
-    """Entries in torch itself."""
+    """Replaces functions of torch itself."""
     cuda = torch.cuda
-    # Buffers, masks, point-to-point and gather outputs are made on `torch.cuda.current_device()`.
+    # Buffers, masks, point-to-point and gather outputs are allocated on `torch.cuda.current_device()`.
     cuda.current_device = lambda: CPU
-    # The all-to-all dispatcher, DDP's overlap and pipeline communication order work by streams and events.
+    # The all-to-all dispatcher, DDP's overlap and pipeline communication use streams and events.
     cuda.Stream = cuda.Event = _Stream
     cuda.current_stream = cuda.default_stream = lambda *_, **__: _STREAM
     cuda.stream = lambda _=None: contextlib.nullcontext()
     # Pipeline communication waits for the device.
     cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
-    # The seed of model parallelism and recomputation save and set the state of the "CUDA" generator.
+    # Seeding of model parallelism, and recomputation, save and set the state of the "CUDA" generator.
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.manual_seed = cuda.random.manual_seed = torch.manual_seed
     # Context parallelism and mbridge move tensors and modules with `.cuda()`.
@@ -207,25 +207,25 @@ def _replace_cuda_calls() -> None:
 
 
 def _replace_cuda_in_megatron() -> None:
-    """Entries in Megatron-Core that only a machine without CUDA needs."""
+    """Replaces functions of Megatron-Core on a machine without CUDA."""
     proxy = _TorchOnCpu()
     for name in _MODULES_THAT_SAY_CUDA:
         _core(name).torch = proxy
-    # Its own setter goes to the CUDA generator by device index; it also warns that the CPU state changed.
+    # Megatron's setter addresses the CUDA generator by device index, and warns that the CPU state changed.
     random = _core("tensor_parallel.random")
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     logging.getLogger(random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
     _gather_unequal_parts()
-    # Split sizes become plain numbers only when they come from a GPU; Gloo's all-to-all takes no tensor.
+    # Megatron converts split sizes to numbers only on a GPU; Gloo's all-to-all does not accept tensors.
     _core("transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = lambda t, as_numpy=False, **_: (
         t.numpy() if as_numpy and torch.is_tensor(t) else t
     )
 
 
 def _gather_unequal_parts() -> None:
-    """Experts that are split over ranks as well gather tokens of which each rank has another number.
+    """Supports gathering parts of unequal length, which experts with tensor parallelism need.
 
-    Gloo gathers and scatters equal parts only: they are padded to the longest, or summed whole.
+    Gloo gathers and scatters equal parts only, so parts are padded to the longest, or summed as a whole.
     """
     mappings = _core("tensor_parallel.mappings")
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -254,14 +254,14 @@ def _gather_unequal_parts() -> None:
 
 
 def _fill_in_for_transformer_engine() -> None:
-    """Entries for the layers that TransformerEngine would have brought."""
-    # The router reads this name to see whether it may use it; a failed import leaves it unbound.
+    """Replaces what TransformerEngine's layers would provide."""
+    # The router tests this name, which a failed import leaves unbound.
     moe_utils = _core("transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
-    # Torch's own norms are refused under sequence parallelism; the mark by which their gradients are reduced
-    # over the tensor-parallel group is all that is missing.
+    # Megatron rejects torch's norms under sequence parallelism. They only lack the attribute by which their
+    # gradients are reduced over the tensor-parallel group.
     def norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.Module:
         kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
         module = kind(hidden_size, eps=eps)
@@ -271,6 +271,6 @@ def _fill_in_for_transformer_engine() -> None:
 
     _core("transformer.torch_norm").WrappedTorchNorm.__new__ = norm
 
-    # Latent attention takes TransformerEngine for present when its wrappers can be imported, which they can
-    # without it, and then asks whether a layer is one of them.
+    # Latent attention assumes TransformerEngine when its wrappers can be imported, which is possible without
+    # it, and then tests whether a layer is one of them.
     _core("transformer.multi_latent_attention").HAVE_TE = False

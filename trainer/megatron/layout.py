@@ -1,7 +1,7 @@
-"""A parallel layout in Megatron's words.
+"""Translates a parallel layout into fields of Megatron's config.
 
-What 0.16.1 would take without a word and compute wrongly is set right here or refused by `trainer.validate`;
-docs/design/trainer.md has the list.
+Some settings make Megatron-Core 0.16.1 compute wrong results without an error. They are corrected here or
+rejected by `trainer.validate`; docs/design/trainer.md lists them.
 """
 
 from __future__ import annotations
@@ -14,30 +14,37 @@ from async_rl.config import LayoutConfig
 
 
 def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fused: bool) -> dict[str, Any]:
-    """Fields of Megatron's `TransformerConfig` that no model decides; the process groups must stand.
+    """Returns the fields of Megatron's `TransformerConfig` that do not depend on the model.
 
-    `fused` are the layers of TransformerEngine.
+    The process groups must exist.
+
+    Args:
+        layout: Parallel sizes.
+        recompute: `trainer.recompute`.
+        replay: Whether routers are built with routing replay.
+        fused: Whether layers are those of TransformerEngine.
     """
     interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
     fields: dict[str, Any] = {
-        "calculate_per_token_loss": True,  # gradients are divided by the tokens of the whole batch, see `run`
+        # Gradients are divided by the tokens of the whole batch, see `run_schedule`.
+        "calculate_per_token_loss": True,
         "moe_enable_routing_replay": replay,
         "moe_token_dispatcher_type": "alltoall",
         "gradient_accumulation_fusion": False,  # a kernel of Apex
-        # Tensor ranks without their own part of the sequence route every token, each for itself.
+        # Without sequence parallelism, every tensor rank would route all tokens by itself.
         "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
-        # In batches, what interleaved stages of a pipeline of two send each other over Gloo arrives in the
-        # wrong order, and gradients are wrong without a word.
+        # When batched, tensors that interleaved stages of a two-stage pipeline send over Gloo arrive in the
+        # wrong order, and gradients are silently wrong.
         "batch_p2p_comm": False,
         "overlap_p2p_comm": interleaved,
         "variable_seq_lengths": not interleaved,  # see `MegatronModel.level_lengths`
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
-        # All expert ranks would draw the same numbers. (Loading overwrites every weight anyway.)
+        # True would make all expert ranks draw the same numbers. (Loading overwrites every weight anyway.)
         "use_cpu_initialization": False,
-        # Experts are balanced where the model was pretrained. Here the reward alone moves the weights: the
-        # auxiliary loss would pull at the router's own choice, which is not the one that is replayed, and a
-        # bias that moves by itself would change the engine's choice between two updates.
+        # Balancing experts belongs to pretraining. Here only the reward changes the weights: an auxiliary
+        # loss would act on the router's own choice instead of the replayed one, and a self-adjusting bias
+        # would change the engine's choice between two updates.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
@@ -50,7 +57,7 @@ def transformer_config(layout: LayoutConfig, recompute: str, replay: bool, *, fu
             "recompute_num_layers": 1,
         }
     elif recompute == "selective":
-        # Fused attention keeps little; what fills the memory of an MoE model is what its experts keep.
+        # Fused attention keeps few activations; the experts of an MoE model keep most of them.
         fields |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     if fused:
         fields |= {"moe_grouped_gemm": True, "moe_permute_fusion": True, "apply_rope_fusion": True}

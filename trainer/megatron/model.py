@@ -1,4 +1,16 @@
-"""The Megatron model of one rank: layers, optimizer, and a schedule over micro-batches."""
+"""The Megatron model of one rank: layers, optimizer, and schedules over micro-batches.
+
+Padding, and tokens that were not routed as the engine routed them, must not count as load of an expert:
+neither in the counters for a router's expert bias nor in an auxiliary or z-loss. They still pass through the
+layers, which costs little and does not affect other tokens. Megatron-Core takes a `padding_mask` for this
+purpose. Version 0.16.1 has two errors in it, which this module corrects:
+
+- The counters mask a `[tokens, experts]` map with `[tokens]` flags (`TopKRouter._apply_expert_bias`): an
+error, or the
+  wrong experts where both sizes agree (`count_real_tokens`).
+- Only the first pipeline stage cuts the mask to its part of the sequence; the others use it as given
+  (`padding_mask_for`).
+"""
 
 from __future__ import annotations
 
@@ -24,40 +36,39 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
-from trainer.megatron.cost import sequence_cost
 from trainer.megatron.cpu import fuses_layers
 from trainer.megatron.layout import transformer_config
-from trainer.megatron.packing import Packing
-from trainer.megatron.padding import count_real_tokens, mask_for
+from trainer.megatron.packing import Packing, sequence_cost
 from trainer.megatron.replay import ReplayRows, RouterReplayAdapter, local_rows, moe_layer_numbers
-from trainer.validate import Sizes, check_layout
+from trainer.validate import ModelSizes, check_layout
 
 Result = TypeVar("Result")
 
 
-class Inputs(NamedTuple):
-    """One micro-batch on this rank, all but its routing on the device."""
+class MicroBatchInputs(NamedTuple):
+    """One micro-batch on this rank; everything but its routing is on the device."""
 
     token_ids: torch.Tensor  # [1, t] int64, this context rank's part
     packed: PackedTrajectories
-    excluded: torch.Tensor  # [1, t] bool, True where a token is no load of any expert
-    routing: tuple[ReplayRows, ...] | None = None  # one a chunk, to be replayed; None routes natively
+    excluded: torch.Tensor  # [1, t] bool, True where a token must not count as load of an expert
+    routing: tuple[ReplayRows, ...] | None = None  # rows to replay, one entry per chunk; None routes natively
 
 
 LossFunction = Callable[[int, torch.Tensor], tuple[torch.Tensor, int, Result]]
-"""(index of the micro-batch, logits `[t, V / tp]`) → (summed loss, trained tokens, anything)."""
+"""(index of the micro-batch, logits `[t, V / tp]`) → (summed loss, number of trained tokens, any result)."""
 
 
 class MegatronModel:
     """This rank's chunks of the model, with their optimizer.
 
-    Invariant: outside `run` the gradients are those of the last `run` and nothing waits to be replayed.
+    Invariant: outside `run_schedule`, gradients are those of its last call, and no replay target is pending.
     """
 
     def __init__(
@@ -72,17 +83,18 @@ class MegatronModel:
         replay: bool = False,
         overlap_grad_reduce: bool = False,
     ) -> None:
-        """Build the model and load the folder's weights. The process groups must stand, by the same layout.
+        """Builds the model and loads the folder's weights. Process groups of the same layout must exist.
 
         Raises:
-            ConfigError: When model, layout and replay do not go together.
+            ConfigError: When model, layout and replay are incompatible.
         """
         self.device = device
+        self._reference: list[torch.Tensor] | None = None
         layout = layout or LayoutConfig()
         fields = transformer_config(layout, recompute, replay, fused=fuses_layers(dtype))
         self.bridge = HFBridge(path, dtype, **fields)
         config, vocabulary = self.bridge.config, self.bridge.hf_config.vocab_size
-        sizes = Sizes(
+        sizes = ModelSizes(
             layers=config.num_layers,
             heads=config.num_attention_heads,
             groups=config.num_query_groups,
@@ -92,7 +104,7 @@ class MegatronModel:
         check_layout(layout, sizes)
         self.config = config
         self.cost = sequence_cost(config, vocabulary, len(moe_layer_numbers(config)))
-        modules = self.bridge.build()
+        modules = self.bridge.build_chunks()
         for module in modules:
             for parameter in module.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -109,18 +121,18 @@ class MegatronModel:
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=sharded,
             overlap_grad_reduce=overlap_grad_reduce and sharded,
-            # Parameters of the last step would arrive with the next forward pass: not what is published.
+            # It would delay updated parameters until the next forward pass, after weights are published.
             overlap_param_gather=False,
         )
         self.chunks = [DistributedDataParallel(self.config, ddp, module) for module in modules]
         self._number = {chunk: number for number, chunk in enumerate(self.chunks)}
         self.config.finalize_model_grads_func = finalize_model_grads
-        if ddp.overlap_grad_reduce:  # gradients are summed over ranks with those of the last micro-batch
+        if ddp.overlap_grad_reduce:  # gradients are reduced over ranks with the last micro-batch
             waits = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         self.clip_grad = optimizer.clip_grad
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a rank without experts of its own has a stub optimizer
+            warnings.simplefilter("ignore")  # a rank without experts has a stub optimizer
             self.optimizer: MegatronOptimizer = get_megatron_optimizer(
                 MegatronOptimizerConfig(
                     optimizer="adam",
@@ -146,10 +158,11 @@ class MegatronModel:
                     )  # one kernel a parameter instead of a dozen
 
     def close(self) -> None:
-        """Let go of the last autograd graph, and with it of the model; it takes no call after this one.
+        """Releases the last autograd graph, and with it the model, which must not be used afterwards.
 
-        A token dispatcher keeps the probabilities of its last micro-batch, their graph keeps the gradient
-        accumulators, and those keep the model by a hook that Python's collector cannot see.
+        A token dispatcher references the probabilities of its last micro-batch, their graph references the
+        gradient accumulators, and these reference the model through a hook that Python's garbage collector
+        cannot see.
         """
         for chunk in self.chunks:
             for module in chunk.modules():
@@ -158,7 +171,7 @@ class MegatronModel:
 
     @property
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers, dense parameters before experts; they hold this rank's main parameters."""
+        """The torch optimizers, for dense parameters first; they hold this rank's main parameters."""
         chained = (
             self.optimizer.chained_optimizers
             if isinstance(self.optimizer, ChainedOptimizer)
@@ -168,12 +181,12 @@ class MegatronModel:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks among which a batch's trajectories are shared out."""
+        """The number of ranks over which a batch's trajectories are distributed."""
         return int(parallel_state.get_data_parallel_world_size())
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among the data-parallel ranks."""
         return int(parallel_state.get_data_parallel_rank())
 
     @property
@@ -182,25 +195,32 @@ class MegatronModel:
         return parallel_state.get_tensor_model_parallel_group()
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up what `run` gave on all ranks: tensor ranks hold the same, stages before the last nothing."""
+        """Sums values over ranks: equal on tensor ranks, zero on pipeline stages before the last."""
         dist.all_reduce(values)
         return values / self.config.tensor_model_parallel_size
 
     def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up over the ranks that share the tokens of each trajectory."""
+        """Sums values over the ranks that share the tokens of each trajectory."""
         if self.config.context_parallel_size > 1:
             dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
         return values
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether `keep_reference` was called."""
+        return self._reference is not None
+
     def keep_reference(self) -> None:
-        """Remember the weights as they are, on the host: those of the reference policy."""
-        self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
+        """Copies the current weights to the host, as those of the reference policy."""
+        reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
         if self.device.type == "cuda":  # from pinned memory the copies back need not wait for each other
-            self._reference = [p.pin_memory() for p in self._reference]
+            reference = [p.pin_memory() for p in reference]
+        self._reference = reference
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:
-        """The model with the reference policy's weights; forward passes only."""
+        """Gives the model the reference policy's weights within the block, for forward passes only."""
+        assert self._reference is not None, "keep_reference comes first"
         kept = [p.detach().clone() for p in self._parameters()]
         try:
             self._overwrite(self._reference)
@@ -213,52 +233,52 @@ class MegatronModel:
 
     @torch.no_grad()
     def _overwrite(self, values: Sequence[torch.Tensor]) -> None:
-        # In place: with the distributed optimizer parameters are views of one buffer.
+        # In place, because parameters are views of one buffer with the distributed optimizer.
         for parameter, value in zip(self._parameters(), values, strict=True):
             parameter.copy_(value, non_blocking=True)
 
     @property
     def _interleaved(self) -> int:
-        """Chunks that this rank's stage holds."""
+        """The number of chunks of this rank's stage."""
         return self.config.virtual_pipeline_model_parallel_size or 1
 
     @property
     def micro_batch_multiple(self) -> int:
-        """A schedule's number of micro-batches must be a multiple of this: interleaved stages take turns."""
+        """A schedule's number of micro-batches must be a multiple of this; above 1 for interleaved stages."""
         return int(self.config.pipeline_model_parallel_size) if self._interleaved > 1 else 1
 
     @property
     def level_lengths(self) -> bool:
-        """Whether all micro-batches of a schedule must be equally long.
+        """Whether all micro-batches of a schedule must have the same length.
 
-        Interleaved stages of a pipeline of two send to one peer for the previous and the next chunk. Their
-        tensors are told apart by order, but Megatron's exchange of varying shapes before them is not.
+        Interleaved stages of a two-stage pipeline send to one peer for both the previous and the next chunk.
+        The order distinguishes their tensors, but not the shapes that Megatron exchanges before them.
         """
         return self._interleaved > 1
 
     @property
     def alignment(self) -> int:
-        """Every packed trajectory must be a multiple of this: sequence and context ranks take equal parts."""
+        """The length of each packed trajectory must be a multiple of this, for equal parts on all ranks."""
         tp, cp = self.config.tensor_model_parallel_size, self.config.context_parallel_size
         return tp * (2 * cp if cp > 1 else 1)
 
-    def place(
+    def place_inputs(
         self,
         packing: Packing,
         token_ids: Int32Array,
         rows: ExpertIdArray | None = None,
         valid: BoolArray | None = None,
-    ) -> tuple[Inputs, Int64Array]:
-        """Bring this rank's part of a packed micro-batch to its device.
+    ) -> tuple[MicroBatchInputs, Int64Array]:
+        """Copies this rank's part of a packed micro-batch to its device.
 
         Args:
-            packing: Where the tokens come from.
-            token_ids: `[S]`, the batch's.
-            rows: `[S, L_moe, K]` routing to replay, or None.
-            valid: `[S]`. Tokens without a valid row are no load of an expert either.
+            packing: Maps packed positions to tokens of the batch.
+            token_ids: `[S]`, the tokens of the batch.
+            rows: `[S, L_moe, K]`, the routing rows to replay, or None.
+            valid: `[S]`, True for tokens with a valid row. The others do not count as load of an expert.
 
         Returns:
-            The inputs, and for each row of the logits that come back its index in the batch, -1 where padded.
+            The inputs, and for each row of the resulting logits its index in the batch, -1 where padded.
         """
         tp, cp = self.config.tensor_model_parallel_size, self.config.context_parallel_size
         source = packing.source
@@ -271,53 +291,59 @@ class MegatronModel:
         if rows is not None and valid is not None and self.replay is not None:
             part = len(source) // tp
             first = part * parallel_state.get_tensor_model_parallel_rank()
-            mine = source[first : first + part]  # sequence parallelism: routers see a slice
+            mine = source[first : first + part]  # under sequence parallelism routers see a slice
             routing = tuple(
                 local_rows(rows, valid, mine, columns, self.device) for columns in self.replay.columns
             )
             counted &= valid[np.maximum(source, 0)]
-        return Inputs(
+        return MicroBatchInputs(
             token_ids=torch.from_numpy(ids)[None].to(self.device),
             packed=PackedTrajectories.of(packing.lengths, self.device),
             excluded=torch.from_numpy(~counted)[None].to(self.device),
             routing=routing,
         ), source
 
-    def run(
-        self, micro_batches: Sequence[Inputs], loss: LossFunction[Result], *, forward_only: bool = False
+    def run_schedule(
+        self,
+        micro_batches: Sequence[MicroBatchInputs],
+        loss: LossFunction[Result],
+        *,
+        forward_only: bool = False,
     ) -> list[Result]:
-        """Run one schedule over micro-batches; gradients are summed and divided by all trained tokens.
+        """Runs one schedule over micro-batches; gradients are summed and divided by the number of trained
+        tokens.
 
         Args:
-            micro_batches: This rank's; every data-parallel rank must bring the same number. Those with
-                routing replay it.
+            micro_batches: This rank's micro-batches, the same number on every data-parallel rank. Routing
+            rows
+                in them are replayed.
             loss: Called on the last pipeline stage only.
-            forward_only: Without gradients.
+            forward_only: Whether to skip the backward passes.
 
         Returns:
-            What `loss` returned last, one a micro-batch; empty on other stages than the last.
+            The third result of `loss` for each micro-batch; empty on stages before the last.
         """
 
         def through(index: int, chunk: int, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
             routing = micro_batches[index].routing
             if routing is None or self.replay is None:
                 return forward()
-            with self.replay.micro_batch(chunk, routing[chunk]):
+            with self.replay.replay_micro_batch(chunk, routing[chunk]):
                 return forward()
 
         return self._schedule(micro_batches, loss, through, forward_only=forward_only)
 
-    def record(
-        self, micro_batches: Sequence[Inputs], loss: LossFunction[Result]
-    ) -> tuple[list[Result], list[Inputs]]:
-        """Run one schedule without gradients and record which experts it takes.
+    def record_routing(
+        self, micro_batches: Sequence[MicroBatchInputs], loss: LossFunction[Result]
+    ) -> tuple[list[Result], list[MicroBatchInputs]]:
+        """Runs one schedule without gradients and records which experts the routers choose.
 
         Args:
-            micro_batches: As for `run`; their own routing is not looked at.
-            loss: As for `run`.
+            micro_batches: As for `run_schedule`; routing in them is ignored.
+            loss: As for `run_schedule`.
 
         Returns:
-            What `run` returns, and the micro-batches with the recorded routing.
+            The results of `run_schedule`, and the micro-batches with the recorded routing.
         """
         replay = self.replay
         assert replay is not None, "the model was built without a replay"
@@ -325,7 +351,7 @@ class MegatronModel:
 
         def through(index: int, chunk: int, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
             tokens = micro_batches[index].token_ids.shape[1] // self.config.tensor_model_parallel_size
-            output, rows[index][chunk] = replay.record(chunk, tokens, forward)
+            output, rows[index][chunk] = replay.record_micro_batch(chunk, tokens, forward)
             return output
 
         results = self._schedule(micro_batches, loss, through, forward_only=True)
@@ -336,18 +362,18 @@ class MegatronModel:
 
     def _schedule(
         self,
-        micro_batches: Sequence[Inputs],
+        micro_batches: Sequence[MicroBatchInputs],
         loss: LossFunction[Result],
         through: Callable[[int, int, Callable[[], torch.Tensor]], torch.Tensor],
         *,
         forward_only: bool,
     ) -> list[Result]:
-        """Run a schedule; `through` is given a micro-batch, a chunk and that chunk's forward pass of it."""
+        """Runs a schedule; `through` wraps the forward pass of one micro-batch through one chunk."""
 
         def forward(order: Iterator[int], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             index = next(order)
             inputs = micro_batches[index]
-            mask = mask_for(
+            mask = padding_mask_for(
                 inputs.excluded,
                 first_stage=get_attr_wrapped_model(chunk, "pre_process"),
                 tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -373,10 +399,10 @@ class MegatronModel:
             self.optimizer.zero_grad()
         for chunk in self.chunks:
             chunk.train(not forward_only)
-        # Interleaved, each chunk goes through the micro-batches at its own pace.
+        # When interleaved, each chunk advances through the micro-batches at its own pace.
         orders = [iter(range(len(micro_batches))) for _ in self.chunks]
         context_ranks = self.config.context_parallel_size
-        scheduled = self.replay.schedule() if self.replay else contextlib.nullcontext()
+        scheduled = self.replay.guard_schedule() if self.replay else contextlib.nullcontext()
         with scheduled, torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=forward,
@@ -388,12 +414,13 @@ class MegatronModel:
                 forward_only=forward_only,
             )
 
-    def step(self, learning_rate: float, *, skip_above: float | None = None) -> float:
-        """Clip the gradients and take one optimizer step, if they are finite and no spike.
+    def take_optimizer_step(self, learning_rate: float, *, skip_above: float | None = None) -> float:
+        """Clips the gradients and takes one optimizer step, if their norm is finite and not above
+        `skip_above`.
 
         Returns:
-            The norm of the gradients before clipping; when it is not finite or above `skip_above`, nothing
-            was changed.
+            The norm of the gradients before clipping. If it is not finite or above `skip_above`, no weight
+            changed.
         """
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
@@ -406,3 +433,33 @@ class MegatronModel:
                 group["lr"] = learning_rate * group["lr_mult"]
         self.optimizer.step_with_ready_grads()
         return norm
+
+
+def count_real_tokens(chunk: torch.nn.Module) -> None:
+    """Makes the routers of a chunk exclude masked tokens from their counters."""
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            module._apply_expert_bias = partial(_count, module._apply_expert_bias)
+
+
+def _count(original: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    if padding_mask is not None:
+        routing_map = routing_map.masked_fill(padding_mask[:, None], 0)
+    original(routing_map)
+
+
+def padding_mask_for(
+    excluded: torch.Tensor, *, first_stage: bool, tensor_rank: int, tensor_size: int
+) -> torch.Tensor:
+    """Returns the `padding_mask` of a chunk: the whole mask, `[1, t]`, or this rank's part of it.
+
+    Args:
+        excluded: `[1, t]` bool, True where a token does not count.
+        first_stage: Whether the chunk holds the embedding.
+        tensor_rank: This rank's index among the ranks that share the sequence.
+        tensor_size: The number of ranks that share the sequence.
+    """
+    if first_stage:
+        return excluded
+    part = excluded.shape[1] // tensor_size
+    return excluded[:, tensor_rank * part : (tensor_rank + 1) * part]

@@ -1,24 +1,24 @@
-"""Moves what a rank keeps between two steps off its device and back, so that engines can have the memory.
+"""Moves the state of a rank off its device between two steps and back, so that engines can use the memory.
 
 ```
                                                   emptied storages        regions of torch-memory-saver
  parameters, main parameters, moments, buffers    copied to the host      backed up on the host by pages
  gradients                                        dropped                 dropped
- back                                             at other addresses      at the same addresses
+ after reload                                     at other addresses      at the same addresses
 ```
 
-Both work on storages, not on tensors. A tensor is a view of a storage, and Megatron has many of one
-(`main_grad`, the shards of main parameters, parameters as views of a distributed optimizer's buffer): all of
-them are whole again without being known here. What there is to move is looked up each time, because
-optimizers make their moments in their first step.
+Both work on storages, not on tensors. Megatron has many tensors that are views of one storage (`main_grad`,
+the shards of main parameters, parameters as views of a distributed optimizer's buffer). All of them are
+restored without being listed here. The storages are looked up each time, because optimizers allocate their
+moments in the first step.
 
-A storage leaves its device for the first time by being emptied in its place. Where there is a memory saver,
-it is given its bytes again inside a region, and stays there: from then on its pages are taken away under it
-and put back (`pause` and `resume`), and it keeps its address. So whoever allocated it, and when, does not
-matter, and no code of Megatron has to run inside a region.
+The first offload of a storage empties it in place. With a memory saver, its bytes are then allocated inside a
+region, where they remain: later offloads release and restore the pages (`pause` and `resume`), and the
+address stays the same. It therefore does not matter which code allocated the storage or when, and no code of
+Megatron must run inside a region.
 
-Gradients are not kept: `MegatronModel.run` sets them to zero before it adds to them, and a turn ends after
-the optimizer's step, never between the two.
+Gradients are not kept: `MegatronModel.run_schedule` sets them to zero before it accumulates, and a
+time-sharing phase ends after the optimizer's step, never between the two.
 """
 
 from __future__ import annotations
@@ -44,75 +44,82 @@ class MemorySaver(Protocol):
     """The part of `torch_memory_saver` that is used here."""
 
     def region(self, tag: str, enable_cpu_backup: bool) -> AbstractContextManager[None]:
-        """What this thread allocates in the block can be paused; with a backup its content comes back."""
+        """Makes this thread's allocations in the block pausable; with a backup, their content is restored."""
         ...
 
     def pause(self, tag: str) -> None:
-        """Give the memory of a tag's allocations back; they keep their addresses."""
+        """Releases the memory of a tag's allocations, which keep their addresses."""
         ...
 
     def resume(self, tag: str) -> None:
-        """Take memory for them again."""
+        """Allocates memory for a tag's allocations again."""
         ...
 
 
 @functools.cache
 def memory_saver() -> MemorySaver:
-    """That of this process, which hooks into torch's own allocator: no library has to be preloaded for it.
+    """Returns the memory saver of this process, which hooks into torch's allocator without a preloaded
+    library.
 
-    It ends the process where it fails, so what can be known is looked at before it is loaded.
+    The library terminates the process on failure, so known conflicts are checked before it is loaded.
 
     Raises:
-        EnvironmentNotReady: When it is not installed, or torch's allocator is set up against it.
+        EnvironmentNotReady: When it is not installed, or the configuration of torch's allocator conflicts
+        with it.
     """
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower():
             raise EnvironmentNotReady(
                 f"placement.shared: {name} is {os.environ[name]!r}, but torch-memory-saver cannot take pages "
-                "away from expandable segments: leave expandable_segments out of it"
+                "away from expandable segments: remove expandable_segments from it"
             )
     try:
         from torch_memory_saver import torch_memory_saver as saver
     except ImportError as error:
         raise EnvironmentNotReady(
-            "placement.shared: the trainer gives device memory back by torch-memory-saver, which is not "
+            "placement.shared: the trainer releases device memory with torch-memory-saver, which is not "
             "installed here: `pip install torch-memory-saver`"
         ) from error
     saver.hook_mode = "torch"
     saver.retain_cpu_backup = (
-        True  # to pin host memory takes longer than to copy; this also loads the library
+        True  # pinning host memory takes longer than copying; this also loads the library
     )
     found: MemorySaver = saver
     return found
 
 
-class Offload:
-    """See the module.
+class TrainerOffload:
+    """Offloads one model's state between steps, as the module describes.
 
     Example:
-        >>> offload = Offload(model)
-        >>> offload.offload()
-        >>> offload.reload()
+        >>> offload = TrainerOffload(model)
+        >>> offload.offload_state()
+        >>> offload.reload_state()
     """
 
     def __init__(self, model: MegatronModel, saver: MemorySaver | None = None) -> None:
-        """Everything is where it was made; without a saver storages are emptied each time."""
+        """Moves nothing yet.
+
+        Args:
+            model: The model whose state is moved.
+            saver: Keeps addresses and backs up pages; None empties the storages at each offload.
+        """
         self._model = model
         self._saver = saver
         self._settled: set[int] = set()
-        """Addresses of the storages that are in a region."""
+        """Addresses of the storages that are inside a region."""
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._gradients_away: list[torch.UntypedStorage] = []
-        self.is_away = False
+        self.is_offloaded = False
         self.num_bytes = 0
-        """Kept on the host now."""
+        """Size of the state that is on the host now."""
 
-    def offload(self) -> None:
-        """Move everything to the host; once more it changes nothing."""
-        if self.is_away:
+    def offload_state(self) -> None:
+        """Moves the state to the host; does nothing when it is there already."""
+        if self.is_offloaded:
             return
-        self.is_away = True
+        self.is_offloaded = True
         gradients = dict(self._storages(self._gradients()))
         kept = {place: s for place, s in self._storages(self._state()) if place not in gradients}
         self.num_bytes = sum(storage.nbytes() for storage in kept.values())
@@ -128,17 +135,17 @@ class Offload:
             self._saver.pause(_STATE)
             self._saver.pause(_GRADIENTS)
         if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()  # other processes see only what the allocator gives back
+            torch.cuda.empty_cache()  # the allocator otherwise keeps the memory from other processes
 
-    def reload(self) -> None:
-        """Bring it back; once more it changes nothing.
+    def reload_state(self) -> None:
+        """Moves the state back to the device; does nothing when it is there already.
 
         Raises:
-            TrainerError: When the device has too little memory for it; nothing was changed.
+            TrainerError: When the device has too little free memory; nothing was changed.
         """
-        if not self.is_away:
+        if not self.is_offloaded:
             return
-        self._check_room()
+        self._check_free_memory()
         if self._saver is not None:
             self._saver.resume(_STATE)
             self._saver.resume(_GRADIENTS)
@@ -155,10 +162,10 @@ class Offload:
         if self._saver is not None:
             self._settled |= {storage.data_ptr() for storage, _ in (*self._moved, *self._dropped)}
         self._moved, self._dropped, self._gradients_away = [], [], []
-        self.num_bytes, self.is_away = 0, False
+        self.num_bytes, self.is_offloaded = 0, False
 
     def _is_new(self, place: int) -> bool:
-        """Whether a storage is still where somebody else allocated it."""
+        """Whether a storage is still at its original allocation, outside a region."""
         return place not in self._settled
 
     def _region(self, tag: str, *, backed_up: bool) -> AbstractContextManager[None]:
@@ -166,16 +173,16 @@ class Offload:
             return contextlib.nullcontext()
         return self._saver.region(tag, enable_cpu_backup=backed_up)
 
-    def _check_room(self) -> None:
+    def _check_free_memory(self) -> None:
         if self._model.device.type != "cuda":
             return
         dropped = sum(size for _, size in self._dropped)
         settled = sum(s.nbytes() for s in self._gradients_away)
         free, total = torch.cuda.mem_get_info(self._model.device)
-        check_room(self.num_bytes + dropped + settled, free, total)
+        check_free_memory(self.num_bytes + dropped + settled, free, total)
 
     def _state(self) -> Iterator[torch.Tensor]:
-        """All that a step needs of the one before."""
+        """Yields the tensors that a step needs from the previous one."""
         for chunk in self._model.chunks:
             yield from chunk.module.parameters()
             yield from chunk.module.buffers()
@@ -197,9 +204,9 @@ class Offload:
                     yield from _tensors(parameter.grad)
 
     def _storages(self, tensors: Iterator[torch.Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        """Those that hold anything of the device, by address; several tensors can be views of one.
+        """Yields the non-empty storages on the device, by address; several tensors can be views of one.
 
-        An optimizer's counters are on the host, and stay there.
+        An optimizer's counters are on the host and stay there.
         """
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -211,22 +218,22 @@ class Offload:
             torch.cuda.synchronize(self._model.device)
 
 
-def check_room(needed: int, free: int, total: int) -> None:
-    """Refuse to come back to a device that is not empty enough; all in bytes.
+def check_free_memory(needed: int, free: int, total: int) -> None:
+    """Checks that the state fits back on the device; all arguments in bytes.
 
     Raises:
-        TrainerError: With the remedy.
+        TrainerError: When it does not fit.
     """
     if needed > free:
         raise TrainerError(
             f"the trainer's memory does not fit back on its device: it needs {needed / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free after the engines' turn: something else "
-            "holds memory there (see nvidia-smi)"
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free after the engines released theirs: "
+            "something else holds memory there (see nvidia-smi)"
         )
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an optimizer's state of one parameter."""
+    """Yields the tensors in an optimizer's state of one parameter."""
     if torch.is_tensor(values):
         yield values
     elif isinstance(values, dict):
@@ -235,5 +242,5 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The whole storage as `[n] uint8`, without a copy."""
+    """Returns the whole storage as `[n] uint8`, without a copy."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,14 +1,20 @@
-"""From a `TrainBatch` to micro-batches of packed trajectories. Pure.
+"""Turns a `TrainBatch` into micro-batches of packed trajectories. Pure.
 
-Everything per token is brought to the *predicting* position first: the model's output at position i is about
-token i+1, so the mask, the log-probs and the targets of token i+1 are moved to i once, for the whole batch.
-Routing rows stay: row i belongs to token i being fed.
+Per-token arrays are first moved to the *predicting* position: the model's output at position i predicts token
+i+1, so the mask, log-probs and targets of token i+1 move to i once, for the whole batch. Routing rows are not
+moved: row i belongs to the forward pass of token i.
+
+Trajectories are balanced over data-parallel ranks and micro-batches by their cost. Every token passes through
+the weights once and attends to all tokens before it, so n tokens cost `n + n² / even`, in units of one
+token's weights. At `even` tokens attention costs as much as everything else; for Qwen3-30B-A3B this is 17
+thousand. If balanced by tokens alone, all ranks would wait for the rank with the longest answers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +23,7 @@ from async_rl.types import BoolArray, Float32Array, Int32Array, Int64Array, Trai
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """Which trajectories stand beside each other; none where a rank only keeps step with the others."""
+    """The trajectories packed together; empty where a rank only takes part in the exchanges of the others."""
 
     trajectories: tuple[int, ...]
 
@@ -34,32 +40,32 @@ class Targets:
 
     @property
     def lengths(self) -> Int64Array:
-        """Trained tokens of each trajectory up to the last that has any, `[<= N]`."""
+        """Trained tokens of each trajectory, up to the last trajectory that has any, `[<= N]`."""
         return np.bincount(self.trajectory[self.mask])
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a micro-batch come from."""
+    """Maps the positions of a packed micro-batch to tokens of the batch."""
 
     source: Int64Array  # [t] index into the batch's tokens, -1 where padded
     lengths: tuple[int, ...]  # padded lengths, sum t
 
     @property
-    def real(self) -> BoolArray:
-        """`[t]` True where there is a token."""
+    def is_token(self) -> BoolArray:
+        """`[t]`, False where a position is padding."""
         return self.source >= 0
 
 
 def split_updates(group_index: Int32Array, updates: int) -> list[list[int]]:
-    """Cut a batch into the parts of its updates: whole groups, as equal in number as they go.
+    """Splits a batch into one part per update: whole groups, in parts with nearly equal numbers of groups.
 
     Args:
         group_index: `[N]`, equal for siblings.
-        updates: Parts at the most; fewer when there are fewer groups.
+        updates: The largest number of parts; there are fewer when there are fewer groups.
 
     Returns:
-        Indices of trajectories, in their order; no part is empty.
+        Ascending indices of trajectories for each part; no part is empty.
     """
     groups = np.unique(group_index)
     parts = np.array_split(groups, min(updates, len(groups)))
@@ -74,20 +80,20 @@ def plan_micro_batches(
     multiple: int = 1,
     cost: Callable[[int], float] = float,
 ) -> list[list[MicroBatch]]:
-    """Distribute trajectories over data-parallel ranks and cut each rank's share into micro-batches.
+    """Distributes trajectories over data-parallel ranks and splits each rank's share into micro-batches.
 
-    Shares are balanced by cost (the costliest first, to the rank that has least), and so are the
-    micro-batches of a share. A micro-batch holds at most `budget` tokens, padding included; a longer
-    trajectory stands alone. All ranks get the same number of micro-batches, the costliest first, because
-    experts and gradients are exchanged in step: a rank with few trajectories has empty ones.
+    Shares are balanced by cost (the most expensive trajectory first, to the rank with the lowest load), and
+    so are the micro-batches of a share. A micro-batch holds at most `budget` tokens, padding included; a
+    longer trajectory forms its own. All ranks get the same number of micro-batches, the most expensive first,
+    because ranks exchange experts and gradients in lockstep; a rank with few trajectories gets empty ones.
 
     Args:
         lengths: Tokens of each trajectory.
-        budget: Tokens of a micro-batch.
+        budget: Largest number of tokens of a micro-batch.
         ranks: Data-parallel ranks.
         align: Every trajectory is padded to a multiple of this.
-        multiple: Their number is a multiple of this.
-        cost: Of a trajectory by its padded length; must not fall.
+        multiple: The number of micro-batches is a multiple of this.
+        cost: The cost of a trajectory by its padded length; must not decrease.
 
     Returns:
         `[rank][micro-batch]`; every trajectory occurs once.
@@ -113,11 +119,11 @@ def plan_micro_batches(
 
 
 def _first_fit(share: list[int], padded: list[int], budget: int) -> list[list[int]]:
-    """The fewest bins, or nearly: each trajectory, longest first, into the first that has room."""
+    """Returns nearly the fewest bins: each trajectory, longest first, goes into the first bin with space."""
     bins: list[list[int]] = []
     free: list[int] = []
     for j in share:
-        place = next((i for i, room in enumerate(free) if room >= padded[j]), None)
+        place = next((i for i, tokens_left in enumerate(free) if tokens_left >= padded[j]), None)
         if place is None:
             bins.append([j])
             free.append(budget - padded[j])
@@ -130,25 +136,28 @@ def _first_fit(share: list[int], padded: list[int], budget: int) -> list[list[in
 def _even_fit(
     share: list[int], padded: list[int], costs: list[float], budget: int, count: int
 ) -> list[list[int]] | None:
-    """So many bins of about the same cost: each trajectory into the cheapest that has room, if one has."""
+    """Returns `count` bins of similar cost: each trajectory goes into the cheapest bin with space.
+
+    Returns None when a trajectory fits into no bin.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens, loads = [0] * count, [0.0] * count
     for j in share:
-        roomy = [i for i in range(count) if not bins[i] or tokens[i] + padded[j] <= budget]
-        if not roomy:
+        candidates = [i for i in range(count) if not bins[i] or tokens[i] + padded[j] <= budget]
+        if not candidates:
             return None
-        place = min(roomy, key=loads.__getitem__)
+        place = min(candidates, key=loads.__getitem__)
         bins[place].append(j)
         tokens[place] += padded[j]
         loads[place] += costs[j]
     return bins
 
 
-def pack(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packing:
-    """Lay trajectories one after the other, each padded on its right to a multiple of `align`.
+def pack_micro_batch(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packing:
+    """Concatenates trajectories, each padded on the right to a multiple of `align`.
 
-    On the right of a causal sequence padding changes nothing for the real tokens. An empty micro-batch
-    becomes `align` tokens of padding, so that the rank takes part in every exchange.
+    In causal attention, padding on the right does not affect real tokens. An empty micro-batch becomes
+    `align` tokens of padding, so that the rank takes part in every exchange.
     """
     if not micro_batch.trajectories:
         return Packing(source=np.full(align, -1, np.int64), lengths=(align,))
@@ -162,10 +171,10 @@ def pack(micro_batch: MicroBatch, offsets: Int64Array, align: int = 1) -> Packin
     return Packing(source=np.concatenate(parts), lengths=tuple(lengths))
 
 
-def level(packings: Sequence[Packing]) -> list[Packing]:
-    """Pad packings to the longest of them, each by one more sequence of padding.
+def level_packings(packings: Sequence[Packing]) -> list[Packing]:
+    """Pads packings to the length of the longest, each by one additional sequence of padding.
 
-    The padding keeps the alignment, because all packings have it.
+    The padding keeps the alignment, because all packings are aligned.
     """
     longest = max((len(packing.source) for packing in packings), default=0)
     result = []
@@ -178,8 +187,8 @@ def level(packings: Sequence[Packing]) -> list[Packing]:
     return result
 
 
-def targets(batch: TrainBatch) -> Targets:
-    """Bring a batch's per-token arrays to the predicting positions."""
+def make_targets(batch: TrainBatch) -> Targets:
+    """Returns a batch's per-token arrays at the predicting positions."""
     ends = batch.offsets[1:][np.diff(batch.offsets) > 0] - 1
     trajectory = np.repeat(np.arange(batch.num_trajectories), np.diff(batch.offsets))
     return Targets(
@@ -192,15 +201,64 @@ def targets(batch: TrainBatch) -> Targets:
 
 
 def shift_left(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Move the value of token i+1 to i; the last token of each trajectory (at `ends`) gets 0."""
+    """Moves the value of token i+1 to i; the last token of each trajectory (at `ends`) gets 0."""
     moved = np.empty_like(values)
     moved[:-1] = values[1:]
     moved[ends] = 0
     return moved
 
 
-def take(values: np.ndarray, packing: Packing) -> np.ndarray:
-    """`values` `[S, ...]` at the packed positions, 0 where padded."""
+def gather_packed(values: np.ndarray, packing: Packing) -> np.ndarray:
+    """Returns `values`, `[S, ...]`, at the packed positions, and 0 where padded."""
     picked = values[np.maximum(packing.source, 0)]
-    picked[~packing.real] = 0
+    picked[~packing.is_token] = 0
     return picked
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceCost:
+    """The cost of a sequence, in units of one token's pass through the weights.
+
+    Example:
+        >>> SequenceCost(even=1000.0)(500)
+        750.0
+    """
+
+    even: float
+    """Length in tokens at which attention costs as much as the weights."""
+
+    def __call__(self, tokens: int) -> float:
+        """Returns the cost of a sequence of so many tokens; it grows more than linearly."""
+        return tokens * (1 + tokens / self.even)
+
+
+def sequence_cost(config: Any, vocab_size: int, moe_layers: int) -> SequenceCost:
+    """Returns the cost function of a model, from its dimensions.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        vocab_size: Rows of the output layer.
+        moe_layers: Number of layers with experts.
+
+    Source: two operations per weight and token (arXiv 2001.08361, section 2.1); causal attention of n queries
+    takes n² · heads · (size of keys + size of values) per layer, half of the full product.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if config.multi_latent_attention:
+        keys, values = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+        queries = (
+            config.q_lora_rank * (hidden + heads * keys) if config.q_lora_rank else hidden * heads * keys
+        )
+        compressed = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        expanded = config.kv_lora_rank * heads * (config.qk_head_dim + values)
+        attention = queries + compressed + expanded + heads * values * hidden
+    else:
+        keys = values = config.kv_channels
+        attention = hidden * keys * 2 * (heads + config.num_query_groups)
+    weights = config.num_layers * attention + vocab_size * hidden
+    weights += (config.num_layers - moe_layers) * 3 * hidden * config.ffn_hidden_size
+    if moe_layers:
+        chosen = config.moe_router_topk * config.moe_ffn_hidden_size
+        shared = config.moe_shared_expert_intermediate_size or 0
+        weights += moe_layers * hidden * (3 * (chosen + shared) + config.num_moe_experts)
+    return SequenceCost(even=2 * weights / (config.num_layers * heads * (keys + values)))

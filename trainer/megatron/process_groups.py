@@ -1,4 +1,4 @@
-"""The process of one rank among the others: its device, and Megatron's groups, from joining to leaving."""
+"""A rank's device and process groups: choosing the device, joining the other ranks and leaving them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from async_rl.weights.broadcast import open_store
 
 
 def choose_device(device: str, rank: int = 0) -> torch.device:
-    """Resolve `trainer.device` and make it this process's; ranks that see several GPUs take turns.
+    """Resolves `trainer.device` and makes it this process's device; ranks are assigned to GPUs round-robin.
 
     Raises:
-        EnvironmentNotReady: When CUDA is asked for and absent.
-        ConfigError: When the CPU is asked for beside a GPU.
+        EnvironmentNotReady: When CUDA is requested but not available.
+        ConfigError: When the CPU is requested although torch sees a GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise EnvironmentNotReady(
@@ -28,7 +28,7 @@ def choose_device(device: str, rank: int = 0) -> torch.device:
         )
     if device == "cpu" and torch.cuda.is_available():
         raise ConfigError(
-            "trainer.device is cpu, but this machine has a GPU, and Megatron-Core takes it: hide it with "
+            "trainer.device is cpu, but this machine has a GPU, which Megatron-Core would use: hide it with "
             "CUDA_VISIBLE_DEVICES= or set trainer.device=auto"
         )
     if not torch.cuda.is_available():
@@ -40,19 +40,20 @@ def choose_device(device: str, rank: int = 0) -> torch.device:
 def start_process_groups(
     rank: int, world_size: int, init_address: str, layout: LayoutConfig, timeout_s: float, seed: int = 0
 ) -> None:
-    """Join the other ranks and lay out Megatron's parallel groups.
+    """Joins the other ranks and creates Megatron's parallel groups.
 
     Args:
-        rank: This process.
-        world_size: All of them.
-        init_address: `host:port` where rank 0 listens, or a URL that torch.distributed knows; not used by a
-            rank that is alone.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        init_address: `host:port` where rank 0 listens, or a URL that torch.distributed supports; a single
+        rank
+            does not use it.
         layout: Parallel sizes.
         timeout_s: Longest wait in an exchange, seconds.
-        seed: Of the generators that initialisation and dropout would use.
+        seed: The seed of the generators for initialisation and dropout.
 
     Raises:
-        EnvironmentNotReady: When the ranks do not find each other.
+        EnvironmentNotReady: When the ranks cannot connect to each other.
     """
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
@@ -81,7 +82,7 @@ def start_process_groups(
 
 
 def _meeting(rank: int, world_size: int, address: str, timeout_s: float) -> dict[str, Any]:
-    """Where the ranks find each other, in the words of `init_process_group`."""
+    """Returns the arguments of `init_process_group` by which the ranks find each other."""
     if world_size == 1:
         return {"store": dist.HashStore()}
     if "://" in address:
@@ -94,7 +95,7 @@ def _meeting(rank: int, world_size: int, address: str, timeout_s: float) -> dict
 
 
 def stop_process_groups() -> None:
-    """Forget everything that Megatron holds per process, and leave the process group."""
+    """Clears Megatron's state of this process and leaves the process groups."""
     RouterReplay.clear_global_router_replay_instances()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():

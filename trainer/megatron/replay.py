@@ -1,22 +1,25 @@
-"""Routing replay: experts chosen elsewhere, repeated in the trainer.
+"""Routing replay: the trainer repeats expert choices made by the engine (R3) or by an earlier pass (R2).
 
 ```
 R3  TrainBatch.routed_experts [S, L_moe, K] ─ check_rows ─► local_rows: this rank's tokens and layers ─┐
 R2  old-log-prob pass ─► RouterReplayAdapter.record ─► one copy a micro-batch off the device ──────────┤
-                                                                            Rows: unsigned, pinned     │
+                                                                      ReplayRows: unsigned, pinned     │
     to the device, still unsigned ◄─ RouterReplayAdapter.micro_batch ◄─────────────────────────────────┘
         ─► a target for each router ─► int64 while it runs ─► gate weights gathered from current scores
 ```
 
-Megatron-Core's own `RouterReplay` does the replaying; its rows are local tokens of local routers, it
-validates nothing, knows no token without a row, and leaves bookkeeping to the caller. This module adds these:
+Megatron-Core's `RouterReplay` performs the replay. Its rows are those of local tokens and local routers; it
+validates nothing, has no tokens without a row, and leaves bookkeeping to the caller. This module adds the
+following:
 
-- Routers are addressed by chunk and `layer_number`, never by their place in Megatron's global list, which has
-  other orders with dense layers, pipeline stages, multi-token prediction or a second model in the process.
-- A token without a valid row takes the router's own choice.
-- A target is used exactly once by the forward pass, and exactly once more by the backward pass where that
-  will route again (recomputation). A schedule that leaves one unused, asks for one that is not there, or lets
-  one leak from a forward-only pass, ends in an error.
+- Routers are addressed by chunk and `layer_number`, not by their position in Megatron's global list, whose
+order
+  differs with dense layers, pipeline stages, multi-token prediction or a second model in the process.
+- A token without a valid row uses the router's own choice.
+- A target is used exactly once by the forward pass, and exactly once more by the backward pass if that routes
+again
+  (recomputation). A schedule raises an error when a target is left over, missing, or leaks from a
+  forward-only pass.
 
 Source: arXiv 2510.11370 (R3), arXiv 2507.18071 (R2); megatron/core/transformer/moe/router_replay.py.
 """
@@ -46,25 +49,25 @@ Output = TypeVar("Output")
 class ReplayRows(NamedTuple):
     """The rows of one micro-batch for one model chunk: this rank's tokens, in the order its routers see them.
 
-    They wait on the host, in pinned memory where there is a GPU.
+    They are on the host, in pinned memory if there is a GPU.
     """
 
     ids: torch.Tensor  # [tokens, MoE layers of the chunk, K] uint8 or uint16
-    known: torch.Tensor | None  # [tokens] bool, which have a row; None: all of them
+    known: torch.Tensor | None  # [tokens] bool, True for tokens with a row; None: all tokens
 
 
-class Target(NamedTuple):
-    """What one router is to repeat, on the device; narrow until it does."""
+class ReplayTarget(NamedTuple):
+    """The choice that one router repeats, on the device; it stays unsigned until the router runs."""
 
     ids: torch.Tensor  # [tokens, K] unsigned
     known: torch.Tensor | None  # [tokens] bool
 
 
 class MaskedRouterReplay(RouterReplay):
-    """Megatron's replay of one router, with native routing where a token has no row.
+    """Megatron's replay of one router, with native routing for tokens without a row.
 
-    Invariant: `replay_backward_list` holds one target for each forward pass whose backward pass is still to
-    come and will call the router again; `target_topk_idx` is what the next forward call uses up.
+    Invariant: `replay_backward_list` holds one target for each forward pass whose pending backward pass will
+    call the router again; the next forward call consumes `target_topk_idx`.
     """
 
     def __init__(self, layer_number: int) -> None:
@@ -74,13 +77,13 @@ class MaskedRouterReplay(RouterReplay):
     def set_target_indices(
         self, topk_indices: torch.Tensor, known: torch.Tensor | None = None, *, recomputed: bool = False
     ) -> None:
-        """Take `[tokens, K]` ids for the next forward pass and, if there will be one, its recomputation."""
-        self.target_topk_idx = Target(topk_indices, known)
+        """Sets `[tokens, K]` ids for the next forward pass and, with `recomputed`, its recomputation."""
+        self.target_topk_idx = ReplayTarget(topk_indices, known)
         if recomputed:
             self.replay_backward_list.append(self.target_topk_idx)
 
     def record_into(self, place: torch.Tensor) -> None:
-        """Let the next forward pass write its own choice to `place`, `[tokens, K]` unsigned."""
+        """Makes the next forward pass write its own choice to `place`, `[tokens, K]` unsigned."""
         self.recorded_topk_idx = place
         self.set_router_replay_action(RouterReplayAction.RECORD)
 
@@ -88,8 +91,8 @@ class MaskedRouterReplay(RouterReplay):
         place, self.recorded_topk_idx = self.recorded_topk_idx, None
         if place is None or place.shape != topk_indices.shape:
             raise AlignmentError(
-                f"layer {self.layer_number}: the router chose {tuple(topk_indices.shape)} experts, but there "
-                f"is {'nowhere' if place is None else f'room for {tuple(place.shape)}'} to record them"
+                f"layer {self.layer_number}: the router chose {tuple(topk_indices.shape)} experts, expected "
+                f"{'no call' if place is None else tuple(place.shape)} while recording"
             )
         place.copy_(topk_indices)  # narrows on the device
 
@@ -123,37 +126,37 @@ class MaskedRouterReplay(RouterReplay):
 
 
 class RouterReplayAdapter:
-    """Feeds the routers of one rank's model chunks.
+    """Provides the routers of one rank's model chunks with replay targets, and records their choices.
 
     Example:
-        >>> with replay.schedule():                            # around forward_backward_func
-        ...     with replay.micro_batch(number, rows[number]):   # around one chunk's forward pass
+        >>> with replay.guard_schedule():                             # around forward_backward_func
+        ...     with replay.replay_micro_batch(number, rows[number]):   # around one chunk's forward pass
         ...         logits = chunk(...)
     """
 
     def __init__(
         self, chunks: list[torch.nn.Module], config: TransformerConfig, device: torch.device | None = None
     ) -> None:
-        """Take over the replay of every router in `chunks`.
+        """Replaces Megatron's replay of every router in `chunks`.
 
         Args:
-            chunks: This rank's parts of the model, in their order.
-            config: The model's.
-            device: Where the routers run; None is the CPU.
+            chunks: This rank's parts of the model, in order.
+            config: The model's config.
+            device: The device of the routers; None is the CPU.
 
         Raises:
-            ConfigError: When there is nothing to replay, or the router would ignore or override it.
+            ConfigError: When the model has no routers, or they would ignore or override a replay.
         """
         check_replayable(config)
         self._config, self._device = config, device or torch.device("cpu")
         column = {number: i for i, number in enumerate(moe_layer_numbers(config))}
-        self._chunks = [[self._take_over(router) for router in _routers(chunk)] for chunk in chunks]
+        self._chunks = [[self._take_over(router) for router in decoder_routers(chunk)] for chunk in chunks]
         self.columns = tuple(_span([column[r.layer_number] for r in routers]) for routers in self._chunks)
         """Which of the model's MoE layers each chunk holds."""
 
     @staticmethod
     def _take_over(router: TopKRouter) -> MaskedRouterReplay:
-        """Put our replay in the place of Megatron's, also in its global list."""
+        """Replaces Megatron's replay object of a router, also in Megatron's global list."""
         instances = RouterReplay.global_router_replay_instances
         instances.remove(router.router_replay)
         router.router_replay = MaskedRouterReplay(router.layer_number)  # appends itself to the list
@@ -165,18 +168,18 @@ class RouterReplayAdapter:
         return tuple(router for routers in self._chunks for router in routers)
 
     @contextlib.contextmanager
-    def micro_batch(self, chunk: int, rows: ReplayRows) -> Iterator[None]:
-        """Replay during one forward pass of a chunk.
+    def replay_micro_batch(self, chunk: int, rows: ReplayRows) -> Iterator[None]:
+        """Replays rows during one forward pass of a chunk.
 
         Raises:
-            AlignmentError: When the rows are of other layers or tokens, or a router was not called.
+            AlignmentError: When the rows have the wrong layers or tokens, or a router was not called.
         """
         routers = self._chunks[chunk]
         if rows.ids.shape[1] != len(routers):
             raise AlignmentError(
                 f"chunk {chunk} has {len(routers)} routers, but its rows are of {rows.ids.shape[1]} layers"
             )
-        # From pinned memory neither copy waits for the device, nor the device for us.
+        # Copies from pinned memory are asynchronous: neither the host nor the device waits.
         ids = rows.ids.to(self._device, non_blocking=True)
         known = None if rows.known is None else rows.known.to(self._device, non_blocking=True)
         recomputed = torch.is_grad_enabled() and _routes_again(self._config)
@@ -192,20 +195,22 @@ class RouterReplayAdapter:
                 # Until the next forward pass only a recomputation can call the router.
                 router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
-    def record(self, chunk: int, tokens: int, forward: Callable[[], Output]) -> tuple[Output, ReplayRows]:
-        """Record what the routers of a chunk choose in one forward pass without gradients.
+    def record_micro_batch(
+        self, chunk: int, tokens: int, forward: Callable[[], Output]
+    ) -> tuple[Output, ReplayRows]:
+        """Records the choices of a chunk's routers in one forward pass without gradients.
 
-        The choices narrow on the device, all layers into one tensor, which leaves it by one copy that nobody
-        waits for. It is ordered before the copy back by which it is replayed; whoever reads it on the host
-        must synchronise first.
+        The choices of all layers are narrowed into one tensor on the device, which one asynchronous copy
+        moves to the host. That copy is ordered before the copy back for the replay; code that reads the rows
+        on the host must synchronise first.
 
         Args:
-            chunk: Its number.
-            tokens: How many its routers see.
-            forward: Runs it.
+            chunk: Index of the chunk.
+            tokens: The number of tokens that its routers see.
+            forward: Runs the forward pass.
 
         Raises:
-            AlignmentError: When a router saw another number of tokens, or was not called once.
+            AlignmentError: When a router saw another number of tokens, or was not called exactly once.
         """
         assert not torch.is_grad_enabled(), "a recomputation would record twice"
         routers, config = self._chunks[chunk], self._config
@@ -223,11 +228,11 @@ class RouterReplayAdapter:
         return output, ReplayRows(_to_host(staged), None)
 
     @contextlib.contextmanager
-    def schedule(self) -> Iterator[None]:
-        """Enclose all forward and backward passes of one schedule.
+    def guard_schedule(self) -> Iterator[None]:
+        """Encloses all forward and backward passes of one schedule.
 
         Raises:
-            AlignmentError: When targets are left over, at its start or at its end: gradients would be wrong.
+            AlignmentError: When targets are left over at its start or end, which would make gradients wrong.
         """
         self._expect_empty("before a schedule")
         try:
@@ -245,7 +250,7 @@ class RouterReplayAdapter:
 
 
 def moe_layer_numbers(config: TransformerConfig) -> tuple[int, ...]:
-    """Numbers (from 1) of the layers with experts in the whole model, ascending; MTP layers excluded."""
+    """Returns the numbers (from 1) of the model's layers with experts, ascending, without MTP layers."""
     pattern = config.moe_layer_freq
     if isinstance(pattern, int):
         pattern = [int(i % pattern == 0) for i in range(config.num_layers)]
@@ -257,14 +262,14 @@ def moe_layer_numbers(config: TransformerConfig) -> tuple[int, ...]:
 def local_rows(
     rows: ExpertIdArray, valid: BoolArray, source: Int64Array, columns: slice, device: torch.device
 ) -> ReplayRows:
-    """Cut a batch's rows down to what one chunk of one rank replays, before anything is copied.
+    """Selects the rows that one chunk of one rank replays from a batch's rows, before anything is copied.
 
     Args:
-        rows: `[S, L_moe, K]` uint8 or uint16, the batch's.
-        valid: `[S]`.
-        source: `[tokens]`, for each token that the routers will see its index in the batch, -1 where padded.
-        columns: Which of the L_moe layers.
-        device: Where they will go: rows for a GPU are pinned.
+        rows: `[S, L_moe, K]` uint8 or uint16, the batch's rows.
+        valid: `[S]`, True for tokens with a valid row.
+        source: `[tokens]`, the index in the batch of each token that the routers will see, -1 where padded.
+        columns: The chunk's part of the L_moe layers.
+        device: The device that will replay them; rows for a GPU are pinned.
     """
     index = np.maximum(source, 0)
     known = (source >= 0) & valid[index]
@@ -317,7 +322,7 @@ def check_rows(
         if valid[end - 1]:
             raise AlignmentError(
                 f"trajectory {j} has {end - start} tokens and as many routing rows, expected one less: its "
-                "last token was never fed. Rows of several segments laid end to end look like this"
+                "last token was never fed. Rows of several concatenated segments look like this"
             )
         _check_trajectory(rows[start:end][valid[start:end]], j, layers, config)
 
@@ -352,18 +357,18 @@ def _check_trajectory(
 
 
 def check_replayable(config: TransformerConfig) -> None:
-    """Check that a model's routers can be made to repeat a choice.
+    """Checks that a model's routers can replay a choice.
 
     Raises:
-        ConfigError: When there is nothing to replay, or the router would ignore or override it.
+        ConfigError: When the model has no routers, or they would ignore or override a replay.
     """
     if not moe_layer_numbers(config):
-        raise ConfigError("routing is to be replayed, but the model has no experts: set routing.replay=off")
+        raise ConfigError("routing.replay is on, but the model has no experts: set routing.replay=off")
     for field, wrong, reason in (
         (
             "moe_router_fusion",
             config.moe_router_fusion,
-            "the fused router returns before it looks at the replay",
+            "the fused router bypasses the replay",
         ),
         (
             "moe_router_load_balancing_type",
@@ -373,7 +378,7 @@ def check_replayable(config: TransformerConfig) -> None:
         (
             "moe_expert_capacity_factor",
             config.moe_expert_capacity_factor is not None,
-            "a capacity drops replayed experts again",
+            "a capacity limit drops replayed experts",
         ),
         (
             "moe_enable_routing_replay",
@@ -382,26 +387,24 @@ def check_replayable(config: TransformerConfig) -> None:
         ),
     ):
         if wrong:
-            raise ConfigError(
-                f"routing is to be replayed, but {field} is {getattr(config, field)!r}: {reason}"
-            )
+            raise ConfigError(f"routing.replay is on, but {field} is {getattr(config, field)!r}: {reason}")
 
 
 def _routes_again(config: TransformerConfig) -> bool:
-    """Whether the backward pass calls the routers a second time."""
+    """Whether the backward pass calls the routers again, for recomputation."""
     if config.recompute_granularity == "selective":
         return "moe" in config.recompute_modules
     return config.recompute_granularity == "full"
 
 
-def _routers(chunk: torch.nn.Module) -> list[TopKRouter]:
-    """The routers of a chunk's decoder; those of multi-token prediction are not the engine's."""
+def decoder_routers(chunk: torch.nn.Module) -> list[TopKRouter]:
+    """Returns the routers of a chunk's decoder, without those of multi-token prediction."""
     layers = get_attr_wrapped_model(chunk, "decoder").layers
     return [layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer)]
 
 
 def _span(columns: list[int]) -> slice:
-    """Neighbouring columns as a slice: a chunk holds neighbouring layers, so no row is copied to cut it."""
+    """Returns consecutive columns as a slice, which selects layers without a copy."""
     first = columns[0] if columns else 0
     assert columns == list(range(first, first + len(columns))), f"a chunk holds the MoE layers {columns}"
     return slice(first, first + len(columns))

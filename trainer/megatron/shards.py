@@ -1,18 +1,17 @@
-"""Everything that training changes, as parts of global tensors: saved under one layout, loaded under another.
+"""Training state as parts of global tensors, which are saved under one layout and loaded under another.
 
 ```
-decoder.layers.3.mlp.experts.experts.7.linear_fc2.weight     a parameter: one tensor a layer and an expert
+decoder.layers.3.mlp.experts.experts.7.linear_fc2.weight     a parameter: one tensor per layer and expert
 optimizer.state.exp_avg.<parameter>, .exp_avg_sq.            the moments of Adam
-optimizer.state.fp32_param.<parameter>                       the copy that one of bfloat16 is trained through
-random.<generator>                                           `[ranks, n]`, of use to the same layout only
+optimizer.state.fp32_param.<parameter>                       the float32 main copy of a bfloat16 parameter
+random.<generator>                                           `[ranks, n]`, usable only by the same layout
 ```
 
-Megatron's model says of each parameter which part it is of which tensor (`sharded_state_dict`). With one
-tensor a layer and an expert neither pipeline stages nor expert ranks show in a name. The distributed
-optimizer holds flat ranges of parameters: each rank writes the boxes that make up its own
-(`trainer.megatron.boxes`), parameters included, so that the work is shared out and nothing is gathered.
-Megatron's own formats for it gather whole buffers on each rank (`fully_reshardable`), or fit only the layout
-that wrote them (`dp_reshardable`).
+Megatron's model describes each parameter as a part of a tensor (`sharded_state_dict`). With one tensor per
+layer and expert, names do not depend on pipeline stages or expert ranks. The distributed optimizer holds flat
+ranges of parameters. Each rank writes the boxes that make up its ranges (`boxes`), parameters included, so
+that ranks share the work and nothing is gathered. Megatron's own formats either gather whole buffers on each
+rank (`fully_reshardable`) or can be loaded only under the layout that wrote them (`dp_reshardable`).
 """
 
 from __future__ import annotations
@@ -36,38 +35,37 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from async_rl.errors import CheckpointError
-from trainer.megatron.boxes import boxes
 from trainer.megatron.model import MegatronModel
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-Part = ShardedTensor
+TensorPart = ShardedTensor
 """A part of a global tensor: `key`, `data`, `global_shape`, `global_offset`."""
 Sharded = ShardedTensor | ShardedTensorFactory
 
 
 class _HeldShard(NamedTuple):
-    """What an optimizer of this rank holds of a parameter."""
+    """The part of a parameter that an optimizer of this rank holds."""
 
     parameter: torch.nn.Parameter
     main: torch.Tensor
-    """What it updates: the parameter, a float32 copy, or a flat range of either."""
+    """The tensor that the optimizer updates: the parameter, a float32 copy, or a flat range of either."""
     start: int
-    """Of the range."""
+    """Start of the range in the flattened parameter."""
     optimizer: torch.optim.Optimizer
     ranged: bool
-    """Whether the other data-parallel ranks hold the rest, or the same."""
+    """Whether other data-parallel ranks hold the other ranges; otherwise they hold the same tensor."""
 
 
-def parameters(chunks: Sequence[torch.nn.Module]) -> list[Part]:
-    """This rank's parameters and buffers, as they are; views."""
+def parameter_parts(chunks: Sequence[torch.nn.Module]) -> list[TensorPart]:
+    """Returns this rank's parameters and buffers, as views."""
     return [part for sharded in _sharded(chunks) for part in _parts(sharded, sharded.data)]
 
 
-def to_save(model: MegatronModel) -> list[Part]:
-    """What this rank is to write, so that all ranks together write everything once; views."""
+def parts_to_save(model: MegatronModel) -> list[TensorPart]:
+    """Returns the parts that this rank writes, as views; all ranks together write everything once."""
     held = {id(each.parameter): each for each in _held(model)}
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for sharded in _sharded(model.chunks):
         each = held.get(id(sharded.data))
         if each is None or not each.ranged:
@@ -80,9 +78,9 @@ def to_save(model: MegatronModel) -> list[Part]:
     return [part for part in parts if is_main_replica(part.replica_id)] + list(random_state().values())
 
 
-def to_load(model: MegatronModel, *, optimizer: bool) -> list[Part]:
-    """What this rank needs, to be overwritten; with `optimizer` its state too, made where there is none."""
-    parts = parameters(model.chunks)
+def parts_to_load(model: MegatronModel, *, optimizer: bool) -> list[TensorPart]:
+    """Returns the parts that loading overwrites; with `optimizer`, it creates and includes its state."""
+    parts = parameter_parts(model.chunks)
     if optimizer:
         for each in _held(model):
             for name in _MOMENTS:
@@ -92,7 +90,7 @@ def to_load(model: MegatronModel, *, optimizer: bool) -> list[Part]:
 
 
 def optimizer_step(model: MegatronModel) -> int:
-    """Updates that the moments have seen, the same for all parameters; 0 before the first."""
+    """Returns the number of updates in the moments, equal for all parameters; 0 before the first update."""
     for each in _held(model):
         state = each.optimizer.state.get(each.main, {})
         groups = each.optimizer.param_groups
@@ -101,9 +99,9 @@ def optimizer_step(model: MegatronModel) -> int:
 
 
 def set_optimizer_step(model: MegatronModel, step: int) -> None:
-    """Let the moments have seen so many updates."""
+    """Sets the number of updates in the moments."""
     for each in _held(model):
-        if not isinstance(each.optimizer, torch.optim.Adam):  # a fused one counts by group
+        if not isinstance(each.optimizer, torch.optim.Adam):  # a fused optimizer counts by group
             for group in each.optimizer.param_groups:
                 group["step"] = step
             continue
@@ -114,8 +112,8 @@ def set_optimizer_step(model: MegatronModel, step: int) -> None:
         )
 
 
-def random_state() -> dict[str, Part]:
-    """A copy of the generators' states, by name; overwritten, it is for `set_random_state`."""
+def random_state() -> dict[str, TensorPart]:
+    """Returns a copy of the generators' states, by name, for loading and `set_random_state`."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["device"] = torch.cuda.get_rng_state()
@@ -123,7 +121,7 @@ def random_state() -> dict[str, Part]:
         states[f"megatron.{name}"] = state
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return {
-        name: Part(
+        name: TensorPart(
             f"random.{name}",
             state[None].clone(),
             torch.uint8,
@@ -136,8 +134,8 @@ def random_state() -> dict[str, Part]:
     }
 
 
-def set_random_state(model: MegatronModel, states: dict[str, Part]) -> None:
-    """Take up the generators as they were."""
+def set_random_state(model: MegatronModel, states: dict[str, TensorPart]) -> None:
+    """Restores the generators' states."""
     bytes_of = {name: part.data[0].cpu() for name, part in states.items()}
     torch.set_rng_state(bytes_of.pop("cpu"))
     if model.device.type == "cuda":
@@ -149,7 +147,7 @@ def set_random_state(model: MegatronModel, states: dict[str, Part]) -> None:
 
 def _sharded(chunks: Sequence[torch.nn.Module]) -> Iterator[Sharded]:
     for chunk in chunks:
-        # Beside tensors there are states of fused layers, which only eight-bit training fills.
+        # Values other than tensors are extra states of fused layers, which only eight-bit training uses.
         values = nested_values(
             unwrap_model(chunk).sharded_state_dict(metadata={"singleton_local_shards": True})
         )
@@ -178,9 +176,9 @@ def _held(model: MegatronModel) -> Iterator[_HeldShard]:
             yield _HeldShard(parameter, main, start, part.optimizer, ranged=True)
 
 
-def _optimizer_state(model: MegatronModel) -> list[Part]:
+def _optimizer_state(model: MegatronModel) -> list[TensorPart]:
     sharded_of = {id(sharded.data): sharded for sharded in _sharded(model.chunks)}
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for each in _held(model):
         state = each.optimizer.state[each.main]
         tensors = {name: state[name] for name in _MOMENTS}
@@ -194,13 +192,13 @@ def _optimizer_state(model: MegatronModel) -> list[Part]:
     return parts
 
 
-def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = None) -> list[Part]:
-    """A tensor of a parameter's shape as parts of global tensors, or what is held of one.
+def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = None) -> list[TensorPart]:
+    """Returns a tensor of a parameter's shape, or the held range of one, as parts of global tensors.
 
     Args:
-        sharded: Megatron's description of the parameter; several tensors where it fuses them.
-        values: Views of these are the data of the parts.
-        held: Which range of the flattened parameter the values are; None: all.
+        sharded: Megatron's description of the parameter; it yields several tensors where Megatron fuses them.
+        values: The tensor whose views are the data of the parts.
+        held: The range of the flattened parameter that the values are; None: the whole parameter.
     """
     whole = sharded.data.detach()
     wholes = [sharded] if isinstance(sharded, ShardedTensor) else list(nested_values(sharded.build()))
@@ -209,20 +207,22 @@ def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = Non
     parts = []
     for each in wholes:
         if each.prepend_axis_num or not each.data.is_contiguous():
-            raise CheckpointError(f"{each.key} is laid out in memory in a way that cannot be resharded")
+            raise CheckpointError(
+                f"{each.key} has a memory layout that cannot be resharded: expected a contiguous tensor"
+            )
         begin = each.data.storage_offset() - whole.storage_offset()
         first = max(start, begin) - begin
         last = min(start + flat.numel(), begin + each.data.numel()) - begin
         position = first + begin - start
         replica = each.replica_id
         if held is not None and held.ranged:
-            replica = (*replica[:2], 0)  # what other data-parallel ranks hold is another range
+            replica = (*replica[:2], 0)  # other data-parallel ranks hold other ranges
         for box in boxes(tuple(each.local_shape), first, last):
             size = math.prod(box.sizes)
             data = flat[position : position + size].view(box.sizes)
             position += size
             parts.append(
-                Part(
+                TensorPart(
                     each.key,
                     data,
                     data.dtype,
@@ -234,3 +234,54 @@ def _parts(sharded: Sharded, values: torch.Tensor, held: _HeldShard | None = Non
                 )
             )
     return parts
+
+
+class Box(NamedTuple):
+    """A part of a tensor: a contiguous range of indices in each dimension.
+
+    The distributed optimizer splits parameters where a buffer is full, even in the middle of a row.
+    Checkpoints describe parts of tensors only as boxes:
+
+    ```
+    . . . x x      a range of a [4, 5] tensor, from 3 to 17:
+    x x x x x          the end of row 0, rows 1 and 2, the beginning of row 3
+    x x x x x
+    x x . . .
+    ```
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Splits the range `[start, stop)` of a flattened tensor into at most `2 len(shape) - 1` boxes.
+
+    Args:
+        shape: The tensor's shape.
+        start: Index of the first element, in row-major order.
+        stop: Index after the last element.
+
+    Yields:
+        Boxes in the order of their elements; each holds a contiguous range.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # complete rows
+    if first > last:  # the range lies inside one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+    begin = index * math.prod(shape[1:])
+    for box in boxes(shape[1:], start - begin, stop - begin):
+        yield Box((index, *box.offsets), (1, *box.sizes))

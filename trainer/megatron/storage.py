@@ -1,13 +1,14 @@
-"""Parts of global tensors in Megatron's format `torch_dist`, that of torch's distributed checkpoints.
+"""Reads and writes parts of global tensors in Megatron's format `torch_dist`, that of torch's distributed
+checkpoints.
 
 ```
-__<rank>_<n>.distcp   the tensors that a rank wrote       .metadata       which part lies where (a pickle)
-common.pt             empty: all there is is tensors      metadata.json   the name of the format
+__<rank>_<n>.distcp   the tensors that a rank wrote       .metadata       the location of each part (a pickle)
+common.pt             empty: there are only tensors       metadata.json   the name of the format
 ```
 
-Torch's own `save` and `load` plan by sending pickles among ranks. Here a rank tells what it wrote as msgpack,
-and rank 0 makes the plan out of that; a reader needs no plan of others. `.metadata` has to be a pickle, and
-is read by an unpickler that makes nothing but what belongs in there.
+Torch's own `save` and `load` exchange pickles between ranks. Here each rank reports what it wrote as msgpack,
+and rank 0 builds the metadata from these reports; a reader needs no exchange. `.metadata` has to be a pickle.
+It is read by an unpickler that creates only the classes that belong there.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from async_rl.errors import CheckpointError
-from trainer.megatron.shards import Part
+from trainer.megatron.shards import TensorPart
 
 METADATA: Final = ".metadata"
 _OF_MEGATRON: Final = ("common.pt", "metadata.json")
@@ -63,16 +64,16 @@ _KNOWN: Final = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
 }
-"""All that a `.metadata` consists of."""
+"""Everything that a `.metadata` file may contain."""
 
 
-class Written(msgspec.Struct, frozen=True, array_like=True):
-    """One part of a tensor that a rank has written."""
+class WrittenPart(msgspec.Struct, frozen=True, array_like=True):
+    """One part of a tensor, as a rank wrote it."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
@@ -80,11 +81,11 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
 
 
-def write(folder: Path, parts: Sequence[Part], rank: int) -> list[Written]:
-    """Write this rank's parts, which lie in the host's memory; no exchange with others.
+def write_parts(folder: Path, parts: Sequence[TensorPart], rank: int) -> list[WrittenPart]:
+    """Writes this rank's parts, which are in host memory, without an exchange with other ranks.
 
     Raises:
-        OSError: When the disk takes no more, with the bytes that were to be written and those that are free.
+        OSError: When the disk is full; the message states the bytes to write and the bytes free.
     """
     writer, planner = FileSystemWriter(folder, thread_count=1), DefaultSavePlanner(False, False)
     planner.set_up_planner(_by_key(parts), writer.storage_meta(), is_coordinator=False)
@@ -95,14 +96,14 @@ def write(folder: Path, parts: Sequence[Part], rank: int) -> list[Written]:
     try:
         results = {_place(result.index): result for result in writer.write_data(plan, planner).wait()}
     except (OSError, RuntimeError) as error:
-        # Torch's archive says that it has lost its position; what it handled then is why.
+        # Torch's archive writer reports a lost position; the error that it was handling is the cause.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
         needed, free = sum(part.data.nbytes for part in parts), shutil.disk_usage(folder).free
         raise OSError(
             cause.errno,
-            f"{cause.strerror}: rank {rank} writes {needed} bytes, and {free} are free; there has to be room "
+            f"{cause.strerror}: rank {rank} writes {needed} bytes, and {free} are free; the disk needs space "
             "for trainer.keep_checkpoints + 1 checkpoints",
         ) from error
     written = []
@@ -110,7 +111,7 @@ def write(folder: Path, parts: Sequence[Part], rank: int) -> list[Written]:
         result = results[part.key, tuple(part.global_offset)]
         info = result.storage_data
         written.append(
-            Written(
+            WrittenPart(
                 part.key,
                 str(part.dtype).removeprefix("torch."),
                 tuple(part.global_shape),
@@ -124,14 +125,14 @@ def write(folder: Path, parts: Sequence[Part], rank: int) -> list[Written]:
     return written
 
 
-def write_metadata(folder: Path, of_ranks: Sequence[Sequence[Written]]) -> tuple[str, ...]:
-    """Say which part lies where; by one rank, when all have written.
+def write_metadata(folder: Path, of_ranks: Sequence[Sequence[WrittenPart]]) -> tuple[str, ...]:
+    """Writes the location of every part; called on one rank after all ranks have written.
 
     Returns:
-        The files that it wrote.
+        The names of the files that it wrote.
 
     Raises:
-        CheckpointError: When tensors have gaps, or parts that overlap.
+        CheckpointError: When the parts of a tensor leave gaps or overlap.
     """
     plans, results = [], []
     for of_rank in of_ranks:
@@ -148,9 +149,9 @@ def write_metadata(folder: Path, of_ranks: Sequence[Sequence[Written]]) -> tuple
     try:
         _, metadata = DefaultSavePlanner(False, False).create_global_plan(plans)
     except ValueError as error:
-        raise CheckpointError(f"the ranks' parts do not make up whole tensors: {error}") from error
+        raise CheckpointError(f"the ranks' parts do not form complete tensors: {error}") from error
     FileSystemWriter(folder).finish(metadata, results)
-    # What Megatron's own `dist_checkpointing.load` looks at first.
+    # Megatron's own `dist_checkpointing.load` reads these first.
     torch.save({}, folder / "common.pt")
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     for name in _OF_MEGATRON:
@@ -159,10 +160,10 @@ def write_metadata(folder: Path, of_ranks: Sequence[Sequence[Written]]) -> tuple
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Which parts there are of which tensors.
+    """Reads which parts of which tensors a checkpoint holds.
 
     Raises:
-        CheckpointError: When it is damaged, or holds something that does not belong there.
+        CheckpointError: When the file is damaged, or holds something that does not belong there.
     """
     try:
         with (folder / METADATA).open("rb") as file:
@@ -174,14 +175,14 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    """Of all tensors, by key."""
+def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all tensors, by key."""
     tensors = metadata.state_dict_metadata.items()
     return {key: tuple(value.size) for key, value in tensors if isinstance(value, TensorStorageMetadata)}
 
 
-def read(folder: Path, metadata: Metadata, parts: Sequence[Part]) -> None:
-    """Overwrite the parts' data, whatever parts they were written in; no exchange with others."""
+def read_parts(folder: Path, metadata: Metadata, parts: Sequence[TensorPart]) -> None:
+    """Overwrites the parts' data, however the tensors were split when written, without an exchange."""
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner(False, False)
     planner.set_up_planner(_by_key(parts), metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
@@ -205,8 +206,8 @@ def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
     return _MEM_FORMAT_ENCODING[name]
 
 
-def _by_key(parts: Sequence[Part]) -> dict[str, Any]:
-    """Torch wants one object a tensor, which may stand for several parts."""
+def _by_key(parts: Sequence[TensorPart]) -> dict[str, Any]:
+    """Returns one object per tensor, as torch requires, which may hold several parts."""
     by_key = defaultdict(list)
     for part in parts:
         by_key[part.key].append(CheckpointableShardedTensor.from_sh_ten(part))
@@ -222,7 +223,7 @@ def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset or ())
 
 
-def _write_item(each: Written) -> WriteItem:
+def _write_item(each: WrittenPart) -> WriteItem:
     offsets = torch.Size(each.offsets)
     return WriteItem(
         index=MetadataIndex(each.key, offsets),

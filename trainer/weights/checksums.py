@@ -1,9 +1,8 @@
-"""Sums over the weights as an engine makes them, where the trainer can: SGLang on a CPU, without tensor
-parallelism.
+"""Checksums over the weights as an engine computes them, for SGLang on a CPU without tensor parallelism.
 
-SGLang sums the bytes of each parameter and has several of Hugging Face's tensors in one. With one rank these
-lie one after the other, so that the sum goes on from tensor to tensor. Where a model is laid out otherwise
-the sum is another one: `async_rl.weights.checksums` finds out at the start which are comparable.
+SGLang hashes the bytes of each parameter, which may fuse several Hugging Face tensors. On one rank these are
+concatenated, so that the hash continues from tensor to tensor. Other layouts lead to other checksums:
+`async_rl.weights.checksums` determines at the start which parameters are comparable.
 
 Source: sglang/srt/utils/weight_checker.py, `tensor_hash` of managers/mm_utils.py (0.5.23); its models'
 `stacked_params_mapping`.
@@ -28,14 +27,14 @@ _FUSED: Final = (
 _OF_VOCABULARY: Final = ("embed_tokens.weight", "lm_head.weight")
 
 _VOCABULARY_MULTIPLE: Final = 64
-"""An engine fills these up with rows of zeros; `DEFAULT_VOCAB_PADDING_SIZE` of SGLang."""
+"""Engines pad the vocabulary with zeros to a multiple of this: SGLang's `DEFAULT_VOCAB_PADDING_SIZE`."""
 
 
-def sum_up(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """The first 8 bytes of SHA-256 over each parameter of an engine, as hexadecimal digits.
+def checksum_parameters(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Returns the first 8 bytes of SHA-256 over each parameter of an engine, as hexadecimal digits.
 
     Args:
-        tensors: Under their Hugging Face names, those of one parameter in the engine's order.
+        tensors: Tensors under their Hugging Face names; tensors of one parameter come in the engine's order.
     """
     hashes = {}
     for name, tensor in tensors:
@@ -48,7 +47,7 @@ def sum_up(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 def _parameter(name: str) -> str:
-    """The engine's parameter that a tensor becomes, or becomes a part of."""
+    """Returns the name of the engine's parameter that contains a tensor."""
     for pattern, fused in _FUSED:
         if pattern.search(name):
             return pattern.sub(fused, name)

@@ -1,12 +1,12 @@
-"""A copy of the weights that engines are given while the next step changes the trainer's own.
+"""A copy of the weights that is sent to engines while the next step changes the trainer's own weights.
 
 ```
- step n ─► take: all ranks gather, rank 0 copies ─► step n+1 …
+ step n ─► copy_tensors: all ranks gather, rank 0 copies ─► step n+1 …
                           └► tensors: published or sent, by another thread
 ```
 
-Gathering and conversion exchange in the groups that training uses too, so that they cannot run beside a step:
-they are done when the copy is made. What is left for later is rank 0's alone: to write or send what it has.
+Gathering and conversion use the process groups of training and cannot run beside a step, so they happen when
+the copy is made. Writing or sending the copy afterwards involves rank 0 only.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import torch
 class WeightSnapshot:
     """Tensors under their Hugging Face names, in buffers that are allocated once; empty on all ranks but 0.
 
-    Nobody may read while it is taken: `async_rl.weights.weight_sync` takes one when the one before has been
+    The snapshot must not be read while it is copied: `async_rl.weights` takes one after the previous one was
     sent.
 
     Example:
-        >>> snapshot = Snapshot(keeps=True, where="host")
-        >>> snapshot.take([("weight", torch.ones(2))])
+        >>> snapshot = WeightSnapshot(keeps=True, where="host")
+        >>> snapshot.copy_tensors([("weight", torch.ones(2))])
         >>> dict(snapshot.tensors())
         {'weight': tensor([1., 1.])}
     """
 
     def __init__(self, *, keeps: bool, where: Literal["host", "device"]) -> None:
-        """Allocate nothing yet.
+        """Creates an empty snapshot.
 
         Args:
-            keeps: Whether this rank keeps what it gathers.
-            where: `host` copies out of a GPU into pinned memory, `device` beside the weights.
+            keeps: Whether this rank keeps the tensors that it gathers.
+            where: `host` copies to pinned host memory, `device` to the device of the weights.
         """
         self._keeps = keeps
         self._where = where
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Go through all tensors, which is collective, and copy them; they may change when this returns."""
+    def copy_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copies all tensors, which is collective; the originals may change once this returns."""
         for name, tensor in tensors:
             if not self._keeps:
                 continue
@@ -54,7 +54,7 @@ class WeightSnapshot:
             torch.cuda.current_stream().synchronize()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What was copied, in the order in which it came."""
+        """Yields the copied tensors in their original order."""
         yield from self._tensors.items()
 
     def _buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -64,8 +64,8 @@ class WeightSnapshot:
 
 
 @contextmanager
-def beside_training(device: torch.device) -> Iterator[None]:
-    """What the block does on a GPU goes into a stream of its own: it does not wait for a step's kernels."""
+def side_stream(device: torch.device) -> Iterator[None]:
+    """Runs the block's GPU work in a separate stream, so that it does not wait for the kernels of a step."""
     if device.type != "cuda":
         yield
         return

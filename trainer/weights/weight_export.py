@@ -1,14 +1,13 @@
-"""One rank's part in bringing weights to the engines: Hugging Face tensors in, buckets out.
+"""One rank's part in sending weights to engines: it turns Hugging Face tensors into buckets.
 
 ```
 export (all ranks gather, tensor by tensor) ─► fill a bucket ─► broadcast | shared memory     rank 0
                                             ├► compare with the version before ─► delta       rank 0
-                                            └► dropped                                        the others
+                                            └► dropped                                    other ranks
 ```
 
-Gathering is collective: every method is called on all ranks, and all of them go through the same tensors,
-also those that nobody will send any more. At no time is more held than two buckets and what one parameter
-gathers.
+Gathering is collective: every method must be called on all ranks, and all ranks iterate over the same tensors
+to the end, even after a failure. Memory is bounded by two buckets and one gathered parameter.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spe
 from async_rl.weights.delta import DeltaWriter, Raw
 from async_rl.weights.relay import BUFFERS
 from async_rl.weights.shared_memory import payload_for, shared_buffer
-from trainer.weights.checksums import sum_up
+from trainer.weights.checksums import checksum_parameters
 
 Export = Callable[[], Iterator[tuple[str, torch.Tensor]]]
-"""Starts a pass over all tensors under their Hugging Face names, in the same order each time."""
+"""Iterates over all tensors under their Hugging Face names, in the same order each time."""
 
 
 class WeightExport:
-    """The weights of one trainer, as its engines get them."""
+    """Exports the weights of one trainer to its engines, by broadcast, shared memory or delta files."""
 
     def __init__(
         self,
@@ -44,13 +43,13 @@ class WeightExport:
         check: Callable[[Sequence[TensorSpec]], None],
         group_timeout_s: float,
     ) -> None:
-        """Export nothing yet.
+        """Creates an export; nothing is gathered yet.
 
         Args:
-            export: Passes over the tensors; gathers them from all ranks.
-            rank: Of the trainer; 0 sends.
-            device: Where broadcasts are made from.
-            check: Raises when engines would not know what to do with such tensors; called on rank 0.
+            export: Iterates over the tensors, gathered from all ranks.
+            rank: This rank of the trainer; rank 0 sends.
+            device: The device from which tensors are broadcast.
+            check: Raises when the engines' model does not match the tensors; called on rank 0.
             group_timeout_s: Longest wait for an engine in a weight-update group.
         """
         self._export = export
@@ -59,34 +58,34 @@ class WeightExport:
         self._check = check
         self._group_timeout_s = group_timeout_s
         self._groups: dict[str, WeightGroup] = {}
-        self._specs: list[TensorSpec] = []
-        self._buffers: list[torch.Tensor] = []
+        self.planned_specs: list[TensorSpec] = []
+        self.shared_buffers: list[torch.Tensor] = []
         self._sharing: Iterator[torch.Tensor | None] = iter(())
         self._deltas = DeltaWriter()
 
-    def plan(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+    def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
         """Implements `TrainerRank.plan_buckets`."""
-        return plan_buckets(self.specs(), bucket_bytes)
+        return plan_buckets(self.tensor_specs(), bucket_bytes)
 
-    def specs(self) -> Sequence[TensorSpec]:
-        """What is exported, in its order; found out, and checked, once.
+    def tensor_specs(self) -> Sequence[TensorSpec]:
+        """Returns the specs of the exported tensors, in order; the first call determines and checks them.
 
         Raises:
-            WeightSyncError: On rank 0, when the engines' model is made of something else.
+            WeightSyncError: On rank 0, when the tensors do not match the engines' model.
         """
-        if not self._specs:
+        if not self.planned_specs:
             specs = [spec_of(name, tensor) for name, tensor in self._export()]
             if self._rank == 0:
                 self._check(specs)
-            self._specs = specs
-        return self._specs
+            self.planned_specs = specs
+        return self.planned_specs
 
     def checksums(self) -> dict[str, str]:
         """Implements `TrainerRank.checksums`."""
         tensors = self._export()
         try:
-            # An engine on a GPU sums there, in another way.
-            return sum_up(tensors) if self._rank == 0 and self._device.type == "cpu" else {}
+            # An engine on a GPU computes its checksums there, by another algorithm.
+            return checksum_parameters(tensors) if self._rank == 0 and self._device.type == "cpu" else {}
         finally:
             collections.deque(tensors, maxlen=0)
 
@@ -98,14 +97,14 @@ class WeightExport:
             self._groups[invite.group_name] = WeightGroup(invite, self._group_timeout_s)
 
     def close_group(self, group_name: str) -> None:
-        """Implements `TrainerRank.close_weight_group`; a group that is not open is left alone."""
+        """Implements `TrainerRank.close_weight_group`; does nothing for a group that is not open."""
         group = self._groups.pop(group_name, None)
         if group is not None:
             group.close()
 
-    def send(self, group_names: list[str], bucket_bytes: int) -> None:
+    def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
         """Implements `TrainerRank.send_weights`."""
-        buckets = self.plan(bucket_bytes)
+        buckets = self.plan_buckets(bucket_bytes)
         tensors = self._export()
         try:
             if self._rank == 0:
@@ -117,39 +116,39 @@ class WeightExport:
 
     # -- shared memory
 
-    def share(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+    def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """Implements `TrainerRank.share_bucket`."""
-        buckets = self.plan(bucket_bytes)
+        buckets = self.plan_buckets(bucket_bytes)
         if number == 0:
             self._sharing = self._share_all(buckets)
         data = next(self._sharing)
         return [] if data is None else [payload_for(data, buckets[number]) for _ in range(copies)]
 
     def _share_all(self, buckets: tuple[tuple[TensorSpec, ...], ...]) -> Iterator[torch.Tensor | None]:
-        """The buckets in shared memory on rank 0; on the others as many times nothing."""
+        """Yields the buckets in shared memory on rank 0, and None for each bucket on other ranks."""
         tensors = self._export()
         for number, bucket in enumerate(buckets):
             of_bucket, data = itertools.islice(tensors, len(bucket)), None
             try:
-                self.make_room(buckets)
+                self.allocate_buffers(buckets)
                 if self._rank == 0:
-                    (data,) = fill_buckets(of_bucket, [bucket], [self._buffers[number % BUFFERS]])
+                    (data,) = fill_buckets(of_bucket, [bucket], [self.shared_buffers[number % BUFFERS]])
             finally:
                 collections.deque(of_bucket, maxlen=0)
             yield data
 
-    def make_room(self, buckets: Sequence[Sequence[TensorSpec]]) -> None:
-        """Allocate what `share` fills, on rank 0.
+    def allocate_buffers(self, buckets: Sequence[Sequence[TensorSpec]]) -> None:
+        """Allocates the buffers that `share_bucket` fills, on rank 0.
 
-        The buffers are kept from update to update: fresh pages cost more than to copy into old ones.
+        The buffers are reused for later updates: allocating new pages costs more than copying into old ones.
 
         Raises:
             WeightSyncError: When there is not enough shared memory.
         """
         num_bytes = largest_of(buckets)
-        if self._rank == 0 and (not self._buffers or len(self._buffers[0]) < num_bytes):
-            self._buffers.clear()
-            self._buffers += [shared_buffer(num_bytes) for _ in range(BUFFERS)]
+        if self._rank == 0 and (not self.shared_buffers or len(self.shared_buffers[0]) < num_bytes):
+            self.shared_buffers.clear()
+            self.shared_buffers += [shared_buffer(num_bytes) for _ in range(BUFFERS)]
 
     # -- a delta
 
@@ -160,21 +159,21 @@ class WeightExport:
             if self._rank != 0:
                 return False
             raw = ((name, tensor.element_size(), raw_of(tensor)) for name, tensor in tensors)
-            return self._deltas.write(raw, path, base, version)
+            return self._deltas.write_delta(raw, path, base, version)
         finally:
             collections.deque(tensors, maxlen=0)
 
-    # -- the end
+    # -- shutdown
 
     def close(self) -> None:
-        """Leave all groups and give the memory back."""
+        """Leaves all groups and releases the memory."""
         for name in list(self._groups):
             self.close_group(name)
-        self._buffers = []
+        self.shared_buffers = []
         self._sharing = iter(())
         self._deltas = DeltaWriter()
 
 
 def raw_of(tensor: torch.Tensor) -> Raw:
-    """The bytes of a tensor, on the host."""
+    """Returns the bytes of a tensor, on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

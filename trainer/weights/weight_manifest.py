@@ -1,7 +1,9 @@
-"""What the engines' model is made of, by its files: exported weights are held against it before they go out.
+"""The manifest of the engines' weights, read from the model's files, and its comparison with exported
+weights.
 
-SGLang passes over a name that its model lacks, casts another dtype in silence and dies of another shape. The
-folder that the engines were started from says what they have; nothing but headers is read of it.
+SGLang silently ignores a name that its model lacks, silently casts another dtype and crashes on another
+shape. The folder that the engines were started from tells which tensors they have; only the headers of its
+files are read.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from safetensors import safe_open
 from async_rl.engine_protocol import TensorSpec
 from async_rl.errors import WeightSyncError
 
-_TOLD: Final = 5
-"""Differences that the error names."""
+_MAX_LISTED: Final = 5
+"""The number of differences that the error lists."""
 
 _DTYPES: Final = {
     "BOOL": "bool",
@@ -32,16 +34,16 @@ _DTYPES: Final = {
     "F32": "float32",
     "F64": "float64",
 }
-"""Of safetensors, in torch's words."""
+"""Names of torch's dtypes, by the names in safetensors files."""
 
 _LAYER: Final = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def served_specs(model: Path) -> dict[str, TensorSpec]:
-    """Name, dtype and shape of every tensor of a Hugging Face folder.
+    """Returns name, dtype and shape of every tensor of a Hugging Face folder.
 
     Raises:
-        WeightSyncError: When it has no safetensors, or its index names files that are not there.
+        WeightSyncError: When the folder has no safetensors files, or its index names missing files.
     """
     index = model / "model.safetensors.index.json"
     files = (
@@ -57,7 +59,7 @@ def served_specs(model: Path) -> dict[str, TensorSpec]:
     specs = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no dict
+            for name in opened.keys():  # noqa: SIM118 - not a dict
                 tensor = opened.get_slice(name)
                 dtype = tensor.get_dtype()
                 specs[name] = TensorSpec(
@@ -69,24 +71,24 @@ def served_specs(model: Path) -> dict[str, TensorSpec]:
 def check_exported(
     exported: Iterable[TensorSpec], served: Mapping[str, TensorSpec], hf_config: Any, dtype: str
 ) -> None:
-    """Refuse weights that are not the ones the engines have.
+    """Checks that the exported weights match the engines' model.
 
     Args:
-        exported: What the trainer sends.
-        served: What the engines' model has.
-        hf_config: Of that model.
-        dtype: `model.dtype`, which the engines cast all weights to that they do not keep in another one.
+        exported: The tensors that the trainer sends.
+        served: The tensors of the engines' model, by name.
+        hf_config: The Hugging Face config of that model.
+        dtype: `model.dtype`, to which engines cast all weights that they do not keep in another dtype.
 
     Raises:
-        WeightSyncError: That names the first differences.
+        WeightSyncError: When they differ; the message lists the first differences.
     """
     found = list(_differences(list(exported), served, hf_config, dtype))
     if found:
-        more = f"; and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+        more = f"; and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
         raise WeightSyncError(
             f"the trainer's weights are not those of the model that the engines serve: "
-            f"{'; '.join(found[:_TOLD])}{more}. Nothing was sent. Is model.path the folder that both were "
-            f"started from?"
+            f"{'; '.join(found[:_MAX_LISTED])}{more}. Nothing was sent. Is model.path the folder that both "
+            f"were started from?"
         )
 
 
@@ -110,6 +112,7 @@ def _differences(
     num_layers = hf_config.num_hidden_layers
     for name in sorted(served.keys() - set(names) - tied):
         layer = _LAYER.match(name)
-        # Layers beyond the last predict further tokens, which engines load apart and do not use here.
+        # Layers beyond the last are for multi-token prediction, which engines load separately and do not use
+        # here.
         if not (layer and int(layer[1]) >= num_layers) and not name.endswith("rotary_emb.inv_freq"):
             yield f"{name} is missing"

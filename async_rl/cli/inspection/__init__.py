@@ -1,4 +1,5 @@
-"""Trajectories for people: those of a run (`browse`), and those of a loop that someone tries (`try_out`).
+"""Terminal views of trajectories: those of a run (`browse`), and those of an agent loop under test
+(`try_out`).
 
 Text and terminal views of single trajectories belong here. Figures of a whole run belong in
 `async_rl.observability`.

@@ -1,4 +1,4 @@
-"""`async-rl inspect RUN [TRAJECTORY]`: the newest finished trajectories of a run, which may be running."""
+"""`async-rl inspect RUN [TRAJECTORY]`: shows the newest finished trajectories of a run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from async_rl.cli.inspection.portrait import Decode, decoder, portray, token_numbers
-from async_rl.cli.inspection.show import show, show_table, terminal
+from async_rl.cli.inspection.show import show_table, show_trajectory, terminal
+from async_rl.cli.inspection.trajectory_view import Decode, decoder, token_numbers, view_trajectory
 from async_rl.config import Config, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import ConfigError
@@ -34,17 +34,17 @@ _SHORTEST_PREFIX: Final = 8
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which trajectories of a run; what is None does not matter."""
+    """Selects trajectories of a run; fields that are None select all."""
 
     status: str | None = None
     reason: str | None = None
-    """Some of the reason or error."""
+    """Part of the reason or error."""
     task: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None
 
     def sql(self) -> tuple[str, list[Any]]:
-        """A condition, and the values of its question marks."""
+        """Return an SQL condition, and the values of its question marks."""
         conditions = {
             "status = ?": self.status,
             "instr(lower(reason), lower(?))": self.reason,
@@ -67,28 +67,28 @@ def inspect(
     as_json: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Print a table of a run's trajectories, or one of them whole.
+    """Print a table of a run's trajectories, or one of them in full.
 
     Args:
         run: The run's folder, or its name below `runs`.
         trajectory: Beginning of an id; None prints the table.
-        chosen: Which of them the table has.
-        order: Of the table.
-        limit: Most lines of the table; 0 for all.
+        chosen: Which trajectories the table has.
+        order: Order of the table.
+        limit: Maximum number of lines of the table; 0 for all.
         special: Whether special tokens are shown.
-        as_json: Print JSON instead: a list of rows, or a portrait.
-        console: Where; None takes stdout.
+        as_json: Print JSON instead: a list of table rows, or a `TrajectoryView`.
+        console: Where to print; None takes stdout.
 
     Returns:
         The exit code.
 
     Raises:
-        ConfigError: There is no such run or trajectory, or the beginning fits several.
+        ConfigError: There is no such run or trajectory, or the beginning matches several.
     """
     console = console or terminal()
     run_dir = run if run.is_dir() else Path("runs") / run
     if not run_dir.is_dir():
-        raise ConfigError(f"there is no run folder {str(run)!r} (looked from {os.getcwd()}, and in runs/)")
+        raise ConfigError(f"there is no run folder {str(run)!r} (searched in {os.getcwd()} and in runs/)")
     reader = ArchiveReader(run_dir / FILE)
     try:
         if trajectory is None:
@@ -103,7 +103,7 @@ def inspect(
 
 
 def abbreviate(ids: Iterable[str], among: Iterable[str]) -> list[str]:
-    """The shortest beginnings of one length by which ids are told apart from all others."""
+    """Return the shortest beginnings of one length that distinguish ids from all others."""
     everything = set(among)
     shown = list(ids)
     longest = max(map(len, everything), default=0)
@@ -127,7 +127,7 @@ def _print_table(
         now = dict(counts)
         console.print(
             f"in flight {now.get('in_flight', 0)}, queued {now.get('queued', 0)}; "
-            f"`async-rl inspect {run_dir} TRAJECTORY` shows one whole",
+            f"`async-rl inspect {run_dir} TRAJECTORY` shows one in full",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -140,17 +140,17 @@ def _print_one(
     row = _find(reader, beginning)
     kept, events = reader.read_trajectory(row.trajectory_id)
     config = _config(run_dir)
-    decode, remark = _decode(config, special=special)
-    portrait = portray(
+    decode, remark = _decoder_of(config, special=special)
+    view = view_trajectory(
         kept,
         decode,
-        history=[*events, *_as_the_ledger_says(run_dir, row)],
+        history=[*events, *_ledger_events(run_dir, row)],
         oldest_trained=_oldest_trained(config, row),
     )
     if as_json:
-        print(msgspec.json.encode(portrait).decode())
+        print(msgspec.json.encode(view).decode())
         return
-    show(console, portrait)
+    show_trajectory(console, view)
     if remark:
         console.print(Text(remark, style="yellow"), soft_wrap=True)
 
@@ -172,7 +172,7 @@ def _find(reader: ArchiveReader, beginning: str) -> ArchiveRow:
 
 
 def _config(run_dir: Path) -> Config | None:
-    """What the run was started with; None where it cannot be read, which costs only its details.
+    """Return the config of the run; None if it cannot be read, which only costs details.
 
     The answers of an evaluation are two folders below their run's.
     """
@@ -184,25 +184,25 @@ def _config(run_dir: Path) -> Config | None:
         return None
 
 
-def _decode(config: Config | None, *, special: bool) -> tuple[Decode, str]:
-    """From tokens to text, and a remark where it is not text."""
+def _decoder_of(config: Config | None, *, special: bool) -> tuple[Decode, str]:
+    """Return a function from tokens to text, and a remark if it cannot produce text."""
     if config is None:
-        return token_numbers, "The run's config.yaml cannot be read: tokens are shown as their numbers."
+        return token_numbers, "The run's config.yaml cannot be read: tokens are shown as numbers."
     try:
         return decoder(load_chat_format(config.model.path), special=special), ""
     except ConfigError as error:
-        return token_numbers, f"Tokens are shown as their numbers: {error}"
+        return token_numbers, f"Tokens are shown as numbers: {error}"
 
 
 def _oldest_trained(config: Config | None, row: ArchiveRow) -> int | None:
-    """Under `mask_tokens`, the oldest version that was trained on. A step consumes at the one before it."""
+    """Return the oldest version trained on under `mask_tokens`. A step consumes at the version before it."""
     if config is None or row.step is None or config.rollout.staleness_policy != "mask_tokens":
         return None
     return row.step - 1 - config.rollout.max_staleness
 
 
-def _as_the_ledger_says(run_dir: Path, row: ArchiveRow) -> list[ArchiveEvent]:
-    """What the ledger has of it still; the archive may lack the last second before a kill."""
+def _ledger_events(run_dir: Path, row: ArchiveRow) -> list[ArchiveEvent]:
+    """Return the ledger's state of a trajectory; the archive may lack the last second before a kill."""
     found = _ledger(
         run_dir,
         "SELECT state, coalesce(reason, ''), step, position, weight_version "
@@ -212,13 +212,13 @@ def _as_the_ledger_says(run_dir: Path, row: ArchiveRow) -> list[ArchiveEvent]:
     if not found:
         return []
     ((state, reason, step, position, weight_version),) = found
-    said = f"{state}{f' in step {step}' if step is not None else ''}{f' ({reason})' if reason else ''}"
-    what = f"in the ledger: {said}; task at position {position}, its group no older than v{weight_version}"
+    status = f"{state}{f' in step {step}' if step is not None else ''}{f' ({reason})' if reason else ''}"
+    what = f"in the ledger: {status}; task at position {position}, its group no older than v{weight_version}"
     return [ArchiveEvent(unix_s=(run_dir / "ledger.sqlite").stat().st_mtime, what=what)]
 
 
 def _ledger(run_dir: Path, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-    """Rows of the run's ledger, read-only; none where there is no ledger to read."""
+    """Query the run's ledger, read-only; return nothing if there is no readable ledger."""
     path = (run_dir / "ledger.sqlite").resolve()
     try:
         database = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)

@@ -1,4 +1,4 @@
-"""Trajectories on a terminal. Whatever a colour says, a word beside it says too."""
+"""Prints trajectories on a terminal. Everything that a colour shows is also printed as a word."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from async_rl.cli.inspection.portrait import LogProbs, Passage, Portrait
+from async_rl.cli.inspection.trajectory_view import LogProbs, Passage, TrajectoryView
 from async_rl.queue.archive import ArchiveRow
 
 _VERSION_STYLES: Final = ("green", "bright_blue", "magenta", "bright_yellow", "bright_cyan", "bright_red")
-"""Of weight versions, in turn: neighbours differ."""
+"""Colours of weight versions: consecutive versions differ."""
 
 _ROLE_STYLES: Final = {"prompt": "dim", "user": "bright_white", "tool": "yellow"}
 
 
 _WIDE: Final = 120
-"""Characters of a terminal that has room for all columns."""
+"""Width in characters of a terminal that fits all columns."""
 
 
 class _Column(NamedTuple):
@@ -32,35 +32,35 @@ class _Column(NamedTuple):
     cell: Callable[[ArchiveRow], RenderableType]
     justify: Literal["left", "right"] = "right"
     wide: bool = False
-    """Whether a narrow terminal does without."""
+    """Whether the column is left out on a narrow terminal."""
 
 
 def version_style(weight_version: int) -> str:
-    """The colour of what a weight version wrote."""
+    """Return the colour of tokens sampled under a weight version."""
     return _VERSION_STYLES[weight_version % len(_VERSION_STYLES)]
 
 
 def terminal() -> Console:
-    """Where commands print: as wide as the terminal, or as lines need in a file."""
+    """Return the console of a command: as wide as the terminal, or wide enough for all columns in a file."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=_WIDE)
     return console
 
 
-def show(console: Console, portrait: Portrait) -> None:
-    """Print a whole trajectory: figures, the conversation, what became of it."""
-    console.print(Rule(Text(f"trajectory {portrait.trajectory_id}", style="bold"), align="left"))
-    console.print(_figures(_facts(portrait)))
-    for passage in portrait.passages:
+def show_trajectory(console: Console, view: TrajectoryView) -> None:
+    """Print a whole trajectory: figures, conversation and history."""
+    console.print(Rule(Text(f"trajectory {view.trajectory_id}", style="bold"), align="left"))
+    console.print(_figures(_facts(view)))
+    for passage in view.passages:
         console.print(_heading(passage))
         console.print(Padding(_body(passage), (0, 0, 0, 2), expand=False))
-    if portrait.error is not None:
+    if view.error is not None:
         console.print(Text("error", style="bold red"))
-        console.print(Padding(Text(portrait.error, style="red"), (0, 0, 0, 2), expand=False))
-    if portrait.history:
+        console.print(Padding(Text(view.error, style="red"), (0, 0, 0, 2), expand=False))
+    if view.history:
         console.print(Text("history", style="bold"))
-        console.print(_figures([(_time(event.unix_s), Text(event.what)) for event in portrait.history]))
+        console.print(_figures([(_time(event.unix_s), Text(event.what)) for event in view.history]))
     console.print()
 
 
@@ -68,10 +68,10 @@ def show_table(console: Console, rows: Sequence[ArchiveRow], ids: Sequence[str],
     """Print a line for each trajectory.
 
     Args:
-        console: Where.
+        console: Where to print.
         rows: The trajectories.
-        ids: As each is to be named.
-        title: Above it.
+        ids: Their names in the table.
+        title: Title of the table.
     """
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
     wide = console.width >= _WIDE
@@ -85,21 +85,21 @@ def show_table(console: Console, rows: Sequence[ArchiveRow], ids: Sequence[str],
     console.print(table)
 
 
-def show_summary(console: Console, portraits: Sequence[Portrait]) -> None:
-    """One line of all that were tried."""
-    rewards = [p.reward for p in portraits if p.reward is not None]
-    failed = sum(p.error is not None for p in portraits)
+def show_summary(console: Console, views: Sequence[TrajectoryView]) -> None:
+    """Print one line that summarises trajectories."""
+    rewards = [p.reward for p in views if p.reward is not None]
+    failed = sum(p.error is not None for p in views)
     mean = f"mean reward {sum(rewards) / len(rewards):.3f}" if rewards else "no rewards"
-    tokens = sum(p.trained_tokens for p in portraits)
+    tokens = sum(p.trained_tokens for p in views)
     console.print(
-        f"{len(portraits)} trajectories: {mean}, {failed} failed, {tokens:,} tokens sampled, "
-        f"{sum(p.tool_calls for p in portraits)} tool calls ({sum(p.tool_errors for p in portraits)} errors)",
+        f"{len(views)} trajectories: {mean}, {failed} failed, {tokens:,} tokens sampled, "
+        f"{sum(p.tool_calls for p in views)} tool calls ({sum(p.tool_errors for p in views)} errors)",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def _facts(p: Portrait) -> list[tuple[str, Text]]:
+def _facts(p: TrajectoryView) -> list[tuple[str, Text]]:
     rows = [("task", Text(f"{p.task_id}, group {p.group_id}")), ("reward", _reward(p))]
     rows.append(("ended by", Text(p.stop_reason)))
     rows.append(
@@ -132,7 +132,7 @@ def _facts(p: Portrait) -> list[tuple[str, Text]]:
     return rows
 
 
-def _reward(p: Portrait) -> Text:
+def _reward(p: TrajectoryView) -> Text:
     if p.reward is None:
         return Text("none")
     parts = ", ".join(f"{name} {value:.3f}" for name, value in p.reward_parts.items() if name != "reward")
@@ -145,7 +145,7 @@ def _heading(passage: Passage) -> Rule:
     trained = "trained" if passage.trained else "inherited" if passage.turn else "masked"
     title = Text.assemble((name, "bold"), f" · {passage.tokens:,} tokens, {trained}")
     if masked := sum(call.masked for call in passage.calls):
-        title.append(f" but for {masked:,} that grew too old")
+        title.append(f" except {masked:,} that are too old")
     if passage.calls:
         title.append(f" · {_span([call.weight_version for call in passage.calls])}")
     if passage.log_probs is not None:
@@ -165,7 +165,7 @@ def _body(passage: Passage) -> Text:
     for call in passage.calls:
         body.append(f"⟨{before}v{call.weight_version} {call.engine_id}⟩", style="dim")
         body.append(call.text, style=version_style(call.weight_version))
-        # An engine that goes on under new weights by itself ends no call.
+        # An engine that continues under new weights does not end the call.
         before = f"{call.finish_reason} → " if call.finish_reason in ("abort", "failover") else "→ "
     body.append(f"⟨{passage.calls[-1].finish_reason}⟩", style="dim")
     return body
@@ -197,7 +197,7 @@ _COLUMNS: Final = (
 
 
 def _log_probs(figures: LogProbs) -> str:
-    token = f" ({figures.least_likely!r})" if figures.least_likely else ""  # a special one, left out
+    token = f" ({figures.least_likely!r})" if figures.least_likely else ""  # a special token is left out
     return f"mean {figures.mean:.3f}, 5% below {figures.p05:.3f}, least {figures.min:.3f}{token} nats"
 
 

@@ -1,12 +1,12 @@
-"""`async-rl rollout CONFIG`: an agent loop, its tools and its reward against an engine, without a trainer.
+"""`async-rl rollout CONFIG`: runs an agent loop, its tools and its reward on an engine, without a trainer.
 
 ```
  first tasks ──► RolloutManager ──► sessions ──► one engine: started here, `engine.urls`, or simulated
                       └─ observer: each trajectory is shown as it ends
 ```
 
-Manager, sessions, queue and engines are those of a run, so that what works here works there. A trajectory
-that fails is not tried again, but shown with the traceback.
+Manager, sessions, queue and engines are those of a run, so that results carry over. A trajectory that fails
+is not retried, but shown with the traceback.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import msgspec
 from rich.console import Console
 from uuid6 import uuid7
 
-from async_rl.cli.inspection.portrait import Portrait, decoder, portray
-from async_rl.cli.inspection.show import show, show_summary, terminal
+from async_rl.cli.inspection.show import show_summary, show_trajectory, terminal
+from async_rl.cli.inspection.trajectory_view import TrajectoryView, decoder, view_trajectory
 from async_rl.config import Config, SGLangEngines, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_run_tasks, order_of
@@ -47,14 +47,14 @@ from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.backend import LocalBackend
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
-from async_rl.run.preflight import check
+from async_rl.run.preflight import check_config
 from async_rl.runtime.supervision import first_error, services
 from async_rl.types import Task, Trajectory
 
 OpenEngines = Callable[[Config, Path], AbstractAsyncContextManager[list[Engine]]]
-"""Gives engines that answer, and a folder for their logs."""
+"""Opens engines; gets the config and a folder for their logs."""
 
-_ONE_BY_ONE: Final = (
+_OVERRIDES: Final = (
     "rollout.max_attempts=1",
     "rollout.min_group_size=1",
     "rollout.dynamic_filtering=false",
@@ -62,7 +62,7 @@ _ONE_BY_ONE: Final = (
     "rollout.max_failed_share=1.0",
     "trainer.loss.advantages=reinforce++",
 )
-"""Settings for which every trajectory counts, whatever becomes of its siblings."""
+"""Settings under which every trajectory is kept, independent of its siblings."""
 
 
 def rollout(
@@ -82,56 +82,58 @@ def rollout(
     Args:
         path: The config's YAML file.
         overrides: `dotted.key=value` changes to it.
-        number: Of trajectories: of the first tasks in the order of a run, or siblings of one task.
-        task_id: That task.
+        number: Number of trajectories: of the first tasks in the order of a run, or siblings of one task.
+        task_id: That one task.
         special: Whether special tokens are shown.
         as_json: Print a line of JSON for each trajectory instead.
         save: Write these lines into a file.
-        console: Where; None takes stdout.
-        open_engines: None opens what the config says.
+        console: Where to print; None takes stdout.
+        open_engines: Opens the engines; None opens those of the config.
 
     Returns:
         The exit code: 1 when a trajectory failed.
 
     Raises:
         ConfigError: The config cannot work, or has no such task.
-        EnvironmentNotReady: The engine did not come up.
+        EnvironmentNotReady: The engine did not start.
     """
     if number < 1:
         raise ConfigError(f"--n is {number}; expected at least 1")
     group_size = 1 if task_id is None else number
-    config = load_config(path, [*overrides, *_ONE_BY_ONE, f"rollout.group_size={group_size}"])
-    check(config)
-    tasks = choose(config, number, task_id)
+    config = load_config(path, [*overrides, *_OVERRIDES, f"rollout.group_size={group_size}"])
+    check_config(config)
+    tasks = choose_tasks(config, number, task_id)
     console = console or terminal()
     decode = decoder(load_chat_format(config.model.path), special=special)
-    portraits: list[Portrait] = []
+    views: list[TrajectoryView] = []
 
     def ended(trajectory: Trajectory) -> None:
         now = ArchiveEvent(unix_s=time.time(), what="ended")
-        portraits.append(portray(without_routing(trajectory), decode, history=[] if not as_json else [now]))
+        views.append(
+            view_trajectory(without_routing(trajectory), decode, history=[] if not as_json else [now])
+        )
         if as_json:
-            print(msgspec.json.encode(portraits[-1]).decode(), flush=True)
+            print(msgspec.json.encode(views[-1]).decode(), flush=True)
         else:
-            show(console, portraits[-1])
+            show_trajectory(console, views[-1])
 
     with tempfile.TemporaryDirectory(prefix="async-rl-rollout-") as folder:
         try:
-            asyncio.run(try_out(config, tasks, ended, Path(folder), open_engines or engines_of))
+            asyncio.run(try_out(config, tasks, ended, Path(folder), open_engines or engines_from))
         except ExceptionGroup as group:
             cause = first_error(group)
             if not isinstance(cause, AsyncRLError):
                 raise
             raise cause from group
     if save is not None:
-        save.write_bytes(b"".join(msgspec.json.encode(portrait) + b"\n" for portrait in portraits))
+        save.write_bytes(b"".join(msgspec.json.encode(view) + b"\n" for view in views))
     if not as_json:
-        show_summary(console, portraits)
-    return int(any(portrait.error is not None for portrait in portraits))
+        show_summary(console, views)
+    return int(any(view.error is not None for view in views))
 
 
-def choose(config: Config, number: int, task_id: str | None) -> list[Task]:
-    """The tasks of so many trajectories, in the order in which a run would have them.
+def choose_tasks(config: Config, number: int, task_id: str | None) -> list[Task]:
+    """Return the tasks of the trajectories, in the order of a run.
 
     Raises:
         ConfigError: There is no such task.
@@ -153,14 +155,14 @@ async def try_out(
     folder: Path,
     open_engines: OpenEngines,
 ) -> None:
-    """Make a group of each task, to the end.
+    """Generate a group for each task, to the end.
 
     Args:
-        config: Of which engines, agent loop and reward are taken.
-        tasks: One a group.
-        ended: Told of each trajectory when it ends, or fails with its outcome's error.
-        folder: For the time of this call.
-        open_engines: Gives the engines.
+        config: Configures engines, agent loop and reward.
+        tasks: One per group.
+        ended: Called with each trajectory when it ends, or fails with its outcome's error.
+        folder: Temporary folder for this call.
+        open_engines: Opens the engines.
     """
     clock, metrics, facts = time.monotonic, Metrics(), load_facts(config.model.path)
     queue = TrajectoryQueue(
@@ -189,11 +191,11 @@ async def try_out(
         feeder=Feeder(tasks, order_of(tasks, seed=0, shuffle=False), epochs=1),
         queue=queue,
         backend=LocalBackend(config, chat=chat, metrics=metrics, clock=clock),
-        observer=_Teller(ended),
+        observer=_TrajectoryReporter(ended),
     )
 
     async def watch() -> None:
-        """Nobody repairs engines here: when none is left, that is the end."""
+        """End the command when an engine fails, because nothing repairs it."""
         failed = await pool.wait_for_repair()
         raise EnvironmentNotReady(f"engine {failed} failed: {pool.error_of(failed)}")
 
@@ -209,18 +211,18 @@ async def try_out(
         queue.close()
 
 
-class _Teller(Observer):
-    """Tells of every trajectory once, those that failed with the traceback of the user's code."""
+class _TrajectoryReporter(Observer):
+    """Reports every trajectory once, and failed ones with the traceback of the user's code."""
 
     def __init__(self, ended: Callable[[Trajectory], None]) -> None:
         self._ended = ended
 
     def ended(self, trajectory: Trajectory, attempt: int) -> None:
-        """See `Observer.ended`."""
+        """Implement `Observer.ended`."""
         self._ended(trajectory)
 
     def failed(self, trajectory: Trajectory, attempt: int, error: Exception) -> None:
-        """See `Observer.failed`."""
+        """Implement `Observer.failed`."""
         cause = error.__cause__
         told = f"{trajectory.outcome.error}{_traceback(cause) if cause is not None else ''}"
         outcome = msgspec.structs.replace(trajectory.outcome, error=told)
@@ -228,19 +230,19 @@ class _Teller(Observer):
 
 
 def _traceback(cause: BaseException) -> str:
-    """The frames of the user's code, if there are any."""
+    """Return the frames of the user's code, if there are any."""
     ours = str(Path(__file__).parents[2])
     frames = [f for f in traceback.extract_tb(cause.__traceback__) if not f.filename.startswith(ours)]
     return "\n" + "".join(traceback.format_list(frames)).rstrip() if frames else ""
 
 
 @asynccontextmanager
-async def engines_of(config: Config, log_dir: Path) -> AsyncIterator[list[Engine]]:
-    """The engines that a config names; of those that are to be started, one.
+async def engines_from(config: Config, log_dir: Path) -> AsyncIterator[list[Engine]]:
+    """Open the engines that a config names; start only one.
 
     Raises:
-        ConfigError: There is a file of URLs, but none in it.
-        EnvironmentNotReady: One did not come up.
+        ConfigError: The file of URLs has none.
+        EnvironmentNotReady: An engine did not start.
     """
     engine, facts = config.engine, load_facts(config.model.path)
     if not isinstance(engine, SGLangEngines):

@@ -1,7 +1,8 @@
-"""`async-rl new-loop NAME`: a folder with an agent loop, a tool, a reward, a dataset, a config and tests.
+"""`async-rl new-loop NAME`: creates a folder with an agent loop, a tool, a reward, a dataset, a config and
+tests.
 
-What is written stands in `template/`: `$name` and `$cls` are filled in. Its files end in `.txt`: until
-then they are neither Python nor YAML.
+The files come from `template/`, with `$name` and `$cls` replaced. Template files end in `.txt`, because they
+are not valid Python or YAML yet.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ def new_loop(name: str, parent: Path) -> Path:
     """Write the starting point.
 
     Args:
-        name: Of the folder, which is a Python package: lower case, as `my_loop`.
-        parent: Where the folder goes.
+        name: Name of the folder, which is a Python package: lower case, such as `my_loop`.
+        parent: Its parent folder.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: The name cannot be imported or means something else already, the folder is there, or it
-            cannot be written.
+        ConfigError: The name cannot be imported or names another module, or the folder exists or cannot be
+            written.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii() or name != name.lower():
-        raise ConfigError(f"{name!r} is no name of a Python package; expected one such as 'my_loop'")
+        raise ConfigError(f"{name!r} is not a valid name of a Python package; expected one such as 'my_loop'")
     folder = parent / name
     if folder.exists():
-        raise ConfigError(f"{folder} is there already: choose another name, or another folder with --dir")
+        raise ConfigError(f"{folder} exists already: choose another name, or another folder with --dir")
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
-        raise ConfigError(f"a Python module {name!r} is there already, and would be found in its place")
+        raise ConfigError(f"a Python module {name!r} exists already, and would be imported instead")
     values = {"name": name, "cls": "".join(part.capitalize() for part in name.split("_")) + "Loop"}
     template = resources.files(__name__) / "template"
     try:

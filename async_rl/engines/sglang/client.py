@@ -1,4 +1,4 @@
-"""The client of a real SGLang server: its native HTTP API, token ids in, token ids streamed out.
+"""The engine of a real SGLang server: its native HTTP API, token ids in, token ids streamed out.
 
 ```
 generate ──POST /generate──► events ─► Chunk …  Chunk, Finish
@@ -6,13 +6,9 @@ interrupt("abort")  ─POST /abort_request──────► every stream end
 update_weights      ─POST /update_weights_*───► flush ─► version read back and compared
 ```
 
-What SGLang is asked for and what it answers was checked against 0.5.23; servers must run with
+Requests and replies were checked against SGLang 0.5.23. Servers must run with
 `--incremental-streaming-output` and, where routing is replayed, `--enable-return-routed-experts`.
-`engines.server` starts them so, and `wait_ready` refuses others.
-
-All requests go through aiohttp. A hand-written HTTP client saved 100 to 200 µs of CPU time per turn and 4
-µs per event: a third of a turn whose reply is four tokens, a tenth of the turns that agents have, and less
-than the factor of 1.3 that would have justified its 385 lines (docs/reference/performance.md).
+`server` starts them so, and `wait_ready` refuses others.
 """
 
 from __future__ import annotations
@@ -20,13 +16,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import aiohttp
 import msgspec
 import numpy as np
 import pybase64
-from yarl import URL
 
 from async_rl import routing
 from async_rl.engine_protocol import (
@@ -45,7 +40,8 @@ from async_rl.engine_protocol import (
     WeightUpdate,
 )
 from async_rl.engines.sglang.generate_call import CallAccount, encode_request, parse_version
-from async_rl.engines.sglang.routing_payload import PIECE_BYTES, RoutingText, RoutingWire, receiving
+from async_rl.engines.sglang.http_client import SGLangHttpClient
+from async_rl.engines.sglang.routing_payload import PIECE_BYTES, RoutingText, RoutingWire, receive_gate
 from async_rl.engines.sglang.sse import EventReader
 from async_rl.errors import (
     AlignmentError,
@@ -55,39 +51,22 @@ from async_rl.errors import (
     EngineTimeout,
     EnvironmentNotReady,
     PromptTooLong,
-    RequestRefused,
     VersionMismatch,
     WeightSyncError,
 )
 from async_rl.types import RoutingTrace, VersionSpan
 
-T = TypeVar("T")
-
 _ABORT_RESEND_S: Final = 0.02
-"""A request that was still on its way through the server's HTTP process misses an abort: say it again."""
+"""A request that is still in the server's HTTP process misses an abort, so the abort is repeated."""
 
 _ID_WIDTH: Final = 32
-"""Characters of every request id, so that none is the beginning of another."""
+"""Characters of every request id, so that none is a prefix of another."""
 
 _FLUSH_LIMIT_S: Final = 5.0
-"""How long a refused flush may be retried: what still runs after an abort is gone within one decode step."""
+"""How long a refused flush is retried: calls that still run after an abort end within one decode step."""
 
 _PROBED_ROWS: Final = 512
-"""Of a long payload that are checked for distinct experts."""
-
-_READ_BUFFER_BYTES: Final = 1 << 17
-"""A connection whose reader is slow holds twice this, and then holds the server back."""
-
-_NO_TIMEOUT: Final = aiohttp.ClientTimeout(total=None)
-"""Of a generate call: `request_timeout_s` bounds its start, and the pool of engines bounds its silence."""
-
-
-class _Answer(msgspec.Struct):
-    """Of a control request."""
-
-    success: bool = True
-    message: str = ""
-    error: Any = None
+"""Rows of a long payload that are checked for distinct experts."""
 
 
 class _RankSums(msgspec.Struct):
@@ -115,13 +94,10 @@ class _ServerInfo(msgspec.Struct):
     moe_runner_backend: str | None = None
 
 
-_encode = msgspec.json.Encoder().encode
-
-
 class SGLangEngine:
-    """One SGLang server, seen from here. See `protocol.Engine`.
+    """Implements `Engine` for one SGLang server.
 
-    Invariant: no token, log-prob or routing row is delivered twice; `generate_call.CallAccount` sees to it.
+    Invariant: no token, log-prob or routing row is delivered twice; `generate_call.CallAccount` ensures it.
 
     Example:
         >>> engine = SGLangEngine("engine-0", server.url, facts, api_key=server.api_key,
@@ -144,20 +120,21 @@ class SGLangEngine:
         start_timeout_s: float = 600.0,
         died: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
-        """Remember where it is; connects to nothing.
+        """Remember the server's address; connect later.
 
         Args:
             engine_id: Name in logs, metrics and segments.
             url: `http://host:port`.
-            facts: What routing payloads are checked against.
-            api_key: Of the server, None when it asks for none.
-            admin_key: Of its control endpoints; None takes `api_key`.
-            routing: Whether calls will ask for routed experts; `wait_ready` then checks that it can.
+            facts: The model's dimensions, against which routing payloads are checked.
+            api_key: Key of the server, None when it asks for none.
+            admin_key: Key of its control endpoints; None takes `api_key`.
+            routing: Whether calls will ask for routed experts; `wait_ready` then checks that the server can
+                return them.
             narrow_routing: Whether the server was started to send narrow ids (`engine.narrow_routing`).
-            request_timeout_s: Longest answer to a control request, weight updates left out: their caller
-                bounds them.
+            request_timeout_s: Longest reply to a control request, except weight updates, which their caller
+                bounds.
             start_timeout_s: Longest `wait_ready`.
-            died: Last words of the server's process when it has ended, else None.
+            died: Returns the exit reason of the server's process when it has ended, else None.
         """
         self._engine_id = engine_id
         self._facts = facts
@@ -166,42 +143,39 @@ class SGLangEngine:
         self._request_timeout_s = request_timeout_s
         self._start_timeout_s = start_timeout_s
         self._died = died
-        self._session: aiohttp.ClientSession | None = None
-        self.move_to(url, api_key, admin_key)
+        self._http = SGLangHttpClient(engine_id, url, api_key, admin_key, timeout_s=request_timeout_s)
         self._context_length = facts.context_length
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._standing_still = False
+        self._paused = False
         self.num_short_chunks = 0
         """Chunks whose tokens and log-probs differed in number and were cut to the shorter."""
 
     def move_to(self, url: str, api_key: str | None, admin_key: str | None) -> None:
-        """The server is at another address now; connections to the old one end with their calls."""
-        self._url = URL(url)
-        self._headers = {"Content-Type": "application/json"} | _bearer(api_key)
-        self._admin_headers = {"Content-Type": "application/json"} | _bearer(admin_key or api_key)
+        """Use another address of the server; connections to the old one end with their calls."""
+        self._http.move_to(url, api_key, admin_key)
 
     @property
     def engine_id(self) -> str:
-        """See `Engine.engine_id`."""
+        """Implements `Engine.engine_id`."""
         return self._engine_id
 
     # -- generation ---------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
-        """See `Engine.generate`. How long it may be silent is for its caller to say, who sees all calls."""
-        self._check(request)
+        """Implements `Engine.generate`. The caller, which sees all calls, bounds the engine's silence."""
+        self._check_request(request)
         self._running += 1
         self._idle.clear()
         call = CallAccount(self._engine_id, request)
         finish: Finish | None = None
         response: aiohttp.ClientResponse | None = None
         reader = EventReader(lambda: RoutingText(self._wire, call.num_rows))
-        gate = receiving()
+        gate = receive_gate()
         gated = False
         try:
-            response = await self._post_generate(request)
+            response = await self._http.post_generate(encode_request(request))
             while data := await response.content.readany():
                 events = reader.feed(data)
                 if reader.payload is not None:
@@ -209,19 +183,19 @@ class SGLangEngine:
                         # Nothing more is read until this call may receive: the server is held back.
                         gated = await gate.acquire()
                     if events or reader.payload.pending >= PIECE_BYTES:
-                        await asyncio.to_thread(reader.payload.narrow)
+                        await asyncio.to_thread(reader.payload.decode_pending)
                 for document, payload in events:
                     if document == b"[DONE]":
                         continue
-                    chunk, finish = call.take(document, payload)
+                    chunk, finish = call.read_event(document, payload)
                     if chunk is not None:
                         yield chunk
             if finish is None:
                 raise CallLost(f"{self._engine_id} ended the stream of {request.request_id} without a finish")
         except aiohttp.ClientConnectorError as e:
-            raise EngineError(f"{self._engine_id} at {self._url} cannot be reached: {e}") from e
+            raise EngineError(f"{self._engine_id} at {self._http.url} cannot be reached: {e}") from e
         except aiohttp.ClientError as e:
-            raise CallLost(f"{self._engine_id} at {self._url}: connection lost: {e!r}") from e
+            raise CallLost(f"{self._engine_id} at {self._http.url}: connection lost: {e!r}") from e
         finally:
             if gated:
                 gate.release()
@@ -231,44 +205,23 @@ class SGLangEngine:
                 self._idle.set()
             if response is not None:
                 if finish is None:
-                    await self._abort(request.request_id)
+                    await self._abort_call(request.request_id)
                 response.close()  # a connection that was read to its end is back in the pool already
         yield finish
 
-    async def _post_generate(self, request: GenerateRequest) -> aiohttp.ClientResponse:
-        try:
-            async with asyncio.timeout(self._request_timeout_s):
-                response = await self._open().post(
-                    self._url / "generate",
-                    data=encode_request(request),
-                    headers=self._headers,
-                    timeout=_NO_TIMEOUT,
-                )
-                if response.status != 200:
-                    async with response:
-                        text = await response.read()
-        except TimeoutError as e:
-            raise CallLost(
-                f"{self._engine_id} did not take a request within {self._request_timeout_s} s"
-            ) from e
-        if response.status != 200:
-            message = f"{self._engine_id} answered {response.status} to a request: {text[:500]!r}"
-            raise RequestRefused(message) if 400 <= response.status < 500 else CallLost(message)
-        return response
-
-    async def _abort(self, request_id: str) -> None:
-        """Free the slot of a call that we have left. SGLang notices by itself too, within seconds."""
+    async def _abort_call(self, request_id: str) -> None:
+        """Free the slot of a call whose stream was closed. SGLang also notices by itself, within seconds."""
         try:
             async with asyncio.timeout(1.0):
-                await self._control("abort_request", {"rid": request_id})
+                await self._http.request_reply("abort_request", {"rid": request_id})
         except (EngineError, TimeoutError):
-            return  # it is gone, or too busy to listen: then it has to notice
+            return  # the server has ended, or is too busy to answer
 
-    def _check(self, request: GenerateRequest) -> None:
+    def _check_request(self, request: GenerateRequest) -> None:
         if len(request.request_id) != _ID_WIDTH:
             raise ValueError(
                 f"request id {request.request_id!r} of {len(request.request_id)} characters, expected "
-                f"{_ID_WIDTH}: SGLang aborts all whose ids begin with the one it is told"
+                f"{_ID_WIDTH}: SGLang aborts all calls whose ids begin with the id it is given"
             )
         prompt, total = len(request.input_ids), len(request.input_ids) + request.max_new_tokens
         if prompt < 1:
@@ -281,11 +234,11 @@ class SGLangEngine:
             )
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
-        """See `Engine.decode_routing`. `payload.data` is base64, or rows where they were narrowed already.
+        """Implements `Engine.decode_routing`. `payload.data` is base64, or rows that were already narrowed.
 
-        All ids are checked to exist; to be distinct, a sample of a long payload: what makes an engine repeat
-        itself does so in every row. One stray row is found by `routing.check`, which looks at each of a
-        finished trajectory.
+        All ids are checked to exist, and a sample of a long payload to be distinct: a fault that makes an
+        engine repeat ids does so in every row. One stray row is found by `routing.check`, which checks each
+        row of a finished trajectory.
         """
         facts, data = self._facts, payload.data
         if not facts.is_moe:
@@ -296,7 +249,7 @@ class SGLangEngine:
             narrowed = isinstance(data, memoryview) and data.ndim == 3
             rows = np.asarray(data) if narrowed else self._wire.decode(data, payload.num_rows)
         except AlignmentError as e:
-            raise AlignmentError(f"{self._engine_id} sent routing of no use: {e}") from e
+            raise AlignmentError(f"{self._engine_id} sent unusable routing: {e}") from e
         try:
             probe = rows[:: max(1, len(rows) // _PROBED_ROWS)]
             trace = routing.make_trace(
@@ -315,24 +268,24 @@ class SGLangEngine:
     # -- interruption -------------------------------------------------------------------------------------
 
     async def interrupt(self, mode: InterruptMode) -> None:
-        """See `Engine.interrupt`.
+        """Implements `Engine.interrupt`.
 
-        `abort` does not use /pause_generation: SGLang's takes a second. It aborts all requests and waits
-        until the last stream has ended on our side, which takes one decode step.
+        `abort` does not use /pause_generation, which takes a second. It aborts all requests and waits until
+        the last stream has ended on our side, which takes one decode step.
         """
         if mode != "abort":
-            self._standing_still = True
-            await self._command("pause_generation", {"mode": mode})
+            self._paused = True
+            await self._http.send_command("pause_generation", {"mode": mode})
             return
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                await self._command("abort_request", {"abort_all": True})
+                await self._http.send_command("abort_request", {"abort_all": True})
                 while self._running:
                     try:
                         async with asyncio.timeout(_ABORT_RESEND_S):
                             await self._idle.wait()
                     except TimeoutError:
-                        await self._command("abort_request", {"abort_all": True})
+                        await self._http.send_command("abort_request", {"abort_all": True})
         except TimeoutError as e:
             raise EngineTimeout(
                 f"{self._engine_id} still runs {self._running} calls {self._request_timeout_s} s after they "
@@ -340,16 +293,16 @@ class SGLangEngine:
             ) from e
 
     async def resume_generation(self, mode: InterruptMode) -> None:
-        """See `Engine.resume_generation`. After `abort` there is nothing to undo."""
+        """Implements `Engine.resume_generation`. After `abort` there is nothing to resume."""
         if mode != "abort":
-            await self._command("continue_generation", {"torch_empty_cache": False})
-        self._standing_still = False
+            await self._http.send_command("continue_generation", {"torch_empty_cache": False})
+        self._paused = False
 
     # -- weights ------------------------------------------------------------------------------------------
 
     async def join_weight_group(self, invite: GroupInvite) -> None:
-        """See `Engine.join_weight_group`."""
-        await self._update_command(
+        """Implements `Engine.join_weight_group`."""
+        await self._http.send_slow_command(
             "init_weights_update_group",
             {
                 "master_address": invite.host,
@@ -362,20 +315,20 @@ class SGLangEngine:
         )
 
     async def leave_weight_group(self, group_name: str) -> None:
-        """See `Engine.leave_weight_group`."""
-        await self._update_command("destroy_weights_update_group", {"group_name": group_name})
+        """Implements `Engine.leave_weight_group`."""
+        await self._http.send_slow_command("destroy_weights_update_group", {"group_name": group_name})
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
-        """See `Engine.update_weights`. Bounded in time by its caller."""
+        """Implements `Engine.update_weights`. The caller bounds the time."""
         version = str(update.weight_version)
         if isinstance(update, DiskUpdate):
             body = {"model_path": update.path, "weight_version": version, "flush_cache": flush}
             await self._load("update_weights_from_disk", body, version)
         elif isinstance(update, DistributedUpdate):
-            async with self._loading():
+            async with self._update_session():
                 await self._load_distributed(update, version, flush)
         else:
-            async with self._loading():
+            async with self._update_session():
                 await self._load_shared(update, version, flush)
         served = (await self.health()).weight_version
         if served != update.weight_version:
@@ -412,144 +365,136 @@ class SGLangEngine:
                 await self._load("update_weights_from_tensor", body, version)
 
     @asynccontextmanager
-    async def _loading(self) -> AsyncIterator[None]:
-        """The server takes weights in pieces within the block."""
-        await self._update_command("begin_weight_update", {})
+    async def _update_session(self) -> AsyncIterator[None]:
+        """Let the server take weights in pieces within the block."""
+        await self._http.send_slow_command("begin_weight_update", {})
         done = False
         try:
             yield
             done = True
         finally:
             # Also after a failure: an open session would refuse every later update. Bounded: an engine that
-            # sits in a broadcast nobody sends answers to nothing.
+            # waits in a broadcast which is never sent does not answer.
             try:
-                await self._command("end_weight_update", {})
+                await self._http.send_command("end_weight_update", {})
             except EngineError:
                 if done:
                     raise
 
     async def _load(self, endpoint: str, body: dict[str, Any], version: str) -> None:
-        status, answer = await self._control(endpoint, body)
-        if status == 200 and answer.success:
+        status, reply = await self._http.request_reply(endpoint, body)
+        if status == 200 and reply.success:
             return
-        if "Weights were updated" not in answer.message:
-            raise WeightSyncError(f"{self._engine_id} refused weight version {version}: {_words(answer)}")
-        # The weights are the new ones, only the flush was refused, and the server has not counted the
-        # version: finish both.
-        await self._flush()
-        await self._update_command(
+        if "Weights were updated" not in reply.message:
+            raise WeightSyncError(f"{self._engine_id} refused weight version {version}: {reply.explain()}")
+        # The server has the new weights, but refused the flush and did not count the version: do both.
+        await self._flush_cache()
+        await self._http.send_slow_command(
             "update_weight_version", {"new_version": version, "abort_all_requests": False}
         )
 
-    async def _flush(self, before: str = "has new weights but ") -> None:
-        endpoint = (self._url / "flush_cache").with_query(timeout=_FLUSH_LIMIT_S)
+    async def _flush_cache(self, before: str = "has new weights but ") -> None:
         try:
             async with asyncio.timeout(_FLUSH_LIMIT_S + self._request_timeout_s):
-                async with self._open().post(endpoint, headers=self._admin_headers) as response:
-                    status, text = response.status, await response.text()
-        except (aiohttp.ClientError, TimeoutError) as e:
+                status, text = await self._http.post_admin("flush_cache", timeout=_FLUSH_LIMIT_S)
+        except (EngineError, TimeoutError) as e:
             raise WeightSyncError(
                 f"{self._engine_id} did not answer to a flush of its prefix cache: {e!r}"
             ) from e
         if status != 200:
             raise WeightSyncError(
                 f"{self._engine_id} {before}would not flush its prefix cache within {_FLUSH_LIMIT_S} s: "
-                f"{text.strip()}. Interrupt it by abort or retract before an update"
+                f"{text.decode(errors='replace').strip()}. Interrupt it by abort or retract before an update"
             )
 
     async def checksums(self) -> tuple[dict[str, str], ...]:
-        """See `Engine.checksums`. Bounded in time by its caller."""
-        status, text = await self._post("weights_checker", {"action": "checksum"})
+        """Implements `Engine.checksums`. The caller bounds the time."""
+        status, text = await self._http.post_admin("weights_checker", {"action": "checksum"})
         if status != 200:
             raise EngineError(f"{self._engine_id} answered {status} to /weights_checker: {text[:300]!r}")
-        ranks = self._parse(text, "weights_checker", _WeightSums).ranks
+        ranks = self._http.parse_reply(text, "weights_checker", _WeightSums).ranks
         return tuple(rank.checksums for rank in ranks)
 
     # -- memory -------------------------------------------------------------------------------------------
 
     async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.release_memory`. Bounded in time by its caller.
+        """Implements `Engine.release_memory`. The caller bounds the time.
 
-        The scheduler asserts that it is idle, and a stream that has ended here may have its last batch there
-        yet. It flushes its cache only when it is idle, so a flush that goes through comes first.
+        The scheduler asserts that it is idle, and the last batch of a stream that has ended here may still
+        run there. It flushes its cache only when it is idle, so a successful flush comes first.
         """
-        await self._flush(before="")
-        await self._update_command("release_memory_occupation", {"tags": list(parts)})
+        await self._flush_cache(before="")
+        await self._http.send_slow_command("release_memory_occupation", {"tags": list(parts)})
 
     async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
-        """See `Engine.resume_memory`. Bounded in time by its caller."""
-        await self._update_command("resume_memory_occupation", {"tags": list(parts)})
+        """Implements `Engine.resume_memory`. The caller bounds the time."""
+        await self._http.send_slow_command("resume_memory_occupation", {"tags": list(parts)})
 
     # -- health -------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """See `Engine.health`."""
-        info = await self._ask("model_info", _ModelInfo)
+        """Implements `Engine.health`."""
+        info = await self._http.get_info("model_info", _ModelInfo)
         version = parse_version(self._engine_id, info.weight_version)
         return EngineHealth(weight_version=version, model_path=info.model_path)
 
     async def wait_ready(self) -> None:
-        """See `Engine.wait_ready`. Also refuses a server that was started without what we need.
+        """Implements `Engine.wait_ready`. Also refuses a server that was started without required options.
 
         Raises:
-            ConfigError: When it runs with something that routing replay cannot live with.
+            ConfigError: When the server runs with an option that is incompatible with routing replay.
         """
         delay_s = 0.02
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not await self._answers():
-                    last_words = await self._died() if self._died is not None else None
-                    if last_words is not None:
-                        raise EnvironmentNotReady(f"{self._engine_id} did not start: {last_words}")
-                    # HTTP cannot tell when a server will be there: ask again, less often each time.
+                while not await self._is_ready():
+                    exit_reason = await self._died() if self._died is not None else None
+                    if exit_reason is not None:
+                        raise EnvironmentNotReady(f"{self._engine_id} did not start: {exit_reason}")
+                    # HTTP has no way to wait for a server to start: ask again, less often each time.
                     await asyncio.sleep(delay_s)
                     delay_s = min(delay_s * 1.5, 0.5)
         except TimeoutError as e:
             raise EnvironmentNotReady(
-                f"{self._engine_id} at {self._url} did not answer within engine.start_timeout_s = "
+                f"{self._engine_id} at {self._http.url} did not answer within engine.start_timeout_s = "
                 f"{self._start_timeout_s}"
             ) from e
         try:
-            self._check_server(await self._ask("server_info", _ServerInfo))
-            info = await self._ask("model_info", _ModelInfo)
+            self._check_server(await self._http.get_info("server_info", _ServerInfo))
+            info = await self._http.get_info("model_info", _ModelInfo)
             if not (info.weight_version or "").isdecimal():
-                await self._command(
+                await self._http.send_command(
                     "update_weight_version", {"new_version": "0", "abort_all_requests": False}
                 )
         except EngineError as e:
-            raise EnvironmentNotReady(f"{self._engine_id} answers, but is of no use: {e}") from e
+            raise EnvironmentNotReady(f"{self._engine_id} answers, but cannot be used: {e}") from e
 
-    async def _answers(self) -> bool:
-        """Whether it takes calls.
+    async def _is_ready(self) -> bool:
+        """Whether the server takes calls.
 
-        It does not while it starts, nor while it stands still: an update that was cut short, of ours or of a
-        driver before us, may have left it so, and it is told to go on.
+        It does not while it starts or is paused. An update that was cut short, by us or by an earlier driver,
+        may have left it paused, so it is resumed.
         """
-        try:
-            async with asyncio.timeout(self._request_timeout_s):
-                async with self._open().get(self._url / "ready", headers=self._headers) as response:
-                    status = response.status
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+        status = await self._http.get_status("ready")
         if status == 503:
             with suppress(EngineError):
                 await self.resume_generation("retract")
         return status == 200
 
     def _check_server(self, info: _ServerInfo) -> None:
-        who = f"{self._engine_id} at {self._url}"
+        server = f"{self._engine_id} at {self._http.url}"
         if not info.incremental_streaming_output:
             raise ConfigError(
-                f"{who} repeats all it has sampled with every token: start it with "
+                f"{server} repeats all sampled tokens with every token: start it with "
                 f"--incremental-streaming-output"
             )
         if self._routing:
             if not info.enable_return_routed_experts:
                 raise ConfigError(
-                    f"{who} would silently leave out the routing: start it with "
+                    f"{server} would silently leave out the routing: start it with "
                     f"--enable-return-routed-experts, or set routing.replay=off"
                 )
-            holes = {
+            incompatible = {
                 "--enable-hierarchical-cache (rows of loaded-back prefixes are stale)": (
                     info.enable_hierarchical_cache
                 ),
@@ -561,108 +506,26 @@ class SGLangEngine:
                     name in (info.moe_runner_backend or "") for name in ("trtllm", "mxfp4")
                 ),
             }
-            for hole, found in holes.items():
+            for option, found in incompatible.items():
                 if found:
                     raise ConfigError(
-                        f"{who} runs with {hole}, which gives wrong routing: start it without, or set "
+                        f"{server} runs with {option}, which gives wrong routing: start it without, or set "
                         f"routing.replay=off"
                     )
         if info.context_length is not None:
             self._context_length = info.context_length
 
     async def close(self) -> None:
-        """See `Engine.close`. A server that runs on is not left standing still."""
-        if self._standing_still:
+        """Implements `Engine.close`. A server that runs on is not left paused."""
+        if self._paused:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(_FLUSH_LIMIT_S):
                     await self.resume_generation("retract")
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    # -- HTTP ---------------------------------------------------------------------------------------------
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-                # As many connections as there are calls: the engine pool bounds those.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-                read_bufsize=_READ_BUFFER_BYTES,
-            )
-        return self._session
-
-    async def _ask(self, endpoint: str, kind: type[T]) -> T:
-        try:
-            async with asyncio.timeout(self._request_timeout_s):
-                async with self._open().get(self._url / endpoint, headers=self._headers) as response:
-                    status, text = response.status, await response.read()
-        except TimeoutError as e:
-            raise EngineTimeout(
-                f"{self._engine_id} did not answer /{endpoint} within {self._request_timeout_s} s"
-            ) from e
-        except aiohttp.ClientError as e:
-            raise EngineError(f"{self._engine_id} at {self._url} cannot be reached: {e!r}") from e
-        if status != 200:
-            raise EngineError(f"{self._engine_id} answered {status} to /{endpoint}: {text[:300]!r}")
-        return self._parse(text, endpoint, kind)
-
-    async def _command(self, endpoint: str, body: dict[str, Any]) -> None:
-        """A control request that must succeed, within `request_timeout_s`."""
-        try:
-            async with asyncio.timeout(self._request_timeout_s):
-                await self._update_command(endpoint, body)
-        except TimeoutError as e:
-            raise EngineTimeout(
-                f"{self._engine_id} did not answer /{endpoint} within {self._request_timeout_s} s"
-            ) from e
-
-    async def _update_command(self, endpoint: str, body: dict[str, Any]) -> None:
-        """A control request that must succeed, in time its caller bounds."""
-        status, answer = await self._control(endpoint, body)
-        if status != 200 or not answer.success:
-            raise WeightSyncError(f"{self._engine_id} refused /{endpoint} ({status}): {_words(answer)}")
-
-    async def _control(self, endpoint: str, body: dict[str, Any]) -> tuple[int, _Answer]:
-        status, text = await self._post(endpoint, body)
-        if text in (b"", b"null"):  # the endpoints of memory have nothing to say
-            return status, _Answer()
-        return status, self._parse(text, endpoint, _Answer)
-
-    async def _post(self, endpoint: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        try:
-            async with self._open().post(
-                self._url / endpoint, data=_encode(body), headers=self._admin_headers
-            ) as response:
-                text = await response.read()
-        except aiohttp.ClientError as e:
-            raise EngineError(f"{self._engine_id} at {self._url} cannot be reached: {e!r}") from e
-        if response.status in (401, 403):
-            raise EngineError(f"{self._engine_id} refuses our admin key for /{endpoint}")
-        return response.status, text
-
-    def _parse(self, text: bytes, endpoint: str, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(text, type=kind)
-        except msgspec.DecodeError as e:
-            raise EngineError(f"{self._engine_id} answered /{endpoint} with {text[:200]!r}: {e}") from e
-
-
-def _bearer(key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _words(answer: _Answer) -> str:
-    if isinstance(answer.error, dict):
-        return str(answer.error.get("message", answer.error))
-    return answer.message or str(answer.error)
+        await self._http.close()
 
 
 def _check_layers_used(rows: np.ndarray, facts: EngineFacts, *, min_rows: int) -> None:
-    """Refuse a MoE layer that is zero in all rows: its kernel bypassed the recorded top-k."""
+    """Refuse rows in which a MoE layer is zero throughout: its kernel bypassed the recorded top-k."""
     if len(rows) < min_rows:
         return
     unused = np.flatnonzero(~rows.any(axis=(0, 2)))

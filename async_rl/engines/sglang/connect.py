@@ -1,4 +1,4 @@
-"""Clients of SGLang servers, as a config wants them."""
+"""Creates clients of SGLang servers from the config, and checks that the servers can be reached."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from async_rl.errors import ConfigError
 
 
 def external_keys(url: str) -> tuple[str | None, str | None]:
-    """API key and admin key of a server that was not started by us: they are in the environment.
+    """Returns API key and admin key of a server that was not started by us, from the environment.
 
     Raises:
-        ConfigError: When there is none and more than this machine can reach the server: whoever can might
-            read what is asked, and change its weights.
+        ConfigError: When there is no key and other machines can reach the server: they could read its calls
+            and change its weights.
     """
     keys = os.environ.get("ASYNC_RL_ENGINE_API_KEY"), os.environ.get("ASYNC_RL_ENGINE_ADMIN_KEY")
     if keys[0] is None and not is_loopback(urlsplit(url).hostname or ""):
@@ -31,16 +31,16 @@ def external_keys(url: str) -> tuple[str | None, str | None]:
 def check_shares_memory(engine: str, node: str, trainer_node: str, addresses: Mapping[str, str]) -> None:
     """Refuse an engine that cannot open the memory by which `weights.transport: tensor` sends weights.
 
-    A server that is told of memory which is not there dies of it.
+    A server dies when it has to open memory that does not exist on its node.
 
     Args:
-        engine: Its name.
-        node: The id of the node that it is on, or all that is known of it.
-        trainer_node: The id of the node that trainer rank 0 is on.
-        addresses: Of the cluster's nodes, by id.
+        engine: The engine's name.
+        node: The id of the engine's node, or its host name if the id is unknown.
+        trainer_node: The id of the node of trainer rank 0.
+        addresses: The addresses of the cluster's nodes, by id.
 
     Raises:
-        ConfigError: Unless they are one node.
+        ConfigError: Unless both nodes are the same.
     """
     if node == trainer_node:
         return
@@ -55,12 +55,12 @@ def check_shares_memory(engine: str, node: str, trainer_node: str, addresses: Ma
 
 
 def node_of(url: str, driver_node: str, addresses: Mapping[str, str]) -> str:
-    """The id of the node that a server is on, by its URL; the name in the URL when it is none of a node.
+    """Returns the id of a server's node, or the host name in its URL if that is no node of the cluster.
 
     Args:
-        url: Of the server.
-        driver_node: Where a loopback address leads to.
-        addresses: Of the cluster's nodes, by id.
+        url: URL of the server.
+        driver_node: The node that a loopback address refers to.
+        addresses: The addresses of the cluster's nodes, by id.
 
     Example:
         >>> node_of("http://localhost:30000", "d", {"d": "10.0.0.1", "e": "10.0.0.7"})
@@ -75,7 +75,7 @@ def node_of(url: str, driver_node: str, addresses: Mapping[str, str]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only its own machine reaches an address or name."""
+    """Whether an address or name can be reached from its own machine only."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
@@ -87,15 +87,15 @@ def sglang_client(
     keys: tuple[str | None, str | None],
     died: Callable[[], Awaitable[str | None]] | None,
 ) -> SGLangEngine:
-    """A client; it connects to nothing yet.
+    """Returns a client, which connects with its first request.
 
     Args:
-        config: Of the run, with SGLang engines.
+        config: Config of the run, with SGLang engines.
         engine_id: Name in logs, metrics and segments.
-        url: Of the server.
-        facts: Of the model.
+        url: URL of the server.
+        facts: Dimensions of the model.
         keys: API key and admin key.
-        died: Asked for the last words of a server that does not come up; None for one not started by us.
+        died: Returns the exit reason of a server that does not start; None for one not started by us.
     """
     engine = config.engine
     assert isinstance(engine, SGLangEngines), "only SGLang servers have clients"

@@ -1,11 +1,11 @@
-"""Runs an SGLang server on a CPU that SGLang has no kernels for: the shims, each with its reason.
+"""Runs an SGLang server on a CPU that SGLang has no kernels for, by shims that each give their reason.
 
 This file is a program of its own, started by `async_rl.engines.sglang.server`, or run by `narrow_launcher.py`
-in the same process. Nothing of `async_rl` is imported here and nothing else imports it: SGLang lives in the
-server's processes only. The shims reach SGLang's scheduler and detokenizer because those are forked from this
-process, see `main`.
+in the same process. It imports nothing of `async_rl` and no other module imports it: SGLang is loaded in the
+server's processes only. The shims apply to SGLang's scheduler and detokenizer because those are forked from
+this process, see `main`.
 
-The shims patch internals of exactly one version; on any other the program ends with a sentence.
+The shims patch internals of exactly one version; on any other the program ends with an error message.
 
 Needs in the environment: `SGLANG_USE_CPU_ENGINE=1` (else SGLang looks for a GPU) and `OMP_NUM_THREADS=1`
 (OpenMP threads that spin against the server's other processes cost a factor of ten).
@@ -79,8 +79,8 @@ from sglang.kernels.ops.elementwise import elementwise  # noqa: E402
 from sglang.srt.mem_cache.pool_host import common as host_pool  # noqa: E402
 from sglang.srt.models.deepseek_common import attention_backend_handler as mla  # noqa: E402
 
-# --enable-return-routed-experts keeps its rows in a CUDA-pinned host buffer, whatever the device. Plain
-# memory does where there is no CUDA.
+# --enable-return-routed-experts keeps its rows in a CUDA-pinned host buffer on any device. Without CUDA,
+# plain memory is sufficient.
 host_pool.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, pin_memory, allocator, **_: torch.empty(
     dims, dtype=dtype
 )
@@ -112,7 +112,7 @@ _create_store = _meeting._create_c10d_store
 def _store_on_its_host(
     hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True
 ) -> Any:
-    """The store of the server's own ranks listens where it is told to be, not on all interfaces."""
+    """Let the store of the server's own ranks listen on its host only, not on all interfaces."""
     if rank != 0:
         return _create_store(hostname, port, rank, world_size, timeout, use_libuv)
     with socket.create_server((hostname, port)) as listener:
@@ -131,7 +131,7 @@ _meeting._create_c10d_store = _store_on_its_host
 
 
 def _without_keys(information: Any) -> Any:
-    """What /server_info answers: it would tell who has the API key the admin key too, in several places."""
+    """Remove the keys from the reply of /server_info, which would give the admin key to API clients."""
     if isinstance(information, dict):
         secret = ("api_key", "admin_api_key", "launch_command")
         return {name: _without_keys(value) for name, value in information.items() if name not in secret}
@@ -141,10 +141,10 @@ def _without_keys(information: Any) -> Any:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the server with these arguments until it is told to end."""
-    # SGLang asks for "spawn", because a CUDA context does not survive a fork. Here there is none, and no
-    # thread but this one when it starts its children: a fork shares the imports, which are most of the start
-    # (20 s with "spawn" on two cores, 10 s so) and a quarter of the memory.
+    """Run the server with these arguments until it is ended."""
+    # SGLang asks for "spawn", because a CUDA context does not survive a fork. Here there is no CUDA context,
+    # and no other thread when the children start: a fork shares the imports, which are most of the start-up
+    # time (20 s with "spawn" on two cores, 10 s with "fork") and a quarter of the memory.
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *_, **__: None
 

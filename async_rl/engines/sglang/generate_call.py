@@ -1,7 +1,6 @@
-"""One generate call in SGLang's words: the request as it is sent, and the account of what comes back.
+"""One generate call in SGLang's format: the encoded request, and the account of the events it returns.
 
-Only what is read or written is named here, typed, and parsed by msgspec; a routing payload stays the bytes it
-came as.
+The types here declare only the fields that are read or written. A routing payload stays undecoded.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class _SamplingParams(msgspec.Struct):
     top_k: int
     stop_token_ids: tuple[int, ...] | None
     stop: tuple[str, ...] | None
-    # Stop strings may hold special tokens, and what was sampled is never trimmed.
+    # Stop strings may hold special tokens, and sampled tokens are never trimmed.
     skip_special_tokens: bool = False
     no_stop_trim: bool = True
 
@@ -84,7 +83,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 def encode_request(request: GenerateRequest) -> bytes:
-    """The body of POST /generate."""
+    """Returns the body of POST /generate."""
     sampling = request.sampling
     return _encode(
         _Body(
@@ -105,55 +104,55 @@ def encode_request(request: GenerateRequest) -> bytes:
 
 
 def parse_version(engine_id: str, text: str | None) -> int:
-    """A weight version as we publish it.
+    """Parses a weight version.
 
     Raises:
-        VersionMismatch: When it is no decimal integer, so that nobody of ours has published it.
+        VersionMismatch: When it is not a decimal integer, as all versions that the trainer publishes are.
     """
     if text is None or not text.isdecimal():
         raise VersionMismatch(
-            f"{engine_id} serves weights of version {text!r}, which nobody published: versions are decimal "
-            f"integers"
+            f"{engine_id} serves weights of version {text!r}, which this run did not publish: versions are "
+            f"decimal integers"
         )
     return int(text)
 
 
 class CallAccount:
-    """What has been delivered of one call, so that no token, log-prob or row is delivered twice.
+    """Counts what one call has delivered, so that no token, log-prob or row is delivered twice.
 
-    SGLang says with every event how many tokens the call has by now. What an event repeats is cut off, and
-    what is missing ends the call with an error.
+    SGLang reports with every event how many tokens the call has so far. Tokens that an event repeats are cut
+    off, and missing ones end the call with an error.
     """
 
     def __init__(self, engine_id: str, request: GenerateRequest) -> None:
         self.delivered = 0
-        """Tokens so far."""
+        """Number of tokens so far."""
         self.cut_short = False
-        """A chunk had fewer log-probs than tokens; it was cut to them, and nothing can follow it."""
+        """Whether a chunk had fewer log-probs than tokens; it was cut to them, and no chunk can follow it."""
         self._engine_id = engine_id
         self._request = request
 
     @property
     def num_rows(self) -> int:
-        """Routing rows of what has been fed so far, from the one that was asked for first."""
+        """Number of routing rows of the tokens fed so far, from `routing_start` on."""
         fed = len(self._request.input_ids) + self.delivered - 1
-        return max(0, fed - self._request.routing_start)  # none, not minus one, where nothing was fed since
+        return max(0, fed - self._request.routing_start)  # 0, not -1, where no token was fed since
 
-    def take(self, document: bytes, payload: RoutingText | None) -> tuple[Chunk | None, Finish | None]:
-        """Read one event: the tokens that it adds, and the end of the call if it is the last.
+    def read_event(self, document: bytes, payload: RoutingText | None) -> tuple[Chunk | None, Finish | None]:
+        """Returns the tokens that an event adds, and the end of the call if it is the last event.
 
         Args:
             document: The event's JSON.
-            payload: Its routing, where `sse.EventReader` has taken it out; narrowed so far.
+            payload: Its routing, if `sse.EventReader` has taken it out; narrowed so far.
 
         Raises:
             EngineError: When the server refuses the call, or the event does not continue it.
-            PromptTooLong: When the server says that.
+            PromptTooLong: When the server refuses the call for its length.
         """
         try:
             event = _decode_event(document)
         except msgspec.DecodeError as e:
-            raise EngineError(f"{self._engine_id} sent an event that is not what was expected: {e}") from e
+            raise EngineError(f"{self._engine_id} sent an event of an unknown format: {e}") from e
         meta = event.meta_info
         if event.error is not None or meta is None:
             raise self._refusal(event.error or _Refusal(message="an event without meta_info"))
@@ -164,10 +163,10 @@ class CallAccount:
         return chunk, (self._finish(meta, finish, payload) if finish is not None else None)
 
     def _new_tokens(self, token_ids: list[int], meta: _Meta) -> Chunk | None:
-        """The tokens of an event that are new.
+        """Returns the new tokens of an event.
 
-        An abort of a retracted request repeats its last token and all its log-probs, so what is new stands at
-        the end of both lists, which need not be equally long.
+        An abort of a retracted request repeats its last token and all its log-probs, so the new ones are at
+        the end of both lists, which may differ in length.
         """
         new = meta.completion_tokens - self.delivered
         if new == 0:
@@ -192,7 +191,7 @@ class CallAccount:
             if not token_ids:
                 return None
         self.delivered += len(token_ids)
-        # JSON has no NaN: it comes as null, and the caller is to see that the value is none.
+        # JSON has no NaN: it arrives as null, and the caller must see that the value is missing.
         return Chunk(token_ids=token_ids, log_probs=[math.nan if e[0] is None else e[0] for e in entries])
 
     def _finish(self, meta: _Meta, finish: _FinishReason, payload: RoutingText | None) -> Finish:
@@ -200,7 +199,7 @@ class CallAccount:
             raise EngineError(f"{self._engine_id} finished for an unknown reason {finish.type!r}")
         raw = memoryview(meta.routed_experts)  # a JSON string with its quotes, null, or nothing
         routing = None
-        # Rows of tokens that could not be delivered would be rows too many.
+        # Rows of tokens that were not delivered would be too many rows.
         if raw.nbytes and raw[0] == ord('"') and not self.cut_short:
             routing = self._payload(payload or raw[1:-1], parse_version(self._engine_id, meta.weight_version))
         return Finish(
@@ -216,7 +215,7 @@ class CallAccount:
             data = text
         else:
             try:
-                data = text.rows(self.num_rows).data
+                data = text.finish_rows(self.num_rows).data
             except AlignmentError as e:
                 fault = str(e)
         return RoutingPayload(

@@ -1,14 +1,14 @@
-"""Keeps one server process and everything it started from outliving us: a program of its own, stdlib only.
+"""Ends one server process, and all processes it started, when their parent ends. A program; stdlib only.
 
 ```
 driver or Ray actor ── starts ──► guard ── starts ──► server ──► its schedulers, detokenizers …
         └── pidfd watched by ──────┘ └── pidfd of ─────┘
 ```
 
-The guard leads a session of its own, so all of them share its process group. It ends the group when the
-server ends, when it is told to (SIGTERM), or when its parent is gone, however that died: a pidfd becomes
-readable even after SIGKILL, and unlike PR_SET_PDEATHSIG it is about the process, not about the thread that
-started us. What the group leaves in shared memory and in its scratch folder is removed.
+The guard leads a session of its own, so all these processes share its process group. It ends the group when
+the server ends, on SIGTERM, or when its parent has ended for whatever reason: a pidfd becomes readable even
+after SIGKILL, and unlike PR_SET_PDEATHSIG it refers to the process, not to the thread that started the guard.
+The guard also removes the group's shared memory and its scratch folder.
 
 Usage: guard.py PARENT_PID SCRATCH_DIR GRACE_S COMMAND…
 """
@@ -22,12 +22,12 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-_LOOK_S = 5
-"""How often it is noted what shared memory the server has mapped."""
+_SCAN_S = 5
+"""How often the shared memory that the server has mapped is recorded."""
 
 
 def main() -> int:
-    """Run the command under guard; returns its exit code."""
+    """Run the command; return its exit code."""
     parent, scratch, grace_s, command = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]
     told, tell = os.pipe()
     os.set_blocking(tell, False)
@@ -44,8 +44,8 @@ def main() -> int:
     except ProcessLookupError:
         orphaned = True
     shared: set[str] = set()
-    while not orphaned and not poller.poll(_LOOK_S * 1000):
-        # A server that ends by itself, as when one of its processes dies, takes the knowledge with it.
+    while not orphaned and not poller.poll(_SCAN_S * 1000):
+        # When a server ends by itself, its mappings are gone, so they are recorded while it runs.
         shared |= _shared_memory(_members())
     if server.poll() is None and grace_s > 0:
         server.terminate()
@@ -55,14 +55,14 @@ def main() -> int:
     _end_group(shared)
     shutil.rmtree(scratch, ignore_errors=True)
     code = server.wait()
-    return code if code >= 0 else 128 - code  # a signal, as shells say it
+    return code if code >= 0 else 128 - code  # of a signal, as shells report it
 
 
 def _end_group(shared: set[str]) -> None:
-    """Kill all processes of our group but ourselves, and unlink the shared memory they have or had mapped."""
+    """Kill all other processes of our group, and unlink the shared memory that they have or had mapped."""
     leftovers = set(shared)
     while members := _members():
-        leftovers |= _shared_memory(members)  # of all first: the death of one can end the others
+        leftovers |= _shared_memory(members)  # of all before any is killed: the death of one can end others
         for process in members:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -71,7 +71,7 @@ def _end_group(shared: set[str]) -> None:
 
 
 def _shared_memory(processes: list[int]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped, and that still have a name."""
+    """Returns the files in /dev/shm that these processes have mapped and that still have a name."""
     found: set[str] = set()
     for process in processes:
         with suppress(ProcessLookupError, FileNotFoundError):
@@ -81,7 +81,7 @@ def _shared_memory(processes: list[int]) -> set[str]:
 
 
 def _members() -> list[int]:
-    """Living processes of our group, ourselves left out."""
+    """Returns the other running processes of our group."""
     group, members = os.getpgrp(), []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

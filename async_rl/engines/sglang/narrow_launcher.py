@@ -2,18 +2,18 @@
 
     python -m async_rl.engines.sglang.narrow_launcher LAYERS NUM_EXPERTS [arguments of sglang.launch_server]
 
-SGLang itself returns int32 of all layers, and keeps as much on the device, in a host buffer as long as its KV
-cache, and in each message between its processes. Here the ids are narrowed on the device, where a forward
-pass ends, and everything after that carries a quarter of the bytes or less:
+SGLang itself returns int32 ids of all layers, and keeps them as such on the device, in a host buffer as long
+as its KV cache, and in each message between its processes. This launcher narrows the ids on the device at the
+end of a forward pass, and everything after that carries a quarter of the bytes or less:
 
 ```
 top-k ─► device buffer ─┬─ narrow ─► host buffer ─► rows of a request ─► detokenizer ─► base64 ─► HTTP
         int32, all layers   uint8 or uint16, MoE layers
 ```
 
-Like `cpu_launcher.py` this file is a program of its own; `server.py` takes no more than the names of it. It
-patches what it has read, and nothing else: on another version, or where the classes it patches are not
-literally those of that version, the program ends with a sentence.
+Like `cpu_launcher.py` this file is a program of its own; `server.py` only uses its names. It patches classes
+of exactly one version: if another version is installed, or the source of these classes differs, the program
+ends with an error message.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-call"
@@ -32,18 +32,18 @@ from typing import Any, Final
 SUPPORTED: Final = "0.5.23"
 
 _SOURCE: Final = "3c426572d6a5816b7857a0103f4ebd7b1214e00ba3d2deb8c61033c83db0fc18"
-"""sha256 of the sources of the classes that are patched or relied upon, as they were read."""
+"""sha256 of the sources of the classes that are patched or relied upon."""
 
 
 def install(layers: Sequence[int], num_experts: int) -> None:
     """Patch SGLang in this process.
 
     Args:
-        layers: Which layers have experts, ascending, counted from 0.
-        num_experts: E, of one layer: up to 256 make uint8, more uint16.
+        layers: The layers with experts, ascending, counted from 0.
+        num_experts: Experts E of one layer: up to 256 give uint8, more give uint16.
 
     Raises:
-        SystemExit: With the reason, when this is not the SGLang that the patch was written for.
+        SystemExit: With the reason, when the installed SGLang is not the one that the patch was written for.
     """
     check_version()
     import torch
@@ -51,7 +51,7 @@ def install(layers: Sequence[int], num_experts: int) -> None:
 
     capturer = routed_experts.RoutedExpertsCapturer
     check_source(base.BaseHostCache, base.TopkCaptureOutput, base.BaseTopkCapturer, capturer)
-    # Of uint16, torch can do little; int16 has the same bits, and nobody here calculates with them.
+    # torch supports few operations on uint16; int16 has the same bits, and nothing here computes with them.
     dtype = torch.uint8 if num_experts <= 1 << 8 else torch.int16
     first, count = layers[0], len(layers)
     together = layers[-1] - first + 1 == count
@@ -61,12 +61,12 @@ def install(layers: Sequence[int], num_experts: int) -> None:
         wide = wide_slice(self, *arguments)
         if together:
             return wide.narrow(1, first, count).to(dtype)
-        if self.async_rl_layers is None:  # kept on the device: a list would be copied there in every pass
+        if self.async_rl_layers is None:  # kept on the device: a list would be copied there in each pass
             self.async_rl_layers = torch.tensor(layers, device=wide.device)
         return wide.index_select(1, self.async_rl_layers).to(dtype)
 
     class HostCache(base.BaseHostCache):  # type: ignore[misc]
-        """SGLang's own memory, pinned as it pins it, but less of it and seen as narrow ids."""
+        """SGLang's host buffer, pinned as before, but smaller and viewed as narrow ids."""
 
         buffer: Any
 
@@ -83,7 +83,7 @@ def install(layers: Sequence[int], num_experts: int) -> None:
             self.num_tokens, self.num_layers, self.topk_size = num_tokens, count, topk_size
 
         def destroy(self) -> None:
-            self.buffer = getattr(self, "async_rl_words", self.buffer)  # what was pinned is unpinned
+            self.buffer = getattr(self, "async_rl_words", self.buffer)  # the pinned memory must be unpinned
             super().destroy()
 
     capturer.async_rl_layers = None
@@ -99,7 +99,7 @@ def check_version() -> None:
 
 
 def wrong_version(installed: str) -> str:
-    """What to say of it."""
+    """Returns the error message for another version."""
     return (
         f"engine.narrow_routing patches sglang {SUPPORTED}, found {installed}: install "
         f"sglang=={SUPPORTED}, or set engine.narrow_routing=false"
@@ -107,7 +107,7 @@ def wrong_version(installed: str) -> str:
 
 
 def check_source(*classes: type, expected: str = _SOURCE) -> None:
-    """End the program when the classes are not, to the letter, those that were read."""
+    """End the program when the source of the classes differs from the supported version's."""
     found = hashlib.sha256("".join(inspect.getsource(c) for c in classes).encode()).hexdigest()
     if found != expected:
         names = ", ".join(f"{c.__module__}.{c.__qualname__}" for c in classes)
@@ -118,8 +118,8 @@ def check_source(*classes: type, expected: str = _SOURCE) -> None:
         )
 
 
-def _install_as_told() -> list[str]:
-    """Patch as the command line says; returns SGLang's part of it."""
+def _install_from_arguments() -> list[str]:
+    """Patch SGLang as the command line says; return SGLang's own arguments."""
     layers, num_experts, *rest = sys.argv[1:]
     if "--device=cpu" in rest:
         from async_rl.engines.sglang import cpu_launcher  # noqa: F401  (the shims come first)
@@ -128,8 +128,8 @@ def _install_as_told() -> list[str]:
 
 
 def main() -> None:
-    """Run the server until it is told to end."""
-    arguments = _install_as_told()
+    """Run the server until it is ended."""
+    arguments = _install_from_arguments()
     if "--device=cpu" in arguments:
         from async_rl.engines.sglang import cpu_launcher
 
@@ -151,4 +151,4 @@ if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
     # SGLang spawns its scheduler and detokenizer, and each imports the main module again, under this name.
-    _install_as_told()
+    _install_from_arguments()

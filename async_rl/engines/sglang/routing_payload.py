@@ -1,56 +1,122 @@
-"""The first hop of routing: an SGLang payload, narrowed while it arrives.
+"""The first hop of routing: narrows an SGLang payload while it arrives.
 
 SGLang sends base64 of int32 `[rows, all layers, K]` in the last event of a call, 67 MB of text for 32k tokens
-of a model with 48 layers and 8 experts a token; we keep a fifth of that or less. So the text is never held as
-a whole: as it comes off the socket it goes, a megabyte at a time and in a thread, through the cache into a
-slab that was used before.
+of a model with 48 layers and 8 experts per token; we keep a fifth of that or less. The text is never held as
+a whole: a megabyte at a time, a thread decodes it from the socket buffer, within the CPU cache, into reused
+memory.
 
 ```
-socket ─► EventReader ─► RoutingText.write ─► narrow, in a thread ─► rows in a slab ─► RoutingPayload
-          event loop     event loop           base64, layers, width, range
+socket ─► EventReader ─► RoutingText.append_text ─► decode_pending, in a thread ─► rows ─► RoutingPayload
+          event loop     event loop                 base64, layers, width, range
 ```
 
-Only a few payloads are read at a time (`receiving`): what an aborted engine sends at once, for hundreds of
-calls, would otherwise hold up the event loop and fill the memory. The others wait in their connections.
+Only a few payloads are read at a time (`receive_gate`): what an aborted engine sends at once, for hundreds of
+calls, would otherwise block the event loop and fill the memory. The others wait in their connections.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import weakref
-from typing import Final
+from collections import deque
+from typing import Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pybase64
 
 from async_rl import routing
 from async_rl.engine_protocol import EngineFacts
-from async_rl.engines.sglang.slabs import Slabs
 from async_rl.errors import AlignmentError
 from async_rl.types import ExpertIdArray
 
 _BLOCK_BYTES: Final = 1 << 18
-"""Of a payload that are decoded at once: with what they become, they fit the second-level cache."""
+"""Text that is decoded at once: together with its rows it fits the second-level cache."""
 
 PIECE_BYTES: Final = 1 << 20
-"""Of text that are worth a thread's attention."""
+"""Text that is worth handing to a thread."""
 
 _SPARE_ROWS: Final = 64
-"""Room for tokens that come with the last event, which nobody has counted when its payload begins."""
+"""Capacity for the tokens of the last event, which are not counted yet when its payload begins."""
 
 _MAX_RECEIVING: Final = 4
 """Payloads that are read at a time on one event loop: each keeps a thread busy about as long as the loop."""
 
-SLABS: Final = Slabs(max_idle_bytes=1 << 28)
-"""Where narrow rows live. They go when a trajectory is in the spool, or is dropped."""
+_SLAB_GRAIN: Final = 1 << 18
+"""Slabs are whole multiples of this, so that sequences of similar length share them."""
+
+
+class SlabAllocator:
+    """Allocates uninitialised arrays, in reused memory where possible. Can be used from any thread.
+
+    Touching a page for the first time costs several times as much as writing it again (on a virtual machine
+    up to thirty times), and routing rows are megabytes that are held for seconds. The memory of an array is
+    reclaimed automatically when its last view is gone.
+
+    Invariant: at most `max_idle_bytes` are idle; memory beyond that is returned to the system.
+
+    Example:
+        >>> slabs = SlabAllocator(max_idle_bytes=1 << 28)
+        >>> rows = slabs.allocate_array((32768, 48, 8), np.uint8)
+        >>> del rows  # and all views of it: the next array may use its memory
+    """
+
+    def __init__(self, max_idle_bytes: int) -> None:
+        """Start without memory."""
+        self._max_idle_bytes = max_idle_bytes
+        self._lock = threading.Lock()
+        self._idle: list[np.ndarray] = []  # the one used last is at the end
+        # An array may be freed anywhere, even in a method that holds the lock: its finalizer only appends.
+        self._returned: deque[np.ndarray] = deque()
+        self._num_arrays = 0
+
+    def allocate_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray[Any, Any]:
+        """Returns an array of this shape with undefined content."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        with self._lock:
+            self._reclaim_slabs()
+            self._num_arrays += 1
+            slab = self._pop_slab(size)
+        if slab is None:
+            slab = np.empty(max(1, -(-size // _SLAB_GRAIN)) * _SLAB_GRAIN, np.uint8)
+        # All views have this array as their base, and not the slab, which must outlive them.
+        base = np.frombuffer(slab.data, np.uint8)
+        weakref.finalize(base, self._returned.append, slab).atexit = False
+        return base[:size].view(dtype).reshape(shape)
+
+    def usage(self) -> tuple[int, int]:
+        """Returns the number of arrays in use, and the idle bytes."""
+        with self._lock:
+            self._reclaim_slabs()
+            return self._num_arrays, sum(slab.nbytes for slab in self._idle)
+
+    def _pop_slab(self, size: int) -> np.ndarray[Any, Any] | None:
+        """Returns the smallest idle slab that fits without much waste; of equal ones, the last used."""
+        fitting = [i for i, slab in enumerate(self._idle) if size <= slab.nbytes <= 2 * size + _SLAB_GRAIN]
+        if not fitting:
+            return None
+        return self._idle.pop(min(fitting, key=lambda i: (self._idle[i].nbytes, -i)))
+
+    def _reclaim_slabs(self) -> None:
+        while self._returned:
+            self._idle.append(self._returned.popleft())
+            self._num_arrays -= 1
+        excess = sum(slab.nbytes for slab in self._idle) - self._max_idle_bytes
+        while excess > 0:
+            excess -= self._idle.pop(0).nbytes
+
+
+SLABS: Final = SlabAllocator(max_idle_bytes=1 << 28)
+"""Memory of narrow rows, which are freed when their trajectory is in the spool or is dropped."""
 
 _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
-def receiving() -> asyncio.Semaphore:
-    """Whoever reads a large payload holds this meanwhile."""
+def receive_gate() -> asyncio.Semaphore:
+    """Returns the semaphore of the running event loop that a call holds while it reads a large payload."""
     loop = asyncio.get_running_loop()
     if (gate := _gates.get(loop)) is None:
         gate = _gates[loop] = asyncio.Semaphore(_MAX_RECEIVING)
@@ -58,64 +124,70 @@ def receiving() -> asyncio.Semaphore:
 
 
 class RoutingWire(msgspec.Struct, frozen=True, kw_only=True):
-    """How one server writes routing: SGLang's own way, or narrowed at its side (`narrow_launcher.py`)."""
+    """The format in which one server sends routing: SGLang's, or narrowed there (`narrow_launcher.py`)."""
 
     facts: EngineFacts
     narrow: bool = False
 
     @property
     def row_ids(self) -> int:
-        """Expert ids of a row, as sent."""
+        """Number of expert ids in a row, as sent."""
         layers = len(self.facts.moe_layers) if self.narrow else self.facts.num_layers
         return layers * self.facts.top_k
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """Of an id, as sent. A negative one becomes one that is too large."""
+        """Type of an id, as sent. Unsigned, so that a negative id becomes one that is too large."""
         return routing.id_dtype(self.facts.num_experts) if self.narrow else np.dtype("<u4")
 
     @property
     def row_bytes(self) -> int:
-        """Of a row, as sent, before base64."""
+        """Bytes of a row, as sent, before base64."""
         return self.row_ids * self.dtype.itemsize
 
     def text_length(self, num_rows: int) -> int:
-        """Characters of base64 that so many rows make."""
+        """Returns the number of base64 characters for a number of rows."""
         return -(-num_rows * self.row_bytes // 3) * 4
 
     def decode(self, text: bytes | memoryview, num_rows: int) -> ExpertIdArray:
-        """Rows of a text that is there as a whole: `[num_rows, L_moe, K]`, uint8 or uint16.
+        """Returns the rows of a complete text: `[num_rows, L_moe, K]`, uint8 or uint16.
 
         Raises:
             AlignmentError: When it is not base64, of another length, or names an expert that does not exist.
         """
         reader = RoutingText(self, num_rows)
-        reader.write(text)
-        return reader.rows(num_rows)
+        reader.append_text(text)
+        return reader.finish_rows(num_rows)
 
 
 class RoutingText:
-    """The base64 of one payload: `write` what comes, `narrow` it in a thread now and then, take the `rows`.
+    """The base64 text of one payload, decoded piece by piece.
 
-    What is wrong with the text is kept until the rows are asked for, as most are asked for much later.
+    Errors in the text are raised by `finish_rows`, because most rows are needed much later.
+
+    Example:
+        >>> text = RoutingText(wire, num_rows=900)
+        >>> text.append_text(piece)
+        >>> await asyncio.to_thread(text.decode_pending)
+        >>> rows = text.finish_rows(903)
     """
 
     def __init__(self, wire: RoutingWire, num_rows: int) -> None:
-        """Expect about so many rows; more find room, too."""
+        """Expect about `num_rows` rows; more are possible."""
         facts = wire.facts
         self.pending = 0
-        """Characters that were written and not yet narrowed."""
+        """Characters that were appended and not yet decoded."""
         self._wire = wire
         self._length = 0
         self._pieces: list[bytes | memoryview] = []
-        self._rest = b""  # less than a unit
+        self._rest = b""  # an incomplete unit
         self._fault: str | None = None
         self._shape = (len(facts.moe_layers), facts.top_k)
         self._dtype = routing.id_dtype(facts.num_experts)
-        self._rows = np.empty((0, *self._shape), self._dtype)  # until there is something to put into them
+        self._rows = np.empty((0, *self._shape), self._dtype)  # replaced when the first rows arrive
         self._expected = num_rows + _SPARE_ROWS
         self._num_rows = 0
-        # The fewest rows that are whole groups of three bytes.
+        # A unit is the smallest number of rows that is a multiple of three bytes, in base64 characters.
         self._unit = wire.row_bytes * (3 // math.gcd(3, wire.row_bytes)) // 3 * 4
         first, last = facts.moe_layers[0], facts.moe_layers[-1]
         together = last - first + 1 == len(facts.moe_layers)
@@ -123,15 +195,15 @@ class RoutingText:
         if wire.narrow:
             self._layers = slice(None)
 
-    def write(self, piece: bytes | memoryview) -> None:
-        """Take what came."""
+    def append_text(self, piece: bytes | memoryview) -> None:
+        """Append text that arrived."""
         if piece:
             self._pieces.append(piece)
             self._length += len(piece)
             self.pending += len(piece)
 
-    def narrow(self) -> None:
-        """Turn what is whole of it into rows. Releases the GIL for nearly all of it: call it in a thread."""
+    def decode_pending(self) -> None:
+        """Decode the complete units of the pending text. Mostly releases the GIL: call it in a thread."""
         pieces, self._pieces, self.pending = self._pieces, [], 0
         for piece in pieces:
             view = memoryview(piece)
@@ -146,13 +218,13 @@ class RoutingText:
             self._decode(view[:end])
             self._rest = bytes(view[end:])
 
-    def rows(self, num_rows: int) -> ExpertIdArray:
-        """All rows, `[num_rows, L_moe, K]`, read-only, on memory of `SLABS`.
+    def finish_rows(self, num_rows: int) -> ExpertIdArray:
+        """Returns all rows, `[num_rows, L_moe, K]`, read-only, in memory of `SLABS`.
 
         Raises:
-            AlignmentError: See `RoutingWire.decode`.
+            AlignmentError: When the text is not what `RoutingWire.decode` accepts.
         """
-        self.narrow()
+        self.decode_pending()
         wire, facts = self._wire, self._wire.facts
         if self._length != wire.text_length(num_rows):
             size = self._length * 3 // 4 - self._rest[-2:].count(b"=")
@@ -172,7 +244,7 @@ class RoutingText:
         return rows
 
     def _hint(self, num_rows: int) -> str:
-        """What to do when the text is just as long as the other wire's."""
+        """Returns the remedy if the text has the length of the other format."""
         other = RoutingWire(facts=self._wire.facts, narrow=not self._wire.narrow)
         if self._length != other.text_length(num_rows):
             return ""
@@ -184,10 +256,10 @@ class RoutingText:
         )
 
     def _decode(self, text: memoryview) -> None:
-        """Whole rows of text, block by block.
+        """Decode whole rows, block by block.
 
-        Each block stays in the cache from the base64 to the narrow ids: a quarter of the time that passes
-        over the whole take, which is mostly touching fresh memory.
+        Each block stays in the CPU cache from the base64 to the narrow ids: this takes a quarter of the time
+        of passes over the whole text, which is mostly spent on touching fresh memory.
         """
         facts, wire = self._wire.facts, self._wire
         largest_possible = int(np.iinfo(wire.dtype).max)
@@ -211,7 +283,9 @@ class RoutingText:
     def _append(self, block: np.ndarray) -> None:
         end = self._num_rows + len(block)
         if end > len(self._rows):
-            rows = SLABS.empty((max(self._expected, 2 * len(self._rows), end), *self._shape), self._dtype)
+            rows = SLABS.allocate_array(
+                (max(self._expected, 2 * len(self._rows), end), *self._shape), self._dtype
+            )
             rows[: self._num_rows] = self._rows[: self._num_rows]
             self._rows = rows
         self._rows[self._num_rows : end] = block

@@ -1,9 +1,8 @@
-"""Starts one SGLang server, watches it and ends it, with everything it started.
+"""Starts one SGLang server, watches it, and ends it with all processes it started.
 
-On a GPU it is `python -m sglang.launch_server`, on a CPU the launcher in `cpu_launcher.py`, and on both the
-one in `narrow_launcher.py` where routing is to be sent as narrow ids; always under the guard of `guard.py`,
-so that no server outlives the process that started it. Nothing here knows of Ray: the same class works in the
-driver, in a Ray actor and in a test.
+On a GPU it runs `python -m sglang.launch_server`, on a CPU `cpu_launcher.py`, and `narrow_launcher.py` on
+both if routing is sent as narrow ids; always under `guard.py`, so that no server outlives the process that
+started it. The class does not depend on Ray: it works in the driver, in a Ray actor and in a test.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from async_rl.errors import EnvironmentNotReady
 _HERE = Path(__file__).parent
 
 _CPU_KV_TOKENS = 1 << 16
-"""KV cache of a CPU engine that was told no size: SGLang would take a share of the host's memory instead."""
+"""KV cache of a CPU engine without a configured size: SGLang would take a share of the host's memory."""
 
-_LAST_WORDS_LINES = 25
+_EXIT_REASON_LINES = 25
 
 _GPU_GRACE_S = 15.0
-"""A server that holds a GPU is asked to end first, so that the driver frees its memory in order."""
+"""Time for a server with a GPU to end by itself before it is killed, so that it frees the GPU's memory."""
 
 _STOP_LIMIT_S = 30.0
 
 _EVERYWHERE = ("0.0.0.0", "::")
-"""Addresses to bind to that are none to be reached at."""
+"""Addresses that can be bound to but not connected to."""
 
-_PORTS = range(15000, 30000)
-"""Below the ephemeral range: while a server starts up no outgoing connection can take its port."""
+PORTS = range(15000, 30000)
+"""Below the ephemeral range: while a server starts, no outgoing connection can take its port."""
 
 
 class SGLangServer:
     """One SGLang server process.
 
-    The port and both keys are chosen once, so that a restarted server is found where it was. The keys are
-    handed over in a file that only we can read, not on the command line, which everybody on the host can.
+    The port and both keys are chosen once, so that a restarted server keeps its address. The keys are passed
+    in a file that only this user can read, not on the command line, which all users of the host can read.
 
     Example:
         >>> server = SGLangServer(config, model, routing=True, index=0, log_dir=logs, seed=0)
@@ -74,18 +73,18 @@ class SGLangServer:
         shared: bool = False,
         node_address: str | None = None,
     ) -> None:
-        """Choose address and keys; starts nothing.
+        """Choose address and keys; start nothing.
 
         Args:
             config: The engine section.
-            model: What to serve.
+            model: The model to serve.
             routing: Whether the server must be able to return routed experts.
             index: Number of this engine; names its log.
-            log_dir: Where `engine-<index>.log` goes.
+            log_dir: Folder for `engine-<index>.log`.
             seed: Seed of the run; the engines' own seeds are derived from it.
-            shared: Whether it shares its device with the trainer, and must be able to give its memory back.
-            node_address: Of this host, where it is one of several: `engine.host: auto` binds to it; None is
-                the only one.
+            shared: Whether it shares its device with the trainer, and must be able to release its memory.
+            node_address: Address of this host in a cluster, to which `engine.host: auto` binds; None on a
+                single machine.
         """
         self._config = config
         self._model = model
@@ -107,12 +106,12 @@ class SGLangServer:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """URL of the server."""
         return f"http://{self._host}:{self._port}"
 
     @property
     def host(self) -> str:
-        """The address it is reached at."""
+        """Address of the server."""
         return self._host
 
     @property
@@ -137,7 +136,7 @@ class SGLangServer:
             ) from e
         if self._saves_memory and find_spec("torch_memory_saver") is None:
             raise EnvironmentNotReady(
-                "placement.shared: SGLang gives device memory back by torch-memory-saver, which is not "
+                "placement.shared: SGLang releases device memory by torch-memory-saver, which is not "
                 "installed here: `pip install torch-memory-saver`"
             )
         if self._narrow and installed != narrow_launcher.SUPPORTED:
@@ -146,7 +145,7 @@ class SGLangServer:
 
     @property
     def _saves_memory(self) -> bool:
-        """Without the switch SGLang takes the same requests and frees nothing: good enough for a CPU."""
+        """Whether memory is really released. Without it SGLang accepts the requests, which suits a CPU."""
         return self._shared and self._device == "cuda"
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -169,9 +168,9 @@ class SGLangServer:
             )
 
     def command(self) -> list[str]:
-        """The server's command line, without the keys."""
+        """Returns the server's command line, without the keys."""
         config = self._config
-        # -P keeps the launcher's own folder off the path: our `sglang.py` lies there beside it.
+        # -P keeps the launcher's own folder off the import path.
         cpu = self._device == "cpu"
         launcher = ["-P", str(_HERE / "cpu_launcher.py")] if cpu else ["-m", "sglang.launch_server"]
         if self._narrow:
@@ -190,7 +189,7 @@ class SGLangServer:
             "max-total-tokens": config.max_total_tokens,
             "random-seed": self._seed * 1000 + self._index,
             "weight-version": 0,
-            # At "info" the whole configuration is logged, keys included.
+            # At "info" SGLang logs its whole configuration, including the keys.
             "log-level": "warning",
         }
         switches = ["incremental-streaming-output"]
@@ -201,22 +200,22 @@ class SGLangServer:
         if cpu:
             arguments["attention-backend"] = "torch_native"
             arguments["max-total-tokens"] = config.max_total_tokens or _CPU_KV_TOKENS
-            # An interrupt waits for the forward pass that runs: on a CPU, a long prefill is hundreds of ms.
+            # An interrupt waits for the running forward pass: on a CPU, a long prefill takes hundreds of ms.
             arguments["chunked-prefill-size"] = 256
-            # On few cores a step can take long while trainers hold them; that is not a hang.
+            # On few cores a step can take long while trainers use them; that is not a hang.
             arguments["watchdog-timeout"] = 600
-            # An idle scheduler polls its sockets with a whole core otherwise.
+            # Otherwise an idle scheduler uses a whole core to poll its sockets.
             switches += ["sleep-on-idle", "skip-server-warmup"]
         options = [f"--{key}={value}" for key, value in arguments.items() if value is not None]
         return [sys.executable, *launcher, *options, *(f"--{s}" for s in switches), *config.extra_args]
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        # SGLang's sockets go where temporary files go, and are left there.
+        # SGLang creates its sockets in the temporary folder, and does not remove them.
         environment = {**os.environ, "TMPDIR": str(scratch), "TOKENIZERS_PARALLELISM": "false"}
-        # Connections of ours are idle between turns for as long as tools take.
+        # Our connections are idle between turns for as long as tools take.
         environment |= {"SGLANG_TIMEOUT_KEEP_ALIVE": "60"}
-        # When one of its processes dies, a server is to end at once; it would debug itself for up to a
-        # minute first, while its calls wait.
+        # When one of its processes dies, a server must end at once; by default it first collects debug
+        # information for up to a minute, while its calls wait.
         environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if self._saves_memory:
@@ -226,11 +225,11 @@ class SGLangServer:
         return environment
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs or before it was started."""
+        """Returns the exit code, or None while it runs or before it was started."""
         return self._process.poll() if self._process is not None else None
 
     async def wait(self) -> int:
-        """Wait until the process ends; its exit code."""
+        """Wait until the process ends; return its exit code."""
         assert self._process is not None, "wait() before start()"
         if self._process.poll() is None:
             loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -244,22 +243,22 @@ class SGLangServer:
         return self._process.wait()
 
     async def died(self) -> str | None:
-        """Its last words when it has ended, None while it runs: what `SGLangEngine.wait_ready` asks."""
-        return None if self._process is not None and self.poll() is None else self.last_words()
+        """Returns the exit reason when it has ended, None while it runs; for `SGLangEngine.wait_ready`."""
+        return None if self._process is not None and self.poll() is None else self.exit_reason()
 
-    def last_words(self) -> str:
-        """The end of its log, and where the whole log is."""
+    def exit_reason(self) -> str:
+        """Returns the exit code, the end of the log, and the path of the log."""
         code = "was not started" if self._process is None else f"ended with code {self.poll()}"
         try:
             with open(self.log_path, errors="replace") as log:
                 log.seek(self._log_begin)
-                lines = deque((line.rstrip() for line in log if line.strip()), maxlen=_LAST_WORDS_LINES)
+                lines = deque((line.rstrip() for line in log if line.strip()), maxlen=_EXIT_REASON_LINES)
         except FileNotFoundError:
             lines = deque()
         return "\n  ".join([f"engine {self._index} {code}; the end of {self.log_path}:", *lines])
 
     async def stop(self) -> None:
-        """End the server and all it started, be they stopped (SIGSTOP). Returns when they are gone."""
+        """End the server and all processes it started, even stopped ones; returns when they have ended."""
         if self._process is None or self.poll() is not None:
             return
         self._process.send_signal(signal.SIGCONT)  # the guard may be stopped too; it kills all others
@@ -273,9 +272,9 @@ class SGLangServer:
 
 
 def detect_device() -> str:
-    """`cuda` where this process may use a GPU and has a torch that can, else `cpu`.
+    """Returns `cuda` if this process may use a GPU and its torch supports CUDA, else `cpu`.
 
-    Told from files and metadata: importing torch to ask it would cost seconds.
+    It reads files and metadata, because importing torch would take seconds.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = visible is not None and visible.strip() in ("", "-1")
@@ -287,8 +286,8 @@ def detect_device() -> str:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
-    for port in random.SystemRandom().sample(_PORTS, k=100):
+    """Returns a free port."""
+    for port in random.SystemRandom().sample(PORTS, k=100):
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -296,4 +295,4 @@ def free_port(host: str) -> int:
             except OSError:
                 continue
             return port
-    raise EnvironmentNotReady(f"found no free port on {host} between {_PORTS.start} and {_PORTS.stop}")
+    raise EnvironmentNotReady(f"found no free port on {host} between {PORTS.start} and {PORTS.stop}")

@@ -1,8 +1,8 @@
-"""Cuts a stream of server-sent events out of network reads, and takes the routing payload out in passing.
+"""Splits network reads into server-sent events, and separates the routing payload from the last one.
 
-The last event of a long call carries megabytes of base64 among a kilobyte of JSON. Searching it for the next
-quote is all that is ever done to it here: it is handed on read by read, so no JSON parser walks over it,
-nothing is copied or joined, and the event loop is never held up.
+The last event of a long call has megabytes of base64 in a kilobyte of JSON. The reader only searches it for
+the next quote and passes it on read by read: no JSON parser scans it, nothing is copied or joined, and the
+event loop is never blocked.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Generic, Protocol, TypeVar
 _PAYLOAD = b'"routed_experts":"'
 
 _LARGE = 1 << 16
-"""Bytes of an unfinished event from which on a payload is taken out; below, it is not worth looking."""
+"""Bytes of an unfinished event above which its payload is separated; below, it is not worth searching."""
 
 
-class Sink(Protocol):
-    """Where a payload goes."""
+class PayloadSink(Protocol):
+    """Receives a payload piece by piece."""
 
-    def write(self, piece: bytes) -> None:
-        """Take the next of it."""
+    def append_text(self, piece: bytes) -> None:
+        """Append the next piece."""
 
 
-S = TypeVar("S", bound=Sink)
+S = TypeVar("S", bound=PayloadSink)
 
 
 class EventReader(Generic[S]):
-    r"""Feed it what the network gives; it gives back whole events.
+    r"""Turns network reads into events.
 
-    An event is a JSON document and the payload that was taken out of it; an empty string is left in its
-    place. One that came in few reads stays where it was.
+    An event is a JSON document and the payload that was separated from it, with an empty string in its place.
+    A small payload stays in the document.
 
     Example:
         >>> reader = EventReader(Text)
@@ -39,22 +39,22 @@ class EventReader(Generic[S]):
     """
 
     def __init__(self, open_sink: Callable[[], S]) -> None:
-        """Call `open_sink` where a payload begins."""
+        """Call `open_sink` at the start of each payload."""
         self._open_sink = open_sink
         self._rest = b""
         self._filling = False
         self.payload: S | None = None
-        """Of the event that is coming in now, or came in last."""
+        """The payload of the event that is arriving, or arrived last."""
         self._taken: S | None = None
 
     def feed(self, data: bytes) -> list[tuple[bytes, S | None]]:
-        """Take one read; return the events that it completes."""
+        """Returns the events that one read completes."""
         if self._filling and self.payload is not None:
             end = data.find(b'"')
             if end < 0:
-                self.payload.write(data)
+                self.payload.append_text(data)
                 return []
-            self.payload.write(data[:end])
+            self.payload.append_text(data[:end])
             self._taken, self._filling = self.payload, False
             data = data[end:]
         if self._rest:
@@ -80,9 +80,9 @@ class EventReader(Generic[S]):
         self.payload = self._open_sink()
         if end < 0:
             self._filling = True
-            self.payload.write(self._rest[begin:])
+            self.payload.append_text(self._rest[begin:])
             self._rest = self._rest[:begin]
         else:
             self._taken = self.payload
-            self.payload.write(self._rest[begin:end])
+            self.payload.append_text(self._rest[begin:end])
             self._rest = self._rest[:begin] + self._rest[end:]

@@ -1,13 +1,13 @@
-"""One producer for all who watch: the run at this moment once a second, the charts with each step.
+"""Feeds all clients of the live page: the run's state once a second, the charts after each step.
 
 ```
  loop       consumes              waits for            unblocked by      produces
- run        the run, its records  somebody to watch    a client          messages, in each client's queue
+ run        the run, its records  the first client     a client          messages in each client's queue
  a client   its queue             a message            run               server-sent events
 ```
 
-Nothing is looked at while nobody watches. A client whose queue is full does not read: it is dropped, and when
-it comes back it is told what it has missed, for each message is whole by itself.
+The feed reads nothing while no client is connected. It drops a client that does not read, which it knows by
+the client's full queue. A client that reconnects misses nothing: each message is complete by itself.
 """
 
 from __future__ import annotations
@@ -38,14 +38,11 @@ log = logging.getLogger(__name__)
 
 MAX_CLIENTS: Final = 16
 _QUEUED: Final = 8
-"""Messages that a client may be behind."""
-_EVERY_S: Final = 1.0
-_DRAW_SHARE: Final = 0.05
-"""Of the time at most so much goes into drawing: the charts of a very long run come less often."""
+"""The number of messages that a client may be behind."""
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table of steps."""
+    """A row in the table of steps."""
 
     step: int
     reward: Figure
@@ -58,20 +55,20 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
-    """All that changes with a step."""
+    """Everything on the page that changes with a step."""
 
     id: str
-    """Tells this from any other: of another step, of the same step done again, of another driver."""
+    """Unique to the step, to its repetition after a restart, and to the driver process."""
     tiles: Sequence[Tile] = ()
     sections: Sequence[Section] = ()
     recent: Sequence[StepRow] = ()
-    """Newest first."""
+    """The newest come first."""
     extremes: Sequence[Extreme] = ()
-    """Of the last step."""
+    """The extreme tokens of the last step."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole page."""
+    """All data of the page."""
 
     run: str
     version: str
@@ -80,11 +77,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TooManyClients(Exception):
-    """`MAX_CLIENTS` are connected."""
+    """`MAX_CLIENTS` clients are connected already."""
 
 
 class Client:
-    """Somebody who watches."""
+    """A connected reader of the live page."""
 
     def __init__(self, drop: Callable[[], None]) -> None:
         self._messages: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUED)
@@ -92,7 +89,7 @@ class Client:
         self._dropped = False
 
     def send(self, message: bytes | None) -> None:
-        """Queue a message, None for the end; who does not read is dropped."""
+        """Queue a message, or None for the end; drop the client if its queue is full."""
         if self._dropped:
             return
         try:
@@ -103,7 +100,7 @@ class Client:
             self._drop()
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """What it is sent, up to the end."""
+        """Yield the messages up to the end."""
         while True:
             with waiting("idle"):
                 message = await self._messages.get()
@@ -113,47 +110,60 @@ class Client:
 
 
 class Feed:
-    """See the module.
+    """Reads and draws a run for the clients of its live page, as the module describes.
 
     Example:
-        >>> feed = Feed(config, pulse.now, lambda: run_log.records)
+        >>> feed = Feed(config, status.now, lambda: run_log.records)
         >>> async with services(page=feed.run): ...
     """
 
     def __init__(
         self,
         config: Config,
-        look: Callable[[], Now],
+        read_status: Callable[[], Now],
         records: Callable[[], Sequence[StepRecord]],
         evaluations: Callable[[], Sequence[EvaluationRecord]] = tuple,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        refresh_s: float = 1.0,
+        max_draw_share: float = 0.05,
     ) -> None:
-        """Nothing is looked at yet.
+        """Create a feed without clients.
 
         Args:
-            config: Of the run.
-            look: Sees the run as it is; called in the event loop.
-            records: All steps so far.
-            evaluations: All evaluations so far.
-            clock: Monotonic seconds, of the time that drawing takes.
+            config: The run's config.
+            read_status: Returns the run's present state; called in the event loop.
+            records: Returns the records of all steps so far.
+            evaluations: Returns all evaluations so far.
+            clock: Monotonic seconds, for the time that drawing takes.
+            refresh_s: Seconds between two messages about the run's state.
+            max_draw_share: Share of the time that drawing may take: the charts of a very long run come less
+                often.
         """
         self._run = config.run.name
         self._max_staleness = config.rollout.max_staleness
-        self._look = look
+        self._read_status = read_status
         self._records = records
         self._evaluations = evaluations
         self._clock = clock
-        self._life = f"{time.time_ns():x}"
+        self._refresh_s = refresh_s
+        self._max_draw_share = max_draw_share
+        self._driver_id = f"{time.time_ns():x}"
         self._clients: dict[Client, None] = {}
         self._watched = asyncio.Event()
         self._drawing = asyncio.Lock()
         self._steps = Steps(id="")
         self._draw_again_s = -math.inf
-        self._told = ""
-        """Id of the steps that all clients have been sent."""
+        self._sent_id = ""
+        """The id of the steps that all clients have received."""
+
+    @property
+    def num_clients(self) -> int:
+        """Returns how many clients are connected."""
+        return len(self._clients)
 
     async def run(self) -> None:
-        """Tell all clients what is new, for ever; what keeps the page from being drawn ends no run."""
+        """Send all clients what is new, for ever; an error in drawing is logged and does not end the run."""
         try:
             while True:
                 with waiting("idle"):
@@ -163,7 +173,7 @@ class Feed:
                 except Exception:
                     log.exception("the live page cannot be drawn")
                 with waiting("idle"):
-                    await asyncio.sleep(_EVERY_S)
+                    await asyncio.sleep(self._refresh_s)
         finally:
             for client in self._clients:
                 client.send(_event("end", b"{}"))
@@ -171,14 +181,14 @@ class Feed:
 
     @contextmanager
     def client(self, drop: Callable[[], None], known: str) -> Iterator[Client]:
-        """Watch for as long as the block takes.
+        """Connect a client for the duration of the block.
 
         Args:
-            drop: Ends the connection of a client that does not read.
-            known: Id of the steps that it has.
+            drop: Closes the connection of a client that does not read.
+            known: The id of the steps that the client has.
 
         Raises:
-            TooManyClients: There is no room.
+            TooManyClients: `MAX_CLIENTS` clients are connected already.
         """
         if len(self._clients) >= MAX_CLIENTS:
             raise TooManyClients
@@ -196,46 +206,47 @@ class Feed:
                 self._watched.clear()
 
     async def snapshot(self) -> bytes:
-        """The whole page as JSON."""
+        """Return the whole page as JSON."""
         steps = await self._drawn()
-        now = self._look()
+        now = self._read_status()
         return _ENCODER.encode(Snapshot(run=self._run, version=__version__, now=now, steps=steps))
 
     async def _publish(self) -> None:
-        message = _event("now", _ENCODER.encode(self._look()))
+        message = _event("now", _ENCODER.encode(self._read_status()))
         for client in list(self._clients):
             client.send(message)
         if self._clock() < self._draw_again_s:
             return
         steps = await self._drawn()
-        if steps.id != self._told:
-            self._told = steps.id
+        if steps.id != self._sent_id:
+            self._sent_id = steps.id
             message = _steps_event(steps)
             for client in list(self._clients):
                 client.send(message)
 
     async def _drawn(self) -> Steps:
-        """The charts of all steps so far, drawn once for all who want them, in a thread."""
+        """Return the charts of all steps so far; a thread draws them once for all clients."""
         async with self._drawing:
             records, evaluations = tuple(self._records()), tuple(self._evaluations())
             key = f"{records[-1].step}.{records[-1].time_s:.3f}" if records else "0"
             key += f".{len(evaluations)}" if evaluations else ""
-            steps_id = f"{self._life}.{key}"
+            steps_id = f"{self._driver_id}.{key}"
             if steps_id != self._steps.id:
                 begin_s = self._clock()
-                draw = partial(_draw, steps_id, records, self._max_staleness, evaluations)
+                draw = partial(draw_steps, steps_id, records, self._max_staleness, evaluations)
                 self._steps = await call_in_thread(draw, name="page")
                 end_s = self._clock()
-                self._draw_again_s = end_s + (end_s - begin_s) / _DRAW_SHARE
+                self._draw_again_s = end_s + (end_s - begin_s) / self._max_draw_share
             return self._steps
 
 
-def _draw(
+def draw_steps(
     steps_id: str,
     records: Sequence[StepRecord],
     max_staleness: int,
     evaluations: Sequence[EvaluationRecord] = (),
 ) -> Steps:
+    """Draw everything on the page that changes with a step."""
     return Steps(
         id=steps_id,
         tiles=tiles(records, max_staleness),
@@ -266,5 +277,5 @@ _ENCODER: Final = msgspec.json.Encoder()
 
 
 def _event(name: str, data: bytes) -> bytes:
-    """One server-sent event; JSON has no newlines that would end it."""
+    """Returns one server-sent event; JSON has no newlines that would end it."""
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

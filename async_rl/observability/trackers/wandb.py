@@ -10,6 +10,7 @@ from uuid import uuid4
 import msgspec
 
 from async_rl.config import Config, to_builtins
+from async_rl.runtime.files import replace_file
 
 
 class _Kept(msgspec.Struct, kw_only=True):
@@ -73,6 +74,4 @@ class WandbTracker:
         self._run.finish()
 
     def _keep(self) -> None:
-        partial = self._path.with_name(".wandb.json.part")
-        partial.write_bytes(msgspec.json.encode(self._kept))
-        partial.replace(self._path)
+        replace_file(self._path, msgspec.json.encode(self._kept))

@@ -1,7 +1,7 @@
-"""What an agent loop talks to: `Session`, and the `Turn` that each call of the policy gives back.
+"""The interface of agent loops: `Session`, and the `Turn` that each call of the policy returns.
 
-A loop sees a conversation; the session sees tokens. Weight updates, interruptions, resumes and engines that
-die happen below this line and never show: `generate` returns when the turn is whole.
+A loop sees a conversation; the session sees tokens. Weight updates, interruptions, resumes and engine
+failures happen below this interface and are invisible above it: `generate` returns when the turn is complete.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from async_rl.types import Float32Array, Int32Array, Task
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One assistant turn, whole, however often it was interrupted while it was sampled."""
+    """One complete assistant turn, however often it was interrupted while it was sampled."""
 
     text: str
-    """Decoded; special tokens are left out except what the chat format needs (tool-call tags stay)."""
+    """The decoded text, without special tokens except the tags of thoughts and tool calls."""
     token_ids: Int32Array  # [n]
     finish_reason: Literal["stop", "length"]
     weight_versions: tuple[int, ...] = ()
-    """That sampled it, ascending."""
+    """The versions that sampled it, ascending."""
     num_interruptions: int = 0
-    """How often a weight update or a failure cut it short."""
+    """How often a weight update or a failure interrupted it."""
     engine_s: float = 0.0
     """Seconds in engine calls, since the last restart of the driver."""
     rollout_log_probs: Float32Array = np.empty(0, np.float32)  # [n], nats; not in scripted turns
 
 
 class Session(Protocol):
-    """One trajectory in the making. A loop calls `start` once, then `generate` and `add_messages` in turns.
+    """One trajectory in the making. A loop calls `start` once, then `generate` and `add_messages`
+    alternately.
 
-    Calls out of place (a turn while another is being written, anything after the end) raise `RuntimeError`
+    Misplaced calls (a turn while another is being written, any call after the end) raise `RuntimeError`
     before they change anything.
 
     Example:
@@ -47,23 +48,24 @@ class Session(Protocol):
 
     task: Task
     trajectory_id: str
-    """Unique for ever, the same after a restart: a key for what a loop keeps outside."""
+    """Globally unique and the same after a restart: a key for data that a loop keeps elsewhere."""
     messages: list[dict[str, Any]]
     """The conversation so far, as text; `generate` appends the assistant's message itself."""
     tool_timeout_s: float
+    """The time limit of one tool call."""
 
     @property
     def sampling(self) -> dict[str, float]:
-        """`temperature`, `top_p` and `top_k` by which the policy is sampled: the config's, always."""
+        """`temperature`, `top_p` and `top_k` with which the policy is sampled, always from the config."""
         ...
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, for people: special ones included."""
+        """Return the text of each token for display, including special tokens."""
         ...
 
     @property
     def chat_template(self) -> str:
-        """The text of the model's chat template: it tells the format of tool calls."""
+        """The text of the model's chat template, which shows the format of tool calls."""
         ...
 
     @property
@@ -95,11 +97,11 @@ class Session(Protocol):
         """Render the prompt with the chat template.
 
         Args:
-            messages: Chat messages, the policy's turn next.
-            tools: JSON schemas of the tools on offer (`{"type": "function", "function": {...}}`).
+            messages: Chat messages, after which it is the policy's turn.
+            tools: JSON schemas of the available tools (`{"type": "function", "function": {...}}`).
 
         Raises:
-            PromptTooLong: The prompt leaves no room to generate.
+            PromptTooLong: The prompt leaves no tokens for a turn.
         """
         ...
 
@@ -110,24 +112,25 @@ class Session(Protocol):
         stop: Sequence[str] = (),
         on_text: Callable[[str], None] | None = None,
     ) -> Turn:
-        """Let the policy write one turn. After a turn that was cut short, with nothing added, it goes on.
+        """Let the policy write one turn. If the last turn was cut short and nothing was added, continue it.
 
         Args:
-            max_new_tokens: Most tokens of this turn, over all its resumes; None takes
+            max_new_tokens: The most tokens of this turn, over all its resumes; None takes
                 `rollout.max_new_tokens`.
-            stop: Strings that end the turn as well.
-            on_text: Told of the turn's text as it grows, across interruptions. An engine's answer that turns
-                out to be wrong is sampled anew, so that the turn's own text has the last word.
+            stop: Additional strings that end the turn.
+            on_text: Receives the turn's text as it grows, across interruptions. An invalid answer of an
+            engine
+                is discarded and sampled anew, so only the text of the returned turn is final.
 
         Raises:
-            OutOfTurns: There were `rollout.max_turns`. The trajectory ends as it is.
+            OutOfTurns: The session has had `rollout.max_turns`. The trajectory ends as it is.
         """
         ...
 
     def add_messages(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Append tool results or user turns; the policy reads them and is not trained on them.
+        """Append tool results or user messages; the policy reads them and is not trained on them.
 
-        What is added between two turns is rendered together, however many calls it takes.
+        Messages between two turns are rendered together, even if they are added by several calls.
 
         Raises:
             PromptTooLong: They do not fit. The trajectory ends as it is.
@@ -142,7 +145,7 @@ class Session(Protocol):
         tool_call_id: str | None = None,
         error: bool = False,
     ) -> None:
-        """Append a tool's result (text, or what JSON can say) and count the call, and whether it failed."""
+        """Append a tool's result (text or a JSON value) and count the call, and whether it failed."""
         ...
 
     def record_tool_call(
@@ -151,32 +154,32 @@ class Session(Protocol):
         """Count one tool call in the outcome and the metrics, and whether it failed.
 
         Args:
-            error: It did.
-            tool: Its name; one of a few, never what the policy wrote: it becomes a label.
-            seconds: It took.
-            waited_s: Before it began, for others to end.
+            error: Whether the call failed.
+            tool: The tool's name, which becomes a label: one of a few, never text that the policy wrote.
+            seconds: How long the call took.
+            waited_s: How long it waited for other calls before it began.
         """
         ...
 
     def record_request(self, result: str, ignored: Sequence[str] = ()) -> None:
-        """Count a request over OpenAI's API.
+        """Count a request to the OpenAI-compatible API.
 
         Args:
             result: `answered`, `repeated`, `another` or `refused`.
-            ignored: Parameters that were not heeded; names of a few, they become labels.
+            ignored: Names of ignored parameters, which become labels: a few, never arbitrary text.
         """
         ...
 
     def annotate(self, **values: Any) -> None:
-        """Note something of the newest turn, for people: JSON, at most 4096 bytes a turn."""
+        """Add metadata to the newest turn, for display: JSON, at most 4096 bytes for each turn."""
         ...
 
     def branch(self) -> Session:
-        """A trajectory of its own that begins with everything up to here, and lives in its block.
+        """Open another trajectory that begins with everything up to here and ends with its block.
 
-        It is one more member of the group, with its own reward. What it inherits it reads; the tokens are
-        trained once, where they were sampled. This session goes on beside it as it likes. A block in which
-        nothing is sampled makes no trajectory; one that raises takes its trajectory back, and the branches
+        It is one more member of the group, with its own reward. It reads what it inherits; each token is
+        trained once, in the trajectory that sampled it. This session may go on concurrently. A block in which
+        nothing is sampled makes no trajectory; a block that raises discards its trajectory and the branches
         of it. Running out of tokens or turns ends the block like a `return`.
 
         Example:
@@ -184,17 +187,17 @@ class Session(Protocol):
             ...     other.add_messages([{"role": "user", "content": "Another way?"}])
             ...     await other.generate()
 
-            >>> async def play(session):
+            >>> async def answer(session):
             ...     async with session:
             ...         await session.generate()
-            >>> await asyncio.gather(*(play(s) for s in (session, session.branch(), session.branch())))
+            >>> await asyncio.gather(*(answer(s) for s in (session, session.branch(), session.branch())))
         """
         ...
 
     def conversation(self) -> Session:
-        """Another conversation of the same attempt, which begins with nothing: a sub-agent's, for example.
+        """Open another conversation of the same attempt, which begins empty: a sub-agent's, for example.
 
-        For the rest it is as a branch: one of `rollout.max_branches`, a member of the group, alive in its
+        Otherwise it is like a branch: one of `rollout.max_branches`, a member of the group, open inside its
         block.
 
         Example:
@@ -205,14 +208,14 @@ class Session(Protocol):
         ...
 
     def share_reward(self) -> None:
-        """From now on what is said in this session last is what all of this attempt are rewarded for.
+        """Make this session the reward source of its whole attempt.
 
-        The reward function then sees one completion, this one's, for each of them.
+        The reward function then receives this session's completion for each trajectory of the attempt.
         """
         ...
 
     async def __aenter__(self) -> Session:
-        """See `branch`. The session that a loop was given lives already; its block is for symmetry."""
+        """Begin the block of a branch. The block of the session that `run` receives is optional."""
         ...
 
     async def __aexit__(
@@ -221,5 +224,5 @@ class Session(Protocol):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """See `branch`."""
+        """End the block of a branch, as `branch` describes it."""
         ...

@@ -165,7 +165,7 @@ class Conversation(Generic[Writer]):
         """Implements `api.Session.start`.
 
         Raises:
-            PromptTooLong: The prompt leaves no room to generate.
+            PromptTooLong: The prompt leaves no tokens for a turn.
         """
         self._check_call("start")
         if self._tokens.segments:

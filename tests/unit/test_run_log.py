@@ -1,4 +1,4 @@
-"""What a run writes down of its steps, over several lives."""
+"""The records of a run over several incarnations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.run_config import config_of
 
 
 class Queue:
-    """As far as a run_log asks it."""
+    """The part of a queue that the run log uses."""
 
     length_ks = None
 
@@ -58,7 +58,7 @@ def done(step: int, wait_s: float) -> TrainedStep:
     return TrainedStep(batch=batch, result=result, wait_s=wait_s, step_s=1.0, sync_hidden_s=0.0)
 
 
-def test_a_chronicle_goes_on_where_the_checkpoint_stands_when_a_run_has_a_second_life(
+def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     tmp_path: Path,
 ) -> None:
     for step, time_s in ((1, 10.0), (2, 20.0), (3, 30.0)):

@@ -9,7 +9,7 @@ def weights(value: float) -> list[tuple[str, torch.Tensor]]:
 
 def test_the_copy_stays_what_it_was_when_the_weights_change():
     snapshot, live = WeightSnapshot(keeps=True, where="host"), weights(1.0)
-    snapshot.take(live)
+    snapshot.copy_tensors(live)
     for _, tensor in live:
         tensor.zero_()
     assert [(name, tensor.unique().tolist()) for name, tensor in snapshot.tensors()] == [
@@ -22,9 +22,9 @@ def test_the_copy_stays_what_it_was_when_the_weights_change():
 
 def test_no_memory_is_allocated_when_a_copy_is_made_again():
     snapshot = WeightSnapshot(keeps=True, where="host")
-    snapshot.take(weights(1.0))
+    snapshot.copy_tensors(weights(1.0))
     before = [tensor.data_ptr() for _, tensor in snapshot.tensors()]
-    snapshot.take(weights(2.0))
+    snapshot.copy_tensors(weights(2.0))
     assert [tensor.data_ptr() for _, tensor in snapshot.tensors()] == before
     assert all((tensor == 2).all() for _, tensor in snapshot.tensors())
 
@@ -32,6 +32,6 @@ def test_no_memory_is_allocated_when_a_copy_is_made_again():
 def test_a_rank_keeps_nothing_but_gathers_all_when_another_one_sends():
     gathered = []
     snapshot = WeightSnapshot(keeps=False, where="host")
-    snapshot.take(gathered.append(name) or (name, tensor) for name, tensor in weights(1.0))
+    snapshot.copy_tensors(gathered.append(name) or (name, tensor) for name, tensor in weights(1.0))
     assert gathered == ["a", "b"]
     assert list(snapshot.tensors()) == []

@@ -8,15 +8,15 @@ RANK = """
 import sys
 import torch.distributed as dist
 from async_rl.errors import AlignmentError, AsyncRLError
-from trainer.collectives import together
+from trainer.collectives import raise_on_all_ranks
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
-with together():
+with raise_on_all_ranks():
     pass
 print("fine")
 for error in (AlignmentError("rows do not fit"), OSError("the disk is full")):
     try:
-        with together(doing="writing"):
+        with raise_on_all_ranks(doing="writing"):
             if rank == 1:
                 raise error
     except AsyncRLError as raised:

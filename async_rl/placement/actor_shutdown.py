@@ -1,4 +1,4 @@
-"""Ending actors: by themselves at the end of a run, by force when something is wrong with them."""
+"""Shuts actors down: gracefully at the end of a run, by force when they have failed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from async_rl.runtime.processes import Process, kill
 log = logging.getLogger(__name__)
 
 EXIT_LIMIT_S: Final = 10.0
-"""For an actor that is well to end by itself: Ray reports those that it has to kill as failures."""
+"""Time for a working actor to exit by itself; Ray reports actors that it must kill as failures."""
 
 _KILL_LIMIT_S: Final = 30.0
-"""A process that holds a GPU can take its time to go, even when it is killed."""
+"""A process that holds a GPU can take this long to exit even when it is killed."""
 
 
-async def end(actor: Any, process: Process | None, *, grace_s: float = 0.0) -> None:
-    """End an actor that may be well, dead, stopped or hung, and wait until its process is gone.
+async def end_actor(actor: Any, process: Process | None, *, grace_s: float = 0.0) -> None:
+    """End an actor that may be running, dead, stopped or hung, and wait until its process is gone.
 
     Args:
-        actor: Which.
-        process: Its process; None when it has never said which.
-        grace_s: How long it may take to end by itself, before it is killed.
+        actor: The actor.
+        process: Its process; None if the actor has never reported it.
+        grace_s: Seconds for the actor to exit by itself before it is killed.
     """
     if process is None or not grace_s:
         ray.kill(actor)

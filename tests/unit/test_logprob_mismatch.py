@@ -11,7 +11,7 @@ import pytest
 from async_rl.types import TrainBatch
 from tests.support.train_batches import random_batch
 from trainer import logprob_mismatch
-from trainer.megatron.packing import Targets, targets
+from trainer.megatron.packing import Targets, make_targets
 
 PARTS = ("kl_mismatch", "kl_staleness", "rollout_kl_lag0", "rollout_kl_lag1", "rollout_kl_lag2_up")
 RATIOS = ("importance_ratio_p1", "importance_ratio_p50", "importance_ratio_p99", "effective_sample_share")
@@ -25,7 +25,7 @@ def batch() -> TrainBatch:
 
 @pytest.fixture(scope="module")
 def wanted(batch: TrainBatch) -> Targets:
-    return targets(batch)
+    return make_targets(batch)
 
 
 def trainer_of(wanted: Targets, seed: int = 0) -> np.ndarray:
@@ -35,7 +35,7 @@ def trainer_of(wanted: Targets, seed: int = 0) -> np.ndarray:
 
 
 def figures(wanted: Targets, start: np.ndarray) -> dict[str, float]:
-    return logprob_mismatch.measure(wanted, start, importance_cap=2.0)
+    return logprob_mismatch.measure_mismatch(wanted, start, importance_cap=2.0)
 
 
 def moved(before: dict[str, float], after: dict[str, float], names: tuple[str, ...]) -> dict[str, float]:
@@ -79,8 +79,11 @@ def test_an_outlier_moves_the_extremes_only(batch: TrainBatch, wanted: Targets) 
     at = int(np.flatnonzero(wanted.mask & (wanted.lag == 1))[123])
     broken = start.copy()
     broken[at] += 3.0
-    before, (was, *_) = figures(wanted, start), logprob_mismatch.extremes(batch, wanted, start)
-    after, (worst, second, *_) = figures(wanted, broken), logprob_mismatch.extremes(batch, wanted, broken)
+    before, (was, *_) = figures(wanted, start), logprob_mismatch.largest_differences(batch, wanted, start)
+    after, (worst, second, *_) = (
+        figures(wanted, broken),
+        logprob_mismatch.largest_differences(batch, wanted, broken),
+    )
     assert abs(was.difference) < 0.15
     assert worst.difference == pytest.approx(3.0, abs=0.1)
     assert second == was
@@ -111,7 +114,7 @@ def test_percentiles_and_effective_samples_are_those_of_all_tokens(wanted: Targe
 
 def test_effective_samples_shrink_when_few_tokens_carry_the_weight(wanted: Targets) -> None:
     heavy = wanted.rollout_log_probs + np.where(np.arange(len(wanted.mask)) % 10 == 0, 0.0, -6.0)
-    measured = logprob_mismatch.measure(wanted, heavy.astype(np.float32), importance_cap=None)
+    measured = logprob_mismatch.measure_mismatch(wanted, heavy.astype(np.float32), importance_cap=None)
     assert measured["effective_sample_share"] == pytest.approx(0.1, rel=0.1)
 
 
@@ -136,4 +139,4 @@ def test_figures_are_nan_when_there_are_no_such_tokens(batch: TrainBatch, wanted
     assert math.isnan(measured["kl_staleness"])
     nothing = replace(wanted, mask=np.zeros_like(wanted.mask))
     assert math.isnan(figures(nothing, start)["importance_ratio_p50"])
-    assert logprob_mismatch.extremes(batch, nothing, start) == ()
+    assert logprob_mismatch.largest_differences(batch, nothing, start) == ()

@@ -1,4 +1,4 @@
-"""A trajectory as text and figures, for people and programs; pure.
+"""Converts a trajectory to text and figures, for people and programs; without side effects.
 
 ```
  segments  context │ sampled v3, abort │ sampled v4, stop │ context │ sampled v4, stop
@@ -21,15 +21,15 @@ from async_rl.queue.archive import ArchivedTrajectory, ArchiveEvent, RoutingCoun
 from async_rl.types import FinishReason, Sampled, Segment, Trajectory
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text."""
+"""Converts token ids to text."""
 
 Role = Literal["prompt", "policy", "tool", "user"]
 
 _FRAME: Final = re.compile(r"<[|｜](?!tool|observation)[^<>|｜]*[|｜]>", re.IGNORECASE)
-"""Special tokens that frame a message and do not say that a tool wrote it."""
+"""Special tokens that frame a message without marking it as a tool result."""
 
 _TOOL: Final = re.compile(r"\W*(?:user\W+)?(?:tool|observation|ipython|function_response)", re.IGNORECASE)
-"""How chat templates begin what a tool said: Qwen's `user` around `<tool_response>`, Llama's `ipython`, …"""
+"""How chat templates begin a tool result: Qwen's `user` around `<tool_response>`, Llama's `ipython`, …"""
 
 
 class EngineCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +41,11 @@ class EngineCall(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     finish_reason: FinishReason
     masked: int
-    """Tokens that are not trained on, for they grew too old."""
+    """Tokens that are not trained on because they are too old."""
 
 
 class LogProbs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of sampled tokens, nats, under the policy that sampled them."""
+    """Log-probs of sampled tokens, nats, under the policy that sampled them."""
 
     mean: float
     p05: float
@@ -55,26 +55,27 @@ class LogProbs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Passage(msgspec.Struct, frozen=True, kw_only=True):
-    """What one side said before the other did."""
+    """A contiguous part of a trajectory with one author."""
 
     role: Role
     turn: int | None
-    """Of the policy, from 1."""
+    """Number of the turn, from 1; None for other authors than the policy."""
     text: str
     tokens: int
     trained: bool
-    """Whether its tokens are what the policy learns from, should the trajectory be trained. What a branch
-    inherits is trained where it was sampled."""
+    """Whether its tokens are trained on if the trajectory is. Tokens that a branch inherits are trained where
+    they were sampled.
+    """
     calls: tuple[EngineCall, ...] = ()
     log_probs: LogProbs | None = None
     engine_s: float | None = None
     """Seconds in engine calls."""
     notes: dict[str, Any] = {}
-    """What the agent loop noted of the turn (`Session.annotate`)."""
+    """Metadata of the turn from the agent loop (`Session.annotate`)."""
 
 
-class Portrait(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything there is to say of a trajectory."""
+class TrajectoryView(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is shown of a trajectory."""
 
     trajectory_id: str
     group_id: str
@@ -85,7 +86,7 @@ class Portrait(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
     tokens: int
     trained_tokens: int
-    """Those that the policy wrote and that did not grow too old."""
+    """Tokens that the policy wrote and that are not too old."""
     turns: int
     tool_calls: int
     tool_errors: int
@@ -93,7 +94,7 @@ class Portrait(msgspec.Struct, frozen=True, kw_only=True):
     resumes: int
     failovers: int
     weight_versions: tuple[int, ...]
-    """Ascending."""
+    """In ascending order."""
     engines: tuple[str, ...]
     duration_s: float
     routing: RoutingCounts | None
@@ -103,7 +104,7 @@ class Portrait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decoder(chat: ChatFormat, *, special: bool = False) -> Decode:
-    """Text of tokens, with special tokens or without."""
+    """Return a function from tokens to text, with or without special tokens."""
 
     def decode(token_ids: Sequence[int]) -> str:
         ids = [int(token_id) for token_id in token_ids]
@@ -115,29 +116,29 @@ def decoder(chat: ChatFormat, *, special: bool = False) -> Decode:
 
 
 def token_numbers(token_ids: Sequence[int]) -> str:
-    """In the place of text where there is no tokenizer."""
+    """Return token ids as text, for use without a tokenizer."""
     return " ".join(str(int(token_id)) for token_id in token_ids)
 
 
-def portray(
+def view_trajectory(
     kept: ArchivedTrajectory,
     decode: Decode,
     *,
     history: Sequence[ArchiveEvent] = (),
     oldest_trained: int | None = None,
-) -> Portrait:
-    """Portray a trajectory.
+) -> TrajectoryView:
+    """Build the view of a trajectory.
 
     Args:
         kept: The trajectory.
-        decode: Token ids to text.
-        history: What became of it.
+        decode: Converts token ids to text.
+        history: Events after its end.
         oldest_trained: Tokens of older weight versions were left out of the loss; None left out none.
     """
     trajectory, outcome = kept.trajectory, kept.trajectory.outcome
     passages = _passages(trajectory, decode, oldest_trained)
     sampled = list(trajectory.sampled)
-    return Portrait(
+    return TrajectoryView(
         trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.group_id,
         task_id=trajectory.task_id,
@@ -175,7 +176,7 @@ def _passages(trajectory: Trajectory, decode: Decode, oldest: int | None) -> tup
         tokens = sum(len(segment.token_ids) for segment in members)
         if not is_sampled:
             text = "".join(texts)
-            role: Role = _role(text) if passages else "prompt"
+            role: Role = role_of(text) if passages else "prompt"
             passages.append(Passage(role=role, turn=None, text=text, tokens=tokens, trained=False))
         else:
             turn += 1
@@ -209,13 +210,13 @@ def _call(text: str, segment: Sampled, oldest: int | None) -> EngineCall:
     )
 
 
-def _role(text: str) -> Role:
-    """Who said what stands between two turns of the policy, by how the chat template begins it."""
+def role_of(text: str) -> Role:
+    """Return who wrote the text between two turns of the policy, by how the chat template begins it."""
     return "tool" if _TOOL.match(_FRAME.sub("", text)) else "user"
 
 
 def _texts(segments: Sequence[Segment], decode: Decode) -> list[str]:
-    """Of each segment. A character whose bytes two segments share belongs to the second."""
+    """Return the text of each segment. A character whose bytes span two segments belongs to the second."""
     texts: list[str] = []
     ids: list[int] = []
     known = ""

@@ -1,4 +1,4 @@
-"""Where processes go in a cluster, and what is said when there is no room."""
+"""Placement of processes in a cluster, and the message when there is no capacity."""
 
 import os
 import threading
@@ -11,9 +11,9 @@ from ray._private import ray_constants
 from async_rl.config import parse_config
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, is_loopback, node_of
 from async_rl.errors import ConfigError, EnvironmentNotReady
-from async_rl.placement.actors import ActorHome, SharedFrame, go_to_work, interface_of
-from async_rl.placement.local_ray import connect
-from async_rl.placement.placements import ClusterNode, by_node, no_room
+from async_rl.placement.actors import ActorSetup, SharedFrame, enter_driver_folder, interface_of
+from async_rl.placement.local_ray import connect_ray
+from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
 from tests.support.run_config import config_of
 
 
@@ -27,18 +27,18 @@ from tests.support.run_config import config_of
     ],
 )
 def test_ranks_of_a_node_are_neighbours_when_places_are_mixed(nodes, order):
-    assert by_node(list(nodes)) == order
+    assert group_by_node(list(nodes)) == order
 
 
-def test_the_refusal_names_what_was_asked_and_what_each_node_has_when_there_is_no_room():
+def test_the_refusal_names_what_was_asked_and_what_each_node_has_when_there_is_no_capacity():
     nodes = [
         ClusterNode("10.0.0.1", {"CPU": 4, "memory": 1e9, "GPU": 2}, {"CPU": 4, "GPU": 1}),
         ClusterNode("10.0.0.2", {"CPU": 4, "GPU": 8, "engines": 1}, {"CPU": 0.5}),
     ]
-    lines = no_room("engine", {"GPU": 4, "CPU": 1, "engines": 1}, 3, "SPREAD", nodes).splitlines()
+    lines = no_capacity("engine", {"GPU": 4, "CPU": 1, "engines": 1}, 3, "SPREAD", nodes).splitlines()
     assert lines == [
-        "Ray has no room for 3 x engine (1 CPU, 4 GPU, 1 engines each on one node, SPREAD); 1 of 2 nodes are "
-        "large enough for one:",
+        "Ray has no capacity for 3 x engine (1 CPU, 4 GPU, 1 engines each on one node, SPREAD); 1 of 2 "
+        "nodes are large enough for one:",
         "  10.0.0.1: 4 of 4 CPU free, 1 of 2 GPU free",
         "  10.0.0.2: 0.5 of 4 CPU free, 0 of 8 GPU free, 0 of 1 engines free",
     ]
@@ -66,9 +66,9 @@ def test_an_actor_refuses_its_node_when_the_run_folder_is_not_the_drivers(tmp_pa
         with pytest.raises(
             EnvironmentNotReady, match=r"node 10\.0\.0\.7 does not see what the driver writes"
         ):
-            go_to_work(ActorHome(str(tmp_path), str(sign), "my word", "driver"), "10.0.0.7")
+            enter_driver_folder(ActorSetup(str(tmp_path), str(sign), "my word", "driver"), "10.0.0.7")
         sign.write_text("my word")
-        go_to_work(ActorHome(str(tmp_path), ".shared", "my word", "driver"), "10.0.0.7")
+        enter_driver_folder(ActorSetup(str(tmp_path), ".shared", "my word", "driver"), "10.0.0.7")
     finally:
         os.umask(before)
 
@@ -78,7 +78,7 @@ def test_an_actor_refuses_its_node_when_the_working_folder_is_not_there(tmp_path
     os.umask(before)
     try:
         with pytest.raises(EnvironmentNotReady, match=r"node 10\.0\.0\.7 has no folder"):
-            go_to_work(ActorHome(str(tmp_path / "none"), "sign", "word", "driver"), "10.0.0.7")
+            enter_driver_folder(ActorSetup(str(tmp_path / "none"), "sign", "word", "driver"), "10.0.0.7")
     finally:
         os.umask(before)
 
@@ -146,7 +146,7 @@ def test_only_loopback_addresses_are_told_to_be_of_this_machine(host, own):
 
 @pytest.fixture
 def ray_untouched(monkeypatch):
-    """What a start of Ray sets in this process is as it was afterwards."""
+    """Restore what starting Ray sets in this process."""
     for name in (
         *("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_TOKEN", "GLOO_SOCKET_IFNAME"),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
@@ -166,7 +166,7 @@ async def test_there_is_one_clear_error_when_ray_does_not_come_up(
     with pytest.raises(
         EnvironmentNotReady, match=r"could not start Ray on this machine: the node timed out\. "
     ):
-        await connect(config_of(), tmp_path)
+        await connect_ray(config_of(), tmp_path)
 
 
 async def test_there_is_one_clear_error_when_ray_does_not_answer(tmp_path, monkeypatch, ray_untouched):
@@ -180,5 +180,5 @@ async def test_there_is_one_clear_error_when_ray_does_not_answer(tmp_path, monke
     }
     config = parse_config(tree)
     with pytest.raises(EnvironmentNotReady, match=r"could not join the Ray cluster at 10.0.0.1:6379 in 0 s"):
-        await connect(config, tmp_path, limit_s=0.05)
+        await connect_ray(config, tmp_path, limit_s=0.05)
     never.set()

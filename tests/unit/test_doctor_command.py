@@ -1,4 +1,4 @@
-"""`async-rl doctor` against what a driver serves."""
+"""`async-rl doctor` against the endpoints of a driver."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_the_chain_of_a_running_job_is_printed(
             assert "  <- trajectory 7 waits for tool search\n" in out
 
 
-def test_one_sentence_is_printed_when_nobody_answers(
+def test_one_sentence_is_printed_when_nothing_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "http://127.0.0.1:9"]) == 3

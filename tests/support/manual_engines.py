@@ -1,4 +1,4 @@
-"""Engines whose streams a test plays by hand, and a pool of them on the loop's clock."""
+"""Engines whose streams a test fills by hand, and a pool of them on the loop's clock."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ END = Finish(reason="length", version_spans=())
 
 
 def tokens(count: int) -> Chunk:
-    """So many tokens at once."""
+    """Return a chunk of this many tokens."""
     return Chunk(token_ids=[7] * count, log_probs=[-1.0] * count)
 
 
 async def settle() -> None:
-    """Let everything happen that can happen now."""
+    """Run the event loop until no task can proceed."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
-class PlayedEngine:
-    """Its streams are queues that the test fills; an exception among the events is raised."""
+class ManualEngine:
+    """An engine whose streams are queues that the test fills; it raises exceptions among the events."""
 
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id
@@ -66,14 +66,14 @@ class PlayedEngine:
         return EngineHealth(weight_version=self.weight_version)
 
 
-class PlayedPool:
-    """A pool of played engines that serve, and calls that run beside the test."""
+class ManualPool:
+    """A pool of manual engines that serve, and calls that run beside the test."""
 
     def __init__(self, *names: str, nursery: Nursery, **pool: Any) -> None:
         self.metrics = Metrics()
         self.nursery = nursery
         self.pool = EnginePool(self.metrics, lambda: asyncio.get_running_loop().time(), **pool)
-        self.engines = {name: PlayedEngine(name) for name in names}
+        self.engines = {name: ManualEngine(name) for name in names}
         for name, engine in self.engines.items():
             self.pool.add_engine(cast(Engine, engine))
             self.pool.serve_engine(name, 0)

@@ -6,9 +6,9 @@ from async_rl.cli.main import main
 from async_rl.config import LayoutConfig
 from async_rl.errors import ConfigError
 from tests.support.run_config import write_run
-from trainer.validate import KNOWN, Sizes, check_layout
+from trainer.validate import KNOWN_MODEL_TYPES, ModelSizes, check_layout
 
-MODEL = Sizes(layers=6, heads=4, groups=2, vocabulary=96, experts=8)
+MODEL = ModelSizes(layers=6, heads=4, groups=2, vocabulary=96, experts=8)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_layout_is_refused_when_another_model_does_not_fit(model, layout, word
         (
             {"model_type": "gemma3", "num_experts": 0},
             ["routing.replay=off"],
-            f"a model of type 'gemma3'; the trainer knows {', '.join(KNOWN)}",
+            f"a model of type 'gemma3'; the trainer supports {', '.join(KNOWN_MODEL_TYPES)}",
         ),
         ({"model_type": "kimi_k2", "first_k_dense_replace": 1}, [], "a model of type 'kimi_k2'"),
         (
