@@ -63,7 +63,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One trainer step, reduced over all ranks."""
+    """The result of one trainer step, reduced over all ranks."""
 
     step: int
     metrics: dict[str, float]

@@ -88,7 +88,7 @@ class QueueView(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: tuple[str, ...]
     due: tuple[str, ...]
     """Groups in flight that the next batch needs; empty when any group will do."""
-    left: tuple[str, ...] = ()
+    restored: tuple[str, ...] = ()
     """Groups in flight that an earlier process left and that have not been resumed."""
     admits: bool
     """Whether one more group may be dispatched now."""
@@ -316,7 +316,7 @@ class _Walk:
             self._leaf(wait, chain, age_s=wait.age_s)
             return
         awaited = queue.due or queue.in_flight
-        groups = [WaitNode("group", group_id) for group_id in awaited if group_id not in queue.left]
+        groups = [WaitNode("group", group_id) for group_id in awaited if group_id not in queue.restored]
         self._visit_all(groups, wait, path, chain)
         too_few = queue.num_ready + len(queue.in_flight) < queue.groups_per_batch
         if too_few or len(groups) < len(awaited):

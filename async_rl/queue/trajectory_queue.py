@@ -440,6 +440,6 @@ class TrajectoryQueue:
             groups_per_batch=self._backlog.groups_per_batch,
             in_flight=tuple(self._backlog.in_flight()),
             due=tuple(self._backlog.in_flight(due=self._admission.next)),
-            left=tuple(group.group_id for group in self._groups.restored),
+            restored=tuple(group.group_id for group in self._groups.restored),
             admits=self.admits,
         )

@@ -1,17 +1,16 @@
-"""Recover a run's state from its folder, and write the state back when an incarnation ends.
+"""Restores queue, feeder and journal from the run folder, and writes them back when an incarnation ends.
 
-An incarnation ends with its process, or with its trainer, which restarts from its newest checkpoint. The next
-incarnation starts from the files in the run folder:
+An incarnation ends with its process, or with its trainer, which restarts at its newest checkpoint. In both
+cases the next one starts here, from the files of the run's folder:
 
 ```
- ledger.sqlite         owner of each trajectory, batches that the trainer acknowledged ─► rolled back to the
- checkpoint spool/                finished groups, finished trajectories of unfinished groups     ─► not
- sampled again journal/              tokens of trajectories in flight, up to the last second         ─►
- sampling continues there trajectories.sqlite   the newest finished trajectories, for people ─► rolled back
- too
+ ledger.sqlite   the state of every trajectory, the steps of the trainer     ─► rolled back to the checkpoint
+ spool/          finished groups; finished trajectories of unfinished groups ─► not sampled again
+ journal/        tokens of what was in flight, up to the last second         ─► sampling continues from there
+ trajectories.sqlite   the newest finished trajectories, for inspection      ─► marked after the rollback
 ```
 
-No token is sampled again except those that a kill left unwritten, and no trajectory is trained twice.
+Only what a kill found unwritten is sampled again; nothing is trained twice.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class World:
         try:
             loop.run_until_complete(main)
         except Killed:
-            main.cancel()  # what is left of it works in a folder that is not read any more
+            main.cancel()  # its remaining tasks write to a folder that no test reads any more
             with pytest.raises(asyncio.CancelledError):
                 loop.run_until_complete(main)
         except ExceptionGroup as group:

@@ -1,4 +1,4 @@
-"""Admission by the bound and by spool capacity: open, closed, and why."""
+"""Admission by the bound and by the capacity of the spool: open, closed, and why."""
 
 from __future__ import annotations
 

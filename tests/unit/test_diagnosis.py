@@ -94,7 +94,9 @@ def test_a_group_is_not_lost_when_an_earlier_process_left_it_and_it_waits_for_a_
         wait(WaitNode("trajectory", "g-0"), "tool", "search"),
     ]
     slots = SlotsView(limit=1, holders=("g-0",))
-    left = look(*waits, actors=group("g"), queue=queue("left", due=("left",), left=("left",)), slots=slots)
+    left = look(
+        *waits, actors=group("g"), queue=queue("left", due=("left",), restored=("left",)), slots=slots
+    )
     assert [(cause.problem, cause.on, cause.target) for cause in left.causes] == [("hangs", "tool", "search")]
     lost = look(*waits, actors=group("g"), queue=queue("left", due=("left",)), slots=slots)
     assert [(cause.problem, cause.on, cause.target) for cause in lost.causes] == [("lost", "group", "left")]

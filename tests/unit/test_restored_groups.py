@@ -187,7 +187,7 @@ async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(
     third.close()
 
 
-def test_what_has_ended_is_not_kept_when_there_is_no_capacity(tmp_path: Path) -> None:
+def test_finished_trajectories_are_not_stored_when_there_is_no_space(tmp_path: Path) -> None:
     one, other = make_group("g").trajectories
     files = TrajectoryFiles(tmp_path, Frame(other).nbytes + 100)
     name = files.write_trajectory(one)
@@ -198,7 +198,7 @@ def test_what_has_ended_is_not_kept_when_there_is_no_capacity(tmp_path: Path) ->
     assert files.read_trajectory(files.write_trajectory(other)).trajectory_id == "g-1"
 
 
-async def test_the_youngest_are_dropped_when_the_spool_has_no_capacity_for_all_that_was_in_flight(
+async def test_the_youngest_groups_are_dropped_when_the_spool_cannot_hold_all_that_was_in_flight(
     tmp_path: Path,
 ) -> None:
     settings: Any = {"max_bytes": 4 << 16, "max_staleness": 5}
@@ -221,7 +221,7 @@ def test_a_group_is_no_longer_left_when_it_is_dropped_before_anybody_makes_it(tm
     dispatch(first, "a", "b")
     first.close()
     queue = open_queue(tmp_path, 0)
-    assert queue.view().left == ("a", "b")
+    assert queue.view().restored == ("a", "b")
     queue.cancel_group("a", "lost")
     assert [left.group_id for left in queue.restored_groups] == ["b"]
     assert queue.statistics().dropped == {"lost": 2}
