@@ -11,7 +11,7 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   └── VersionMismatch an engine answered under weights that were not published to it
 ├── WorkerLost          a rollout worker ended or stopped responding; its attempts continue in another
 ├── RolloutError        one trajectory failed; recorded in its outcome, never ends the run
-│   ├── PromptTooLong   the prompt leaves no room to generate
+│   ├── PromptTooLong   the prompt leaves no tokens to generate
 │   ├── OutOfTurns      `rollout.max_turns` are used
 │   ├── RequestRefused  an engine refuses this request; any other engine would too
 │   ├── AgentLoopError  the agent loop raised or ran past its time
@@ -111,7 +111,7 @@ class RolloutError(AsyncRLError):
 
 
 class PromptTooLong(RolloutError):
-    """The prompt leaves no room to generate."""
+    """The prompt leaves no tokens to generate."""
 
 
 class OutOfTurns(RolloutError):

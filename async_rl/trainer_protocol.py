@@ -1,7 +1,7 @@
-"""What the orchestrator asks of a trainer, and what one rank of it must offer.
+"""The protocols of a trainer as a whole and of one of its ranks.
 
 `async_rl` knows the trainer only through these two protocols; the class behind `TrainerRank` is named in the
-config (`trainer.worker`) and lives in the `trainer` package. `async_rl.placement` turns ranks into a
+config (`trainer.worker`) and is part of the `trainer` package. `async_rl.placement` turns ranks into a
 `Trainer`.
 """
 
@@ -15,51 +15,51 @@ from async_rl.engine_protocol import GroupInvite, TensorSpec
 
 
 class Extreme(msgspec.Struct, frozen=True, kw_only=True):
-    """A trained token on which trainer and engine disagree most, before the step."""
+    """One of the trained tokens on which trainer and engine disagree most, before the step."""
 
     trajectory_id: str
     position: int
-    """Of the token in its trajectory, from 0, the prompt included."""
+    """Position of the token in its trajectory, from 0, including the prompt."""
     token_id: int
     lag: int
-    """Versions between the weights that sampled it and the trainer's."""
+    """Versions between the weights that sampled the token and the trainer's."""
     rollout_log_prob: float
-    """The engine's, nats."""
+    """The engine's log-prob, nats."""
     log_prob: float
-    """The trainer's, nats."""
+    """The trainer's log-prob, nats."""
 
     @property
     def difference(self) -> float:
-        """Trainer minus rollout, nats."""
+        """Trainer minus rollout log-prob, nats."""
         return self.log_prob - self.rollout_log_prob
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a trainer stands after it was set up or resumed."""
+    """The state of a trainer after set-up or resume."""
 
     step: int
-    """Steps done; the weight version equals it."""
+    """Number of completed steps; the weight version equals it."""
     extra: dict[str, Any] = {}
-    """What was handed to `save_checkpoint`: the data position."""
+    """The `extra` argument of `save_checkpoint`: the data position."""
     skipped_checkpoints: tuple[str, ...] = ()
-    """What is wrong with newer checkpoints than the one it was resumed from."""
+    """The defect of each newer checkpoint that was skipped."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the last checkpoint."""
+    """The outcome of the last checkpoint."""
 
     step: int | None = None
-    """Of the newest one that this trainer has written and that stands on the disk."""
+    """Step of the newest complete checkpoint that this trainer has written."""
     writing: bool = False
-    """Whether the last one is still being written."""
+    """Whether the last checkpoint is still being written."""
     failure: str | None = None
-    """Why the last one could not be written."""
+    """Why the last checkpoint could not be written."""
     pause_s: float = 0.0
-    """How long the trainer stood still for it."""
+    """How long the checkpoint paused the trainer, seconds."""
     write_s: float = 0.0
-    """How long it was written beside the training."""
+    """How long writing took beside the training, seconds."""
     num_bytes: int = 0
-    """What one rank wrote of it."""
+    """Bytes that one rank wrote."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,110 +67,110 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     metrics: dict[str, float]
-    """By name: the fields of `observability.records.StepRecord` that a trainer measures. `loss` and
-    `grad_norm` are always present, and so is `step_s`."""
+    """Figures by name: the fields of `StepRecord` that a trainer measures. `loss`, `grad_norm` and `step_s`
+    are always present."""
     extremes: tuple[Extreme, ...] = ()
-    """See `StepRecord.extremes`."""
+    """Largest absolute log-prob differences first."""
 
 
 class TrainerRank(Protocol):
-    """One process of the trainer. All methods are called on all ranks, in the same order, and block.
+    """One process of the trainer. All methods are called on all ranks in the same order, and block.
 
-    With `weights.overlap` those that give weights away (`publish`, `publish_delta`, `send_weights`,
+    With `weights.overlap`, the methods that export weights (`publish`, `publish_delta`, `send_weights`,
     `share_bucket`, `plan_buckets`, the groups) are called on rank 0 alone, by a second thread while the first
-    one trains: after `take_snapshot` they read nothing but the copy, and exchange nothing with other ranks.
+    one trains. After `take_snapshot` they only read the copy and exchange nothing with other ranks.
     """
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, init_address: str) -> None:
-        """Take the whole run config as plain values; build nothing yet."""
+        """Store the whole run config, given as plain values; `setup` builds the model."""
         ...
 
     def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """Build the model, load the checkpoint (or the model's own weights) and come up on all ranks."""
+        """Build the model on all ranks and load the checkpoint, or else the model's own weights."""
         ...
 
     def train_step(self, batch_path: str, step: int) -> StepResult:
-        """Consume the `TrainBatch` frame at a path; returns on every rank, rank 0's is reported."""
+        """Train on the `TrainBatch` frame at a path. Every rank returns a result; rank 0's is reported."""
         ...
 
     def take_snapshot(self, weight_version: int) -> None:
-        """Copy the current weights: what is published and sent from now on is this copy, until the next."""
+        """Copy the current weights; exports use this copy until the next snapshot."""
         ...
 
     def publish(self, directory: str, weight_version: int) -> None:
-        """Write the current weights as safetensors in Hugging Face names, atomically."""
+        """Write the current weights atomically as safetensors with Hugging Face names."""
         ...
 
     def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
-        """Keep a copy of the current weights on rank 0, and write how they differ from the copy before.
+        """Keep a copy of the current weights on rank 0, and write its difference from the previous copy.
 
         Args:
-            path: The file; it appears whole or not at all.
-            base: Version that it is to be of; None to write nothing.
-            weight_version: Of the current weights.
+            path: The file, which appears complete or not at all.
+            base: The version that the difference must start from; None writes nothing.
+            weight_version: Version of the current weights.
 
         Returns:
-            On rank 0, whether there is a file: the copy before was of `base`.
+            On rank 0, whether the file was written, that is, whether the previous copy had version `base`.
         """
         ...
 
     def open_weight_group(self, invite: GroupInvite) -> None:
-        """Rank 0 joins a weight-update group as its rank 0; the others return at once."""
+        """Join a weight-update group as its rank 0, on rank 0; other ranks return at once."""
         ...
 
     def close_weight_group(self, group_name: str) -> None:
-        """Leave it."""
+        """Leave a weight-update group."""
         ...
 
     def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """Names, dtypes and shapes of all tensors in the order `send_weights` broadcasts them."""
+        """Return names, dtypes and shapes of all tensors in the order in which `send_weights` sends them."""
         ...
 
     def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
-        """Broadcast the current weights, bucket by bucket, into each of the groups."""
+        """Broadcast the current weights, bucket by bucket, to each group."""
         ...
 
     def checksums(self) -> dict[str, str]:
-        """Sums over the current weights, under an engine's names, as an engine makes them.
+        """Compute checksums of the current weights by the engine's method and under its names.
 
         Returns:
-            On rank 0, for engines on a CPU; else nothing.
+            The checksums on rank 0 if engines run on a CPU; otherwise an empty dict.
         """
         ...
 
     def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """Put one bucket of the current weights where processes of rank 0's host can read it.
+        """Put one bucket of the current weights where processes on rank 0's host can read it.
 
-        Numbers are asked for in order; 0 starts anew, also in the middle. A bucket stays for as long as the
-        one after it is asked for.
+        Buckets are requested in order; 0 starts again at any time. A bucket stays readable until the next one
+        has been requested.
 
         Args:
             number: Index of the bucket in `plan_buckets`.
-            bucket_bytes: As `plan_buckets` was told.
-            copies: Who reads it: each needs a payload of its own.
+            bucket_bytes: The argument of `plan_buckets`.
+            copies: Number of readers; each needs a payload of its own.
 
         Returns:
-            `copies` payloads on rank 0, none on the others.
+            `copies` payloads on rank 0, none on other ranks.
         """
         ...
 
     def offload(self) -> None:
-        """Move all device memory that training needs to the host; nothing but `reload` and `close` follows.
+        """Move all device memory of the trainer to the host; only `reload` or `close` may follow.
 
-        Once more it changes nothing.
+        A second call changes nothing.
         """
         ...
 
     def reload(self) -> None:
-        """Take it back, as it was. Once more it changes nothing."""
+        """Move the memory back unchanged. A second call changes nothing."""
         ...
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """Copy model, optimizer, step and `extra`; write them beside the training, after the one before."""
+        """Copy model, optimizer, step and `extra`; write them in the background after the previous ones."""
         ...
 
     def saved_checkpoint(self, wait: bool) -> Saved:
-        """Say what became of it, and `wait` until it stands or has failed: its folder appears when whole."""
+        """Return the outcome of the last checkpoint; `wait` blocks until it is complete or has failed."""
         ...
 
     def close(self) -> None:
@@ -179,68 +179,69 @@ class TrainerRank(Protocol):
 
 
 class Trainer(Protocol):
-    """All ranks together, asynchronously. The orchestrator makes one call at a time, and with
-    `weights.overlap` one more of those that give weights away.
+    """All ranks together, asynchronously.
+
+    The orchestrator makes one call at a time, and with `weights.overlap` one export beside it.
     """
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """See `TrainerRank.setup`."""
+        """Call `TrainerRank.setup` on all ranks."""
         ...
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
-        """See `TrainerRank.train_step`."""
+        """Call `TrainerRank.train_step` on all ranks."""
         ...
 
     async def take_snapshot(self, weight_version: int) -> None:
-        """See `TrainerRank.take_snapshot`."""
+        """Call `TrainerRank.take_snapshot` on all ranks."""
         ...
 
     async def publish(self, directory: str, weight_version: int) -> None:
-        """See `TrainerRank.publish`."""
+        """Call `TrainerRank.publish` on all ranks."""
         ...
 
     async def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
-        """See `TrainerRank.publish_delta`."""
+        """Call `TrainerRank.publish_delta` on all ranks."""
         ...
 
     async def open_weight_group(self, invite: GroupInvite) -> None:
-        """See `TrainerRank.open_weight_group`."""
+        """Call `TrainerRank.open_weight_group` on all ranks."""
         ...
 
     async def close_weight_group(self, group_name: str) -> None:
-        """See `TrainerRank.close_weight_group`."""
+        """Call `TrainerRank.close_weight_group` on all ranks."""
         ...
 
     async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """See `TrainerRank.plan_buckets`."""
+        """Call `TrainerRank.plan_buckets` on all ranks."""
         ...
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
-        """See `TrainerRank.send_weights`."""
+        """Call `TrainerRank.send_weights` on all ranks."""
         ...
 
     async def checksums(self) -> dict[str, str]:
-        """See `TrainerRank.checksums`."""
+        """Call `TrainerRank.checksums` on all ranks."""
         ...
 
     async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """See `TrainerRank.share_bucket`."""
+        """Call `TrainerRank.share_bucket` on all ranks."""
         ...
 
     async def offload(self) -> None:
-        """See `TrainerRank.offload`."""
+        """Call `TrainerRank.offload` on all ranks."""
         ...
 
     async def reload(self) -> None:
-        """See `TrainerRank.reload`."""
+        """Call `TrainerRank.reload` on all ranks."""
         ...
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """See `TrainerRank.save_checkpoint`."""
+        """Call `TrainerRank.save_checkpoint` on all ranks."""
         ...
 
     async def saved_checkpoint(self, wait: bool) -> Saved:
-        """See `TrainerRank.saved_checkpoint`."""
+        """Call `TrainerRank.saved_checkpoint` on all ranks."""
         ...
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.codec import Frame
 from async_rl.queue import batching

@@ -44,7 +44,7 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 def build_model(path: Path, hidden: int, layers: int) -> Path:
-    """A Qwen3-MoE model with random weights."""
+    """Writes a Qwen3-MoE model with random weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # once the trainer has prepared its imports
 
     config = Qwen3MoeConfig(
@@ -67,7 +67,7 @@ def build_model(path: Path, hidden: int, layers: int) -> Path:
 
 
 def batch() -> TrainBatch:
-    """Four trajectories of 64 tokens, in two groups."""
+    """Returns four trajectories of 64 tokens, in two groups."""
     count, length = 4, 64
     rng = np.random.default_rng(0)
     mask = np.tile(np.arange(length) >= length // 2, count)

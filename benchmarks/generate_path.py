@@ -326,7 +326,7 @@ def main() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     server = multiprocessing.get_context("spawn").Process(target=_serve, args=(sender,), daemon=True)
     server.start()
-    sender.close()  # so that its end is an EOFError here
+    sender.close()  # so that the end of the process raises an EOFError here
     try:
         rows = asyncio.run(_run(f"http://127.0.0.1:{receiver.recv()}", arguments.quick))
     finally:

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.types import TrainBatch
 from benchmarks.batch_assembly import memory
@@ -111,7 +111,7 @@ def measure(model: Path, batch: TrainBatch, rounds: int) -> list[Row]:
         connections[way], theirs = context.Pipe()
         processes.append(context.Process(target=serve, args=(way, str(model), batch, theirs), daemon=True))
         processes[-1].start()
-        theirs.close()  # so that one that ends is an EOFError here
+        theirs.close()  # so that the end of the process raises an EOFError here
     tokens = {way: connection.recv() for way, connection in connections.items()}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     grown = dict.fromkeys(WAYS, 0)

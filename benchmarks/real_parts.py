@@ -1,4 +1,4 @@
-"""A real engine and a real trainer beside each other: what the benchmarks of routing replay share.
+"""A real engine and a real trainer in one program, shared by the benchmarks of routing replay.
 
 ```
 folder of weights ─► SGLang server ─► calls ─► trajectories with routing ─┐
@@ -47,7 +47,7 @@ VOCAB_SIZE = 300
 CONTEXT_LENGTH = 2048
 MAX_RUNNING = 32
 _FIRST_TOKEN = 3
-"""Prompts are of random tokens from here on: 0 to 2 are special."""
+"""Smallest token id of random prompts; 0 to 2 are special."""
 
 BUILDERS: dict[str, Callable[..., Path]] = {
     "qwen3_moe": build_tiny_qwen3_moe,
@@ -56,7 +56,7 @@ BUILDERS: dict[str, Callable[..., Path]] = {
 
 
 def build_model(kind: str, path: Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a tiny MoE with random weights that `dtype` holds exactly; it never ends a text by itself."""
+    """Writes a tiny MoE with random weights that `dtype` holds exactly; it never samples an end token."""
     transformers.utils.logging.disable_progress_bar()
     std = {"std": 0.15} if kind == "qwen3_moe" else {}
     BUILDERS[kind](path, vocab_size=VOCAB_SIZE, hidden_size=64, seed=seed, **std)
@@ -70,7 +70,7 @@ def build_model(kind: str, path: Path, *, seed: int, dtype: torch.dtype = torch.
 
 
 def rewrite(source: Path, target: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
-    """Write a model folder again with every tensor changed, in the order of their names."""
+    """Writes a copy of a model folder with every tensor changed, in the order of their names."""
     if source != target:
         shutil.copytree(source, target)
     for file in sorted(source.glob("*.safetensors")):
@@ -81,7 +81,7 @@ def rewrite(source: Path, target: Path, change: Callable[[torch.Tensor], torch.T
 
 
 def random_prompts(count: int, *, seed: int, lengths: tuple[int, int] = (16, 32)) -> list[Int32Array]:
-    """Prompts of random tokens, of so many tokens each."""
+    """Returns prompts of random tokens with the given lengths."""
     rng = np.random.default_rng(seed)
     return [
         rng.integers(_FIRST_TOKEN, VOCAB_SIZE, rng.integers(*lengths, endpoint=True)).astype(np.int32)
@@ -91,7 +91,7 @@ def random_prompts(count: int, *, seed: int, lengths: tuple[int, int] = (16, 32)
 
 @contextlib.asynccontextmanager
 async def serving(model: Path, logs: Path, *, dtype: str, seed: int = 0) -> AsyncIterator[SGLangEngine]:
-    """A real SGLang server with the model of a folder, for as long as the block runs."""
+    """Runs a real SGLang server with the model of a folder during the block."""
     server = SGLangServer(
         SGLangEngines(max_running_requests=MAX_RUNNING, max_total_tokens=4 * CONTEXT_LENGTH),
         ModelConfig(path=str(model), dtype=dtype),
@@ -120,11 +120,11 @@ async def serving(model: Path, logs: Path, *, dtype: str, seed: int = 0) -> Asyn
 
 
 def trace_of(trace: RoutingTrace, token_ids: npt.ArrayLike) -> RoutingTrace:
-    """The rows of a text's fed tokens, from a trace that begins with them."""
+    """Returns the rows of a sequence's fed tokens, from a trace that begins with them."""
     fed = np.asarray(token_ids, np.int32)[:-1]
     version = trace.spans[0].weight_version
     return routing.make_trace(
-        trace.rows[: len(fed)].copy(),  # of a buffer that the engine may use again
+        trace.rows[: len(fed)].copy(),  # the engine may reuse the buffer
         trace.num_experts,
         version,
         moe_layers=trace.moe_layers,
@@ -133,7 +133,7 @@ def trace_of(trace: RoutingTrace, token_ids: npt.ArrayLike) -> RoutingTrace:
 
 
 def make_trajectory(name: str, segments: Iterable[Segment], trace: RoutingTrace | None) -> Trajectory:
-    """A trajectory as the queue takes it."""
+    """Returns a trajectory as the queue accepts it."""
     return Trajectory(
         trajectory_id=name,
         group_id=name,
@@ -145,22 +145,22 @@ def make_trajectory(name: str, segments: Iterable[Segment], trace: RoutingTrace 
 
 
 def make_batch(trajectories: Sequence[Trajectory], version: int, facts: EngineFacts) -> TrainBatch:
-    """All of them as one batch, as the queue packs it."""
+    """Returns all trajectories as one batch, as the queue packs it."""
     groups = [Group(group_id=t.group_id, task_id=t.task_id, trajectories=(t,)) for t in trajectories]
     return assemble_batch(groups, version, "batch", facts)
 
 
 @contextlib.contextmanager
 def training(model: Path, *, dtype: str, replay: str = "r3") -> Iterator[TrainerWorker]:
-    """A trainer of one rank in this process. There is one at a time: Megatron's groups are the process's."""
+    """Runs a trainer of one rank in this process, one at a time, because Megatron's groups are global."""
     with started(trainer_config(model, replay=replay, dtype=dtype, micro_batch_tokens=1024)) as worker:
         yield worker
 
 
 def trainer_log_probs(worker: TrainerWorker, batch: TrainBatch) -> Float32Array:
-    """The trainer's log-probs of the sampled tokens, `[S]` at the tokens themselves, else 0.
+    """Returns the trainer's log-probs of the sampled tokens, `[S]` at the tokens themselves, else 0.
 
-    They are those of the update: under R2 of a second pass, which replays what the first one recorded.
+    They are those of the update: under R2, of a second pass that replays what the first one recorded.
     """
     found, placed = worker.compute_old_log_probs(place(worker, batch), batch.num_tokens)
     if worker.config.routing.replay == "r2":
@@ -173,12 +173,12 @@ def trainer_log_probs(worker: TrainerWorker, batch: TrainBatch) -> Float32Array:
 
         found[:] = 0
         worker.model.run_schedule([p.inputs for p in recorded], keep, forward_only=True)
-    return np.roll(found, 1)  # they come at the positions that predict the tokens
+    return np.roll(found, 1)  # from the predicting positions to the tokens
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How far the trainer's log-probs are from the engine's, over sampled tokens.
+    """The difference between the trainer's and the engine's log-probs over sampled tokens.
 
     Source: k1 and k3: John Schulman, "Approximating KL Divergence" (2020), for KL(engine | trainer), with
     tokens of the engine's policy.
@@ -191,7 +191,7 @@ class Mismatch:
 
     @classmethod
     def of(cls, difference: np.ndarray) -> Mismatch:
-        """From trainer minus engine log-probs, `[n]` in nats."""
+        """Computes the mismatch from trainer minus engine log-probs, `[n]` in nats."""
         d = difference.astype(np.float64)
         return cls(
             mean_abs=float(np.abs(d).mean()),
@@ -202,7 +202,7 @@ class Mismatch:
 
 
 def write_json(where: str | None, rows: list[dict[str, Any]]) -> None:
-    """Write the rows as a JSON list to a file, or to the standard output for `-`."""
+    """Writes the rows as a JSON list to a file, or to the standard output for `-`."""
     if where is None:
         return
     text = msgspec.json.format(msgspec.json.encode(rows), indent=1).decode()

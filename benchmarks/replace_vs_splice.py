@@ -46,7 +46,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl import routing
 from async_rl.engine_protocol import DiskUpdate, EngineFacts

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.config import Config, SimulatedEngines, parse_config
 from async_rl.data.chat_format import ChatFormat
@@ -35,7 +35,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
-from async_rl.queue.journal import Entry
+from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.attempt import finish_trajectories
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
@@ -180,7 +180,7 @@ async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
 
     async def run_attempts(task: Task, number: int) -> None:
         for _ in range(number):
-            transcript = Transcript(context, Entry(f"{next(ids):032x}"))
+            transcript = Transcript(context, JournalEntry(f"{next(ids):032x}"))
             session = backend.session_class(context, task, transcript, group_id="g")
             await finish_trajectories(await backend.run_attempt(task, session))
 

@@ -1,4 +1,4 @@
-"""Does replaying the engine's experts make the trainer compute what the engine computed? By numbers.
+"""Measures whether replaying the engine's experts makes the trainer compute what the engine computed.
 
     python benchmarks/routing_replay.py [--quick] [--model NAME …] [--dtype NAME …] [--seeds N] [--json FILE]
 
@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.engine_protocol import DiskUpdate
 from async_rl.engines.model_facts import load_facts
@@ -84,7 +84,7 @@ Samples = dict[str, list[np.ndarray]]
 
 
 async def sample(engine: SGLangEngine, prompts: Sequence[Int32Array], tokens: int) -> list[Trajectory]:
-    """One call a prompt, all at once, at temperature 1."""
+    """Samples one call per prompt, all at once, at temperature 1."""
     calls = [Call(engine, request(prompt.tolist(), tokens, temperature=1.0)) for prompt in prompts]
     await asyncio.gather(*(call.run() for call in calls))
     return [
@@ -110,7 +110,8 @@ async def sample(engine: SGLangEngine, prompts: Sequence[Int32Array], tokens: in
 
 
 def corrupted(rows: Rows, share: float, num_experts: int, seed: int = 0) -> Rows:
-    """A share of the rows of each trajectory with random experts, distinct and in range, in all layers.
+    """Replaces a share of the rows of each trajectory by random experts, distinct and in range, in all
+    layers.
 
     A larger share corrupts the rows of a smaller one and more, in the same way.
     """
@@ -129,7 +130,7 @@ def others(rows: Rows) -> Rows:
 
 
 def controls(num_experts: int) -> dict[str, Callable[[Rows], Rows]]:
-    """What each negative control makes of the engine's rows; all of it passes every check of form."""
+    """Returns the engine's rows as each negative control changes them; all pass every check of form."""
     return {
         "rows+1": lambda rows: [np.roll(r, 1, axis=0) for r in rows],
         "rows-1": lambda rows: [np.roll(r, -1, axis=0) for r in rows],
@@ -142,7 +143,7 @@ def controls(num_experts: int) -> dict[str, Callable[[Rows], Rows]]:
 
 
 def with_rows(batch: TrainBatch, change: Callable[[Rows], Rows]) -> TrainBatch:
-    """The batch with other routing; the place of the token that was never fed stays as it is."""
+    """Returns the batch with other routing; the row of the token that was never fed stays unchanged."""
     assert batch.routed_experts is not None
     rows = batch.routed_experts.copy()
     bounds = [(int(a), int(b) - 1) for a, b in itertools.pairwise(batch.offsets)]
@@ -173,7 +174,7 @@ def differences(
 
 
 def violations(found: dict[str, Mismatch]) -> list[str]:
-    """What must hold of the numbers and does not."""
+    """Returns the expectations that the figures violate."""
     r3, off = found["r3"], found["off"]
     wrong = [
         f"r3 is not the lowest: its mean|Δ| is {r3.mean_abs:.5f}, that of {name} {m.mean_abs:.5f}"
@@ -195,7 +196,7 @@ def violations(found: dict[str, Mismatch]) -> list[str]:
 async def sample_models(
     models: Sequence[Path], prompts: int, tokens: int, logs: Path
 ) -> list[list[Trajectory]]:
-    """Sample from each of the models, one server for all."""
+    """Samples from each of the models, with one server for all."""
     sampled = []
     async with serving(models[0], logs, dtype="bfloat16") as engine:
         for seed, model in enumerate(models):
@@ -205,7 +206,7 @@ async def sample_models(
 
 
 def measure(kind: str, dtypes: Sequence[str], seeds: int, prompts: int, tokens: int) -> dict[str, Samples]:
-    """Differences of each trainer dtype, variant and seed."""
+    """Returns the differences of each trainer dtype, variant and seed."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         models = [
@@ -225,7 +226,7 @@ def measure(kind: str, dtypes: Sequence[str], seeds: int, prompts: int, tokens: 
 
 
 def table(title: str, samples: Samples) -> str:
-    """A line for each variant, beside replay off; the spread is that of the seeds."""
+    """Prints a line for each variant, compared with replay off; the spread is over seeds."""
     lines = [
         title,
         f"{'variant':<12}{'mean|Δ|':>10}{'k1':>10}{'k3':>10}{'|Δ|>0.1':>9}   "

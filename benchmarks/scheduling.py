@@ -77,7 +77,7 @@ class Group(msgspec.Struct):
 
 
 class Length(msgspec.Struct):
-    """How long a simulation goes on."""
+    """Length of a simulation."""
 
     versions: int
     warmup: int
@@ -588,7 +588,7 @@ def over_seeds(rows: Sequence[Row]) -> Row:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """As a table, one a world."""
+    """Prints one table per world."""
     for groups in sorted({row.groups for row in rows}, reverse=True):
         table = Table(title=f"{groups} groups a version", title_justify="left")
         for column in ("policy", "rel", "trainer idle", "staleness", "dropped", "masked", "prefilled", "KS"):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.types import TrainBatch
 from benchmarks.trajectory_queue import Row, row, show
@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all recomputed": {"replay": "off", "recompute": "full"},
     "all recomputed, replay r3": {"replay": "r3", "recompute": "full"},
 }
-"""All are measured against the first."""
+"""The first variant is the reference of the others."""
 
 
 def build_model(path: Path) -> Path:

@@ -299,7 +299,7 @@ def main() -> None:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=read_frames, args=(theirs,), daemon=True)
     process.start()
-    theirs.close()  # so that its end is an EOFError here
+    theirs.close()  # so that the end of the process raises an EOFError here
     try:
         spool = Spool(folder, max_bytes=None)
         rows = hand_over(spool, ours, [2048, 8192] if options.quick else [2048, 8192, 32768], repetitions)

@@ -1,4 +1,4 @@
-"""What a delta between two versions of the weights saves and costs, and on which links it wins.
+"""Measures what a delta between two weight versions saves and costs, and on which links it is faster.
 
     python benchmarks/weight_delta.py [--quick]
 
@@ -30,14 +30,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 def moved(weights: torch.Tensor, share: float) -> torch.Tensor:
-    """A share of the weights one bit pattern up or down."""
+    """Moves a share of the weights one bit pattern up or down."""
     changes = torch.rand(weights.shape) < share
     steps = torch.randint(0, 2, weights.shape, dtype=torch.int16) * 2 - 1
     return (weights.view(torch.int16) + changes * steps).view(torch.bfloat16)
 
 
 def trained(size: int, steps: int) -> list[Tensors]:
-    """Weights of a network after each of some steps of AdamW at 1e-6, in bfloat16."""
+    """Yields the weights of a network after each step of AdamW at 1e-6, in bfloat16."""
     network = torch.nn.Sequential(
         torch.nn.Embedding(4096, size),
         *(torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.GELU()) for _ in range(4)),
@@ -59,7 +59,7 @@ def trained(size: int, steps: int) -> list[Tensors]:
 
 
 def measure(label: str, before: Tensors, after: Tensors, root: Path) -> None:
-    """Print one row."""
+    """Prints one row."""
     shutil.rmtree(root, ignore_errors=True)
     (root / "whole").mkdir(parents=True)
     save_file(before, root / "whole" / "model.safetensors")
@@ -82,7 +82,7 @@ def measure(label: str, before: Tensors, after: Tensors, root: Path) -> None:
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the weights")
     quick = parser.parse_args().quick

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a file that is run finds its neighbours only
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
 from async_rl.engines.sglang.client import SGLangEngine
@@ -70,12 +70,12 @@ class Times(NamedTuple):
 
     @property
     def total(self) -> float:
-        """From the trainer's weights to the engine's."""
+        """Brings the trainer's weights to the engine by one transport."""
         return self.publish + self.stall
 
 
 class Sender:
-    """The trainer's end of all transports."""
+    """The trainer's side of all transports."""
 
     def __init__(self, model: Path, engine: SGLangEngine, size: Size, scratch: Path) -> None:
         self.tensors = in_trainer_order(load_file(model / "model.safetensors"))
@@ -118,7 +118,7 @@ class Sender:
 
     def _write(self, folder: Path) -> None:
         folder.mkdir()
-        # As the trainer does: out of memory that is its own to write from.
+        # The trainer writes from memory of its own as well.
         copied = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
         save_file(copied, folder / "model.safetensors", metadata={"format": "pt"})
         shutil.copyfile(self._model / "config.json", folder / "config.json")
@@ -161,7 +161,7 @@ class Sender:
         await self._engine.update_weights(make(self._version), flush=True)
 
     def held(self, transport: str) -> int:
-        """Bytes that sending takes beside the weights, counted without an engine."""
+        """Returns the bytes that sending needs in addition to the weights, measured without an engine."""
         with LiveBytes() as live:
             if transport == "disk":
                 folder = self._scratch / "held"
@@ -180,24 +180,24 @@ class Sender:
         return await self._engine.checksums() == (self._export.checksums(),)
 
     async def sums_of_engine(self) -> float:
-        """Seconds that the engine sums for."""
+        """Returns the seconds that the engine's checksums take."""
         begin = time.perf_counter()
         await self._engine.checksums()
         return time.perf_counter() - begin
 
     def sums_of_trainer(self) -> float:
-        """Seconds that the trainer sums for."""
+        """Returns the seconds that the trainer's checksums take."""
         begin = time.perf_counter()
         self._export.checksums()
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leaves the group."""
         self._export.close()
 
 
 def memcpy_s(num_bytes: int) -> Callable[[], float]:
-    """Seconds to copy as many bytes between pages that exist."""
+    """Returns the seconds to copy the same bytes between existing pages."""
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
 
     def copy() -> float:
@@ -209,7 +209,7 @@ def memcpy_s(num_bytes: int) -> Callable[[], float]:
 
 
 def loopback_s(num_bytes: int) -> float:
-    """Seconds to send as many bytes through one TCP connection on this host."""
+    """Returns the seconds to send the same bytes through one TCP connection on this host."""
     data = memoryview(bytearray(num_bytes))
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -252,7 +252,7 @@ async def measure(size: Size, scratch: Path) -> list[dict[str, Any]]:
             "distributed": sender.distributed,
             "tensor": sender.tensor,
         }
-        for number in range(size.rounds + 1):  # the first one makes buffers and pages
+        for number in range(size.rounds + 1):  # the first update allocates buffers and pages
             for name, way in ways.items():
                 taken = await way()
                 if number:
@@ -281,7 +281,7 @@ async def measure(size: Size, scratch: Path) -> list[dict[str, Any]]:
 
 
 def row(name: str, seconds: list[float], num_bytes: int) -> dict[str, Any]:
-    """What is known of each kind of row."""
+    """Returns the figures of each kind of row."""
     median = statistics.median(seconds)
     return {
         "name": name,
@@ -294,7 +294,7 @@ def row(name: str, seconds: list[float], num_bytes: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows for people."""
+    """Prints the rows as a table."""
     mb = 1e6
     lines = [f"{rows[0]['bytes'] / mb:.0f} MB of weights", ""]
     lines.append(

@@ -166,16 +166,18 @@ class ChatFormat:
             Token ids `[T] int32` and loss mask `[T] bool`, which is true for the content of these messages
             and their end-of-turn tokens.
         """
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns or turns[-1] != len(messages) - 1:
+        assistant_indices = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        ]
+        if not assistant_indices or assistant_indices[-1] != len(messages) - 1:
             raise ConfigError(
                 "the conversation does not end with an assistant message, so it teaches nothing"
             )
-        trained = frozenset(turns if train_on is None else train_on)
+        trained = frozenset(assistant_indices if train_on is None else train_on)
         pieces: list[Int32Array] = []
         masks: list[BoolArray] = []
         begin = 0
-        for index in turns:
+        for index in assistant_indices:
             read = list(self._between(messages, range(begin, index), tools, trained))
             ids = [self.encode(text) for text, _ in read]
             if begin:  # the previous turn contains its end-of-turn token

@@ -1,7 +1,7 @@
-"""What a person sees of a run: the first screen, progress while it goes, and the summary with its files.
+"""Shows a run on the terminal: the first screen, progress during the run, and the summary at its end.
 
-Everything here reads `StepRecord`s and the `Summary` and decides nothing. Only the terminal is drawn on here
-(rich, plotext): `page` draws the same records for browsers.
+This module only reads `StepRecord`s and the `Summary`. It draws on the terminal with rich and plotext; `page`
+draws the same records for browsers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPORT_FILE = "report.html"
 
 
 def derived_bounds(config: Config) -> dict[str, int]:
-    """Bounds that follow from the config, by what they bound."""
+    """Return the bounds that follow from the config, by a description of what they bound."""
     outstanding, branches = config.max_outstanding_groups, config.rollout.max_branches
     in_flight = min(config.rollout.max_concurrent_trajectories, outstanding * config.rollout.group_size)
     return {
@@ -45,7 +45,7 @@ def derived_bounds(config: Config) -> dict[str, int]:
 
 
 def print_header(console: Console, config: Config, run_dir: Path, metrics_url: str) -> None:
-    """The first screen: version, where the run's files are, what differs from the defaults, what follows."""
+    """Print the first screen: version, run folder, changed settings and the bounds that follow from them."""
     console.print(Text(f"async-rl {__version__}", style="bold"))
     console.print(
         _figures(
@@ -63,19 +63,19 @@ def print_header(console: Console, config: Config, run_dir: Path, metrics_url: s
 
 
 _NAMES_WIDTH = 30
-"""Columns of the panel that its frame and the names in it take."""
+"""The number of the panel's columns that its frame and the names in it take."""
 
 _PACE_STEPS = 10
-"""Steps whose times say how long the others will take."""
+"""The number of recent steps from which the remaining time is estimated."""
 
 
 class RunProgress:
-    """Shows how far a run is: a live panel on a terminal, otherwise one line a step.
+    """Shows the progress of a run: a live panel on a terminal, otherwise one line per step.
 
-    The panel moves the cursor, so it is only for a console that says that it is interactive.
+    The panel moves the cursor, so only an interactive console shows it.
 
     Example:
-        >>> progress = Progress(Console())
+        >>> progress = RunProgress(Console())
         >>> progress.start(config, run_dir, "http://127.0.0.1:9000")
         >>> progress.phase("starting 2 engines")
         >>> progress.flow(in_flight=64, queued=8, waiting_for="a batch")
@@ -109,17 +109,17 @@ class RunProgress:
             self._live.start()
 
     def stop(self) -> None:
-        """Close the live panel; what was printed stays."""
+        """Close the live panel; printed lines stay."""
         if self._live:
             self._live.stop()
 
     def phase(self, text: str) -> None:
-        """Say what the run does now; a line that stays, for things that happen a few times a run."""
+        """Print what the run does now, as a line that stays; for phases that occur a few times per run."""
         self._waiting_for = text
         self._print(f"[{self._clock() - self._started_s:5.0f} s] {text}")
 
     def flow(self, *, in_flight: int, queued: int, waiting_for: str) -> None:
-        """Say where trajectories are and what is waited for; shown in the live panel only."""
+        """Update the number of trajectories and the current wait in the live panel."""
         self._in_flight, self._queued, self._waiting_for = in_flight, queued, waiting_for
 
     def step(self, record: StepRecord) -> None:
@@ -132,7 +132,7 @@ class RunProgress:
             self._print(step_line(record, self._max_steps))
 
     def render(self) -> RenderableType:
-        """The live panel as it is now."""
+        """Return the present live panel."""
         record = self._record
         done = record.step if record else 0
         columns = max(8, self._console.width - _NAMES_WIDTH)
@@ -154,7 +154,7 @@ class RunProgress:
                 ("throughput", f"{record.tokens_per_s:,.0f} tokens/s"),
                 ("wait / step / sync", f"{record.wait_s:.2f} / {record.step_s:.2f} / {record.sync_s:.2f} s"),
             ]
-        bar = Table.grid()  # a bar by itself does not end its line
+        bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(
             ProgressBar(total=self._max_steps, completed=done, width=min(40, self._console.width - 4))
         )
@@ -162,7 +162,7 @@ class RunProgress:
         return Panel(Group(bar, _figures(rows)), title=title, title_align="left", expand=False)
 
     def _remaining(self, done: int) -> str:
-        """How long the steps that are left will take, by the pace of the last ones."""
+        """Returns the remaining time as text, estimated from the last steps."""
         if len(self._ends_s) < 2:
             return ""
         pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
@@ -173,14 +173,14 @@ class RunProgress:
 
 
 def _kl_parts(record: StepRecord) -> list[tuple[str, str]]:
-    """What the rollout KL is made of, where it has been measured."""
+    """Returns the measured parts of the rollout KL."""
     parts = {"mismatch": record.kl_mismatch, "staleness": record.kl_staleness, "routing": record.kl_routing}
     shown = [f"{name} {_number(part, 5)}" for name, part in parts.items() if is_finite(part)]
     return [("parts of rollout KL", ", ".join(shown))] if shown else []
 
 
 def _kl_name(bypass: Figure) -> str:
-    """The two are of different policies, so neither goes by the other's name."""
+    """Returns which KL is shown; the two compare different policies and need different names."""
     return "ppo_kl_bypass" if is_finite(bypass) else "ppo_kl"
 
 
@@ -193,7 +193,7 @@ def _kl(record: StepRecord) -> Figure:
 
 
 def step_line(record: StepRecord, max_steps: int) -> str:
-    """One step as one line."""
+    """Return one step as one line of text."""
     return (
         f"step {record.step:>{len(str(max_steps))}}/{max_steps}"
         f" | reward {_number(record.reward_mean)}"
@@ -207,7 +207,7 @@ def step_line(record: StepRecord, max_steps: int) -> str:
 
 
 def sparkline(values: Sequence[Figure], width: int = 40) -> str:
-    """The last values as a row of blocks, scaled to their own range; a gap where there is none."""
+    """Return the last values as a row of blocks, scaled to their range; a missing value is a gap."""
     shown = list(values[-width:])
     finite = [value for value in shown if is_finite(value)]
     if not finite:
@@ -226,7 +226,7 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 
 
 def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord], summary: Summary) -> None:
-    """The last screen: the reward curve, the figures of the run, and where its files are."""
+    """Print the last screen: the reward curve, the run's figures, and the path of its files."""
     if len(records) > 1:
         console.print(reward_chart(records, width=min(console.width, 90), colour=console.is_terminal))
     counts, sync = summary.trajectories, summary.sync
@@ -267,7 +267,7 @@ def print_summary(console: Console, run_dir: Path, records: Sequence[StepRecord]
 
 
 def reward_chart(records: Sequence[StepRecord], *, width: int, colour: bool) -> Text:
-    """The reward over the steps as text, drawn with `plotext`."""
+    """Return the reward by step as a text chart, drawn with `plotext`."""
     import plotext
 
     points = [(r.step, r.reward_mean) for r in records if is_finite(r.reward_mean)]
@@ -297,7 +297,7 @@ def _figures(rows: Sequence[tuple[str, str]]) -> Table:
 def _number(value: Any, digits: int = 3) -> str:
     if not is_finite(value):
         return "n/a"
-    # A difference of 1e-7 is not 0: it is what tells a right replay from a lucky one.
+    # A difference of 1e-7 must not read as 0: only exact zeros prove that routing replay is correct.
     tiny = 0 < abs(value) < 10**-digits
     return f"{value:.1e}" if tiny else f"{value:,.{digits}f}"
 
@@ -307,6 +307,6 @@ def _milliseconds(seconds: Figure) -> str:
 
 
 def _path(path: Path) -> str:
-    """Relative to where the user stands, when it is below."""
+    """Returns the path relative to the working directory if it is below it."""
     absolute = path.resolve()
     return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(absolute)

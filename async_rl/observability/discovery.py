@@ -1,7 +1,8 @@
-"""Where a run serves `/metrics` and `/health`: told to Prometheus by file, and found by `async-rl doctor`.
+"""Publishes the address of a run's `/metrics` and `/health` for Prometheus and `async-rl doctor`.
 
-Every run has a port of its own, often a free one. Prometheus reads `<folder>/*.json` (file_sd) again whenever
-a file appears, changes or disappears: runs need no fixed port, and Prometheus no restart.
+Every run has its own port, often a free one that the system chooses. Prometheus reads `<folder>/*.json`
+(file_sd) again whenever a file appears, changes or disappears: runs need no fixed port, and Prometheus no
+restart.
 
 **Source**: https://prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config
 """
@@ -25,7 +26,7 @@ from async_rl.observability.diagnosis import Diagnosis
 from async_rl.runtime.files import replace_file
 
 URL_FILE: Final = "url"
-"""In the run folder: the address at which the driver serves `/metrics` and `/health`."""
+"""The file in the run folder with the address at which the driver serves `/metrics` and `/health`."""
 
 _HEALTH_TIMEOUT_S: Final = 10.0
 
@@ -34,14 +35,13 @@ _HEALTH_TIMEOUT_S: Final = 10.0
 def announced(url: str, run_name: str, folder: Path) -> Iterator[None]:
     """Keep a target file for a run while the block runs.
 
-    A run that is killed leaves its file, so that Prometheus sees it as down and says so; the next start of
-    the run writes it anew. Other users may read the file, as Prometheus mostly is one: it holds an address
-    and a name.
+    A killed run leaves its file, so that Prometheus reports it as down; its next start rewrites the file.
+    Other users may read the file, because Prometheus usually runs as another user.
 
     Args:
-        url: Of the run's endpoints. An address that stands for all becomes this machine's name.
-        run_name: Becomes the label `run`, and the file's name.
-        folder: Made if it is not there.
+        url: The URL of the run's endpoints. A wildcard address is replaced by this machine's name.
+        run_name: The label `run` and the name of the file.
+        folder: The folder of target files; created if it is missing.
 
     Raises:
         EnvironmentNotReady: The folder cannot be written.
@@ -61,7 +61,7 @@ def announced(url: str, run_name: str, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if path.exists() and path.read_text() == text:  # not that of another run of this name
+        if path.exists() and path.read_text() == text:  # another run of this name may have replaced it
             path.unlink()
 
 
@@ -77,7 +77,7 @@ def _address(url: str) -> str:
 
 
 class _Health(msgspec.Struct):
-    """What `ask_health` reads of the answer to `/health`."""
+    """The part of the response of `/health` that `ask_health` uses."""
 
     phase: str
     step: int
@@ -85,7 +85,7 @@ class _Health(msgspec.Struct):
 
 
 def ask_health(target: str) -> tuple[str, int]:
-    """Ask a running job what it waits for.
+    """Ask a run that is in progress what it waits for.
 
     Args:
         target: Its metrics URL, or its run folder.

@@ -1,4 +1,4 @@
-"""What the driver serves over HTTP: `/metrics`, `/health`, and routes that others bring."""
+"""Serves `/metrics`, `/health` and further routes of the driver over HTTP."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ async def serve(
     """Serve `/metrics` (Prometheus text) and `/health` (JSON) while the block runs.
 
     Args:
-        metrics: What to show.
-        host: Address to bind to.
-        port: 0 takes a free one.
-        health: Says how the run is; its `"status"` must be `"ok"` for an answer of 200, else it is 503.
-        more: Routes of others beside these.
+        metrics: The metrics that `/metrics` exports.
+        host: The address to bind to.
+        port: The port to bind to; 0 takes a free one.
+        health: Returns the body of `/health`; the status code is 200 if its `"status"` is `"ok"`, else 503.
+        more: Further routes, such as those of the live page.
 
     Yields:
         The URL that was bound, without a path.

@@ -1,4 +1,4 @@
-"""What is written down of an evaluation: one line of `evaluations.jsonl` in the run's folder."""
+"""The record of an evaluation: one line of `evaluations.jsonl` in the run folder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Figure
 
 FILE: Final = "evaluations.jsonl"
-"""In the run's folder."""
+"""The file's name in the run folder."""
 
 EVERYTHING: Final = "all"
-"""The set of all answers, among those that are named by dataset."""
+"""The name of the set of all answers; the other sets are named by dataset."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,53 +22,53 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     value: Figure
     low: Figure = None
-    """None where one task says nothing of the others."""
+    """The confidence interval; None with a single task."""
     high: Figure = None
     tasks: int = 0
-    """That it is a mean over."""
+    """The number of tasks."""
 
 
 class EvaluationScore(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answers of a set of tasks are worth."""
+    """The scores of the answers of a set of tasks."""
 
     tasks: int
-    """With at least one answer."""
+    """The number of tasks with at least one answer."""
     answers: int
     reward: Estimate
-    """Mean over tasks of the mean reward of their answers."""
+    """The mean over tasks of the mean reward of their answers."""
     pass_at: dict[str, Estimate] = {}
-    """pass@k by k, over the tasks that have k answers."""
+    """pass@k by k, over the tasks that have at least k answers."""
     parts: dict[str, float] = {}
-    """Means over answers of the other parts of the reward, of those that have them."""
+    """The mean of each further part of the reward, over the answers that have it."""
     tokens_mean: Figure = None
-    """Tokens that the policy wrote, by answer."""
+    """The mean number of tokens that the policy sampled per answer."""
     truncated_share: Figure = None
-    """Share of the answers that ran out of tokens."""
+    """The share of answers that reached their token limit."""
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation. `missing` ones say why, and have no scores."""
+    """One evaluation. One that is missing has a reason and no scores."""
 
     weight_version: int
-    """Of every sampled token of every answer that was scored."""
+    """The version that sampled every token of every scored answer."""
     status: Literal["done", "missing"]
     reason: str = ""
-    """Why it is missing."""
+    """The reason why the evaluation is missing; empty otherwise."""
     time_s: float = 0.0
-    """When it ended, since the first trajectory of the run was dispatched."""
+    """Its end, in seconds since the first trajectory of the run was dispatched."""
     duration_s: float = 0.0
     engines: tuple[str, ...] = ()
     scores: dict[str, EvaluationScore] = {}
-    """By set: `all`, each dataset, and `<dataset>/<data source>` where rows name theirs."""
+    """Scores by set: `all`, each dataset, and `<dataset>/<data source>` where examples name a source."""
     asked: int = 0
-    """Answers that were to be made: those scored, and those dropped."""
+    """The number of planned answers: scored and dropped ones."""
     dropped: dict[str, int] = {}
-    """Answers that were left out, by reason: `mixed_version`, or what their last attempt failed with."""
+    """The number of dropped answers by reason: `mixed_version`, or the error of their last attempt."""
     sampled_tokens: int = 0
 
     @property
     def unaccounted(self) -> int:
-        """Zero for one that is done, or an answer was lost or counted twice."""
+        """The number of answers that were lost or counted twice; 0 for a complete evaluation."""
         scored = self.scores[EVERYTHING].answers if self.scores else 0
         return self.asked - scored - sum(self.dropped.values())
 

@@ -75,7 +75,7 @@ def histogram(
 
 
 def value_of(metric: Counter | Gauge) -> float:
-    """Return the value of a metric without labels; the client library's public API only has scrapes."""
+    """Return the value of a metric or of a labelled child; the library's public API only has scrapes."""
     return float(metric._value.get())
 
 

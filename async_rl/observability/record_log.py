@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from async_rl.runtime.files import replace_file
+
 R = TypeVar("R")
 
 
@@ -64,9 +66,7 @@ class RecordLog(Generic[R]):
         """Remove the records after a step. Readers see the old file or the new one."""
         lines = self._whole_lines().splitlines(keepends=True)
         kept = b"".join(line for line in lines if self._step_of(self._decoder.decode(line)) <= step)
-        partial = self.path.with_name(f".{self.path.name}.part")
-        partial.write_bytes(kept)
-        partial.replace(self.path)
+        replace_file(self.path, kept)
 
     def _whole_lines(self) -> bytes:
         if not self.path.exists():

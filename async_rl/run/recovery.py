@@ -1,16 +1,17 @@
-"""What a life of a run takes over from the one before, and leaves to the next.
+"""Recover a run's state from its folder, and write the state back when an incarnation ends.
 
-A life ends with its process, or with its trainer, which comes back at its newest checkpoint. Either way the
-next one begins here, from what stands in the run's folder:
+An incarnation ends with its process, or with its trainer, which restarts from its newest checkpoint. The next
+incarnation starts from the files in the run folder:
 
 ```
- ledger.sqlite   who owns which trajectory, what the trainer acknowledged  ─► rolled back to the checkpoint
- spool/          finished groups; finished trajectories of groups that are not ─► not made again
- journal/        tokens of what was in flight, up to the last second         ─► sampled on from there
- trajectories.sqlite   the newest finished trajectories, for people          ─► told of the rollback
+ ledger.sqlite         owner of each trajectory, batches that the trainer acknowledged ─► rolled back to the
+ checkpoint spool/                finished groups, finished trajectories of unfinished groups     ─► not
+ sampled again journal/              tokens of trajectories in flight, up to the last second         ─►
+ sampling continues there trajectories.sqlite   the newest finished trajectories, for people ─► rolled back
+ too
 ```
 
-Nothing that was sampled is sampled again, but for what a kill found unwritten; nothing is trained twice.
+No token is sampled again except those that a kill left unwritten, and no trajectory is trained twice.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from async_rl.types import Task
 log = logging.getLogger(__name__)
 
 _ARCHIVE_S: Final = 1.0
-"""Between two writings of finished trajectories."""
+"""Interval between writes of finished trajectories, seconds."""
 
 
 class RecoveredState:
-    """Queue, feeder and journal of a life, as the life before left them.
+    """Queue, feeder and journal of an incarnation, restored from the run folder.
 
     Example:
         >>> recovered = RecoveredState(config, run_dir, tasks, facts, step, metrics, clock)
@@ -62,20 +63,20 @@ class RecoveredState:
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        """Take over what is in the run's folder; blocking.
+        """Restore the state from the run folder; this blocks.
 
         Args:
-            config: Of the run.
-            run_dir: Its folder.
-            tasks: The dataset. A group in flight whose task is no longer at its position is given up.
-            facts: Of the model.
-            step: Of the checkpoint that the trainer goes on from.
-            metrics: Of the run.
+            config: The run's config.
+            run_dir: The run folder.
+            tasks: The dataset. A group in flight whose task is no longer at its position is dropped.
+            facts: The model's facts.
+            step: Step of the checkpoint that the trainer continues from.
+            metrics: The run's metrics.
             clock: Monotonic seconds.
 
         Raises:
-            AsyncRLError: When the ledger cannot go back to the step.
-            SpoolFull: When the disk has no room for the journal to go on.
+            AsyncRLError: The ledger cannot be rolled back to the step.
+            SpoolFull: The disk has no space for the journal.
         """
         ledger = Ledger(run_dir / "ledger.sqlite")
         ledger.rollback(step)
@@ -86,7 +87,7 @@ class RecoveredState:
             self.archive.rollback(step)
         self.journal: Journal | None = None
         self.journalled: dict[str, JournalledTrajectory] = {}
-        """What the journal has of trajectories in flight."""
+        """Trajectories in flight, as the journal holds them."""
         if self._every_s is not None:
             self.journal = Journal(run_dir / "journal", metrics)
             self.journalled = self.journal.restore(ledger.in_flight, newest_version=step)
@@ -126,20 +127,20 @@ class RecoveredState:
         )
 
     async def write_journal(self) -> None:
-        """Write what is new every `queue.journal_s`; a service, it never returns."""
+        """Write new journal entries every `queue.journal_s`; this service never returns."""
         if self.journal is None or self._every_s is None:
             await asyncio.Future()
             return
         while True:
             await asyncio.sleep(self._every_s)
             self.journal.remove_entries(await self.queue.finished.store_pending())
-            # The ledger first: it must know the trajectories that the journal tells of, and those that it
-            # need not tell of any more.
+            # The ledger first: it must have the trajectories in the journal, and those that the journal
+            # drops.
             await self.journal.write_in_thread(before=self.queue.flush_ledger)
 
     @property
     def services(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """What must run beside the life."""
+        """The loops that must run as services of the incarnation."""
         loops: dict[str, Callable[[], Awaitable[None]]] = {"journal": self.write_journal}
         return loops if self.archive is None else {**loops, "archive": self._write_archive}
 
@@ -147,12 +148,12 @@ class RecoveredState:
         while True:
             with waiting("idle"):
                 await asyncio.sleep(_ARCHIVE_S)
-            assert self.archive is not None, "only an archive that there is is written"
+            assert self.archive is not None, "this service runs only with an archive"
             with waiting("disk"):
                 await asyncio.to_thread(self.archive.write_notes)
 
     def write_and_close(self) -> None:
-        """Write what is in flight at the end of a life, however it ends, up to the last token."""
+        """Write all trajectories in flight up to the last token, however the incarnation ends."""
         if self.archive is not None:
             self.archive.close()
         if self.journal is None:
@@ -161,7 +162,7 @@ class RecoveredState:
             self.journal.remove_entries(self.queue.finished.store_pending_now())
             self.queue.flush_ledger()
             self.journal.write_entries()
-        except AsyncRLError as error:  # the life may end because of it
-            log.warning("what is in flight could not be journalled to the last token: %s", error)
+        except AsyncRLError as error:  # this error may be what ends the incarnation
+            log.warning("trajectories in flight could not be journalled to the last token: %s", error)
         finally:
             self.journal.close()

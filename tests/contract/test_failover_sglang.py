@@ -105,7 +105,7 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
     finally:
         os.killpg(group, signal.SIGCONT)
     assert noticed_s < 5.0
-    trajectories = [await made.finish("completed", {"reward": 1.0}) for made in sessions]
+    trajectories = [await made.finish_trajectory("completed", {"reward": 1.0}) for made in sessions]
     kept = sum(len(s.token_ids) for t in trajectories for s in t.sampled if s.engine_id == "engine-0")
     # Nothing that came is lost; what the server had sampled and not sent yet is a step of each call.
     assert kept == real.tokens >= CALLS * TOKENS

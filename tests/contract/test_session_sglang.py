@@ -165,7 +165,7 @@ async def test_a_branch_has_the_rows_of_its_whole_text(engine: Engine, sglang_wo
         await asyncio.gather(other.generate(max_new_tokens=6), session.generate(max_new_tokens=5))
     assert watched.asked[1:] == [PROMPT + 7] * 2, "what is held of the prefix is not asked for again"
     for each in session.tree:
-        trajectory = await each.finish("completed", {"reward": 1.0})
+        trajectory = await each.finish_trajectory("completed", {"reward": 1.0})
         assert trajectory.trace is not None
         verify(trajectory.trace, trajectory.token_ids, sglang_world.facts.moe_layers)
         assert trajectory.trace.valid.all()

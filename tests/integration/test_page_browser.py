@@ -1,4 +1,4 @@
-"""The live page and the report in headless Chromium: what a person sees, on a desk and on a phone."""
+"""The live page and the report in headless Chromium, with the window of a computer and of a phone."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.needs("chromium")
 
 DRAWN = "document.querySelectorAll('figure.chart canvas').length > 20"
 
-# Charts in which nothing is drawn, by name.
+# The names of empty charts.
 BLANK = """[...document.querySelectorAll('figure.chart canvas')].filter((canvas) => {
   if (canvas.clientWidth < 100 || canvas.getBoundingClientRect().left < 0) return true;
   const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
   return new Set(pixels.filter((_, i) => i % 4 === 2)).size < 8;
 }).map((canvas) => canvas.closest('figure').id)"""
 
-# The least contrast of text with what is behind it, by WCAG 2.1, 1.4.3: 4.5 for AA.
+# The least contrast of text with its background, by WCAG 2.1, 1.4.3: 4.5 for AA.
 CONTRAST = """(() => {
   const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
   const paint = (colours) => {
@@ -59,7 +59,7 @@ def text_of(tab: Tab, selector: str) -> Any:
 
 
 async def press(tab: Tab, key: str, code: int, text: str = "") -> None:
-    """Press a key and let it go."""
+    """Press and release a key."""
     for kind in ("keyDown", "keyUp"):
         await tab.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, text=text,
                        windowsVirtualKeyCode=code)  # fmt: skip
@@ -101,7 +101,7 @@ async def test_the_page_shows_the_run_at_any_width(tmp_path: Path, width: int, d
         assert "tool search" in await text_of(tab, "#slowest")
         assert "7 min" in await text_of(tab, "#slowest")
         assert "5 of 8 groups are ready" in await text_of(tab, "#report")
-        # What a data set says is text, here as everywhere.
+        # Strings from a dataset are shown as text, not as markup.
         assert HOSTILE in await tab.evaluate("document.body.textContent")
         assert await tab.evaluate("document.querySelectorAll('img, main script').length") == 0
 
@@ -147,7 +147,7 @@ async def test_the_page_follows_the_run_to_its_end(tmp_path: Path) -> None:
             assert "step 4" in await text_of(tab, "#chart-reward .readout")
             steps += [msgspec.structs.replace(steps[-1], step=9, time_s=999.0), steps[-1]]
             await tab.until("document.querySelector('#recent td').textContent === '9'")
-            assert "step 5" in await text_of(tab, "#chart-reward .readout")  # of the chart as it is now
+            assert "step 5" in await text_of(tab, "#chart-reward .readout")  # the chart's present state
 
             await tab.evaluate("document.querySelector('#chart-entropy .plot').focus()")
             for key, code, step in (
@@ -190,7 +190,7 @@ async def test_the_report_is_whole_without_a_server(tmp_path: Path, width: int) 
         assert await tab.evaluate("document.documentElement.scrollWidth") == width
         assert await tab.evaluate("document.title") == "calculator-moe · async-rl report"
         assert await tab.evaluate(BLANK) == []
-        await hover(tab, "ppo-kl")  # its one script is the one that its policy names
+        await hover(tab, "ppo-kl")  # its only script is the one that its policy names
         assert "step 60" in await text_of(tab, "#chart-ppo-kl .readout")
         assert tab.complaints == []
         assert tab.requests == [path.as_uri()]

@@ -1,4 +1,4 @@
-"""The real Prometheus checks the rules, finds a run, scrapes it, and has data for all that we ask of it."""
+"""Prometheus itself checks the rules, finds and scrapes a run, and has data for every dashboard query."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from tests.support.troubled_run import TroubledCluster, settings
 from tests.unit.test_dashboards import expressions
 
 UNUSED = "async_rl_hand_over_"
-"""What the run has no numbers of: its engines and its trainer share no devices."""
+"""Metrics without values in this run: its engines and its trainer share no devices."""
 
 pytestmark = [
     pytest.mark.needs("prometheus"),
-    pytest.mark.timeout(600),  # the run ends by what happens in it, however slow the machine is
+    pytest.mark.timeout(600),  # events end the run, at any speed of the machine
 ]
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "monitoring" / "rules"
 
 SCRAPES = 24
-"""After the last trouble: so that what happens in every step has happened between two of them."""
+"""Steps after the last fault, so that scrapes see regular steps."""
 
 
 def promtool(*words: str | Path) -> None:
@@ -62,7 +62,7 @@ def test_each_alert_fires_when_it_must_and_not_before() -> None:
 
 
 class Server:
-    """A Prometheus that runs."""
+    """A running Prometheus server."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -79,7 +79,7 @@ class Server:
 
 @contextmanager
 def prometheus(folder: Path) -> Iterator[Server]:
-    """Ours in all but its intervals, on the files that are shipped."""
+    """Returns the shipped config with shorter intervals."""
     shutil.copytree(ROOT / "monitoring", folder / "monitoring")
     (folder / "runs" / ".prometheus").mkdir(parents=True)  # as `make prometheus` does
     config = yaml.safe_load((folder / "monitoring" / "prometheus.yml").read_text())
@@ -115,18 +115,18 @@ def prometheus(folder: Path) -> Iterator[Server]:
 
 
 class Scraped:
-    """What Prometheus has of a run that is over, as of its last moment."""
+    """The data that Prometheus has at the end of a finished run."""
 
     def __init__(self, server: Server, begin_s: float) -> None:
         self.server, self.begin_s = server, begin_s
-        # The last time that both a scrape and the rules were there: on a slow machine scrapes may fail.
+        # The last time with both a scrape and the rules: on a slow machine, scrapes may fail.
         both = "run:async_rl_unaccounted_trajectories:sum and on (run) async_rl_trajectories_queued"
         last = f"max_over_time(timestamp({both})[1h:500ms])"
         (found,) = server.ask("query", query=last)["result"]
         self.end_s = float(found["value"][1])
 
     def values(self, expr: str, *, nan: bool = False) -> list[float]:
-        """The expression's numbers at that moment; those that are none only where they are asked for."""
+        """Returns the values of the expression at that moment; NaN only on request."""
         found = self.server.ask("query", query=expr, time=self.end_s)["result"]
         return [float(f["value"][1]) for f in found if nan or f["value"][1] != "NaN"]
 
@@ -165,7 +165,7 @@ def test_prometheus_finds_the_run_by_its_name(scraped: Scraped) -> None:
 
 
 def in_grafana(expr: str) -> str:
-    """What Grafana sends for a query, of the dashboard or of a variable."""
+    """Returns the expression that Grafana sends for a query of the dashboard or of a variable."""
     filled = expr.replace("$run", "troubled").replace("$window", "1h")
     return re.sub(r"^label_values\((\S+), (\w+)\)$", r"count by (\2) (\1)", filled)
 
@@ -181,7 +181,7 @@ def test_every_query_of_the_dashboard_has_data(scraped: Scraped) -> None:
 def test_every_expression_of_the_rules_has_data(scraped: Scraped) -> None:
     groups = yaml.safe_load((RULES / "async_rl.yml").read_text())["groups"]
     exprs = [rule["expr"] for group in groups for rule in group["rules"]]
-    # An alert that does not fire has none: ask for the truth of its comparisons instead.
+    # An alert that does not fire has no value: query the truth of its comparisons instead.
     asked = [re.sub(r" (==|!=|>|<) ", r" \1 bool ", expr) for expr in exprs]
     assert [expr for expr in asked if not scraped.values(expr)] == []
 

@@ -282,7 +282,7 @@ def test_rows_go_to_the_decoders_routers_when_there_are_others(tmp_path):
 
         config = copy.copy(worker.model.config)
         config.mtp_num_layers, config.moe_enable_routing_replay = 1, True
-        bridge = worker.model.bridge._bridge
+        bridge = worker.model.bridge.mbridge
         bridge.config = config
         spec = bridge._get_transformer_layer_spec()
         model = GPTModel(

@@ -59,7 +59,7 @@ def test_its_spec_and_kernels_are_asked_for_when_transformer_engine_is_taken(moe
 
     kernels = {"moe_grouped_gemm": True, "moe_permute_fusion": True, "apply_rope_fusion": True}
     with started(trainer_config(moe)) as worker:
-        bridge = worker.model.bridge._bridge
+        bridge = worker.model.bridge.mbridge
         assert kernels.keys().isdisjoint(layout.transformer_config(LayoutConfig(), "none", True, fused=False))
         assert not bridge.config.moe_grouped_gemm
         monkeypatch.setattr(architectures, "get_gpt_decoder_block_spec", remember)
@@ -135,7 +135,7 @@ def test_every_weight_has_its_name_when_the_spec_is_transformer_engines(request,
     names += [f"decoder.layers.1.{name}" for name in attention + experts]
     assert [transformer_engine_name(name, {"1"}, attention is LATENT_ATTENTION) for name in names] == names
     with started(trainer_config(path)) as worker:
-        bridge = worker.model.bridge._bridge
+        bridge = worker.model.bridge.mbridge
         found = [hf for name in names for hf in bridge._weight_name_mapping_mcore_to_hf(name)]
     assert sorted(found) == sorted(load_file(path / "model.safetensors"))
 

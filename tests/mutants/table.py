@@ -408,7 +408,7 @@ MUTANTS: Final = (
     Mutant(
         "unverified-version-is-served",
         "An engine serves after an update without its version being read back.",
-        "async_rl/weights/weight_sync.py",
+        "async_rl/weights/checksums.py",
         "        health = await engine.health()\n        if health.weight_version != version:\n",
         "        health = await engine.health()\n        if False:\n",
         (NO_OP,),

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 
 from async_rl.errors import AsyncRLError
+from async_rl.observability.metrics import value_of
 from async_rl.runtime.supervision import first_error
 from async_rl.simulation.virtual_time import in_virtual_time, run_virtual
 from async_rl.types import Completion, Task
@@ -89,7 +90,7 @@ async def test_slow_prompts_come_again_when_they_were_dropped(tmp_path: Path) ->
     counts = world.close()
     lost = counts.dropped["too_stale"] // 4
     assert lost > 0
-    assert world.metrics.task_retries_total.labels("too_stale")._value.get() == lost
+    assert value_of(world.metrics.task_retries_total.labels("too_stale")) == lost
     assert world.positions_trained == list(range(32))
     assert world.ledger.data_position().pending == ()
 
@@ -185,6 +186,6 @@ async def test_the_policy_decides_on_a_group_when_siblings_failed(tmp_path: Path
         "retry": (160, {"reward_error": 8, "sibling_failed": 8}),
     }
     assert (counts.trained, counts.dropped) == expected[policy]
-    retries = world.metrics.task_retries_total.labels("sibling_failed")._value.get()
+    retries = value_of(world.metrics.task_retries_total.labels("sibling_failed"))
     assert retries == (4 if policy == "retry" else 0)
     assert world.ledger.data_position().pending == ()

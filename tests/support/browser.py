@@ -1,6 +1,6 @@
-"""A headless Chromium, driven by its DevTools protocol over a websocket: no driver and no package beside it.
+"""Drives a headless Chromium by its DevTools protocol over a websocket, without a driver or further package.
 
-It keeps what a test must know of a page: what it asked for, what it wrote to its console, and how it looks.
+It records a page's requests and console messages and takes screenshots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import aiohttp
 
 FLAGS = (
     "--headless",
-    "--no-sandbox",  # tests run as root in containers; the page is ours
+    "--no-sandbox",  # tests run as root in containers, and the page is trusted
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
@@ -30,7 +30,7 @@ _LINE = re.compile(rb"DevTools listening on (ws://\S+)")
 
 
 class Tab:
-    """One page."""
+    """A tab with one page."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, session_id: str) -> None:
         self._socket = socket
@@ -38,12 +38,12 @@ class Tab:
         self._number = 0
         self._loaded = False
         self.requests: list[str] = []
-        """Addresses it asked for."""
+        """The addresses that the page requested."""
         self.complaints: list[str] = []
-        """Errors and warnings of its console, and exceptions of its scripts."""
+        """Errors and warnings on the console, and exceptions of scripts."""
 
     async def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """Call a method of the protocol; what happens meanwhile is kept."""
+        """Call a method of the protocol; events that arrive meanwhile are recorded."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params, "sessionId": self._session_id}
         await self._socket.send_json(message)
@@ -55,20 +55,20 @@ class Tab:
                 return answer["result"]
 
     async def evaluate(self, script: str) -> Any:
-        """The value of an expression, awaited if it is a promise."""
+        """Return the value of an expression, awaited if it is a promise."""
         answer = await self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     async def until(self, condition: str) -> Any:
-        """Wait, in the page, until an expression is true there."""
+        """Wait until an expression is true in the page."""
         return await self.evaluate(
             "new Promise((done) => { const look = () => { const value = (" + condition + ");"
             "value ? done(value) : requestAnimationFrame(look) }; look() })"
         )
 
     async def open(self, url: str, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """Open an address in a window of a size, as a phone where it is narrow; returns when it is loaded."""
+        """Open an address in a window of the given size, as a phone if narrow; return when it has loaded."""
         await self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -84,7 +84,7 @@ class Tab:
             self._keep(json.loads((await self._socket.receive()).data))
 
     async def screenshot(self, *, whole: bool = True) -> bytes:
-        """The page as PNG, down to its end or only what the window shows."""
+        """Return the whole page or the visible part as PNG."""
         answer = await self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(answer["data"])
 
@@ -105,11 +105,11 @@ class Tab:
 
 @asynccontextmanager
 async def browser(chromium: str, profile: Path) -> AsyncIterator[Tab]:
-    """Start a browser with one tab; it ends with the block.
+    """Run a browser with one tab during the block.
 
     Args:
-        chromium: Path of the program.
-        profile: A folder that it may write to.
+        chromium: The path of the program.
+        profile: A folder for its profile.
     """
     process = await asyncio.create_subprocess_exec(
         chromium,

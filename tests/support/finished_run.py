@@ -1,4 +1,4 @@
-"""A run folder as a run of some length leaves it, with plausible figures; and one hostile name."""
+"""Writes the folder of a finished run with plausible figures and one hostile name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.trainer_protocol import Extreme
 
 HOSTILE = "<img src=x onerror=\"document.title='broken in'\"><script>document.title='broken in'</script>"
-"""What a data set, a tool or an engine may say."""
+"""A name with markup, as a dataset, a tool or an engine may send it."""
 
 MAX_STALENESS = 4
 
 
 def records(number: int = 120, seed: int = 7) -> list[StepRecord]:
-    """Steps of a run that learns; at two thirds of it an engine is lost for a while."""
+    """Returns the steps of a run that learns; after two thirds, one engine is lost for a while."""
     draw = random.Random(seed)
     made: list[StepRecord] = []
     time_s, dropped = 0.0, {"stale": 0, "agent_loop_error": 0, HOSTILE: 0}
@@ -147,5 +147,5 @@ Traceback (most recent call last):
 
 
 def decode(path: Path) -> list[StepRecord]:
-    """The steps that a folder holds."""
+    """Returns the steps in a run folder."""
     return msgspec.json.Decoder(StepRecord).decode_lines((path / "metrics.jsonl").read_bytes())

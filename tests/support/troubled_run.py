@@ -1,6 +1,6 @@
-"""A run through the real entrypoint on simulated engines, in which all goes wrong that a counter counts.
+"""A run of the real command on simulated engines with every fault that a counter counts.
 
-It is for what watches runs: which figures come out does not matter, only that all do.
+Tests of monitoring use it: the values do not matter, only that every metric has one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ TROUBLE: dict[CallFault, bytes] = {
     "wrong_rows": b"async_rl_replay_rejected_total{",
     "hang": b"async_rl_engine_stalls_total{",
 }
-"""Faults of engines, and what counts them."""
+"""Engine faults and the metrics that count them."""
 
 EVALUATED = b"async_rl_evaluation_reward{"
-"""What an evaluation has come to."""
+"""The metrics of an evaluation."""
 
 STILL = b"async_rl_stalls_total{"
-"""What counts that the run stood still."""
+"""The metrics that count stalls."""
 
 
 def settings(calculator: Path, folder: Path) -> dict[str, Any]:
-    """The tree of a config; `calculator` is the fixture."""
+    """Returns the tree of a config; `calculator` is the fixture."""
     return {
         "run": {"name": "troubled", "dir": str(folder / "runs"), "max_steps": 10_000, "drain_s": 0.2},
         "model": {"path": str(calculator / "model"), "dtype": "float32"},
@@ -72,7 +72,7 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
         },
         "trainer": {"groups_per_batch": 4, "checkpoint_every": 2, "max_restarts": 100},
         "routing": {"flip_sample": 1.0},
-        "weights": {"transport": "delta"},  # nobody keeps a folder beside these engines: whole files, counted
+        "weights": {"transport": "delta"},  # the engines keep no weights: whole files are sent
         "evaluation": {"every": 4, "at_start": True},
         "metrics": {"trackers": [f"{__name__}:BrokenTracker"]},
         "doctor": {"look_s": 0.1, "stall_s": 0.3, "blocked_s": 0.2},
@@ -80,7 +80,7 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
 
 
 def _validation(calculator: Path, folder: Path) -> Path:
-    """Some of the tasks."""
+    """Returns some of the tasks."""
     path = folder / "validation.jsonl"
     lines = (calculator / "data" / "tasks.jsonl").read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:8]))
@@ -88,12 +88,12 @@ def _validation(calculator: Path, folder: Path) -> Path:
 
 
 class TroubledLoop(AgentLoop):
-    """Two turns and a tool. Some tools fail, some attempts raise or hang, and once the loop blocks."""
+    """Two turns and a tool call. Some calls fail, some attempts raise or hang, one blocks the event loop."""
 
     blocked = False
 
     async def run(self, task: Task, session: Session) -> None:
-        """See `AgentLoop.run`."""
+        """Implements `AgentLoop.run`."""
         session.start(task.messages)
         turn = await session.generate()
         luck = zlib.crc32(f"{session.trajectory_id} {turn.text}".encode()) % 32
@@ -111,7 +111,7 @@ class TroubledLoop(AgentLoop):
 
 
 def reward(task: Task, completion: Completion) -> float:
-    """Fails some; equal for all of many a group."""
+    """Raises for some trajectories; gives many groups equal rewards."""
     luck = zlib.crc32(completion.text.encode()) % 32
     if luck == 0:
         raise RuntimeError("a reward with a bug")
@@ -119,20 +119,20 @@ def reward(task: Task, completion: Completion) -> float:
 
 
 class BrokenTracker:
-    """Takes no steps."""
+    """Rejects every step."""
 
     def __init__(self, config: Config, run_dir: Path) -> None: ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
+        """Implements `Tracker.log`."""
         raise ConnectionError("no such host")
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Implements `Tracker.close`."""
 
 
 class TroubledTrainer(CheckingTrainer):
-    """Begins when it is looked at, fails once, and stands still until that is seen; has all figures."""
+    """Starts once the run is scraped, fails once, stalls until a scrape shows it; measures all figures."""
 
     def __init__(self, config: Config, cluster: TroubledCluster) -> None:
         super().__init__(config, step_s=0.1)
@@ -140,12 +140,12 @@ class TroubledTrainer(CheckingTrainer):
         self._failed = False
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
-        """See `TrainerRank.setup`."""
+        """Implements `TrainerRank.setup`."""
         await self._cluster.watched.wait()
         return await super().setup(checkpoint_dir)
 
     async def train_step(self, batch_path: str, step: int) -> StepResult:
-        """See `TrainerRank.train_step`."""
+        """Implements `TrainerRank.train_step`."""
         self._cluster.make_trouble(step)
         if step == 4 and not self._failed:
             self._failed = True
@@ -162,10 +162,10 @@ class TroubledTrainer(CheckingTrainer):
 
 
 class TroubledCluster(LocalCluster):
-    """Engines that die, go silent and lie, until all of that has been counted."""
+    """Engines that die, stop sending and report wrong versions until every fault has been counted."""
 
     def __init__(self, config: Config) -> None:
-        # They are silent for longer than the run lets them.
+        # They stay silent for longer than the run's limit.
         patient = msgspec.structs.replace(config.engine, stall_s=60.0)
         super().__init__(msgspec.structs.replace(config, engine=patient))
         self.to_come = dict(TROUBLE)
@@ -173,7 +173,7 @@ class TroubledCluster(LocalCluster):
         self.trainer: TroubledTrainer = TroubledTrainer(config, self)
 
     def scraped(self, text: bytes) -> bool:
-        """Told of each answer to Prometheus; says whether everything that was to come is in it."""
+        """Takes each scrape; returns whether it holds every expected metric."""
         self.watched.set()
         self.to_come = {kind: name for kind, name in self.to_come.items() if name not in text}
         if STILL in text:
@@ -181,7 +181,7 @@ class TroubledCluster(LocalCluster):
         return self.found_still.is_set() and not self.to_come and EVALUATED in text
 
     def make_trouble(self, step: int) -> None:
-        """One fault of each kind that is to come, each on an engine of its own."""
+        """Injects one fault of each remaining kind, each on its own engine."""
         for index, kind in enumerate(self.to_come, start=step):
             engine = self.engines[index % len(self.engines)]
             if not engine.faults:

@@ -1,6 +1,6 @@
-"""What wandb wrote in its offline mode, read with its own messages.
+"""Reads the files of wandb's offline mode with wandb's own message types.
 
-The file is a LevelDB log (leveldb/doc/log_format.md) behind seven bytes of its own.
+The file is a LevelDB log (leveldb/doc/log_format.md) after a header of seven bytes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ BLOCK = 32768
 
 
 def offline_run(folder: Path) -> list[Any]:
-    """The records of the one offline run below a folder."""
+    """Returns the records of the only offline run below a folder."""
     (file,) = (folder / "wandb").glob("offline-run-*/*.wandb")
     return _records(file.read_bytes())
 
 
 def history(records: list[Any]) -> dict[int, dict[str, float]]:
-    """What was logged, by step; wandb's own keys left out."""
+    """Returns the logged values by step, without wandb's own keys."""
     found = {}
     for record in records:
         if record.WhichOneof("record_type") == "history":
@@ -32,7 +32,7 @@ def history(records: list[Any]) -> dict[int, dict[str, float]]:
 
 
 def run_of(records: list[Any]) -> Any:
-    """The run they are of."""
+    """Returns the run of these records."""
     return next(record.run for record in records if record.WhichOneof("record_type") == "run")
 
 
@@ -41,7 +41,7 @@ def _records(data: bytes) -> list[Any]:
 
     found, parts, at = [], b"", 7
     while at + 7 <= len(data):
-        if BLOCK - at % BLOCK < 7:  # the rest of a block is too short for a header
+        if BLOCK - at % BLOCK < 7:  # the rest of a block is shorter than a header
             at += BLOCK - at % BLOCK
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)

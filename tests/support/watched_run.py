@@ -1,4 +1,4 @@
-"""A page that is served as a run serves it, of figures that are known."""
+"""Serves a live page with known figures, as a run serves it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(name: str = "calculator-moe") -> Config:
 
 
 def now(step: int = 120, state: str = "moving", **changed: object) -> Now:
-    """A run at a moment; names in it are hostile."""
+    """Returns the state of a run at one moment; its names contain markup."""
     engines = [
         EngineRow(engine_id=f"engine-{i}", state="serving", weight_version=step, calls=24 - 3 * i,
                   prefill_tokens=0 if i else 4096, error="")

@@ -1,4 +1,4 @@
-"""The data of charts: the right figures in the right charts, and what has no figures is left out."""
+"""The data of charts: each chart holds its figures, and charts without figures are left out."""
 
 from __future__ import annotations
 

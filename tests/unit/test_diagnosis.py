@@ -1,4 +1,4 @@
-"""From who waits for what to why: small graphs by hand."""
+"""Diagnoses of small graphs of waits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def look(
 
 
 def group(name: str) -> list[WaitingActor]:
-    """A group with one trajectory."""
+    """Returns a group with one trajectory."""
     return [
         actor(WaitNode("group", name), ROLLOUTS),
         actor(WaitNode("trajectory", f"{name}-0"), WaitNode("group", name)),

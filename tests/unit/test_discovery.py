@@ -1,4 +1,4 @@
-"""The file by which Prometheus finds a run."""
+"""The target file of a run for Prometheus."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from async_rl.runtime.loading import load_object
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current directory whose modules are forgotten afterwards."""
+    """A working directory whose modules are unloaded afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))

@@ -1,4 +1,4 @@
-"""The instruments' names, and the two endpoints over HTTP."""
+"""The names of instruments, and the two endpoints over HTTP."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_declaration_names_the_module_that_observes_it() -> None:
 
 
 def observes(place: str, name: str) -> bool:
-    """Whether a module or a package of ours, or the record that carries a figure over, names an attribute."""
+    """Returns whether a module, a package or the step record names an attribute."""
     path = PACKAGE / place.replace(".", "/")
     files = [*path.rglob("*.py"), path.with_suffix(".py")]
     if place in ("run", "trainer.worker"):

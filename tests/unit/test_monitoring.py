@@ -1,4 +1,4 @@
-"""What is shipped around the dashboard: Prometheus' config, alert rules, Docker Compose, provisioning."""
+"""The files around the dashboard: Prometheus' config, alert rules, Docker Compose, provisioning."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_files_of_targets_are_lists_of_targets() -> None:
     ]
     by_hand = [name for name in files if name.startswith("targets/")]
     assert [type(load(name)) for name in by_hand] == [list, list]
-    assert set(files) - set(by_hand) == {"../runs/.prometheus/*.json"}  # where runs write theirs
+    assert set(files) - set(by_hand) == {"../runs/.prometheus/*.json"}  # where runs write their target files
 
 
 def test_rules_name_only_metrics_that_exist() -> None:
     recorded = {rule["record"] for rule in RULES if "record" in rule}
     named = {name for rule in RULES for name in re.findall(r"\b(?:\w+:)?async_rl_[\w:]+", rule["expr"])}
-    # The job's name, in quotes, is none.
+    # The job's name, in quotes, is no metric.
     assert {name for name in named if ":" in name} <= recorded
     assert {name for name in named if ":" not in name} - exposed() == set()
 
@@ -103,7 +103,7 @@ def test_images_are_pinned() -> None:
 
 def test_services_listen_on_loopback_only() -> None:
     services = COMPOSE["services"]
-    assert {service["network_mode"] for service in services.values()} == {"host"}  # nothing is published
+    assert {service["network_mode"] for service in services.values()} == {"host"}  # no port is published
     assert "--web.listen-address=127.0.0.1:9090" in services["prometheus"]["command"]
     assert services["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
 

@@ -1,4 +1,4 @@
-"""The live page over HTTP: who may read it, what it says, and that whoever reads slowly holds up nobody."""
+"""The live page over HTTP: access, content, and isolation from slow readers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def fetch(url: str, **headers: str) -> tuple[int, aiohttp.typedefs.LooseHe
 
 @asynccontextmanager
 async def stream(url: str, **headers: str) -> AsyncIterator[AsyncIterator[tuple[str, Any, str]]]:
-    """Server-sent events as (name, data, id)."""
+    """Yields server-sent events as (name, data, id)."""
 
     async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any, str]]:
         fields: dict[str, str] = {}
@@ -150,7 +150,7 @@ async def test_all_who_watch_are_told_that_the_run_ends() -> None:
     assert feed.num_clients == 0
 
 
-async def test_who_does_not_read_is_dropped_and_holds_up_nobody() -> None:
+async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other() -> None:
     dropped: list[str] = []
     slow, quick = (Client(lambda name=name: dropped.append(name)) for name in ("slow", "quick"))
     reading = quick.messages()
@@ -177,10 +177,10 @@ async def test_a_connection_that_is_not_read_is_closed() -> None:
         with closing(writer):
             body = await reader.read(-1)
         assert b"text/event-stream" in body
-        assert not body.endswith(b"0\r\n\r\n")  # it did not end, it was cut
+        assert not body.endswith(b"0\r\n\r\n")  # the stream was cut, it did not end
 
 
-async def test_so_many_may_watch_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "MAX_CLIENTS", 1)
     feed = Feed(config(), now, lambda: STEPS)
     with feed.client(lambda: None, "") as _:
@@ -191,7 +191,7 @@ async def test_so_many_may_watch_and_no_more(monkeypatch: pytest.MonkeyPatch) ->
         assert feed.num_clients == 1
 
 
-async def test_nothing_is_looked_at_while_nobody_watches() -> None:
+async def test_the_run_is_not_read_while_no_client_is_connected() -> None:
     looks: list[int] = []
 
     def look() -> Any:
@@ -221,8 +221,8 @@ async def test_the_run_goes_on_when_the_page_cannot_be_drawn(caplog: pytest.LogC
     assert "the live page cannot be drawn" in caplog.text
 
 
-class Sitting:
-    """A session as far as the page looks at it."""
+class RunningSession:
+    """A session as far as the page reads it."""
 
     def __init__(self, number: int, started_s: float) -> None:
         self.task = Task(task_id=f"task-{number} {HOSTILE}", messages=(), answer="")
@@ -234,7 +234,7 @@ class Sitting:
 
 def test_the_slowest_come_first_with_what_they_wait_for() -> None:
     waits = Waits(lambda: 50.0)
-    running = [Sitting(number, started_s=40.0 - number) for number in range(20)]
+    running = [RunningSession(number, started_s=40.0 - number) for number in range(20)]
     with acting("run", waits=waits), acting("trajectory", "trajectory-19"), waiting("agent loop", "mine"):
         with waiting("chunk", "engine-1"):
             views = slowest(running, waits)

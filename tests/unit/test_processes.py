@@ -1,4 +1,4 @@
-"""Processes are ended whatever state they are in, and no other is hit."""
+"""Ending processes in every state, without hitting others."""
 
 import os
 import resource
@@ -24,7 +24,7 @@ time.sleep(600)
 
 
 def started(code: str) -> tuple[subprocess.Popen[str], str]:
-    """A process, and the first line it prints."""
+    """Runs a process; yields it with its first line of output."""
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
@@ -41,7 +41,7 @@ def test_a_process_is_killed_when_it_is_stopped() -> None:
         process.send_signal(signal.SIGSTOP)
         assert kill(described(process.pid), limit_s=10)
         assert process.wait(10) == -signal.SIGKILL
-    assert kill(Process("here", process.pid, "0"), limit_s=10)  # gone already
+    assert kill(Process("here", process.pid, "0"), limit_s=10)  # it has ended already
 
 
 def test_a_process_is_killed_when_more_descriptors_are_open_than_select_can_take() -> None:

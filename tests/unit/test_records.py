@@ -1,4 +1,4 @@
-"""What a run writes down: records as lines, summaries, and figures that are not numbers."""
+"""Records as JSON lines, summaries, and figures that are not finite."""
 
 from __future__ import annotations
 

@@ -51,10 +51,10 @@ async def run_first(folder: Path, scripts: Sequence[Script], *turns: Callable[[B
     journal.close()
 
 
-async def play(bench: Bench, turns: Sequence[Callable[[Bench], None]], **budget: Any) -> None:
-    """A first turn, and another after each of what happens in between."""
+async def play(bench: Bench, between_turns: Sequence[Callable[[Bench], None]], **budget: Any) -> None:
+    """Generate a turn, and another one after each of the given events."""
     await bench.session.generate()
-    for before_turn in turns:
+    for before_turn in between_turns:
         before_turn(bench)
         await bench.session.generate(**budget)
 

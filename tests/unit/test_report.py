@@ -1,4 +1,4 @@
-"""The first screen, progress and the summary, as a person sees them."""
+"""The first screen, progress and the summary on the terminal."""
 
 from __future__ import annotations
 

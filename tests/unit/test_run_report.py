@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file, in each state that a run can be in."""
+"""The HTML report of a run in each state of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.finished_run import FAILURE, HOSTILE, LOG, records, write_run
 
 
 class Page(HTMLParser):
-    """Tags and text of a page."""
+    """Collects the tags and the text of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -354,14 +354,14 @@ async def converse(bench: Bench, turns: int) -> Trajectory:
     return await bench.finish()
 
 
-TURNS = [20, 41, 57, 80, 99]
+LENGTHS_AFTER_TURNS = [20, 41, 57, 80, 99]
 
 
 @pytest.mark.case(21, 23)
 @pytest.mark.parametrize("merge", ["replace", "splice"])
 @in_virtual_time
 async def test_deltas_are_the_full_fetch_over_five_turns(merge: str) -> None:
-    policy = Watched(stop_at=TURNS)
+    policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     delta, full = recorded(policy), recorded(policy)
     full.always_full = True
     found = await converse(Bench(delta, merge=merge, **LONG), 5)
@@ -372,15 +372,15 @@ async def test_deltas_are_the_full_fetch_over_five_turns(merge: str) -> None:
     assert found.trace.prefix_hash == expected.trace.prefix_hash
     assert_whole(found, 0)
     # Every row came once, where the full fetch sends most of them again and again.
-    assert delta.asked == [0, *(length - 1 for length in TURNS[:-1])]
-    assert delta.rows == TURNS[-1] - 1
+    assert delta.asked == [0, *(length - 1 for length in LENGTHS_AFTER_TURNS[:-1])]
+    assert delta.rows == LENGTHS_AFTER_TURNS[-1] - 1
     assert full.asked == [0] * 5
-    assert full.rows == sum(length - 1 for length in TURNS)
+    assert full.rows == sum(length - 1 for length in LENGTHS_AFTER_TURNS)
 
 
 @in_virtual_time
 async def test_everything_is_fetched_again_when_the_weights_changed_between_turns() -> None:
-    policy = Watched(stop_at=TURNS)
+    policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     engine = recorded(policy)
     bench = Bench(engine, **LONG)
     bench.start()
@@ -405,7 +405,7 @@ async def test_only_the_end_is_fetched_when_rows_are_spliced_over_an_update() ->
 
 @in_virtual_time
 async def test_everything_is_fetched_again_when_the_next_turn_runs_elsewhere() -> None:
-    policy = Watched(stop_at=TURNS)
+    policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     first, second = recorded(policy), recorded(policy, "engine-1")
     bench = Bench(first, second, **LONG)
     bench.start()
@@ -458,7 +458,7 @@ async def test_rows_are_fetched_again_when_an_answer_leaves_a_gap(merge: str) ->
 async def test_everything_is_fetched_again_when_one_token_of_the_history_was_edited(
     merge: str, place: int | None
 ) -> None:
-    policy = Watched(stop_at=TURNS)
+    policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     engine = recorded(policy)
     bench = Bench(engine, merge=merge, **LONG)
     bench.start()
@@ -476,7 +476,7 @@ async def test_everything_is_fetched_again_when_one_token_of_the_history_was_edi
 @pytest.mark.case(22)
 @in_virtual_time
 async def test_rows_are_recovered_when_the_history_was_edited_after_the_last_turn() -> None:
-    policy = Watched(stop_at=TURNS)
+    policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     bench = Bench(simulated(policy), **LONG)
     bench.start()
     await bench.session.generate()
@@ -540,7 +540,7 @@ async def test_tokens_and_rows_agree_when_the_context_is_full(limit: int) -> Non
 async def test_missing_rows_are_recovered_without_a_token_when_the_last_call_had_none(
     merge: str, bumped: bool, start: int
 ) -> None:
-    policy = Watched(stop_at=TURNS)
+    policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     engine = recorded(policy)
     bench = Bench(engine, merge=merge, **LONG)
     bench.start()
@@ -555,7 +555,7 @@ async def test_missing_rows_are_recovered_without_a_token_when_the_last_call_had
     trajectory = await bench.finish()
     recovery, finish = engine.finished[-1]
     assert (recovery.max_new_tokens, recovery.routing_start, finish.version_spans) == (0, start, ())
-    assert trajectory.num_tokens == TURNS[1] == 512 - left
+    assert trajectory.num_tokens == LENGTHS_AFTER_TURNS[1] == 512 - left
     assert_whole(trajectory, [0] * start + [int(bumped)] * (40 - start))
     assert bench.counted("routing_payloads_total", kind="recovery") == 1
 
@@ -625,7 +625,7 @@ async def test_nothing_is_measured_when_there_is_no_sample_or_no_interruption(
 
 @in_virtual_time
 async def test_nothing_is_measured_when_rows_are_replaced_under_the_same_weights() -> None:
-    policy = Watched(stop_at=TURNS)
+    policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     bench = Bench(simulated(policy), simulated(policy, "engine-1"), flip_sample=1.0, **LONG)
     bench.start()
     await bench.session.generate()

@@ -1,4 +1,4 @@
-"""Tasks with parents: endless services beside a block, and nurseries."""
+"""Supervision of tasks: endless services beside a block, and nurseries."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ async def test_the_innermost_name_is_kept_when_services_are_nested() -> None:
     assert service_of(first_error(caught.value)) == "inner"
 
 
-async def test_work_is_finished_when_whoever_awaits_it_is_cancelled_twice():
+async def test_work_is_finished_when_its_awaiting_task_is_cancelled_twice():
     go_on, done = asyncio.Event(), []
 
     async def give_back() -> None:
@@ -219,7 +219,7 @@ async def test_work_is_finished_when_whoever_awaits_it_is_cancelled_twice():
     assert done == ["given back"]
 
 
-async def test_work_says_how_it_ended_when_nobody_is_cancelled():
+async def test_work_returns_its_result_when_no_task_is_cancelled():
     async def fail() -> None:
         raise ValueError("no")
 

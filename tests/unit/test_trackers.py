@@ -1,4 +1,4 @@
-"""Trackers: what they are given, what they keep over restarts, and that they never hold up a run."""
+"""Trackers: their figures, their state over restarts, and that they never delay a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(*trackers: str, **metrics: object) -> Config:
 
 
 class Listing:
-    """Keeps what it is given."""
+    """Keeps logged steps."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[int, Mapping[str, float]]] = []
@@ -125,7 +125,7 @@ def test_jsonl_holds_each_step_once_when_a_run_repeats_some(tmp_path: Path) -> N
     again = JsonlTracker(path)
     for step in (3, 4):
         again.log(step, {"actor/ppo_kl": float(step)})
-    again.log(4, {"actor/ppo_kl": 44.0})  # the trainer went back within this life
+    again.log(4, {"actor/ppo_kl": 44.0})  # the trainer went back in this incarnation
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["actor/ppo_kl"]) for line in lines] == [
         (1, 0.1),
@@ -152,7 +152,7 @@ def test_tensorboard_reads_each_step_once_when_a_run_repeats_some(tmp_path: Path
     second = TensorBoardTracker(tmp_path)  # in the same second
     for step in (3, 4, 5):
         second.log(step, {"actor/ppo_kl": float(step)})
-    second.log(5, {"actor/ppo_kl": 55.0})  # the trainer went back within this life
+    second.log(5, {"actor/ppo_kl": 55.0})  # the trainer went back in this incarnation
     second.close()
     read = EventAccumulator(str(tmp_path))
     read.Reload()
@@ -173,17 +173,17 @@ def test_wandb_goes_on_with_its_run_when_a_run_resumes(
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     asked = config("wandb", wandb={"mode": "offline", "project": "maths"})
-    lives = []
+    incarnations = []
     for steps in ((1, 2, 3), (2, 3, 4)):
         tracker = WandbTracker(asked, tmp_path)
         for step in steps:
             tracker.log(step, {"actor/ppo_kl": step / 10})
         tracker.close()
-        wandb.teardown()  # its own process has written all when it has ended
-        lives.append(offline_run(tmp_path))
-        # It names folders by the second, which is longer than a life here.
-        (tmp_path / "wandb").rename(tmp_path / f"life {len(lives)}")
-    first, second = lives
+        wandb.teardown()  # wandb's process has written everything when it has ended
+        incarnations.append(offline_run(tmp_path))
+        # wandb names folders by the second, and an incarnation is shorter here.
+        (tmp_path / "wandb").rename(tmp_path / f"incarnation {len(incarnations)}")
+    first, second = incarnations
     assert history(first) == {step: {"actor/ppo_kl": step / 10} for step in (1, 2, 3)}
     assert history(second) == {4: {"actor/ppo_kl": 0.4}}
     assert run_of(first).run_id == run_of(second).run_id
@@ -318,7 +318,7 @@ async def test_an_aborted_run_does_not_wait_for_a_tracker_that_hangs(
 
     monkeypatch.setitem(choice.KNOWN, "jsonl", lambda *_: Hanging())  # type: ignore[arg-type]
     monkeypatch.setattr(choice, "ABORTED_S", 0.0)
-    monkeypatch.setattr(choice, "CLOSE_S", 3600.0)  # a run that is not aborted would wait so long
+    monkeypatch.setattr(choice, "CLOSE_S", 3600.0)  # the wait of a run that is not aborted
 
     async def run() -> None:
         async with choice.tracking(config("jsonl"), tmp_path, Metrics()) as trackers:

@@ -15,7 +15,7 @@ import pytest
 
 from async_rl.codec import read_frame
 from async_rl.errors import CorruptFrame, InvariantError, SpoolFull
-from async_rl.observability.metrics import Metrics
+from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool, SpoolRef
@@ -325,10 +325,10 @@ async def test_late_groups_are_dropped_and_counted_when_batches_do_not_wait(tmp_
     assert batch.group_ids == ("b", "c")
     counts = run.queue.statistics()
     assert counts.dropped == {"too_stale": 2}
-    assert metrics.trajectories_dropped_total.labels(reason="too_stale")._value.get() == 2
-    assert metrics.trajectories_dispatched_total._value.get() == 6
+    assert value_of(metrics.trajectories_dropped_total.labels(reason="too_stale")) == 2
+    assert value_of(metrics.trajectories_dispatched_total) == 6
     run.queue.settle_batch(batch, 2)
-    assert metrics.trajectories_trained_total._value.get() == 4
+    assert value_of(metrics.trajectories_trained_total) == 4
     assert run.spool.used_bytes == 0
     run.queue.close()
 

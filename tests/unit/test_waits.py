@@ -1,4 +1,4 @@
-"""Who waits for what, as it is written down."""
+"""The registry of named waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from async_rl.runtime.waits import NamedLock, WaitNode, Waits, acting, progresse
 
 
 class Clock:
-    """Seconds, set by hand."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -52,7 +52,7 @@ def test_a_wait_ends_when_it_is_cancelled_and_teaches_nothing() -> None:
     assert waits.longest_s == {}
 
 
-async def test_tasks_and_threads_wait_in_the_name_of_whoever_started_them() -> None:
+async def test_waits_of_tasks_and_threads_belong_to_the_actor_that_started_them() -> None:
     waits = Waits()
 
     async def tool() -> None:

@@ -1,4 +1,4 @@
-"""Scalars as people write them in a config."""
+"""YAML 1.2 scalars, as in configs."""
 
 from __future__ import annotations
 

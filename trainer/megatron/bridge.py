@@ -88,7 +88,10 @@ def transformer_engine_name(name: str, moe_layers: set[str], latent: bool) -> st
 
 
 class HFBridge:
-    """Converts one model between Hugging Face and Megatron. Every method must be called on all ranks."""
+    """Converts one model between Hugging Face and Megatron. Every method must be called on all ranks.
+
+    `mbridge` is mbridge's own bridge of the model.
+    """
 
     def __init__(self, path: str, dtype: torch.dtype, **transformer_config: Any) -> None:
         """Reads config.json and builds the Megatron config for the current parallel state.
@@ -109,7 +112,7 @@ class HFBridge:
             )
         self.hf_config = AutoConfig.from_pretrained(self.path)
         try:
-            self._bridge = bridge_for(self.hf_config, path, dtype, transformer_config)
+            self.mbridge = bridge_for(self.hf_config, path, dtype, transformer_config)
         except ValueError as e:  # Megatron's own checks of divisibility
             if isinstance(e, ConfigError):
                 raise
@@ -118,11 +121,11 @@ class HFBridge:
     @property
     def config(self) -> Any:
         """Megatron's `TransformerConfig`."""
-        return self._bridge.config
+        return self.mbridge.config
 
     def build_chunks(self) -> list[torch.nn.Module]:
         """Builds this rank's chunks of the model, whose weights `load_hf` overwrites."""
-        provide = self._bridge._model_provider([])
+        provide = self.mbridge._model_provider([])
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron warns about arguments that its own specs omit
@@ -138,7 +141,7 @@ class HFBridge:
     @torch.no_grad()
     def load_hf(self, models: list[torch.nn.Module]) -> None:
         """Loads the folder's weights."""
-        self._bridge.load_weights(_views(models), str(self.path))
+        self.mbridge.load_weights(_views(models), str(self.path))
 
     @torch.no_grad()
     def export_hf(self, models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,7 +151,7 @@ class HFBridge:
         parameter. Of tied embeddings it yields the one of the first stage.
         """
         names = set[str]()
-        for name, tensor in self._bridge.export_weights(_views(models)):
+        for name, tensor in self.mbridge.export_weights(_views(models)):
             if name not in names:
                 names.add(name)
                 yield name, tensor
@@ -208,7 +211,7 @@ class HFBridge:
                 shutil.copyfile(file, directory / file.name)
         config = json.loads((self.path / "config.json").read_text())
         config.pop("torch_dtype", None)
-        config["dtype"] = str(self._bridge.dtype).removeprefix("torch.")
+        config["dtype"] = str(self.mbridge.dtype).removeprefix("torch.")
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

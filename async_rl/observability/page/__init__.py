@@ -1,23 +1,23 @@
 """The live page of a run, and the charts that it shares with the report.
 
 ```
- driver.pulse ──look()──► Now ──┐
-                                ├─► Feed, the one producer ──► a bounded queue a client ──► server-sent events
+ live status ──────────► Now ──┐
+                                ├─► Feed (one per run) ──► one bounded queue per client ──► server-sent events
  StepRecords ──charts──► data ──┘                         └──► /api/snapshot
 ```
 
-Nothing is built and nothing comes from another host: `static/` is served as it is. `static/charts.js`
-draws the charts with uPlot, which lies beside it with its licence.
+There is no build step and nothing is loaded from another host: `static/` is served as it is.
+`static/charts.js` draws the charts with uPlot, which is in the same folder with its licence.
 """
 
 from pathlib import Path
 from typing import Final
 
 STATIC: Final = Path(__file__).parent / "static"
-"""What browsers get."""
+"""The folder of files that browsers load."""
 
 CHART_SCRIPTS: Final = ("uPlot.iife.min.js", "charts.js")
-"""What draws the charts, in the order in which it is loaded."""
+"""The scripts that draw the charts, in loading order."""
 
 STYLES: Final = ("uPlot.min.css", "page.css")
-"""Of the live page and the report, in their order."""
+"""The style sheets of the live page and the report, in loading order."""

@@ -1,4 +1,4 @@
-"""Which charts a run has, and their data from its `StepRecord`s. Pure; `static/charts.js` draws them.
+"""Selects the charts of a run and computes their data from its `StepRecord`s; `static/charts.js` draws them.
 
 ```
  StepRecords ──sections──► Section ─► Chart ─► Series (label, values)   as JSON, to live page and report
@@ -23,29 +23,29 @@ from async_rl.observability.page.tiles import trainer_idle
 from async_rl.observability.records import WINDOW, Figure, StepRecord, is_finite, mean
 
 RECENT: Final = 20
-"""Steps of the second staleness histogram, and rows of the table of steps."""
+"""Number of steps in the second staleness histogram and of rows in the table of steps."""
 
 MAX_POINTS: Final = 300
-"""Of a chart, about: more than it has pixels for. The minima and maxima of what is left out stay."""
+"""Approximate number of points in a chart, more than it has pixels. Thinning keeps minima and maxima."""
 
 _MAX_SETS: Final = 6
-"""Validation sets that get a line."""
+"""The largest number of validation sets that get a line."""
 
 _MAX_REASONS: Final = 5
-"""Reasons of drops that get a line of their own, the commonest first."""
+"""The largest number of drop reasons that get their own line, the most frequent first."""
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a chart, with a value for each x; where there is none the line has a gap."""
+    """One line of a chart, with a value for each x; a missing value leaves a gap."""
 
     label: str
     values: Sequence[Figure]
     tone: int = 1
-    """Its colour, `--t1` … `--t6` of `page.css`."""
+    """The line's colour, `--t1` … `--t6` of `page.css`."""
     faint: bool = False
-    """Whether it stands back behind the others."""
+    """Whether the line is drawn faintly, behind the others."""
     joined: bool = False
-    """Whether it goes straight over gaps: for what is measured every few steps only."""
+    """Whether the line is drawn across gaps, for values that are measured every few steps only."""
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,29 +57,29 @@ class Band(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one chart shows."""
+    """One chart with its data."""
 
     name: str
-    """Stable, for links and tests: `ppo-kl`."""
+    """A stable name for links and tests: `ppo-kl`."""
     title: str
     note: str
-    """One sentence: what is good, or what a bad value means."""
+    """One sentence on what is good or what a bad value means."""
     xs: Sequence[float]
     series: Sequence[Series]
     x: str = "step"
-    """What `xs` counts."""
+    """The name of the x axis: what `xs` counts."""
     kind: Literal["lines", "bars"] = "lines"
     band: Band | None = None
     unit: str = ""
     bound: float | None = None
-    """A limit that is drawn as a dashed line."""
+    """A limit, drawn as a dashed line."""
     floor: Figure = None
-    """The y axis reaches down to it at least."""
+    """The y axis includes this value."""
     ceiling: Figure = None
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """Charts that answer one question."""
+    """A group of charts that answer one question."""
 
     name: str
     title: str
@@ -91,12 +91,12 @@ def sections(
     max_staleness: int | None,
     evaluations: Sequence[EvaluationRecord] = (),
 ) -> list[Section]:
-    """All charts that these records have figures for; sections without any are left out.
+    """Return all charts that these records have values for; empty sections are left out.
 
     Args:
-        records: In the order of their steps.
-        max_staleness: The bound, where it is known.
-        evaluations: In the order of their versions.
+        records: The step records in the order of their steps.
+        max_staleness: The staleness bound, None if it is unknown.
+        evaluations: The evaluations in the order of their versions.
     """
     learning, *others = [
         _section(name, title, (make(records, max_staleness) for make in makers)) if records else []
@@ -106,7 +106,7 @@ def sections(
 
 
 def _section(name: str, title: str, charts: Iterable[Chart]) -> list[Section]:
-    """A section of the charts that have a figure; none without."""
+    """Returns a section with the charts that have a value; none if no chart has one."""
     shown = [thinned(chart) for chart in map(_without_empty_series, charts) if chart.series]
     return [Section(name=name, title=title, charts=shown)] if shown else []
 
@@ -117,9 +117,9 @@ def _without_empty_series(chart: Chart) -> Chart:
 
 
 def thinned(chart: Chart, most: int = MAX_POINTS) -> Chart:
-    """A chart of about `most` points, with figures of four digits.
+    """Returns a chart thinned to about `most` points, with values of four digits.
 
-    Of each stretch the lowest and the highest value of every line stay, and the first and last of all.
+    Each stretch keeps the lowest and the highest value of every line; the first and last point stay.
     """
     rows = [series.values for series in chart.series]
     rows += [] if chart.band is None else [chart.band.low, chart.band.high]
@@ -150,19 +150,19 @@ def thinned(chart: Chart, most: int = MAX_POINTS) -> Chart:
 
 
 def smoothed(values: Sequence[Figure], window: int) -> list[Figure]:
-    """Mean of each value and the ones before it; None where all of them are."""
+    """Returns the mean of each value and the ones before it; None where all of them are None."""
     return [mean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
 
 
 def _validation(evaluations: Sequence[EvaluationRecord]) -> list[Section]:
-    """Reward and pass@k of the validation sets by weight version; nothing without an evaluation."""
+    """Returns charts of the validation sets' scores by weight version; none without an evaluation."""
     done = [record for record in evaluations if record.status == "done"]
     if not done:
         return []
     versions = [float(record.weight_version) for record in done]
     sets = sorted({name for record in done for name in record.scores})
     if len(sets) > 1 and len([name for name in sets if "/" not in name]) <= 2:
-        sets.remove(EVERYTHING)  # one dataset, and its sources: it is all there is
+        sets.remove(EVERYTHING)  # one dataset and its sources: the total says nothing more
     sets = sets[:_MAX_SETS]
 
     def column(name: str, figure: Callable[[EvaluationRecord], Estimate | None]) -> list[Figure]:
@@ -231,17 +231,17 @@ def _lines(
     ceiling: Figure = None,
     bounded: bool = False,
 ) -> ChartMaker:
-    """A chart of fields of `StepRecord` as they are.
+    """Returns a chart of fields of `StepRecord`, unchanged.
 
     Args:
-        name: Of the chart; title, note, unit, floor and ceiling are its fields, too.
+        name: The chart's name; title, note, unit, floor and ceiling are fields of `Chart`, too.
         title: Its heading.
         note: One sentence on what is good or bad.
         lines: Pairs of field and label.
-        unit: Of the values.
+        unit: The unit of the values.
         band: Label, lower and upper field.
         joined: Fields that are measured every few steps only.
-        floor: The y axis reaches down to it at least.
+        floor: A value that the y axis includes.
         ceiling: The y axis ends there unless a value is higher.
         bounded: Whether `max_staleness` is drawn as its limit.
     """
@@ -318,7 +318,7 @@ def _drops(records: Sequence[StepRecord], _: int | None) -> Chart:
 
 
 def staleness_counts(records: Sequence[StepRecord]) -> list[int]:
-    """Trained trajectories of all the records by staleness, from 0 on."""
+    """Returns the number of trained trajectories by staleness, from 0 on, over all records."""
     counts = [0] * max((len(record.staleness_counts) for record in records), default=0)
     for record in records:
         for staleness, count in enumerate(record.staleness_counts):

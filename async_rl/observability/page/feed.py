@@ -42,7 +42,7 @@ _QUEUED: Final = 8
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table of steps."""
+    """A row in the table of steps."""
 
     step: int
     reward: Figure
@@ -68,7 +68,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole page."""
+    """All data of the page."""
 
     run: str
     version: str

@@ -1,7 +1,7 @@
-"""`async-rl report RUN`: a run as one HTML file that needs nothing else, drawn from what is in its folder.
+"""`async-rl report RUN`: writes one self-contained HTML file about a run from the files in its folder.
 
-It works at any time of a run's life, before its first step and after a crash, for it reads only what the
-driver has written by then: `config.yaml`, `metrics.jsonl`, `summary.json`, `versions.json` and the log. The
+It works at any time, also before the first step and after a crash, because it reads only files that the
+driver has written so far: `config.yaml`, `metrics.jsonl`, `summary.json`, `versions.json` and the log. The
 charts are those of the live page: their data, uPlot and the script that draws them are inside the file.
 """
 
@@ -30,7 +30,7 @@ from async_rl.observability.evaluation_record import EvaluationRecord, evaluatio
 from async_rl.observability.formatting import format_duration
 from async_rl.observability.page import CHART_SCRIPTS, STATIC, STYLES
 from async_rl.observability.page.charts import RECENT, sections
-from async_rl.observability.page.tiles import Stage, compact, stages, tiles
+from async_rl.observability.page.tiles import FlowStage, compact, stages, tiles
 from async_rl.observability.records import StepRecord, TrajectoryCounts, mean, step_record_log
 from async_rl.runtime import yaml12
 from async_rl.runtime.files import replace_file
@@ -42,63 +42,63 @@ State = Literal["running", "finished", "failed", "stopped"]
 
 _MAX_EVENTS: Final = 200
 _MAX_LOG_BYTES: Final = 8 << 20
-"""Of the log's end; the rest of a very long one is left out."""
+"""The number of bytes that are read from the log's end; earlier ones are skipped."""
 
 _LOG_LINE: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} (\w+) +([\w.]+): (.*)")
 
 _SECRET: Final = re.compile(
     r"(^|[._-])(?i:api_?key|secret|password|passwd|token|authorization|credentials?)$|[A-Z]_(KEY|PAT)$"
 )
-"""Names of settings whose value is nobody else's business: a report is a file that is sent around."""
+"""Names of settings whose value is secret: people share reports."""
 
 _FAILED: Final = "the run failed"
-"""How the driver's last word begins when it ends with an error, see `train`."""
+"""The beginning of the driver's last log message after an error, see `train`."""
 
 _OWN: Final = "run"
-"""What speaks for the run as a whole."""
+"""The package whose log messages concern the whole run."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the driver's log that is worth showing."""
+    """A line of the driver's log that the report shows."""
 
     time: str
     level: str
     source: str
-    """The module it comes from."""
+    """The module that logged it."""
     text: str
 
 
 class _Ended(msgspec.Struct, frozen=True):
-    """What the report takes from `summary.json`, whose other figures differ between versions."""
+    """The part of `summary.json` that the report uses; the other fields differ between releases."""
 
     trajectories: TrajectoryCounts
 
 
 class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is in a run folder."""
+    """The contents of a run folder."""
 
     name: str
     state: State
     config: Mapping[str, Any]
     changed: Mapping[str, Any]
-    """Settings that differ from the defaults."""
+    """The settings that differ from their defaults."""
     records: Sequence[StepRecord]
     evaluations: Sequence[EvaluationRecord]
     summary: _Ended | None
-    """Of the newest life that came to its end."""
+    """The summary of the newest incarnation that ended normally."""
     events: Sequence[Event]
     versions: Mapping[str, str]
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write a run's report; like all that a run leaves it is for its user alone, until given away.
+    """Write a run's report, readable by the run's user only, like all files of a run.
 
     Args:
-        run_dir: The run's folder.
+        run_dir: The run folder.
         out: The file to write; None takes `report.html` in the folder.
 
     Returns:
-        Where it is.
+        The path of the report.
 
     Raises:
         ConfigError: The folder is no run's, its files are not ours, or the report cannot be written.
@@ -116,7 +116,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Read what a run has written down so far.
+    """Read the files that a run has written so far.
 
     Raises:
         ConfigError: The folder is no run's, or its files are not ours.
@@ -152,7 +152,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 def read_events(log_file: Path) -> Iterator[Event]:
-    """What a driver's log says of engines and weights, and all its warnings and errors; the newest ones."""
+    """Returns the newest warnings, errors and messages about engines and weights of a driver's log."""
     if not log_file.exists():
         return
     with log_file.open("rb") as file:
@@ -161,7 +161,7 @@ def read_events(log_file: Path) -> Iterator[Event]:
     kept: deque[Event] = deque(maxlen=_MAX_EVENTS)
     for line in lines:
         if (found := _LOG_LINE.fullmatch(line)) is None:
-            continue  # of a traceback
+            continue  # a line of a traceback
         time, level, source, text = found.groups()
         if level in ("WARNING", "ERROR", "CRITICAL") or source.startswith(
             ("async_rl.engines", "async_rl.weights", "async_rl.run")
@@ -171,7 +171,7 @@ def read_events(log_file: Path) -> Iterator[Event]:
 
 
 def redacted(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what is secret in it, by the names of its settings."""
+    """Return a config without the values of secret settings, which it knows by their names."""
 
     def shown(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -188,7 +188,7 @@ def redacted(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(run: RunFiles, now: datetime) -> str:
-    """The report as HTML."""
+    """Return the report as HTML."""
     records = run.records
     bound = run.config.get("rollout", {}).get("max_staleness")
     max_staleness = bound if isinstance(bound, int) else None
@@ -221,8 +221,8 @@ def _static(names: Sequence[str]) -> Markup:
     return Markup("\n").join(Markup((STATIC / name).read_text(encoding="utf-8")) for name in names)
 
 
-def _stages(run: RunFiles) -> list[Stage]:
-    """Where trajectories were at the last step: the log of a run has no later account of it."""
+def _stages(run: RunFiles) -> list[FlowStage]:
+    """Returns where trajectories were at the last step; the folder has no later count."""
     if not run.records:
         return []
     last = run.records[-1]
@@ -235,7 +235,7 @@ def _stages(run: RunFiles) -> list[Stage]:
 
 
 def _facts(run: RunFiles) -> list[tuple[str, str]]:
-    """The run in figures, from its records."""
+    """Returns the run's key figures, from its records."""
     records = run.records
     if not records:
         return []
@@ -272,7 +272,7 @@ def _state(run_dir: Path, records: Sequence[StepRecord], events: Sequence[Event]
 
 
 def _cause(run: RunFiles) -> str:
-    """Why a failed run ended; empty for others."""
+    """Returns why a failed run ended; empty for other runs."""
     if run.state != "failed":
         return ""
     last = next(event for event in reversed(run.events) if event.text.startswith(_FAILED))
@@ -280,7 +280,7 @@ def _cause(run: RunFiles) -> str:
 
 
 def _is_locked(lock_file: Path) -> bool:
-    """Whether a driver runs in the folder; it holds this lock for as long as it lives."""
+    """Returns whether a driver runs in the folder: a driver holds this lock until it ends."""
     if not lock_file.exists():
         return False
     with lock_file.open() as lock:
@@ -294,7 +294,7 @@ def _is_locked(lock_file: Path) -> bool:
 def _changed(config_file: Path) -> Mapping[str, Any]:
     try:
         changed = changed_fields(load_config(config_file))
-    except ConfigError:  # of another version of async-rl: its settings are shown as they are
+    except ConfigError:  # written by another release of async-rl: the report shows the file unchanged
         return {}
     return {key: redacted({key: value})[key] for key, value in changed.items()}
 

@@ -1,8 +1,8 @@
-"""The page over HTTP: its files, a snapshot as JSON, and server-sent events. All of it is GET.
+"""Serves the live page over HTTP: its files, a snapshot as JSON, and server-sent events, all by GET.
 
-Nothing of another host may be loaded, no script but ours may run, and no other page may frame this one. Where
-the server is bound to the loopback device, requests must name it: a name of somebody's own that resolves to
-127.0.0.1 would otherwise let a web site read the page through its visitor's browser (DNS rebinding).
+The page may not load anything from another host, run scripts other than its own, or be framed elsewhere.
+If the server is bound to the loopback device, requests must name that device: otherwise a web site whose host
+name resolves to 127.0.0.1 could read the page through its visitor's browser (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def page_routes(feed: Feed, host: str) -> Sequence[web.RouteDef]:
-    """The page's routes.
+    """Return the routes of the live page.
 
     Args:
-        feed: What is shown.
-        host: Address that the server binds to.
+        feed: The feed of the run that the page shows.
+        host: The address that the server is bound to.
     """
 
     async def snapshot(_: web.Request) -> web.Response:
@@ -63,7 +63,7 @@ def page_routes(feed: Feed, host: str) -> Sequence[web.RouteDef]:
                     await response.write(message)
         except TooManyClients:
             return web.Response(status=503, text="too many pages are open", headers=_HEADERS)
-        except ConnectionError:  # it has left, or was dropped
+        except ConnectionError:  # the client has disconnected or was dropped
             pass
         return response
 
@@ -85,7 +85,7 @@ def _file(name: str, content_type: str) -> Handler:
 
 
 def _checked(handler: Handler, host: str) -> Handler:
-    """Answer only requests that name the loopback device, where the server is bound to it."""
+    """Refuses requests that do not name the loopback device, if the server is bound to it."""
     if not _is_loopback(host):
         return handler
 

@@ -1,4 +1,4 @@
-"""The last step in six figures, and where all dispatched trajectories are. Pure."""
+"""Computes the six figures of the last step, and the stages in which the dispatched trajectories are."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from async_rl.observability.formatting import format_percent
 from async_rl.observability.records import WINDOW, Figure, StepRecord, is_finite, mean
 
 _COMPACT: Final = ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e4, "k", 1e3))
-"""From which size on a figure is written in which unit."""
+"""The smallest value for each unit suffix."""
 
 
 class Tile(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure in large print."""
+    """One figure, shown in large type."""
 
     name: str
     label: str
@@ -24,7 +24,7 @@ class Tile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile]:
-    """How the last step was, in six figures; none before the first step."""
+    """Return the six figures of the last step; none before the first step."""
     if not records:
         return []
     last = records[-1]
@@ -73,24 +73,24 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
 
 
 def trainer_idle(record: StepRecord) -> Figure:
-    """Share of a step in which the trainer waited for its batch."""
+    """Return the share of a step in which the trainer waited for its batch."""
     seconds = record.wait_s + record.step_s + record.handover_s
     return record.wait_s / seconds if seconds > 0 else None
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of the dispatched trajectories are in one place."""
+class FlowStage(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of dispatched trajectories in one stage."""
 
     label: str
     count: int
     share: str
-    """Of all that were dispatched: `97%`; empty where it rounds to nothing."""
+    """The share of all dispatched trajectories, `97%`; empty if it rounds to 0."""
     tone: int
-    """Its colour, `--t1` … `--t6` of `page.css`."""
+    """The stage's colour, `--t1` … `--t6` of `page.css`."""
 
 
-def stages(*, trained: int, dropped: Mapping[str, int], queued: int, in_flight: int) -> list[Stage]:
-    """Where all dispatched trajectories are: trained, dropped by reason, queued or in flight."""
+def stages(*, trained: int, dropped: Mapping[str, int], queued: int, in_flight: int) -> list[FlowStage]:
+    """Return the stages of all dispatched trajectories: trained, dropped by reason, queued or in flight."""
     reasons = sorted(dropped.items(), key=lambda item: -item[1])
     places = [
         ("trained", trained, 2),
@@ -100,7 +100,7 @@ def stages(*, trained: int, dropped: Mapping[str, int], queued: int, in_flight: 
     ]
     total = max(1, sum(count for _, count, _ in places))
     return [
-        Stage(
+        FlowStage(
             label=label,
             count=count,
             share=f"{count / total:.0%}" if count / total >= 0.005 else "",
@@ -111,7 +111,7 @@ def stages(*, trained: int, dropped: Mapping[str, int], queued: int, in_flight: 
 
 
 def compact(value: Figure, digits: int = 3) -> str:
-    """A figure in a few characters: `0.0123`, `1.2e-5`, `12.3k`, `n/a`."""
+    """Return a figure in a few characters: `0.0123`, `1.2e-5`, `12.3k`, `n/a`."""
     if not is_finite(value):
         return "n/a"
     size = abs(value)

@@ -1,4 +1,4 @@
-"""What the live page shows between two steps: the run at one moment. Assembled from the parts, no I/O."""
+"""Assembles the state of a run for the live page, which shows it between two steps. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import msgspec
 
 from async_rl.observability.diagnosis import Diagnosis, phrase
-from async_rl.observability.page.tiles import Stage, stages
+from async_rl.observability.page.tiles import FlowStage, stages
 from async_rl.observability.records import Figure, StepRecord, TrajectoryCounts, mean
 from async_rl.runtime.waits import Waits
 from async_rl.types import Task
@@ -18,67 +18,67 @@ from async_rl.types import Task
 NUM_SLOWEST: Final = 12
 
 _MAX_ENGINES: Final = 48
-"""Engines in the table: those that do not serve first, then the busiest; more are counted."""
+"""Rows of the engine table: engines that do not serve first, then the busiest; others are only counted."""
 
 _PACE_STEPS: Final = 10
-"""Steps whose times say how long the others will take."""
+"""The number of recent steps from which the remaining time is estimated."""
 
 _CALLS: Final = frozenset({"chunk", "first chunk"})
-"""Waits whose target is an engine."""
+"""Kinds of waits whose target is an engine."""
 
 
 class InProgress(Protocol):
-    """A trajectory that is being made, as far as the page shows it."""
+    """A running trajectory, as far as the page shows it."""
 
     task: Task
     started_s: float
-    """On the run's clock."""
+    """The start time on the run's clock."""
 
     @property
     def trajectory_id(self) -> str:
-        """Which."""
+        """The trajectory's id."""
         ...
 
     @property
     def num_turns(self) -> int:
-        """That are over."""
+        """The number of finished turns."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are settled: a running call's are not."""
+        """The number of tokens of finished engine calls."""
         ...
 
 
 class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the slowest trajectories."""
+    """One of the trajectories that have been running for longest."""
 
     trajectory_id: str
     task_id: str
     age_s: float
     turn: int
-    """The one that it is in, from 1."""
+    """The number of the current turn, from 1."""
     tokens: int
     engine: str
-    """Which it waits for; empty where that is nothing of an engine's."""
+    """The engine that the trajectory waits for; empty if it waits for something else."""
     waits_for: str
     waits_s: float
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine."""
+    """A row of the engine table."""
 
     engine_id: str
     state: str
     weight_version: int
     calls: int
     prefill_tokens: int
-    """Tokens that it has to prefill before its calls go on."""
+    """The number of tokens that the engine has to prefill before its calls continue."""
     error: str
 
 
 class Now(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at one moment."""
+    """The state of a run at one moment."""
 
     phase: str
     state: str
@@ -86,18 +86,18 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     max_steps: int
     elapsed_s: Figure
-    """Since the first trajectory of the run was dispatched, earlier lives included."""
+    """Seconds since the first trajectory of the run was dispatched, earlier incarnations included."""
     remaining_s: Figure
-    """By the pace of the last steps."""
-    stages: Sequence[Stage]
-    """Where the dispatched trajectories are; empty before the first."""
+    """Estimated from the duration of the last steps."""
+    stages: Sequence[FlowStage]
+    """The stages of the dispatched trajectories; empty before the first one."""
     engines: Sequence[EngineRow]
     engines_more: int
-    """Engines that the table leaves out."""
+    """The number of engines that the table leaves out."""
     engines_by_state: dict[str, int]
     slowest: Sequence[SlowTrajectory]
     report: str
-    """What the run waits for, as `async-rl doctor` says it."""
+    """What the run waits for, in the words of `async-rl doctor`."""
 
 
 def look(
@@ -112,7 +112,7 @@ def look(
     diagnosis: Diagnosis,
     running: Iterable[InProgress],
 ) -> Now:
-    """See the run as it is now."""
+    """Return the present state of the run."""
     by_state: dict[str, int] = {}
     for engine in engines:
         by_state[engine.state] = by_state.get(engine.state, 0) + 1
@@ -140,17 +140,17 @@ def look(
 
 
 def _report(diagnosis: Diagnosis) -> str:
-    """As `async-rl doctor` says it; while the run moves only what it waits for, for nothing is amiss."""
+    """Returns the doctor's text, or only what the run waits for while it makes progress."""
     if diagnosis.state != "moving" or not diagnosis.causes:
         return diagnosis.text
     return "\n  <- ".join(diagnosis.causes[0].chain)
 
 
 def slowest(running: Iterable[InProgress], waits: Waits) -> list[SlowTrajectory]:
-    """The trajectories that have been running for longest, and what each of them waits for."""
+    """Return the trajectories that have been running for longest, and what each of them waits for."""
     chosen = heapq.nsmallest(NUM_SLOWEST, running, key=lambda trajectory: trajectory.started_s)
     ids = {trajectory.trajectory_id for trajectory in chosen}
-    # In the order in which they began: the last wait of each stands inside its others.
+    # Waits are in the order in which they began: the last one of each trajectory is the innermost.
     inner = {wait.actor.who.id: wait for wait in list(waits.open) if wait.actor.who.id in ids}
     now = waits.clock()
     views = []
@@ -173,7 +173,7 @@ def slowest(running: Iterable[InProgress], waits: Waits) -> list[SlowTrajectory]
 
 
 def _natural(name: str) -> tuple[int, str]:
-    """`engine-2` before `engine-10`."""
+    """A sort key that puts `engine-2` before `engine-10`."""
     return len(name), name
 
 

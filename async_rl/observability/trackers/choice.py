@@ -1,4 +1,4 @@
-"""Which trackers a config names, made when the first step comes; and the block in which they live."""
+"""Creates the trackers that a config names, and closes them at the end of the run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Maker = Callable[[Config, Path], Tracker]
 """Creates a tracker from a config and a run folder; `metrics.trackers` may name one by dotted path."""
 
 ABORTED_S = 2.0
-"""Longest wait for trackers after the second Ctrl-C."""
+"""The longest wait for trackers after the second Ctrl-C, in seconds."""
 
 
 def _wandb(config: Config, run_dir: Path) -> Tracker:
     from async_rl.observability.trackers.wandb import (
-        WandbTracker,  # a second and 60 MB, for those who ask for it
+        WandbTracker,  # the import takes a second and 60 MB: only runs that use it pay
     )
 
     return WandbTracker(config, run_dir)
@@ -45,11 +45,11 @@ KNOWN: Mapping[str, Maker] = {
 
 
 def choose(config: Config) -> dict[str, Maker]:
-    """The trackers of a config by name; nothing is made yet.
+    """Return functions that create the trackers of a config, by name.
 
     Raises:
-        ConfigError: For a name that is unknown or comes twice, or a dotted path that leads nowhere.
-        EnvironmentNotReady: When a package is missing.
+        ConfigError: A name is unknown or occurs twice, or a dotted path cannot be loaded.
+        EnvironmentNotReady: A package is missing.
     """
     names = config.metrics.trackers
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -79,11 +79,11 @@ def _maker(name: str) -> Maker:
 
 @asynccontextmanager
 async def tracking(config: Config, run_dir: Path, metrics: Metrics) -> AsyncIterator[Trackers]:
-    """The trackers of a run, while the block runs; at its end they get some time to write what they have.
+    """Run the trackers of a run during the block; at its end, give them a limited time to write out.
 
     Raises:
-        ConfigError: As `choose` says.
-        EnvironmentNotReady: Likewise.
+        ConfigError: The config names a tracker that does not exist.
+        EnvironmentNotReady: A package is missing.
     """
     makers = {name: partial(maker, config, run_dir) for name, maker in choose(config).items()}
     trackers = Trackers(makers, metrics, count_devices(config))

@@ -1,4 +1,4 @@
-"""Trackers without a service: lines of JSON, lines of text, TensorBoard's event files."""
+"""Trackers that need no service: lines of JSON, lines of text, TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class JsonlTracker:
 
 
 class ConsoleTracker:
-    """One line a step, as verl prints it: `step:7 - actor/ppo_kl:0.0 - ...`."""
+    """Prints one line per step in verl's format: `step:7 - actor/ppo_kl:0.0 - ...`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        """Print to a stream; None is the process's own, which the live panel keeps clear of itself."""
+        """Print to a stream; None is standard output, above the live panel."""
         self._stream = stream
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -54,7 +54,7 @@ class ConsoleTracker:
 
 
 class TensorBoardTracker:
-    """Scalars in an event file that TensorBoard reads.
+    """Writes scalars to an event file for TensorBoard.
 
     One file per incarnation of a run. Its first step, and one that is repeated, begins a session: from
     there on TensorBoard forgets what earlier files say.
@@ -104,7 +104,7 @@ def _event(wall_time: float, step: int, what: bytes) -> bytes:
 
 
 def _field(number: int, data: bytes) -> bytes:
-    """Bytes, text or a message, in protobuf's wire format."""
+    """Encodes bytes, text or a message in protobuf's wire format."""
     return _varint(number << 3 | 2) + _varint(len(data)) + data
 
 

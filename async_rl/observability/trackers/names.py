@@ -1,6 +1,6 @@
-"""Under which names trackers see the figures of a step: verl's where it has one, else `async_rl/<field>`.
+"""Names the figures of a step for trackers: verl's name where it has one, else `async_rl/<field>`.
 
-One table for all trackers, so that runs of both frameworks lie over each other in one chart.
+One table for all trackers, so that one chart can compare runs of both frameworks.
 
 Source: verl, `verl/trainer/ppo/metric_utils.py` and `rollout_corr_helper.py`, and the `timing_s` and
 `fully_async` keys of its fully-async trainer.
@@ -22,10 +22,10 @@ FIELDS: Final[Mapping[str, str]] = {
 
 
 class Derived(NamedTuple):
-    """A figure that is made of several fields."""
+    """Computes a figure from several fields."""
 
     of: Callable[[StepRecord, int], Figure]
-    """Takes the number of devices too."""
+    """Computes a figure from several fields and the number of devices."""
     says: str
 
 
@@ -65,17 +65,17 @@ def _own(*kinds: type | None) -> tuple[str, ...]:
 
 
 OWN: Final = _own(None)
-"""Each goes by `async_rl/<field>`."""
+"""Fields that are logged as `async_rl/<field>`."""
 
 OWN_BY_KEY: Final = _own(dict)
-"""Each entry goes by `async_rl/<field>/<key>`."""
+"""Fields whose entries are logged as `async_rl/<field>/<key>`."""
 
 
 def figures(record: StepRecord, devices: int) -> dict[str, float]:
-    """What trackers are given of a step: finite numbers only.
+    """Return the figures of a step for trackers: finite numbers only.
 
     Args:
-        record: Of the step.
+        record: The record of the step.
         devices: As `count_devices` says.
     """
     found: dict[str, Figure] = {name: getattr(record, field) for name, field in FIELDS.items()}

@@ -1,12 +1,12 @@
-"""What a tracker is, and how steps reach trackers without waiting for them.
+"""Defines the tracker protocol, and delivers steps to trackers without waiting for them.
 
 ```
 train loop ── log(record) ──► a bounded queue a tracker ──► its own thread ── Tracker.log(step, figures)
-                  │ full: the step is lost to this tracker                  │ raises: likewise
-                  └──► counted, said once in the log, and training goes on ◄┘
+                  │ full: this tracker loses the step                       │ raises: likewise
+                  └──► counted, logged once, and training continues ◄──────┘
 ```
 
-A tracker is made in its thread too: to log in to a service may take a minute, or for ever.
+The thread also creates the tracker: logging in to a service may take a minute or never end.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from async_rl.observability.trackers.names import evaluation_figures, figures
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 256
-"""Steps that wait for a tracker: an hour of a service's absence, with steps of a quarter of a minute."""
+"""Steps that may wait for a tracker: with steps of 15 s, a service may be away for an hour."""
 
 CLOSE_S = 20.0
-"""Longest wait at the end of a run for what trackers have not written yet, all of them together."""
+"""The longest wait at the end of a run for all trackers together, in seconds."""
 
 
 class Tracker(Protocol):
-    """Where figures of steps go. Called by one thread; may block and may raise."""
+    """Receives the figures of steps, from one thread; it may block and may raise."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the figures of a step.
+        """Log the figures of a step.
 
-        A step that is not above the last one is logged again, because the trainer went back to a checkpoint:
-        what was logged from it on does not count any more.
+        A step that is not greater than the last one repeats a step, because the trainer went back to a
+        checkpoint. It invalidates everything logged from that step on.
         """
         ...
 
     def close(self) -> None:
-        """Write out what is held back; nothing is logged afterwards."""
+        """Write out what is buffered; no step follows."""
         ...
 
 
 class Trackers:
-    """All trackers of a run.
+    """The trackers of a run, each with its thread.
 
     Example:
         >>> trackers = Trackers({"jsonl": lambda: JsonlTracker(path)}, metrics, devices=3)
@@ -61,41 +61,41 @@ class Trackers:
         """Start a thread for each tracker.
 
         Args:
-            makers: By the tracker's name.
-            metrics: Where lost steps are counted.
+            makers: Functions that create the trackers, by name.
+            metrics: Counts lost steps.
             devices: See `figures`.
         """
         self._devices = devices
-        self._couriers = [_Courier(name, make, metrics) for name, make in makers.items()]
+        self._threads = [_TrackerThread(name, make, metrics) for name, make in makers.items()]
         self._evaluated: dict[str, float] = {}
-        """Figures of evaluations that no step has taken along yet."""
+        """Figures of evaluations that wait for the next step."""
         self._last_step = 0
 
     def log(self, record: StepRecord) -> None:
-        """Hand a step to every tracker; returns at once."""
-        if self._couriers:
+        """Queue a step for every tracker and return at once."""
+        if self._threads:
             metrics = figures(record, self._devices) | self._evaluated
             self._evaluated, self._last_step = {}, record.step
-            for courier in self._couriers:
-                courier.take(record.step, metrics)
+            for thread in self._threads:
+                thread.queue_step(record.step, metrics)
 
     def log_evaluation(self, record: EvaluationRecord) -> None:
-        """Hand an evaluation in with the next step: trackers take no step twice, and this one is older."""
+        """Log an evaluation with the next step: trackers accept each step once, and this one has passed."""
         self._evaluated |= evaluation_figures(record)
 
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Let every tracker write what it has, and close it; one that takes longer is left to itself."""
-        for courier in self._couriers:
-            if self._evaluated:  # of the last version: no step comes after it
-                courier.take(self._last_step + 1, self._evaluated)
-            courier.end()
+        """Let every tracker write its steps and close; give up on those that exceed the limit."""
+        for thread in self._threads:
+            if self._evaluated:  # the evaluation of the last version: no step follows it
+                thread.queue_step(self._last_step + 1, self._evaluated)
+            thread.end_steps()
         until = time.monotonic() + limit_s
-        for courier in self._couriers:
-            courier.join(max(0.0, until - time.monotonic()))
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
-class _Courier:
-    """Brings steps to one tracker, in a daemon thread: a tracker that hangs does not keep the program."""
+class _TrackerThread:
+    """Delivers steps to one tracker in a daemon thread: a tracker that hangs does not delay the exit."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], metrics: Metrics) -> None:
         self._name = name
@@ -108,15 +108,15 @@ class _Courier:
         self._thread = threading.Thread(target=self._deliver, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def take(self, step: int, metrics: Mapping[str, float]) -> None:
+    def queue_step(self, step: int, metrics: Mapping[str, float]) -> None:
         if (
             self._waiting.qsize() >= MAX_WAITING
-        ):  # one slot is reserved for the end marker; only this task puts
+        ):  # one slot is reserved for the end marker; this task is the only producer
             self._lose("full", f"{MAX_WAITING} steps wait for it already")
         else:
             self._waiting.put_nowait((step, metrics))
 
-    def end(self) -> None:
+    def end_steps(self) -> None:
         self._waiting.put_nowait(None)
 
     def join(self, limit_s: float) -> None:
@@ -134,7 +134,7 @@ class _Courier:
             try:
                 tracker = tracker or self._make()
                 tracker.log(*entry)
-            except Exception as error:  # whatever a tracker raises: it is none of training's business
+            except Exception as error:  # training does not depend on trackers
                 self._lose("failed", f"{type(error).__name__}: {' '.join(str(error).split())}")
         if tracker is not None:
             try:
