@@ -1,4 +1,4 @@
-"""A small random world around the backlog: the bound holds, and it never stands still."""
+"""A small random world around the backlog: the bound holds, and it never stalls."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class World:
         try:
             loop.run_until_complete(main)
         except Killed:
-            main.cancel()  # what its remains do happens in a folder that nobody looks at any more
+            main.cancel()  # what is left of it works in a folder that is not read any more
             with pytest.raises(asyncio.CancelledError):
                 loop.run_until_complete(main)
         except ExceptionGroup as group:
@@ -338,7 +338,7 @@ def test_one_error_says_what_to_do_when_the_disk_is_full_and_nothing_done_is_los
     world = World(tmp_path)
     write, full = os.write, False
 
-    def write_while_there_is_room(file: int, data: Any) -> int:
+    def write_while_there_is_space(file: int, data: Any) -> int:
         if not full:
             return write(file, data)
         half = memoryview(data)[: len(data) // 2]
@@ -351,7 +351,7 @@ def test_one_error_says_what_to_do_when_the_disk_is_full_and_nothing_done_is_los
         full = now >= 2.1
         return False
 
-    monkeypatch.setattr(os, "write", write_while_there_is_room)
+    monkeypatch.setattr(os, "write", write_while_there_is_space)
     first = world.live(fill)
     assert isinstance(first.error, SpoolFull)
     assert "the disk is full; free some and start the run again" in str(first.error)

@@ -1,4 +1,4 @@
-"""Admission by the bound and by the room: open, closed, and why."""
+"""Admission by the bound and by spool capacity: open, closed, and why."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_it_closes_at_the_bound_and_opens_with_the_version_that_engines_serve(tm
     assert admission.is_open
 
 
-def test_it_closes_when_what_is_in_flight_may_need_the_room(tmp_path: Path) -> None:
+def test_it_closes_when_what_is_in_flight_may_need_the_capacity(tmp_path: Path) -> None:
     admission, backlog, spool = admission_of(tmp_path, 4)
     for name in "abc":
         backlog.add_group(name, 3)

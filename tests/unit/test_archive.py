@@ -158,7 +158,9 @@ def test_one_sentence_says_so_when_there_is_no_archive(tmp_path: Path) -> None:
         ArchiveReader(tmp_path / "x")
 
 
-def test_a_life_tells_the_archive_which_checkpoint_it_goes_on_from(path: Path, tmp_path: Path) -> None:
+def test_the_archive_is_rolled_back_to_the_checkpoint_that_a_restart_continues_from(
+    path: Path, tmp_path: Path
+) -> None:
     scenario = small_run(0)
     config = replace(scenario.config, run=replace(scenario.config.run, keep_trajectories=9))
     archive = Archive(path, keep=9)

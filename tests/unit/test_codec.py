@@ -192,7 +192,7 @@ def test_a_trace_takes_its_ids_and_at_most_4_kib(held: int, experts: int, width:
     whole = msgspec.structs.replace(whole, prefix_hash=hash_tokens(text[:-1]))
     trace = fit(truncate(whole, text[: held + 1]), text)
     assert invalid_rows(trace) == 32767 - held
-    # Sixteen updates in its life make the spans longer.
+    # Sixteen updates during its sampling make the spans longer.
     bounds = [*range(0, held, max(held // 16, 1)), held] if held else []
     spans = [(a, b, v) for v, (a, b) in enumerate(pairwise(bounds))] + [(held, 32767, -1)]
     trace = msgspec.structs.replace(

@@ -316,7 +316,7 @@ def test_changed_experts_are_counted_whatever_their_order() -> None:
 
 
 class NoTruth(np.ndarray):
-    """An array that nobody may ask whether it is true, however many elements it has."""
+    """An array whose truth value must never be used, however many elements it has."""
 
     def __bool__(self) -> bool:
         raise AssertionError("the truth of an array was asked for")

@@ -77,7 +77,7 @@ def test_a_put_is_refused_and_nothing_is_lost_when_the_bound_is_reached(tmp_path
     spool.put_frame([BIG])
 
 
-def test_free_slabs_make_room_when_another_size_is_needed(tmp_path: Path) -> None:
+def test_free_slabs_are_released_when_another_size_is_needed(tmp_path: Path) -> None:
     spool = Spool(tmp_path, max_bytes=1 << 20)
     for ref in [spool.put_frame([i]) for i in range(10)]:
         spool.free_frame(ref)

@@ -34,7 +34,7 @@ def test_a_slot_is_free_when_fewer_are_outstanding_than_versions_can_consume(
         ({6: 3}, {6: 2, 7: 2}, False),
         ({6: 3}, {6: 1, 7: 2}, True),
         ({9: 2}, {4: 3}, True),  # late already: waiting would not help
-        ({5: 3}, {}, True),  # one will be late, but nobody could help it
+        ({5: 3}, {}, True),  # one will be late, which cannot be avoided
     ],
 )
 def test_a_batch_goes_when_the_rest_can_still_be_in_time(
@@ -76,7 +76,7 @@ def test_only_groups_in_time_are_taken_when_late_ones_are_dropped(oldest: int) -
     ("ready", "in_flight", "staleness_policy", "safe"),
     [
         ({6: 2}, {5: 1}, "drop", True),  # the one that is due is given up
-        ({6: 2}, {6: 3}, "drop", False),  # but no room is taken that others could still use
+        ({6: 2}, {6: 3}, "drop", False),  # but no capacity is used that others could still use
         ({6: 2}, {5: 1}, "mask_tokens", False),
         ({4: 2}, {6: 2}, "mask_tokens", True),  # late ones are trained as far as they can
         ({4: 2}, {6: 2}, "wait", False),
@@ -183,7 +183,7 @@ def successors(world: World, batch: int, bound: int, staleness_policy: Staleness
 def test_nothing_is_late_and_nothing_stands_still_in_any_world_that_can_be_reached(
     batch: int, bound: int, staleness_policy: StalenessPolicy
 ) -> None:
-    """Under `drop`, too, nobody who has finished is ever late."""
+    """Under `drop`, too, no finished group is ever late."""
     start: World = (0, False, 0, (), ())
     seen, open_worlds = {start}, [start]
     while open_worlds:
@@ -193,9 +193,7 @@ def test_nothing_is_late_and_nothing_stands_still_in_any_world_that_can_be_reach
         assert not free or bound - lag >= 0 or training, f"somebody will be: {world}"
         following = successors(world, batch, bound, staleness_policy)
         if not flying and not free and not training and not lag and sum(n for _, n in ready) >= batch:
-            assert batch_is_safe(dict(ready), {}, 0, batch, staleness_policy), (
-                f"a batch stands still: {world}"
-            )
+            assert batch_is_safe(dict(ready), {}, 0, batch, staleness_policy), f"a batch is stuck: {world}"
         assert following, f"nothing can happen any more: {world}"
         for other in following:
             if other not in seen and other[0] <= bound + 1:

@@ -28,7 +28,7 @@ from tests.support.trajectories import FACTS, make_group, make_trajectory
 
 
 class Run:
-    """One life of a queue on a folder; `again` is the next one after a crash."""
+    """One incarnation of a queue on a folder; `again` is the next one after a crash."""
 
     def __init__(self, folder: Path, step: int = 0, max_bytes: int = 64 << 20, **settings: Any) -> None:
         self.folder, self.settings = folder, settings
@@ -116,7 +116,7 @@ async def settled() -> None:
 
 async def until(condition: Callable[[], object]) -> None:
     """Let everybody run, threads too, until something holds."""
-    while not condition():  # noqa: ASYNC110  what ends in a thread tells nobody
+    while not condition():  # noqa: ASYNC110  a thread that ends notifies no task
         await asyncio.sleep(0)
 
 
@@ -582,7 +582,7 @@ async def test_a_trajectory_that_sampled_nothing_has_no_age(run: Run) -> None:
     assert (await run.take(1)).staleness == (0, 1, 1)
 
 
-async def test_nobody_waits_any_more_when_the_queue_is_stopped(run: Run) -> None:
+async def test_no_call_waits_any_more_when_the_queue_is_stopped(run: Run) -> None:
     for name in "abcd":
         run.dispatch(name)
     async with named_waits() as waited, Nursery() as nursery:
@@ -723,7 +723,7 @@ async def test_a_frame_of_another_group_is_not_taken_for_the_lost_one(tmp_path: 
         run.queue.close()
 
 
-async def test_groups_of_a_later_life_are_consumed_within_the_bound_when_the_trainer_went_back(
+async def test_groups_of_a_later_incarnation_are_consumed_within_the_bound_when_the_trainer_went_back(
     tmp_path: Path,
 ) -> None:
     first = Run(tmp_path, step=7)
