@@ -56,7 +56,7 @@ async def test_steps_go_on_while_a_checkpoint_is_written_and_the_ledger_learns_w
         committed.append((step, latest["step"]))
         commit(ledger, step, keep)
 
-    monkeypatch.setattr(Ledger, "commit", note)
+    monkeypatch.setattr(Ledger, "record_checkpoint", note)
     config = make_config(calculator, tmp_path)
     cluster = RestartedCluster(config)
     disk = SlowDisk(cluster, fails=set())

@@ -59,7 +59,7 @@ def rename_reasons(patch: pytest.MonkeyPatch) -> None:
         original(self, trajectory_ids, f"{reason}, in other words", **options)
 
     original = Ledger.drop_trajectories
-    patch.setattr(Ledger, "drop", drop)
+    patch.setattr(Ledger, "drop_trajectories", drop)
 
 
 @pytest.mark.parametrize("renaming", [rename_tasks, rename_trajectories, rename_reasons])
@@ -128,7 +128,7 @@ def label_a_version_off(patch: pytest.MonkeyPatch) -> None:
         original(self, group_id, task_id, position, trajectory_ids, 0)
 
     original = Ledger.dispatch_group
-    patch.setattr(Ledger, "dispatch", dispatch)
+    patch.setattr(Ledger, "dispatch_group", dispatch)
 
 
 def sample_less(patch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def drop_one(patch: pytest.MonkeyPatch) -> None:
 
     puts: list[str] = []
     original = TrajectoryQueue.put_group
-    patch.setattr(TrajectoryQueue, "put", put)
+    patch.setattr(TrajectoryQueue, "put_group", put)
 
 
 @pytest.mark.parametrize(

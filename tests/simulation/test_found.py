@@ -50,7 +50,7 @@ def test_no_checkpoint_claims_a_step_when_the_disk_was_full_as_it_was_settled(
         raise AsyncRLError("the ledger cannot be written; is the disk full?")
 
     original = TrajectoryQueue.settle_batch
-    monkeypatch.setattr(TrajectoryQueue, "settle", settle)
+    monkeypatch.setattr(TrajectoryQueue, "settle_batch", settle)
     # Of the injected faults only that a disk was full, for a moment, is wanted: an excuse for the error.
     assert violations(small_run(0, ("disk_full",)), tmp_path / "0") == ()
     assert settled > 5

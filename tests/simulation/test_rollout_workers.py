@@ -42,7 +42,7 @@ def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
         taken_over.append(left(entry))
         return taken_over[-1]
 
-    monkeypatch.setattr(JournalEntry, "left", property(note))
+    monkeypatch.setattr(JournalEntry, "state_to_continue", property(note))
     faults: tuple[FaultKind, ...] = ("kill_worker", "mute_worker", "die_in_call")
     scenario = with_two_workers(branching(small_run(3, faults, death="kill")))
     outcome = simulate(0, tmp_path, scenario=scenario)
