@@ -99,7 +99,7 @@ def swap_in_batch(patch: pytest.MonkeyPatch) -> None:
         return original(self, version, groups[::-1])
 
     original = Packer.pack_groups
-    patch.setattr(Packer, "pack", pack)
+    patch.setattr(Packer, "pack_groups", pack)
 
 
 def admit_another_task(patch: pytest.MonkeyPatch) -> None:
