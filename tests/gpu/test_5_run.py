@@ -41,7 +41,7 @@ def test_a_run_trains_on_one_gpu_in_turns(calculator: Path, measure) -> None:
     folder = calculator / "runs" / "calculator"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     measure("steps", len(records), "")
-    measure("standstill of the engine, mean", sum(r["pause_s"] for r in records) / len(records), "s")
+    measure("pause of the engine, mean", sum(r["pause_s"] for r in records) / len(records), "s")
     measure("hand-over to the engine, mean", sum(r["sync_s"] for r in records) / len(records), "s")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert max(record["staleness_max"] for record in records) <= 2

@@ -135,7 +135,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "waiters-are-not-woken",
-        "Calls that wait for a batch, for room in the spool or for admission wait forever.",
+        "Calls that wait for a batch, for spool capacity or for admission wait forever.",
         "async_rl/queue/outstanding.py",
         "        self._changed.set()\n        self._changed = asyncio.Event()\n",
         "        pass\n",
@@ -161,7 +161,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "admission-forgets-the-new-group",
-        "Room in the spool is reckoned without the group that asks for it.",
+        "Spool capacity is computed without the group that requests it.",
         "async_rl/queue/admission.py",
         "self._fits(self._backlog.num_in_flight + 1)",
         "self._fits(self._backlog.num_in_flight)",

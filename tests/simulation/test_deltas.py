@@ -33,7 +33,7 @@ def delivered(
     weights = replace(scenario.config.weights, overlap=overlap)
     scenario = replace(scenario, config=replace(scenario.config, weights=weights))
     outcome = simulate(scenario.seed, folder, scenario=scenario)
-    assert outcome.violations == ()  # also: an engine reads other files than of the version it is told
+    assert outcome.violations == ()  # also: an engine reads files of another version than requested
     assert outcome.incarnations == ("finished",)
     assert outcome.faults == ({faults[0]: len(faults)} if faults else {})
     return seen

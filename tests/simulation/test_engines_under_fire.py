@@ -204,7 +204,7 @@ def test_a_stopped_engine_is_noticed_restarted_and_its_trajectories_go_on(
 def test_somebody_generates_at_every_moment_when_updates_roll(
     calculator: Path, tmp_path: Path, interrupt: str
 ) -> None:
-    """And nobody is dispatched as younger than the oldest weights that are served."""
+    """No group is dispatched as younger than the oldest weights that are served."""
     routing = ["routing.merge=splice"] if interrupt == "in_place" else []
     world = World(
         make_config(
@@ -255,7 +255,7 @@ def test_an_update_that_aborts_everything_drops_nothing(calculator: Path, tmp_pa
 
 def test_a_pause_in_place_ends_and_what_it_paused_goes_on(calculator: Path, tmp_path: Path) -> None:
     """Seen elsewhere: an in-place pause that never ends (sglang#22620), engines killed by a drain after
-    resume (prime-rl#2841). Here one engine even dies while it stands still.
+    resume (prime-rl#2841). Here one engine even dies while it is paused.
     """
     config = make_config(calculator, tmp_path, "weights.interrupt=in_place", "routing.merge=splice")
     world = World(config)

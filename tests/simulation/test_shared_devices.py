@@ -54,7 +54,7 @@ def test_interrupted_answers_go_on_after_the_trainers_turn(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "faults",
     [
-        ("die", "die_unseen"),  # also in the trainer's turn, when it must wait for its restart
+        ("die", "die_unseen"),  # also in the trainer phase, when it must wait for its restart
         ("refuse_memory", "hang_memory"),
         ("offload_fails", "reload_fails", "step_fails"),
         ("freeze", "hang_update", "publish_fails"),

@@ -53,7 +53,7 @@ class RouterCall:
     layer: int  # counted from 1
     hidden: torch.Tensor  # [tokens, hidden]
     taken: torch.Tensor  # [tokens, experts] bool
-    excluded: torch.Tensor  # [tokens] bool, what it was told to leave out of its counters and losses
+    excluded: torch.Tensor  # [tokens] bool, what it must leave out of its counters and losses
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 A test names its needs by a mark: `@pytest.mark.needs("chromium")`. Where a machine lacks one, the test is
 skipped, and the last lines of the run say what is missing and what to do about it. With `CI=true` it is an
-error instead, because there nobody looks at skipped tests. `ASYNC_RL_WITHOUT=chromium,namespaces` skips the
+error instead, because skipped tests go unnoticed there. `ASYNC_RL_WITHOUT=chromium,namespaces` skips the
 tests on purpose, in CI too.
 """
 

@@ -131,7 +131,7 @@ class RecordingTrainer:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.sums_to: int | None = None
+        self.checksum_seed: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         async def call(*arguments: Any) -> Any:
@@ -140,7 +140,11 @@ class RecordingTrainer:
                 return tuple((TensorSpec(name=name, dtype="float32", shape=(2,)),) for name in ("w", "v"))
             if name == "checksums":
                 published = [arguments[1] for name, arguments in self.calls if name == "publish"]
-                return {"w": str(self.sums_to if self.sums_to is not None else max(published, default=0))}
+                return {
+                    "w": str(
+                        self.checksum_seed if self.checksum_seed is not None else max(published, default=0)
+                    )
+                }
             if name == "share_bucket":
                 number, _, copies = arguments
                 return [f"{number}.{copy}".encode() for copy in range(copies)]

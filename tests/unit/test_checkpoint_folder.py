@@ -80,7 +80,7 @@ def test_later_ones_go_when_the_run_was_set_back(tmp_path):
 
 def test_checkpoint_appears_by_a_rename_and_leftovers_go(tmp_path):
     old = make(tmp_path, 7)
-    (old / "a").write_bytes(b"of a life before")
+    (old / "a").write_bytes(b"of an earlier start")
     make(tmp_path, 7, ".step_00000007.tmp")
     make(tmp_path, 8, ".step_00000008.tmp")
     (tmp_path / "latest").write_text("of somebody else")

@@ -32,7 +32,7 @@ def test_it_breaks():
     assert 1 + 1 == 3
 
 def test_it_is_left_out():
-    """A thing that nobody looked at."""
+    """A case that was not run."""
     pytest.skip("no such kernel")
 
 @pytest.mark.gpus(2)
@@ -44,7 +44,7 @@ def test_it_needs_two():
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
-    """Of a suite that was run as the proof runs its own."""
+    """The table of a suite that was run as the proof runs its own."""
     path = tmp_path_factory.mktemp("suite") / "test_suite.py"
     path.write_text(SUITE)
     recorder = Recorder(num_gpus=1)

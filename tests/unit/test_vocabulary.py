@@ -104,12 +104,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 }
 """Uses that stay, by file (or folder) and word, each with its reason."""
 
-NOT_YET: tuple[str, ...] = (
-    "async_rl/",
-    "tests/",
-)
-"""Folders and files whose texts are still being rewritten."""
-
 
 def compiled(retired: Retired) -> re.Pattern[str]:
     """Returns the pattern, to be found where letters neither precede nor follow it."""
@@ -158,7 +152,6 @@ def test_retired_words_stay_out() -> None:
     found = [
         f"{file}:{number}: {word}; instead: {instead[word]}\n    {line}"
         for file in FILES
-        if not file.startswith(NOT_YET)
         for word, number, line in uses(file)
     ]
     assert not found, "\n".join(["retired words are used:", *found])

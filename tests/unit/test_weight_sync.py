@@ -480,7 +480,7 @@ async def test_an_engine_is_quarantined_when_its_weights_sum_to_something_else(t
     """It says that it has the version, and has half of it."""
     bench = Bench(tmp_path, transport=transport, verify="checksum")
     await bench.start()
-    bench.trainer.sums_to = 1
+    bench.trainer.checksum_seed = 1
     update = bench.engines[1].update_weights
 
     async def halfway(change, *, flush):
@@ -496,7 +496,7 @@ async def test_an_engine_is_quarantined_when_its_weights_sum_to_something_else(t
 async def test_all_are_quarantined_when_they_agree_and_the_trainer_does_not(tmp_path):
     bench = Bench(tmp_path, transport="tensor", verify="checksum")
     await bench.start()
-    bench.trainer.sums_to = 7
+    bench.trainer.checksum_seed = 7
     await bench.sync.update_engines(1)
     assert bench.serving() == {}
     assert "w sums to 1, and to 7 in the trainer" in str(bench.pool.error_of("engine-0"))
@@ -507,7 +507,7 @@ async def test_an_engine_that_serves_is_quarantined_when_another_has_loaded_file
 ):
     bench = Bench(tmp_path, transport="tensor", verify="checksum")
     await bench.start()
-    bench.trainer.sums_to = 1
+    bench.trainer.checksum_seed = 1
     bench.engines[0].fused = "wrong"
     bench.engines[1].fail_in, bench.engines[1].error = "interrupt", EngineError("gone")
     await bench.sync.update_engines(1)
