@@ -145,7 +145,7 @@ def told_by(attempt: int, segments: Any, turns: Any) -> Story:
         is_sampled = isinstance(segment, Sampled)
         probs += segment.rollout_log_probs.tolist() if is_sampled else [0.0] * count
         versions += [segment.weight_version if is_sampled else -1] * count
-    notes = tuple((t.start, t.max_new_tokens, t.stop, t.end, t.reason) for t in turns)
+    notes = tuple((t.start, t.max_new_tokens, t.stop, t.end, t.reason) for t in tuple(turns))
     return attempt, tuple(ids), tuple(probs), tuple(versions), notes
 
 
