@@ -97,7 +97,10 @@ def test_turns_tools_and_versions_are_told_apart_in_words(trajectory: Trajectory
     assert "\x1b" not in text
 
 
-def test_special_tokens_and_colours_are_shown_on_wish(trajectory: Trajectory, calculator: Path) -> None:
+def test_special_tokens_and_colours_are_shown_on_wish(
+    trajectory: Trajectory, calculator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # a dumb terminal has no colours
     assert "<|im_start|>assistant" in printed(trajectory, calculator, special=True)
     coloured = printed(trajectory, calculator, colour=True)
     first, second = coloured.index("<tool_call>"), coloured.index("</tool_call>")

@@ -100,7 +100,8 @@ def test_the_panel_shows_step_flow_and_what_is_waited_for_when_on_a_terminal(tmp
         assert shown in text
 
 
-def test_the_panel_fits_a_narrow_terminal(tmp_path: Path) -> None:
+def test_the_panel_fits_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # a dumb terminal is taken to be 80 wide
     out, file = console(terminal=True, width=44)
     progress = RunProgress(out)
     for record in steps(60):
