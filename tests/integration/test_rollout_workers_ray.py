@@ -44,8 +44,8 @@ async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
     assert summary.trajectories.dropped == {}  # with one attempt each: no attempt failed
     assert_conserved(summary)
     died = (fate / "died").read_text()
-    assert f"trajectory {died} goes on elsewhere" in caplog.text
-    assert "it is started again, and what it played is played on by others" in caplog.text
+    assert f"trajectory {died} goes on in another worker" in caplog.text
+    assert "it is restarted, and its attempts go on in other workers" in caplog.text
     processes = {int(path.name.partition("-")[2]) for path in fate.glob("process-*")}
     assert len(processes) >= 2
     assert os.getpid() not in processes  # neither loops nor rewards run in the driver

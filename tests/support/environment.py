@@ -157,7 +157,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     left_out = Counter(
         tuple(value)
         for report in terminal.stats.get("skipped", ())
-        for key, value in report.user_properties
+        for key, value in getattr(report, "user_properties", ())  # a file that failed to collect has none
         if key == "left_out"
     )
     for (name, problem), number in sorted(left_out.items()):

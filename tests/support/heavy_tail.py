@@ -102,9 +102,9 @@ class _RecordingQueue(TrajectoryQueue):
         super().__init__(*arguments, **options)
         self.positions: dict[str, int] = {}
 
-    def dispatched(self, group_id: str, task_id: str, position: int, *others: Any) -> None:
+    def dispatch_group(self, group_id: str, task_id: str, position: int, *others: Any) -> None:
         self.positions[group_id] = position
-        super().dispatched(group_id, task_id, position, *others)
+        super().dispatch_group(group_id, task_id, position, *others)
 
 
 class World:

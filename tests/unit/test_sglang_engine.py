@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -745,3 +746,26 @@ async def test_a_server_that_was_left_paused_is_resumed(server: FakeSGLang) -> N
     async with server.client(start_timeout_s=5.0) as engine:
         await engine.wait_ready()
     assert len(server.requests("continue_generation")) == 1
+
+
+async def test_the_connection_is_closed_when_a_call_is_cancelled_while_it_is_aborted(
+    server: FakeSGLang,
+) -> None:
+    server.streams = [[event([10], 1), HANG]]
+    asyncio.get_running_loop().set_debug(True)  # aiohttp then warns of a response that is not closed
+    async with server.client() as engine:
+        began = asyncio.Event()
+
+        async def read() -> None:
+            async with aclosing(engine.generate(request(PROMPT, 8))) as stream:
+                async for _ in stream:
+                    began.set()
+
+        task = asyncio.create_task(read())
+        await began.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()  # the abort request is under way
+        with suppress(asyncio.CancelledError):
+            await task
+        gc.collect()

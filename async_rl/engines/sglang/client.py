@@ -204,9 +204,11 @@ class SGLangEngine:
             if not self._running:
                 self._idle.set()
             if response is not None:
-                if finish is None:
-                    await self._abort_call(request.request_id)
-                response.close()  # a connection that was read to its end is back in the pool already
+                try:
+                    if finish is None:
+                        await self._abort_call(request.request_id)
+                finally:  # also when the abort is cancelled
+                    response.close()  # a connection that was read to its end is back in the pool already
         yield finish
 
     async def _abort_call(self, request_id: str) -> None:
