@@ -163,8 +163,7 @@ def fit(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
 
     Raises:
         AlignmentError: When there are more than T-1 rows, as in concatenated full sequences, or the rows are
-        of
-            another text.
+            of another text.
     """
     wanted, held = max(len(token_ids) - 1, 0), len(trace.rows)
     if held > wanted:
@@ -248,7 +247,9 @@ def invalid_rows(trace: RoutingTrace) -> int:
 
 
 def flip_ratio(old: ExpertIdArray, new: ExpertIdArray) -> float:
-    """Return the share of old experts that are not among the new ones of their token and layer.    Args:
+    """Return the share of old experts that are not among the new ones of their token and layer.
+
+    Args:
         old: `[R, L_moe, K]`.
         new: `[R, L_moe, K]`.
 

@@ -195,8 +195,8 @@ class TrainerWorker:
         Raises:
             AlignmentError: When routing rows do not match the batch or the model; no weight was changed.
             NonFiniteLoss: When more than `trainer.max_skipped_updates` updates in a row had a loss or
-            gradient
-                norm that is not finite, or a norm above the limit; the last update changed no weight.
+                gradient norm that is not finite, or a norm above the limit; the last update changed no
+                weight.
         """
         begin = time.perf_counter()
         trainer = self.config.trainer

@@ -330,8 +330,7 @@ class TrajectoryQueue:
         Args:
             version: The trainer's version.
             wait: Whether to wait for a batch. Otherwise only a batch that is ready is taken, for which no
-            group
-                in flight is dropped.
+                group in flight is dropped.
 
         Returns:
             None when the queue was stopped, when the data has ended and no batch can be filled any more, or

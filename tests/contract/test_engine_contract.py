@@ -76,7 +76,7 @@ async def test_rows_are_prompt_plus_sampled_minus_one_when_a_call_ends_by_length
     assert ended.finish.reason == "length"
     assert len(ended.token_ids) == 5
     assert ended.finish.routing.num_rows == 11
-    check(ended.trace, num_tokens=12)
+    check(ended.trace, 12, ended.trace.moe_layers)
     assert ended.trace.rows.dtype == np.uint8
 
 
@@ -128,7 +128,7 @@ async def test_only_rows_come_when_no_token_is_asked_for(subject: Subject) -> No
     recovered = await call(subject.engine, whole.sequence, 0)
     assert recovered.token_ids == []
     assert recovered.finish.version_spans == ()
-    check(recovered.trace, num_tokens=len(whole.sequence))
+    check(recovered.trace, len(whole.sequence), recovered.trace.moe_layers)
     assert np.array_equal(recovered.expert_sets, whole.expert_sets)
 
 
@@ -156,7 +156,7 @@ async def test_the_stop_token_is_delivered_when_it_ends_a_call(subject: Subject)
     stopped = await call(subject.engine, PROMPT, 12, stop=[stop])
     assert stopped.finish.reason == "stop"
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
-    check(stopped.trace, num_tokens=len(stopped.sequence))
+    check(stopped.trace, len(stopped.sequence), stopped.trace.moe_layers)
 
 
 async def test_a_call_is_refused_when_its_prompt_leaves_no_capacity(subject: Subject) -> None:
@@ -179,7 +179,7 @@ async def test_tokens_and_rows_are_kept_when_a_running_call_is_aborted(subject: 
         assert running.finish is not None
     assert running.finish.reason == "abort"
     assert 4 <= len(running.token_ids) < LONG
-    check(running.trace, num_tokens=len(running.sequence))
+    check(running.trace, len(running.sequence), running.trace.moe_layers)
     assert check_partition(running.finish.version_spans, len(running.token_ids))
 
 
@@ -222,7 +222,7 @@ async def test_the_answer_is_as_if_uninterrupted_when_an_aborted_call_is_resumed
     assert log_probs[:budget] == pytest.approx(whole.log_probs, abs=1e-4)
     rows = len(whole.expert_sets)
     assert np.array_equal(second.expert_sets[:rows], whole.expert_sets)
-    check(second.trace, num_tokens=len(PROMPT) + len(answer))
+    check(second.trace, len(PROMPT) + len(answer), second.trace.moe_layers)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -255,7 +255,7 @@ async def test_nothing_comes_twice_when_a_call_goes_on_after_its_connection_was_
     rest = await call(subject.engine, [*PROMPT, *seen], budget - len(seen))
     assert [*seen, *rest.token_ids] == whole.token_ids
     assert [*log_probs, *rest.log_probs] == pytest.approx(whole.log_probs, abs=1e-4)
-    check(rest.trace, num_tokens=len(PROMPT) + budget)
+    check(rest.trace, len(PROMPT) + budget, rest.trace.moe_layers)
     assert np.array_equal(rest.expert_sets, whole.expert_sets)
 
 
@@ -290,7 +290,7 @@ async def test_a_call_goes_on_under_new_weights_when_it_stood_still(subject: Sub
     assert running.finish.reason == "length"
     assert check_partition(spans, 200)
     assert [span.weight_version for span in spans] == [0, 1]
-    check(running.trace, num_tokens=len(running.sequence))
+    check(running.trace, len(running.sequence), running.trace.moe_layers)
     fresh = await subject.expert_sets(running.sequence)
     old = len(PROMPT) + spans[0].end - 1
     same = (running.expert_sets == fresh).all(axis=-1)

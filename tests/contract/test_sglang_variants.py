@@ -144,7 +144,7 @@ def test_sets_and_counts_are_the_same_when_prefill_is_chunked_or_nothing_overlap
     for left, right in zip(plain.calls[1:], other.calls[1:], strict=True):
         assert left.token_ids == right.token_ids
         assert left.finish.routing.num_rows == right.finish.routing.num_rows == len(left.sequence) - 1
-        check(right.trace, num_tokens=len(right.sequence))
+        check(right.trace, len(right.sequence), right.trace.moe_layers)
         assert np.array_equal(left.expert_sets, right.expert_sets)
         # The control: sets are of their token, so that rows one off are others.
         assert (left.expert_sets[1:] == right.expert_sets[:-1]).mean() < 0.9
@@ -172,7 +172,7 @@ def test_rows_are_one_less_than_tokens_when_a_string_or_the_end_of_text_stops_a_
     for one in (ended, stopped):
         count = len(one.token_ids)
         assert one.token_ids == free.token_ids[:count]
-        check(one.trace, num_tokens=len(one.sequence))
+        check(one.trace, len(one.sequence), one.trace.moe_layers)
         assert np.array_equal(one.expert_sets, free.expert_sets[: len(one.sequence) - 1])
 
 

@@ -36,8 +36,7 @@ def export_checkpoint(
 
     Args:
         checkpoint: A checkpoint, a folder of checkpoints or a run's folder; of several checkpoints, the
-        newest
-            complete one is exported.
+            newest complete one is exported.
         out: The folder to create.
         model: The folder with config and tokenizer; None: the `model.path` of the run.
         max_shard_bytes: Largest size of one safetensors file; None: 4 GiB.

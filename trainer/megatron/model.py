@@ -315,8 +315,7 @@ class MegatronModel:
 
         Args:
             micro_batches: This rank's micro-batches, the same number on every data-parallel rank. Routing
-            rows
-                in them are replayed.
+                rows in them are replayed.
             loss: Called on the last pipeline stage only.
             forward_only: Whether to skip the backward passes.
 

@@ -46,8 +46,7 @@ def start_process_groups(
         rank: The rank of this process.
         world_size: The number of ranks.
         init_address: `host:port` where rank 0 listens, or a URL that torch.distributed supports; a single
-        rank
-            does not use it.
+            rank does not use it.
         layout: Parallel sizes.
         timeout_s: Longest wait in an exchange, seconds.
         seed: The seed of the generators for initialisation and dropout.

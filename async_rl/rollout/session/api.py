@@ -119,8 +119,7 @@ class Session(Protocol):
                 `rollout.max_new_tokens`.
             stop: Additional strings that end the turn.
             on_text: Receives the turn's text as it grows, across interruptions. An invalid answer of an
-            engine
-                is discarded and sampled anew, so only the text of the returned turn is final.
+                engine is discarded and sampled anew, so only the text of the returned turn is final.
 
         Raises:
             OutOfTurns: The session has had `rollout.max_turns`. The trajectory ends as it is.
