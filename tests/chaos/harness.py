@@ -134,7 +134,7 @@ class Chaos:
             self.start()
             self._until(lambda: self._ended() is not None, STUCK_S, "the end of the run")
             if self._ended() != 0:
-                raise Violation(f"the driver ended with code {self._ended()}: {self._last_words()}")
+                raise Violation(f"the driver ended with code {self._ended()}: {self._end_of_log()}")
             self._note("the run has ended")
             self._look()
             return audit(self.config, self._diary, self.ledger, self.processes, self.exposure)
@@ -215,10 +215,10 @@ class Chaos:
         deadline = time.monotonic() + limit_s
         while not happened():
             if self._ended() not in (None, self._expected, 0):
-                raise Violation(f"the driver ended with code {self._ended()}: {self._last_words()}")
+                raise Violation(f"the driver ended with code {self._ended()}: {self._end_of_log()}")
             if time.monotonic() >= deadline:
                 if must:
-                    raise Violation(f"waited {limit_s:.0f} s for {what}; {self._last_words()}")
+                    raise Violation(f"waited {limit_s:.0f} s for {what}; {self._end_of_log()}")
                 return
             if time.monotonic() >= self._next_look:
                 self._look()
@@ -242,7 +242,7 @@ class Chaos:
         """The last completed step."""
         return next((entry.step for entry in reversed(read(self._diary))), 0)
 
-    def _last_words(self) -> str:
+    def _end_of_log(self) -> str:
         log = self._run_dir / "logs" / "driver.log"
         tails = [path.read_text(errors="replace")[-1500:] for path in (self._output, log) if path.exists()]
         return "\n---\n".join(tails)

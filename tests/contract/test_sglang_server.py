@@ -278,7 +278,7 @@ async def test_a_server_can_be_killed_and_started_again(sglang_world: SGLangWorl
     assert group_of(server.pid) == []
 
 
-async def test_its_last_words_are_told_when_a_server_does_not_start(tmp_path: Path) -> None:
+async def test_the_end_of_its_log_is_reported_when_a_server_does_not_start(tmp_path: Path) -> None:
     server = SGLangServer(
         SGLangEngines(max_total_tokens=4096, extra_args=["--no-such-option"]),
         ModelConfig(path=str(tmp_path / "nowhere")),

@@ -712,7 +712,7 @@ async def test_a_server_without_routing_will_do_when_none_is_needed(server: Fake
     assert server.requests("server_info") == [None]
 
 
-async def test_waiting_ends_with_its_last_words_when_the_server_died(server: FakeSGLang) -> None:
+async def test_waiting_ends_with_the_end_of_the_log_when_the_server_died(server: FakeSGLang) -> None:
     server.answers["ready"] = (503, {})
 
     async def died() -> str | None:
