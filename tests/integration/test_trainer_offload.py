@@ -153,7 +153,7 @@ def test_it_is_refused_when_it_cannot_work(monkeypatch):
     with pytest.raises(EnvironmentNotReady, match="pip install torch-memory-saver"):
         memory_saver()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8,expandable_segments:True")
-    with pytest.raises(EnvironmentNotReady, match="leave expandable_segments out"):
+    with pytest.raises(EnvironmentNotReady, match="remove expandable_segments from it"):
         memory_saver()
 
 
