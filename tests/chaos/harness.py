@@ -172,9 +172,7 @@ class Chaos:
             return
         victim = sorted(victims, key=lambda process: process.pid)[int(blow.pick * len(victims))]
         number = getattr(signal, blow.how)
-        self._note(
-            f"{blow.how} to {blow.victim} {victim.pid} ({victim.name()}), after step {self._steps()}"
-        )
+        self._note(f"{blow.how} to {blow.victim} {victim.pid} ({victim.name()}), after step {self._steps()}")
         if blow.victim == "driver" and blow.how == "SIGKILL":
             self._expected = -signal.SIGKILL
             before = self.processes.look()
