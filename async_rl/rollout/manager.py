@@ -91,10 +91,10 @@ class RolloutManager:
             config: The settings of the run.
             context: What all sessions of the run share.
             feeder: Supplies tasks.
-            queue: Admits groups and receives finished ones; its `left` are those of an earlier process.
+            queue: Admits groups and receives finished ones.
             backend: Runs the attempts.
             journal: Records trajectories in flight.
-            journalled: What the journal has of the groups in `queue.left`. Entries are removed as they are
+            journalled: What the journal holds of `queue.restored_groups`. Entries are removed as they are
                 used, because they hold memory and files.
             observer: Receives each trajectory when its attempt ends.
         """
