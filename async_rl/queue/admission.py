@@ -24,6 +24,10 @@ class GroupWork(Protocol):
         """Tokens sampled so far, by trajectory."""
         ...
 
+    def straggled_s(self) -> float:
+        """How long the group has waited for its stragglers, in this process and earlier ones."""
+        ...
+
     def cancel(self) -> None:
         """Stop sampling. The queue has dropped the group and expects no more calls for it."""
         ...

@@ -89,6 +89,8 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     """Files of the trajectories in flight that have ended while others of the group have not."""
     attempts: dict[str, int] = msgspec.field(default_factory=dict)
     """The current attempt of trajectories in flight that are not in their first."""
+    straggled_s: float = 0.0
+    """How long it has waited for its stragglers."""
 
 
 class Ledger:
@@ -187,6 +189,21 @@ class Ledger:
         self._in_flight(trajectory_id).attempts[trajectory_id] = attempt
         self._tables.add_statement(
             "UPDATE trajectories SET attempt = ? WHERE trajectory_id = ?", (attempt, trajectory_id)
+        )
+        self._tables.end_change()
+
+    def record_straggling(self, group_id: str, straggled_s: float) -> None:
+        """Record how long a group in flight has waited for its stragglers, over all processes.
+
+        Raises:
+            InvariantError: When it is settled or unknown.
+        """
+        group = self._outstanding(group_id)
+        if straggled_s == group.straggled_s:
+            return
+        group.straggled_s = straggled_s
+        self._tables.add_statement(
+            "UPDATE groups SET straggled_s = ? WHERE group_id = ?", (straggled_s, group_id)
         )
         self._tables.end_change()
 
@@ -458,10 +475,10 @@ class Ledger:
             self._counts[state] = getattr(stored, state)
         for trajectory_id, state, attempt, kept, *columns in self._tables.query_rows(
             "SELECT trajectory_id, state, attempt, trajectories.frame, group_id, task_id, position, "
-            "weight_version, ceiling, groups.frame, frame_bytes "
+            "weight_version, ceiling, groups.frame, frame_bytes, straggled_s "
             "FROM trajectories JOIN groups USING (group_id) WHERE state IN ('in_flight', 'queued')"
         ):
-            group_id, task_id, position, version, ceiling, frame, frame_bytes = columns
+            group_id, task_id, position, version, ceiling, frame, frame_bytes, straggled_s = columns
             group = self._groups.setdefault(
                 group_id,
                 GroupRecord(
@@ -472,6 +489,7 @@ class Ledger:
                     frame=frame,
                     frame_bytes=frame_bytes or 0,
                     ceiling=ceiling,
+                    straggled_s=straggled_s,
                 ),
             )
             if kept is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError, InvariantError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Statement = tuple[str, Sequence[Any]]
 
@@ -33,7 +33,8 @@ CREATE TABLE groups (                -- each uses up a position
     weight_version INTEGER NOT NULL, -- nothing in the group was sampled by older weights
     ceiling INTEGER,                 -- labels above this, in its frame, are of undone versions
     frame TEXT,                      -- name of the spool's file, once queued
-    frame_bytes INTEGER
+    frame_bytes INTEGER,
+    straggled_s REAL NOT NULL DEFAULT 0  -- how long it has waited for its stragglers
 ) WITHOUT ROWID;
 CREATE TABLE trajectories (
     trajectory_id TEXT PRIMARY KEY,
@@ -91,7 +92,10 @@ class LedgerTables:
             )
         ((found,),) = self.query_rows("SELECT value FROM meta WHERE key = 'schema'")
         if found != SCHEMA_VERSION:
-            raise AsyncRLError(f"{path} has schema {found}, this program writes {SCHEMA_VERSION}")
+            raise AsyncRLError(
+                f"{path} has schema {found}, this program writes {SCHEMA_VERSION}: end the run with the version "
+                "that began it, or begin another run"
+            )
 
     def add_statement(self, statement: str, values: Sequence[Any] = ()) -> None:
         """Add a statement to the current change."""

@@ -37,6 +37,8 @@ class RestoredGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The number of the current attempt, for trajectories that are not in their first."""
     oldest_version: int
     """The version that the group's age counts from."""
+    straggled_s: float = 0.0
+    """How long it had waited for its stragglers."""
 
 
 class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +186,11 @@ class OutstandingGroups:
         """Continue a restored group with the work that samples it."""
         self._remove_restored(group_id)
         self._work[group_id] = work
+
+    def record_straggling(self) -> None:
+        """Record in the ledger how long groups have waited for their stragglers."""
+        for group_id, work in self.work.items():
+            self._ledger.record_straggling(group_id, work.straggled_s())
 
     @contextmanager
     def being_written(self, group_id: str) -> Iterator[None]:

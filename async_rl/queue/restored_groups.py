@@ -91,6 +91,7 @@ class GroupRestorer:
             finished=ended,
             attempts=dict(group.attempts),
             oldest_version=min([version, *(v for v in versions if v is not None)]),
+            straggled_s=group.straggled_s,
         )
 
     def _holds(self, ref: SpoolRef, group_id: str) -> bool:

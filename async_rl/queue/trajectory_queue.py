@@ -395,6 +395,10 @@ class TrajectoryQueue:
         self._data_ended = True
         self._changes.notify_all()
 
+    def record_straggling(self) -> None:
+        """Record how long groups have waited for their stragglers; the next flush writes it."""
+        self._groups.record_straggling()
+
     def flush_ledger(self) -> None:
         """Write all changes of the ledger that are not written yet. From any thread.
 

@@ -13,7 +13,9 @@ up with trajectories of another time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, Literal
 
 import msgspec
@@ -153,13 +155,29 @@ class GroupInFlight:
         position: int,
         trajectory_ids: Sequence[str],
         staleness_policy: StalenessPolicy,
+        *,
+        straggled_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start a group of which nothing is sampled yet."""
+        """Start a group of which nothing is sampled yet.
+
+        Args:
+            group_id: The id of the group.
+            task: Its task.
+            position: The position of the task in the sequence of tasks.
+            trajectory_ids: Its siblings.
+            staleness_policy: Decides what the group's age counts from.
+            straggled_s: How long it waited for its stragglers in earlier processes.
+            clock: Returns monotonic seconds.
+        """
         self.group_id = group_id
         self.task = task
         self.position = position
         self.trajectory_ids = tuple(trajectory_ids)
         self._staleness_policy = staleness_policy
+        self._clock = clock
+        self._straggled_s = straggled_s
+        self._straggling_since_s: float | None = None
         self._entries: dict[str, dict[str, JournalEntry]] = {}  # of siblings, each with its branches
         self.finished: dict[str, Trajectory] = {}
         """Finished trajectories: siblings and their branches."""
@@ -251,6 +269,20 @@ class GroupInFlight:
         entries = (entry for tree in self._entries.values() for entry in tree.values())
         lengths = {entry.trajectory_id: entry.num_sampled_tokens for entry in entries}
         return lengths | {name: t.num_sampled_tokens for name, t in self.finished.items()}
+
+    def straggled_s(self) -> float:
+        """Implements the queue's `InFlight`."""
+        since = self._straggling_since_s
+        return self._straggled_s + (0.0 if since is None else self._clock() - since)
+
+    @contextmanager
+    def waiting_for_stragglers(self) -> Iterator[None]:
+        """Count the time in the block as spent waiting for stragglers."""
+        self._straggling_since_s = self._clock()
+        try:
+            yield
+        finally:
+            self._straggled_s, self._straggling_since_s = self.straggled_s(), None
 
     def cancel(self) -> None:
         """Implements the queue's `InFlight`."""

@@ -146,7 +146,12 @@ class RolloutManager:
                 position, task = following
                 trajectory_ids = [new_id() for _ in range(self._config.rollout.group_size)]
                 work = GroupInFlight(
-                    new_id(), task, position, trajectory_ids, self._config.rollout.staleness_policy
+                    new_id(),
+                    task,
+                    position,
+                    trajectory_ids,
+                    self._config.rollout.staleness_policy,
+                    clock=self._context.clock,
                 )
                 oldest_version = self._context.pool.oldest_version
                 self._queue.dispatch_group(
@@ -177,6 +182,8 @@ class RolloutManager:
             left.position,
             left.trajectory_ids,
             self._config.rollout.staleness_policy,
+            straggled_s=left.straggled_s,
+            clock=self._context.clock,
         )
         work.finished.update(left.finished)
         for trajectory_id in unfinished:
@@ -218,6 +225,7 @@ class RolloutManager:
         if not unfinished:
             return  # all had ended before a restart: nothing would wake the wait for stragglers
         without_slot = set(unfinished)
+        self._limit_stragglers(work)  # before a restart enough of them may have finished
 
         async def run_sibling(trajectory_id: str, has_slot: bool) -> None:
             with acting("trajectory", trajectory_id):
@@ -232,8 +240,7 @@ class RolloutManager:
                     self.slots.release_slot(trajectory_id)
             progressed()
             work.end_sibling(trajectory_id, tree)
-            if can_drop_stragglers(work.num_finished_siblings, len(work.trajectory_ids), self._policy):
-                work.enough_finished.set()
+            self._limit_stragglers(work)
             if not isinstance(tree, str):
                 branches = (trajectory.trajectory_id for trajectory in tree)
                 self._queue.add_branches(trajectory_id, [name for name in branches if name != trajectory_id])
@@ -255,6 +262,11 @@ class RolloutManager:
             async with waiting("trajectories"), Nursery() as scoring:
                 work.stop = scoring.cancel_tasks
                 scoring.start_task(f"reward of group {work.group_id}", self._score_group(work))
+
+    def _limit_stragglers(self, work: GroupInFlight) -> None:
+        """Start the time limit of the running siblings once enough others have finished."""
+        if can_drop_stragglers(work.num_finished_siblings, len(work.trajectory_ids), self._policy):
+            work.enough_finished.set()
 
     async def _settle_group(self, work: GroupInFlight) -> None:
         """Hand the group to the queue or drop it, according to its siblings and the policy."""
@@ -441,9 +453,11 @@ async def _drop_stragglers(
     try:
         with waiting("trajectories"):
             await work.enough_finished.wait()
-        async with asyncio.timeout(limit_s):
-            with waiting("trajectories"):
-                await work.all_ended.wait()
+        left_s = max(0.0, limit_s - work.straggled_s())  # earlier processes have waited too
+        with work.waiting_for_stragglers():
+            async with asyncio.timeout(left_s):
+                with waiting("trajectories"):
+                    await work.all_ended.wait()
     except TimeoutError:
         for trajectory_id in work.running:
             work.end_sibling(trajectory_id, STRAGGLER)

@@ -133,6 +133,7 @@ class RecoveredState:
         while True:
             await asyncio.sleep(self._every_s)
             self.journal.remove_entries(await self.queue.finished.store_pending())
+            self.queue.record_straggling()
             # The ledger first: it must have the trajectories in the journal, and those that the journal
             # drops.
             await self.journal.write_in_thread(before=self.queue.flush_ledger)
@@ -159,6 +160,7 @@ class RecoveredState:
             return
         try:
             self.journal.remove_entries(self.queue.finished.store_pending_now())
+            self.queue.record_straggling()
             self.queue.flush_ledger()
             self.journal.write_entries()
         except AsyncRLError as error:  # this error may be what ends the incarnation

@@ -257,6 +257,22 @@ MUTANTS: Final = (
         (QUEUE,),
     ),
     Mutant(
+        "straggler-limit-is-not-restored",
+        "After a restart a group waits for its stragglers until another sibling ends.",
+        "async_rl/rollout/manager.py",
+        "        self._limit_stragglers(work)  # before a restart enough of them may have finished\n",
+        "",
+        ("tests/simulation/test_recovery.py",),
+    ),
+    Mutant(
+        "straggler-limit-begins-anew",
+        "A group that is restored again and again waits for its stragglers each time from the beginning.",
+        "async_rl/rollout/manager.py",
+        "left_s = max(0.0, limit_s - work.straggled_s())",
+        "left_s = limit_s",
+        ("tests/simulation/test_recovery.py",),
+    ),
+    Mutant(
         "small-groups-are-trained",
         "A group of one trajectory fewer than the minimum is trained.",
         "async_rl/rollout/groups.py",

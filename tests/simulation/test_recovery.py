@@ -373,3 +373,47 @@ def test_a_group_is_given_up_when_its_task_is_no_longer_in_the_data(
     assert second.accounts.dropped == {"restart": first.accounts.in_flight}
     assert second.counted("resumed_tokens_total") == 0
     assert_settled_once(world)
+
+
+class Straggles:
+    """The second sibling of each group ends at once; any other never does, before a restart or after."""
+
+    begun: ClassVar[Counter[str]] = Counter()
+
+    async def run(self, task: Task, session: Session) -> None:
+        Straggles.begun[task.task_id] += 1
+        number = Straggles.begun[task.task_id]
+        session.start(task.messages)
+        await session.generate(max_new_tokens=1)
+        if number != 2:
+            await asyncio.Future()
+
+
+@pytest.mark.parametrize("moments", [(3.0,), (2.0, 2.0)])
+def test_a_group_goes_without_its_stragglers_at_the_same_time_when_the_driver_is_killed_meanwhile(
+    tmp_path: Path, moments: Sequence[float]
+) -> None:
+    Straggles.begun = Counter()
+    world = World(
+        tmp_path,
+        f"rollout.agent_loop={__name__}:Straggles",
+        "rollout.min_group_size=1",
+        "rollout.straggler_wait_s=6",
+        "rollout.trajectory_timeout_s=1000000",
+        "trainer.groups_per_batch=1",
+        "trainer.loss.advantages=reinforce++",
+        "run.max_steps=1",
+    )
+    ended: list[float] = []
+
+    def watch_steps(now: float, cluster: LocalCluster) -> bool:
+        if cluster.trainer.step == 1 and not ended:
+            ended.append(now)
+        return now > 30.0  # a group that waits for ever must not hang the test
+
+    for moment in moments:
+        world.live(at(moment))
+    last = world.live(watch_steps)
+    assert last.error is None
+    assert last.accounts.dropped["straggler"] >= 1
+    assert ended[0] == pytest.approx(6.5 - sum(moments), abs=2 * TICK_S * len(moments) + 0.6)

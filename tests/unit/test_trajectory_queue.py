@@ -356,6 +356,9 @@ class Work:
     def sampled_lengths(self) -> dict[str, int]:
         return self.sampled
 
+    def straggled_s(self) -> float:
+        return 0.0
+
     def cancel(self) -> None:
         self.cancelled = True
 
