@@ -93,8 +93,8 @@ class LedgerTables:
         ((found,),) = self.query_rows("SELECT value FROM meta WHERE key = 'schema'")
         if found != SCHEMA_VERSION:
             raise AsyncRLError(
-                f"{path} has schema {found}, this program writes {SCHEMA_VERSION}: end the run with the version "
-                "that began it, or begin another run"
+                f"{path} has schema {found}, this program writes {SCHEMA_VERSION}: end the run with the "
+                "version that began it, or begin another run"
             )
 
     def add_statement(self, statement: str, values: Sequence[Any] = ()) -> None:
