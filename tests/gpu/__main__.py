@@ -16,9 +16,20 @@ import pytest
 from rich.console import Console
 
 from async_rl.errors import EnvironmentNotReady
-from tests.gpu.proof import Recorder, exit_code, show, write
+from tests.gpu.proof import Recorder, absent, exit_code, show, write
 
-_PACKAGES = ("torch", "sglang", "megatron-core", "transformer-engine", "torch-memory-saver", "mbridge")
+_PACKAGES = (
+    "torch",
+    "sglang",
+    "ray",
+    "megatron-core",
+    "transformer-engine",
+    "torch-memory-saver",
+    "mbridge",
+    "async-rl",
+)
+_WIDTH = 160
+"""Columns of the table where the output is not a terminal of its own width."""
 
 
 def main() -> int:
@@ -32,10 +43,17 @@ def main() -> int:
     except EnvironmentNotReady as error:
         print(f"gpu-proof: {error}", file=sys.stderr)
         return error.exit_code
+    if missing := absent(_PACKAGES):
+        print(
+            f"gpu-proof: not installed: {', '.join(missing)}. Cases that need them will fail: install "
+            "requirements/gpu.txt and this project (docs/guide/scaling-up.md)",
+            file=sys.stderr,
+        )
     recorder = Recorder(num_gpus)
     run(recorder, options.k)
     cases = list(recorder.cases.values())
-    show(cases, ", ".join(f"{name} {value}" for name, value in machine.items()), Console())
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    show(cases, ", ".join(f"{name} {value}" for name, value in machine.items()), console)
     if options.json is not None:
         write(cases, machine, options.json)
     return exit_code(cases)

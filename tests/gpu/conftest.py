@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.proof import check_idle
+
 HERE = Path(__file__).parent
 
 
@@ -51,11 +53,12 @@ def measure(record_property: Callable[[str, object], None]) -> Measure:
 
 @pytest.fixture
 def used_gib() -> Callable[[], float]:
-    """Returns the memory of the device in use by all processes, GiB."""
+    """Returns the memory of the device in use, GiB: of this process and those that the case starts."""
 
-    def used() -> float:
+    def used() -> int:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
-        return (total - free) / 2**30
+        return total - free
 
-    return used
+    check_idle(used(), torch.cuda.memory_reserved())
+    return lambda: used() / 2**30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,11 @@ from typing import Any, Literal
 import pytest
 from rich.console import Console
 from rich.table import Table
+
+from async_rl.errors import EnvironmentNotReady
+
+_OWN_OVERHEAD_GIB = 2.5
+"""Memory that a process may hold outside torch's allocator: the CUDA context, kernels, buffers of NCCL."""
 
 Verdict = Literal["held", "failed", "did not run", "needs more GPUs"]
 
@@ -54,6 +60,14 @@ class Recorder:
             case.verdict = "needs more GPUs"
         self.cases[item.nodeid] = case
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Records a file that cannot be imported as a failed case: its tests are missing from the table."""
+        if report.failed:
+            name = Path(report.nodeid).name
+            self.cases[report.nodeid] = Case(
+                name, "The file's cases can be collected.", verdict="failed", why=_reason(report.longrepr)
+            )
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         case = self.cases[report.nodeid]
         case.seconds += report.duration
@@ -72,6 +86,36 @@ def _reason(text: Any) -> str:
     """Returns the last line of pytest's report, which is the error itself."""
     words = text[2] if isinstance(text, tuple) else str(getattr(text, "reprcrash", text) or text)
     return str(words).strip().splitlines()[-1][:300]
+
+
+def absent(names: Sequence[str]) -> list[str]:
+    """Returns those of some distributions that are not installed."""
+    missing = []
+    for name in names:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    return missing
+
+
+def check_idle(in_use: int, own: int) -> None:
+    """Checks that other processes use no device memory, so that the device's figures are those of the case.
+
+    Args:
+        in_use: Bytes of the device in use by all processes.
+        own: Bytes that this process's allocator holds.
+
+    Raises:
+        EnvironmentNotReady: When more is in use than this process can account for.
+    """
+    others = (in_use - own) / 2**30
+    if others > _OWN_OVERHEAD_GIB:
+        raise EnvironmentNotReady(
+            f"{others:.1f} GiB of the device are in use besides this process's {own / 2**30:.1f} GiB; this "
+            f"case measures the whole device and allows {_OWN_OVERHEAD_GIB} GiB for CUDA: stop the other "
+            "processes (nvidia-smi lists them) and run it again"
+        )
 
 
 def exit_code(cases: Sequence[Case]) -> int:

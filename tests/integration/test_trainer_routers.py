@@ -411,6 +411,7 @@ def test_recorded_routing_stays_narrow_until_its_router_runs(tmp_path, experts, 
     ],
 )
 @pytest.mark.parametrize("experts", [8, 300])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says that it is a prototype
 def test_nothing_waits_for_the_device_when_recorded_and_replayed(monkeypatch, device, experts):
     adapter = bare_adapter(monkeypatch, bare_config(num_moe_experts=experts), device)
     scores = [torch.randn(6, experts, device=device) for _ in range(2)]

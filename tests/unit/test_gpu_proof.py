@@ -13,8 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from async_rl.errors import EnvironmentNotReady
 from tests.gpu.__main__ import run
-from tests.gpu.proof import Case, Recorder, exit_code, show, write
+from tests.gpu.proof import Case, Recorder, absent, check_idle, exit_code, show, write
 
 ROOT = Path(__file__).parents[2]
 SUITE = '''
@@ -91,6 +92,49 @@ def test_the_table_and_the_file_say_the_same(cases: list[Case], tmp_path: Path) 
     assert document["exit_code"] == 1
     assert [case["verdict"] for case in document["cases"]] == [case.verdict for case in cases]
     assert document["cases"][0]["figures"] == {"speed": "3 GiB/s"}
+
+
+def test_a_file_that_cannot_be_imported_is_a_failed_case_of_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "test_broken_import.py"
+    path.write_text("raise RuntimeError('no such kernel')\n")
+    recorder = Recorder(num_gpus=1)
+    config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    pytest.main(["-q", "-p", "no:cacheprovider", *config, str(path)], [recorder])
+    (case,) = recorder.cases.values()
+    assert (case.name, case.verdict) == ("test_broken_import.py", "failed")
+    assert "no such kernel" in case.why
+    assert exit_code([case]) == 1
+
+
+def test_missing_distributions_are_named() -> None:
+    assert absent(["torch", "no-such-distribution"]) == ["no-such-distribution"]
+
+
+def test_a_case_that_measures_the_device_is_refused_when_other_processes_use_it() -> None:
+    check_idle(in_use=12 << 30, own=11 << 30)
+    with pytest.raises(EnvironmentNotReady, match=r"9\.0 GiB of the device .* stop the other processes"):
+        check_idle(in_use=12 << 30, own=3 << 30)
+
+
+@pytest.mark.megatron
+def test_megatron_is_imported_without_warnings_when_transformer_engine_is_there() -> None:
+    code = (
+        "from importlib import util; real = util.find_spec\n"
+        "import torch; torch.cuda.is_available = lambda: True\n"
+        "util.find_spec = lambda name, *a: object() if name == 'transformer_engine' else real(name, *a)\n"
+        "compiled = torch.compile\n"
+        "from trainer.megatron import cpu\n"
+        "assert cpu.has_transformer_engine() and torch.compile is compiled\n"
+        "torch.cuda.is_available = lambda: False\n"
+        "import trainer.worker\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-W", "ignore::ImportWarning", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_gpus_are_hidden_when_other_tests_than_those_of_the_gpu_suite_run() -> None:

@@ -1,8 +1,9 @@
 """Runs an unmodified Megatron-Core without CUDA and without TransformerEngine.
 
 Every entry replaces code of megatron-core 0.16.1 that assumes CUDA or TransformerEngine, with the reason
-beside it. `install` changes nothing where both are present. Otherwise it rejects any other version of
-Megatron-Core: entries replace internals by name, and a newer version may need more of them.
+beside it. `install` replaces nothing where both are present: it then only imports Megatron-Core without the
+warnings of its imports. Otherwise it rejects any other version of Megatron-Core: entries replace internals by
+name, and a newer version may need more of them.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ _MODULES_THAT_WARN = (
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.multi_latent_attention",
     "mbridge",
 )
-"""Modules that this package imports and that warn at import about missing kernels."""
+"""Modules that this package imports and that warn at import: missing kernels, deprecated functions."""
 
 
 def has_transformer_engine() -> bool:
@@ -72,8 +74,22 @@ def install() -> None:
     Raises:
         EnvironmentNotReady: When entries are needed and Megatron-Core is missing or has another version.
     """
-    if has_transformer_engine() or getattr(torch, "_megatron_prepared", False):
+    if getattr(torch, "_megatron_prepared", False):
         return
+    fused = has_transformer_engine()
+    if not fused:
+        _check_version()
+    torch._megatron_prepared = True
+    if not torch.cuda.is_available():
+        _replace_cuda_calls()
+    with _quiet_import(compiling=fused):
+        if not fused:
+            _fill_in_for_transformer_engine()
+        if not torch.cuda.is_available():
+            _replace_cuda_in_megatron()
+
+
+def _check_version() -> None:
     try:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError as e:
@@ -85,24 +101,18 @@ def install() -> None:
             f"megatron-core is {version}, but without CUDA and TransformerEngine only {VERSION} is known to "
             f"work: pip install --no-deps megatron-core=={VERSION}"
         )
-    torch._megatron_prepared = True
-    if not torch.cuda.is_available():
-        _replace_cuda_calls()
-    with _quiet_import_without_compiling():
-        _fill_in_for_transformer_engine()
-        if not torch.cuda.is_available():
-            _replace_cuda_in_megatron()
 
 
 @contextlib.contextmanager
-def _quiet_import_without_compiling() -> Iterator[None]:
-    """Imports Megatron-Core with `torch.compile` as a no-op.
+def _quiet_import(*, compiling: bool) -> Iterator[None]:
+    """Imports Megatron-Core without its warnings and, unless `compiling`, with `torch.compile` as a no-op.
 
     Megatron binds `torch.compile` to its small fusions at import. On a CPU they need a C++ compiler and a
     second of compilation for every new length, and nearly every packed micro-batch has a new length.
     """
     real = torch.compile
-    torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
+    if not compiling:
+        torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
