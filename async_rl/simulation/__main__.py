@@ -22,6 +22,7 @@ from typing import Final
 
 from async_rl.config import changed_fields
 from async_rl.simulation.cancellation_sweep import Place, Sweep, sweep
+from async_rl.simulation.faults import fault_table
 from async_rl.simulation.scenario import Scenario, branching, draw, peaceful, sharing, with_workers
 from async_rl.simulation.simulate import SeedOutcome, simulate
 
@@ -156,8 +157,7 @@ def summary(outcomes: Sequence[SeedOutcome], real_s: float) -> list[str]:
         f"{steps:,} callbacks, {sum(o.tokens for o in outcomes):,} tokens, "
         f"{sum(o.virtual_s for o in outcomes) / 3600:.1f} virtual hours",
         "",
-        f"{'fault':<24}{'happened':>10}{'in seeds':>10}",
-        *(f"{kind:<24}{number:>10}{hit[kind]:>10}" for kind, number in sorted(faults.items())),
+        *fault_table(faults, hit),
         "",
         f"{'an incarnation of the driver ended':<48}{'times':>8}",
         *(f"{kind:<48}{number:>8}" for kind, number in incarnations.most_common()),

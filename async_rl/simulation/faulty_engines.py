@@ -32,27 +32,25 @@ from async_rl.engine_protocol import (
     TensorUpdate,
     WeightUpdate,
 )
-from async_rl.engines.simulated import Fault, SimulatedCall, SimulatedEngine
-from async_rl.errors import EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
-from async_rl.rollout.workers.messages import Link
-from async_rl.simulation.invariant_checker import InvariantChecker
-from async_rl.simulation.scenario import (
-    ENGINE_FAULTS,
-    FACTS,
+from async_rl.engines.simulated import (
     CallFault,
-    EngineFault,
-    Injection,
-    Scenario,
+    Fault,
+    MemoryFault,
+    SimulatedCall,
+    SimulatedEngine,
     UpdateFault,
 )
+from async_rl.errors import EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
+from async_rl.rollout.workers.messages import Link
+from async_rl.simulation.faults import ENGINE_FAULTS, FAULTS, FaultKind
+from async_rl.simulation.invariant_checker import InvariantChecker
+from async_rl.simulation.scenario import FACTS, Injection, Scenario
 from async_rl.simulation.simulated_trainer import Broadcasts, SimulatedTrainer
 from async_rl.simulation.simulated_workers import SimulatedWorkers, exponential
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
 from async_rl.weights.delta_delivery import HostFolder
-
-_AT_ONCE: Final = frozenset(get_args(EngineFault))
 
 _CONTROL_S: Final = 2.0
 """A control request without an answer for so long is given up."""
@@ -93,8 +91,8 @@ class FaultyEngine(SimulatedEngine):
         self._broadcasts = broadcasts
         self._latency_s = scenario.speeds.latency_s
         self._delays = random.Random(f"network {scenario.seed} {incarnation} {index}")
-        self._call_faults: list[CallFault] = []
-        self._update_faults_to_come: list[UpdateFault] = []
+        self._call_faults: list[FaultKind] = []
+        self._update_faults_to_come: list[FaultKind] = []
         self._thawed = asyncio.Event()
         self._thawed.set()
         self._streams = 0
@@ -138,11 +136,11 @@ class FaultyEngine(SimulatedEngine):
         elif kind == "die_in_call":
             self.faults.append(Fault("die", after_tokens=int(8 * injection.amount)))
         elif kind in ("hang", "wrong_rows", "nan", "lose", "repeat"):
-            self.faults.append(Fault(kind, after_tokens=int(8 * injection.amount)))
+            self.faults.append(Fault(cast(CallFault, kind), after_tokens=int(8 * injection.amount)))
         elif kind == "disconnect":
             self._call_faults.append(kind)
         elif kind in ("refuse_flush", "partial_update", "refuse_memory", "hang_memory"):
-            self.faults.append(Fault(kind))
+            self.faults.append(Fault(cast(UpdateFault | MemoryFault, kind)))
         elif kind in ("late_error", "no_op_update", "hang_update", "die_in_update"):
             self._update_faults_to_come.append(kind)
         else:
@@ -385,12 +383,12 @@ class SimulatedCluster:
         elif kind in ENGINE_FAULTS:
             engine = self.engines[injection.engine % len(self.engines)]
             engine.inject(injection)
-            if kind in _AT_ONCE:
+            if FAULTS[kind].family == "engine":
                 self._checker.met(kind)
             if kind == "die" and self._died is not None:
                 self._died(engine.engine_id, EngineError(f"{engine.engine_id} was killed"))
         else:
-            self.trainer.faults.append(kind)  # type: ignore[arg-type]
+            self.trainer.faults.append(kind)
 
     def look_at_devices(self) -> None:
         """Check that only one side holds memory on shared devices."""

@@ -32,7 +32,8 @@ from async_rl import codec
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, check_partition
 from async_rl.engines.simulated import routing_rows
 from async_rl.errors import CorruptFrame
-from async_rl.simulation.scenario import ENGINE_FAULTS, FACTS, Scenario
+from async_rl.simulation.faults import ENGINE_FAULTS, FaultKind
+from async_rl.simulation.scenario import FACTS, Scenario
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, TrainBatch, root_of
 
 _KEPT_EVENTS: Final = 60
@@ -63,7 +64,7 @@ class InvariantChecker:
         self._config = scenario.config
         self.in_peace = not (scenario.injections or scenario.deaths)
         self.violations: list[str] = []
-        self.met_faults: Counter[str] = Counter()
+        self.met_faults: Counter[FaultKind] = Counter()
         """By kind: those that really happened."""
         self.deaf = False
         """While a killed driver's remains are cleared away: what they do never happened."""
@@ -134,13 +135,18 @@ class InvariantChecker:
         self.violations.append(violation)
         self.note(f"VIOLATION {violation}")
 
-    def met(self, fault: str) -> None:
+    def met(self, fault: FaultKind) -> None:
         """A fault has happened."""
         if self.deaf:
             return
-        self.met_faults[fault] += 1
+        self.count(fault)
         self.note(f"fault {fault}")
         self.decided("fault", *self._numbered("fault", fault))
+
+    def count(self, fault: FaultKind) -> None:
+        """Count a fault that is not part of the trace: of the user's code, of the driver."""
+        if not self.deaf:
+            self.met_faults[fault] += 1
 
     # -- engines ------------------------------------------------------------------------------------------
 

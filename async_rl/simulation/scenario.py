@@ -15,49 +15,21 @@ from msgspec.structs import replace
 
 from async_rl.config import Config, parse_config
 from async_rl.engine_protocol import EngineFacts
+from async_rl.simulation.faults import (
+    FAULTS,
+    SHARED_STREAM,
+    FaultKind,
+    Setting,
+    kinds_of,
+    own_streams,
+)
 from async_rl.types import Task
 
 T = TypeVar("T")
 
-CallFault = Literal["die_in_call", "hang", "wrong_rows", "nan", "lose", "repeat", "disconnect"]
-UpdateFault = Literal[
-    "refuse_flush", "partial_update", "late_error", "no_op_update", "hang_update", "die_in_update"
-]
-EngineFault = Literal["die", "die_unseen", "freeze", "slow", "fail_restarts"]
-TrainerFault = Literal["step_fails", "step_is_nan", "step_is_slow", "checkpoint_fails", "publish_fails"]
-DiskFault = Literal["disk_full", "corrupt_frame"]
-ClockFault = Literal["clock_jump"]
-WorkerFault = Literal["kill_worker", "mute_worker"]
-"""Only where there are rollout workers, see `with_workers`."""
-MemoryFault = Literal["refuse_memory", "hang_memory"]
-OffloadFault = Literal["offload_fails", "reload_fails"]
-"""The last two of engines and trainer that share their devices; of no use elsewhere."""
-FaultKind = (
-    CallFault
-    | UpdateFault
-    | EngineFault
-    | TrainerFault
-    | DiskFault
-    | ClockFault
-    | MemoryFault
-    | OffloadFault
-    | WorkerFault
-)
-
 Ending = Literal["kill", "kill_on_disk", "cancel", "stop"]
 """What ends an incarnation of the driver: killed between two callbacks or between two operations on its disk,
 cancelled (the second Ctrl-C), told to stop (the first)."""
-
-FAULTS: Final[tuple[FaultKind, ...]] = tuple(
-    kind
-    for family in (CallFault, UpdateFault, EngineFault, TrainerFault, DiskFault, ClockFault)
-    for kind in get_args(family)
-)
-
-ENGINE_FAULTS: Final = frozenset(
-    (*get_args(CallFault), *get_args(UpdateFault), *get_args(EngineFault), *get_args(MemoryFault))
-)
-"""Of engines and the network to them."""
 
 FACTS: Final = EngineFacts(
     num_layers=3, moe_layers=(1, 2), num_experts=61, top_k=2, vocab_size=400, context_length=4096
@@ -78,6 +50,11 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
     """Which, modulo their number."""
     amount: float
     """In (0, 1): how long, how late, which byte."""
+
+    def __post_init__(self) -> None:
+        """Refuse a fault without a row."""
+        if self.kind not in FAULTS:
+            raise ValueError(f"{self.kind} is no fault; add a row to async_rl.simulation.faults.FAULTS")
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +99,7 @@ def draw(seed: int) -> Scenario:
         latency_s=rng.choice((0.0, 0.0, 0.004, 0.05)),
         thread_s=rng.choice((0.0, 0.002, 0.05)),
     )
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         config=_config(rng, seed),
         tasks=tuple(_task(rng, index) for index in range(rng.randint(3, 24))),
@@ -130,6 +107,20 @@ def draw(seed: int) -> Scenario:
         injections=_injections(rng),
         deaths=_deaths(rng),
     )
+    return _with_own_streams(scenario, "any")
+
+
+def _with_own_streams(scenario: Scenario, setting: Setting) -> Scenario:
+    """Add the faults that have a stream of their own, see `own_streams`."""
+    injections, tasks = list(scenario.injections), list(scenario.tasks)
+    for kind, rng in own_streams(scenario.seed, setting):
+        if FAULTS[kind].family == "user":
+            for index in rng.sample(range(len(tasks)), max(1, len(tasks) // 8)):
+                tasks[index] = replace(tasks[index], metadata={**tasks[index].metadata, "trouble": kind})
+        else:
+            injections += [_injection(rng, (kind,)) for _ in range(rng.choice((1, 2, 4)))]
+    injections.sort(key=lambda injection: injection.step)
+    return replace(scenario, injections=tuple(injections), tasks=tuple(tasks))
 
 
 def peaceful(scenario: Scenario) -> Scenario:
@@ -164,12 +155,12 @@ def sharing(scenario: Scenario) -> Scenario:
     config = replace(
         scenario.config, weights=weights, placement=replace(scenario.config.placement, shared=True)
     )
-    kinds = (*get_args(MemoryFault), *get_args(OffloadFault))
+    kinds = kinds_of("memory", "offload")
     injections = tuple(
         replace(injection, kind=rng.choice(kinds)) if rng.random() < 0.4 else injection
         for injection in scenario.injections
     )
-    return replace(scenario, config=config, injections=injections)
+    return _with_own_streams(replace(scenario, config=config, injections=injections), "shared")
 
 
 def with_workers(scenario: Scenario) -> Scenario:
@@ -180,7 +171,7 @@ def with_workers(scenario: Scenario) -> Scenario:
         num_workers=rng.choice((1, 2, 3)),
         worker_stall_s=rng.choice((3.0, 10.0)),
     )
-    kinds: tuple[WorkerFault, ...] = get_args(WorkerFault)
+    kinds = kinds_of("worker")
     faults = [
         Injection(
             step=int(_LAST_STEP ** rng.uniform(0.4, 1.0)),
@@ -192,7 +183,7 @@ def with_workers(scenario: Scenario) -> Scenario:
     ]
     injections = sorted((*scenario.injections, *faults), key=lambda injection: injection.step)
     config = replace(scenario.config, rollout=rollout)
-    return replace(scenario, config=config, injections=tuple(injections))
+    return _with_own_streams(replace(scenario, config=config, injections=tuple(injections)), "workers")
 
 
 def _config(rng: random.Random, seed: int) -> Config:
@@ -299,7 +290,7 @@ def _task(rng: random.Random, index: int) -> Task:
         }
         for _ in range(rng.choice((1, 1, 2, 3)))
     ]
-    trouble = rng.choice(("raise", "hang", "silent", "too_long", "flaky_reward", "slow_reward"))
+    trouble = rng.choice(("raise", "hang_loop", "silent", "too_long", "flaky_reward", "slow_reward"))
     return Task(
         task_id=f"task-{index}",
         messages=[{"role": "user", "content": prompt}],
@@ -311,20 +302,21 @@ def _task(rng: random.Random, index: int) -> Task:
 def _injections(rng: random.Random) -> tuple[Injection, ...]:
     if rng.random() < 0.125:
         return ()
-    kinds = _some(rng, FAULTS)
+    kinds = _some(rng, SHARED_STREAM)
     return tuple(
         sorted(
-            (
-                Injection(
-                    step=int(_LAST_STEP ** rng.uniform(0.4, 1.0)),
-                    kind=rng.choice(kinds),
-                    engine=rng.randrange(12),
-                    amount=rng.uniform(0.001, 0.999),
-                )
-                for _ in range(rng.choice((1, 2, 4, 8, 16)))
-            ),
+            (_injection(rng, kinds) for _ in range(rng.choice((1, 2, 4, 8, 16)))),
             key=lambda injection: injection.step,
         )
+    )
+
+
+def _injection(rng: random.Random, kinds: Sequence[FaultKind]) -> Injection:
+    return Injection(
+        step=int(_LAST_STEP ** rng.uniform(0.4, 1.0)),
+        kind=rng.choice(kinds),
+        engine=rng.randrange(12),
+        amount=rng.uniform(0.001, 0.999),
     )
 
 

@@ -43,20 +43,12 @@ from async_rl.observability.records import Summary
 from async_rl.run.orchestrator import Orchestrator, RunInputs
 from async_rl.runtime.supervision import first_error
 from async_rl.runtime.waits import acting
+from async_rl.simulation.faults import ENGINE_FAULTS, TRAINER_FAULTS
 from async_rl.simulation.faulty_engines import FaultyEngine, SimulatedCluster
 from async_rl.simulation.invariant_checker import InvariantChecker
-from async_rl.simulation.scenario import (
-    ENGINE_FAULTS,
-    FACTS,
-    Death,
-    Injection,
-    OffloadFault,
-    Scenario,
-    TrainerFault,
-    draw,
-)
+from async_rl.simulation.scenario import FACTS, Death, Injection, Scenario, draw
 from async_rl.simulation.simulated_disk import Disk
-from async_rl.simulation.users import SimulatedChat, attempt_begins
+from async_rl.simulation.users import SimulatedChat, attempt_begins, count_fault
 from async_rl.simulation.virtual_time import NumberedTask, VirtualTimeLoop
 
 _MAX_INCARNATIONS: Final = 24
@@ -214,6 +206,7 @@ class _Simulation:
         assert task is not None
         self._task = task
         attempt_begins.set(self._checker.attempt_begins)
+        count_fault.set(self._checker.count)
         self._cause = ""
         try:
             with acting("run", waits=self._orchestrator.waits):
@@ -247,13 +240,13 @@ class _Simulation:
         if isinstance(cause, InvariantError) or not isinstance(cause, AsyncRLError):
             allowed = False
         elif isinstance(cause, TrainerError):
-            allowed = bool(met & {*get_args(TrainerFault), *get_args(OffloadFault)})
+            allowed = bool(met & TRAINER_FAULTS)
         elif isinstance(cause, EngineError | EnvironmentNotReady):
             # A clock that jumps lets everything run past its time.
             allowed = bool(met & {*ENGINE_FAULTS, "clock_jump"})
         elif isinstance(cause, StallError):
-            hangs = any(task.metadata["trouble"] == "hang" for task in self._scenario.tasks)
-            allowed = self._config.doctor.action != "report" and (hangs or bool(met & {*ENGINE_FAULTS}))
+            hangs = any(task.metadata["trouble"] == "hang_loop" for task in self._scenario.tasks)
+            allowed = self._config.doctor.action != "report" and (hangs or bool(met & ENGINE_FAULTS))
         elif "disk" in str(cause):
             allowed = "disk_full" in met
         elif isinstance(cause, SpoolFull):
@@ -307,8 +300,9 @@ class _Simulation:
             self._after_turn(self._incarnation_steps, task)
         while self._injections and self._injections[0].step <= self._steps:
             self._inject(self._injections.popleft())
-        if self._death is not None and self._incarnation_steps == self._death.after:
-            self._die(self._death)
+        death = self._death
+        if death is not None and death.kind != "kill_on_disk" and self._incarnation_steps == death.after:
+            self._die(death)
         if self._incarnation_steps % _LOOK_EVERY == 0:
             self._look()
             self._cluster.look_at_devices()
@@ -383,6 +377,7 @@ class _Simulation:
             file.write(bytes([byte[0] ^ 1]))
 
     def _die(self, death: Death) -> None:
+        self._checker.count(death.kind)
         if death.kind == "kill":
             self._kill("killed")
             raise _Halt
@@ -394,6 +389,7 @@ class _Simulation:
             self._stop.set()
 
     def _kill_on_disk(self) -> None:
+        self._checker.count("kill_on_disk")
         self._kill("kill_on_disk")
 
     def _kill(self, ended: Ended) -> None:

@@ -17,8 +17,9 @@ from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import TrainerError, WeightSyncError
 from async_rl.observability.records import FIGURES
 from async_rl.runtime.files import replace_file
+from async_rl.simulation.faults import FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
-from async_rl.simulation.scenario import OffloadFault, Speeds, TrainerFault
+from async_rl.simulation.scenario import Speeds
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from async_rl.types import TrainBatch
 
@@ -119,7 +120,7 @@ class SimulatedTrainer:
         self._readers = 0
         self._kept: int | None = None
         """The version that a delta can be of."""
-        self.faults: list[TrainerFault | OffloadFault] = []
+        self.faults: list[FaultKind] = []
         """To come, in order."""
 
     @property
@@ -303,7 +304,7 @@ class SimulatedTrainer:
     async def close(self) -> None:
         """Implements `TrainerRank.close`."""
 
-    def _fault(self, *kinds: TrainerFault | OffloadFault) -> TrainerFault | OffloadFault | None:
+    def _fault(self, *kinds: FaultKind) -> FaultKind | None:
         for index, kind in enumerate(self.faults):
             if kind in kinds:
                 self._checker.met(kind)

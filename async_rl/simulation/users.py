@@ -22,6 +22,9 @@ from async_rl.types import Completion, Int32Array, StopReason, Task
 attempt_begins: ContextVar[Callable[[], None]] = ContextVar("attempt_begins")
 """Told when the loop of a trajectory starts from its prompt, in the trajectory's task."""
 
+count_fault: ContextVar[Callable[[str], None]] = ContextVar("count_fault", default=lambda kind: None)
+"""Called with a fault of the user's code at the moment it takes effect."""
+
 
 class SimulatedChat:
     """Token ids in words: `"17 23"` is two tokens. 2 ends a sequence, 4 a turn."""
@@ -56,6 +59,7 @@ class TurnsLoop:
         """Run the loop on a task."""
         attempt_begins.get()()
         if task.metadata["trouble"] == "silent":
+            count_fault.get()("silent")
             return "completed"
         session.start(task.messages)
         for number in range(len(task.metadata["turns"])):
@@ -70,12 +74,17 @@ class TurnsLoop:
         # A function of what was said: another attempt may fare better.
         luck = zlib.crc32(turn.text.encode()) % 2
         if trouble == "raise" and luck:
+            count_fault.get()("raise")
             raise RuntimeError("the script says so")
-        if trouble == "hang" and luck:
+        if trouble == "hang_loop" and luck:
+            count_fault.get()("hang_loop")
             await asyncio.Future()
         if number + 1 < len(turns):
             await self._use_tool(script, session)
-            repeats = 40 if trouble == "too_long" else 1
+            repeats = 1
+            if trouble == "too_long":
+                count_fault.get()("too_long")
+                repeats = 40
             session.add_messages([{"role": "tool", "content": " ".join([script["result"]] * repeats)}])
 
     async def _use_tool(self, script: Mapping[str, Any], session: Session) -> None:
@@ -85,6 +94,7 @@ class TurnsLoop:
                     await call_in_thread(lambda: None, name="tool")
                 await asyncio.sleep(script["tool_s"])
         except TimeoutError:
+            count_fault.get()("slow_tool")
             session.record_tool_call(error=True)
         else:
             session.record_tool_call(error=False)
@@ -100,6 +110,7 @@ class TreeLoop(TurnsLoop):
         """Run the loop on a task."""
         attempt_begins.get()()
         if task.metadata["trouble"] == "silent":
+            count_fault.get()("silent")
             return "completed"
         session.start(task.messages)
         await self._line(task, session, 0, branches=True)
@@ -131,6 +142,7 @@ class TreeLoop(TurnsLoop):
 async def reward(task: Task, completion: Completion) -> float:
     """A function of the text; fails for half of them or takes long where the script says so."""
     if task.metadata["trouble"] == "slow_reward":
+        count_fault.get()("slow_reward")
         await asyncio.sleep(zlib.crc32(completion.text.encode()) % 4)
     return _score(task, completion)
 
@@ -143,5 +155,6 @@ def reward_in_thread(task: Task, completion: Completion) -> float:
 def _score(task: Task, completion: Completion) -> float:
     drawn = zlib.crc32(completion.text.encode())
     if task.metadata["trouble"] == "flaky_reward" and drawn % 2:
+        count_fault.get()("flaky_reward")
         raise RuntimeError("the script says so")
     return drawn % 1000 / 1000

@@ -15,7 +15,8 @@ from async_rl.queue.ledger import Ledger
 from async_rl.queue.trajectory_queue import TrajectoryQueue
 from async_rl.rollout.manager import RolloutManager
 from async_rl.runtime.waits import Waits, acting
-from async_rl.simulation.scenario import Ending, FaultKind, Scenario
+from async_rl.simulation.faults import FaultKind
+from async_rl.simulation.scenario import Ending, Scenario
 from async_rl.simulation.simulate import simulate
 from async_rl.simulation.virtual_time import in_virtual_time
 from tests.support.small_run import small_run

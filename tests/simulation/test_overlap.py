@@ -14,7 +14,8 @@ from async_rl.errors import TrainerError
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.runtime.waits import NamedLock
 from async_rl.simulation.cancellation_sweep import sweep
-from async_rl.simulation.scenario import FaultKind, Injection, Scenario
+from async_rl.simulation.faults import FaultKind
+from async_rl.simulation.scenario import Injection, Scenario
 from async_rl.simulation.simulate import SeedOutcome, simulate
 from async_rl.simulation.simulated_trainer import SimulatedTrainer
 from async_rl.weights.weight_sync import SyncReport, WeightSync

@@ -12,7 +12,8 @@ from async_rl.queue.journal import JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.simulation.__main__ import run_worker_seed
 from async_rl.simulation.cancellation_sweep import sweep
-from async_rl.simulation.scenario import FaultKind, Scenario, WorkerFault, branching
+from async_rl.simulation.faults import FaultKind
+from async_rl.simulation.scenario import Scenario, branching
 from async_rl.simulation.simulate import simulate
 from tests.support.small_run import small_run
 
@@ -55,7 +56,7 @@ def test_trees_go_on_elsewhere_when_workers_die_all_the_time(
     "within", ["WorkerBackend._keep_worker", "WorkerBackend._serve_attempt", "RemoteWriter.write_turn"]
 )
 def test_nothing_is_lost_when_a_run_with_workers_is_cancelled(tmp_path: Path, within: str) -> None:
-    faults: tuple[WorkerFault, ...] = ("kill_worker", "mute_worker")
+    faults: tuple[FaultKind, ...] = ("kill_worker", "mute_worker")
     swept = sweep(with_two_workers(small_run(0, faults)), tmp_path, within=within)
     assert swept.violations == []
     assert len(swept.runs) > 1

@@ -14,7 +14,8 @@ from async_rl.observability.records import step_record_log
 from async_rl.run.device_sharing import SharedDevices
 from async_rl.simulation.__main__ import run_shared_seed
 from async_rl.simulation.cancellation_sweep import sweep
-from async_rl.simulation.scenario import Ending, FaultKind, Scenario, sharing
+from async_rl.simulation.faults import FaultKind
+from async_rl.simulation.scenario import Ending, Scenario, sharing
 from async_rl.simulation.simulate import SeedOutcome, simulate
 from async_rl.simulation.simulated_trainer import SimulatedTrainer
 from tests.support.small_run import small_run

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from async_rl.simulation.faults import FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
-from async_rl.simulation.scenario import Ending, FaultKind, draw
+from async_rl.simulation.scenario import Ending, draw
 from async_rl.simulation.simulate import simulate
 from async_rl.types import TrainBatch
 from tests.support.small_run import small_run

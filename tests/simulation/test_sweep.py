@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.runtime import supervision
 from async_rl.simulation.cancellation_sweep import sweep
-from async_rl.simulation.scenario import FaultKind
+from async_rl.simulation.faults import FaultKind
 from tests.support.small_run import small_run
 
 FAULTS: tuple[FaultKind, ...] = ("die_in_call", "hang", "step_fails", "partial_update")

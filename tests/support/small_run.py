@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from async_rl.config import parse_config
-from async_rl.simulation.scenario import Death, Ending, FaultKind, Injection, Scenario, Speeds, draw
+from async_rl.simulation.faults import FaultKind
+from async_rl.simulation.scenario import Death, Ending, Injection, Scenario, Speeds, draw
 
 
 def small_run(

@@ -1,0 +1,142 @@
+"""The table of all faults. Seeds and the soak draw from it, and both print their counts in its order.
+
+To add a fault, add a row with a `share` and implement it where its family is injected (`FAMILIES`). The row
+draws from a random stream of its own, so other seeds keep their faults. Call `InvariantChecker.met`
+(`count_fault` in user code) where the fault takes effect: a fault that never took effect is not counted.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Final, Literal
+
+import msgspec
+
+FaultKind = str
+"""A key of `FAULTS`."""
+
+Family = Literal[
+    "call", "update", "engine", "memory", "trainer", "offload", "disk", "clock", "worker", "user", "driver"
+]
+
+Setting = Literal["any", "shared", "workers"]
+
+
+class FaultRow(msgspec.Struct, frozen=True):
+    """One kind of fault."""
+
+    family: Family
+    """Decides which object injects it."""
+    description: str
+    share: float | None = None
+    """Share of the seeds that have this fault, drawn from its own stream. None for the first faults, which
+    share one stream, and for those that the scenario draws elsewhere."""
+    only: Setting = "any"
+    """Where it can happen: on devices that engines and trainer share, or with rollout workers."""
+
+
+FAMILIES: Final[dict[Family, str]] = {
+    "call": "`FaultyEngine.inject`: the next call of an engine",
+    "update": "`FaultyEngine.inject`: the next weight update of an engine",
+    "engine": "`FaultyEngine.inject`: an engine, at once",
+    "memory": "`FaultyEngine.inject`: an engine's next release or return of device memory",
+    "trainer": "`SimulatedTrainer.faults`",
+    "offload": "`SimulatedTrainer.faults`",
+    "disk": "`_Simulation._inject`",
+    "clock": "`_Simulation._inject`",
+    "worker": "`SimulatedCluster.inject`",
+    "user": "`users.TurnsLoop`, `users.reward`: a task's `metadata['trouble']`",
+    "driver": "`_Simulation._die`: a `Death`",
+}
+"""Where the faults of a family are injected."""
+
+FAULTS: Final[dict[FaultKind, FaultRow]] = {
+    "die_in_call": FaultRow("call", "the engine dies during a call"),
+    "hang": FaultRow("call", "a call goes silent and ends in a timeout"),
+    "wrong_rows": FaultRow("call", "a call returns one routing row too many"),
+    "nan": FaultRow("call", "a log-prob is NaN"),
+    "lose": FaultRow("call", "a chunk is lost"),
+    "repeat": FaultRow("call", "a chunk arrives twice"),
+    "disconnect": FaultRow("call", "the connection is lost, the engine is well"),
+    "refuse_flush": FaultRow("update", "the engine refuses to flush its cache at first"),
+    "partial_update": FaultRow("update", "an update fails halfway"),
+    "late_error": FaultRow("update", "an update is applied and reports an error"),
+    "no_op_update": FaultRow("update", "an update reports success and is not applied"),
+    "hang_update": FaultRow("update", "an update is never answered"),
+    "die_in_update": FaultRow("update", "the engine dies during an update"),
+    "die": FaultRow("engine", "an engine is killed; its watcher notices"),
+    "die_unseen": FaultRow("engine", "an engine is killed; no watcher notices"),
+    "freeze": FaultRow("engine", "an engine answers nothing for 0.1 s to 1000 s"),
+    "slow": FaultRow("engine", "an engine decodes 20 times as slowly"),
+    "fail_restarts": FaultRow("engine", "the next restarts of an engine fail"),
+    "step_fails": FaultRow("trainer", "a trainer step fails"),
+    "step_is_nan": FaultRow("trainer", "the loss is NaN"),
+    "step_is_slow": FaultRow("trainer", "a trainer step takes ten times as long"),
+    "checkpoint_fails": FaultRow("trainer", "a checkpoint cannot be written"),
+    "publish_fails": FaultRow("trainer", "weights cannot be published"),
+    "disk_full": FaultRow("disk", "the disk is full for a while"),
+    "corrupt_frame": FaultRow("disk", "a bit of a queued frame flips"),
+    "clock_jump": FaultRow("clock", "the clock jumps by 10 ms to 100 s"),
+    "refuse_memory": FaultRow("memory", "an engine refuses to change its device memory", only="shared"),
+    "hang_memory": FaultRow("memory", "a change of device memory is never answered", only="shared"),
+    "offload_fails": FaultRow("offload", "the trainer cannot move its memory to the host", only="shared"),
+    "reload_fails": FaultRow("offload", "the trainer cannot take its memory back", only="shared"),
+    "kill_worker": FaultRow("worker", "a rollout worker is killed", only="workers"),
+    "mute_worker": FaultRow("worker", "a rollout worker falls silent", only="workers"),
+    "raise": FaultRow("user", "the agent loop raises"),
+    "hang_loop": FaultRow("user", "the agent loop hangs"),
+    "silent": FaultRow("user", "the agent loop returns without a turn"),
+    "too_long": FaultRow("user", "a tool's result overfills the context"),
+    "flaky_reward": FaultRow("user", "the reward raises"),
+    "slow_reward": FaultRow("user", "the reward takes too long"),
+    "slow_tool": FaultRow("user", "a tool exceeds its limit"),
+    "kill": FaultRow("driver", "the driver is killed between two callbacks"),
+    "kill_on_disk": FaultRow("driver", "the driver is killed inside a disk operation"),
+    "cancel": FaultRow("driver", "the driver is cancelled (2nd Ctrl-C)"),
+    "stop": FaultRow("driver", "the driver is stopped by a signal and resumed"),
+}
+
+
+def kinds_of(*families: Family) -> tuple[FaultKind, ...]:
+    """Return the faults of these families, in the order of the table."""
+    return tuple(kind for kind, row in FAULTS.items() if row.family in families)
+
+
+ENGINE_FAULTS: Final = frozenset(kinds_of("call", "update", "engine", "memory"))
+"""Faults of engines and of the network to them."""
+
+TRAINER_FAULTS: Final = frozenset(kinds_of("trainer", "offload"))
+
+SHARED_STREAM: Final = tuple(
+    kind
+    for kind in kinds_of("call", "update", "engine", "trainer", "disk", "clock")
+    if FAULTS[kind].share is None
+)
+"""The first faults: drawn together from the stream of the scenario. No row joins them."""
+
+
+def own_streams(seed: int, setting: Setting = "any") -> list[tuple[FaultKind, random.Random]]:
+    """Return the faults with a stream of their own that a seed has, each with its stream.
+
+    Example:
+        >>> for kind, rng in own_streams(seed=7):
+        ...     Injection(step=rng.randrange(5000), kind=kind, engine=rng.randrange(12), amount=rng.random())
+    """
+    drawn = []
+    for kind, row in FAULTS.items():
+        if row.share is not None and row.only == setting:
+            rng = random.Random(f"{kind} {seed}")
+            if rng.random() < row.share:
+                drawn.append((kind, rng))
+    return drawn
+
+
+def fault_table(times: dict[str, int], seeds: dict[str, int] | None = None) -> list[str]:
+    """Return the table of all faults: how often each happened, and in how many seeds."""
+    header = f"{'fault':<18}{'family':<9}{'happened':>9}" + (f"{'in seeds':>10}" if seeds is not None else "")
+    lines = [header + "  what happens"]
+    for kind, row in FAULTS.items():
+        line = f"{kind:<18}{row.family:<9}{times.get(kind, 0):>9}"
+        line += f"{seeds.get(kind, 0):>10}" if seeds is not None else ""
+        lines.append(f"{line}  {row.description}")
+    return lines
