@@ -25,6 +25,7 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
@@ -234,6 +235,9 @@ class Journal:
         self._branches: defaultdict[str, set[str]] = defaultdict(set)  # ids of branch entries, by root
         self._waiting: deque[tuple[list[JournalRecord], bool]] = deque()  # collected, not written
         self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="journal"
+        )  # its own: no write waits for others
         self._number = max((file_number(path) for path in journal_files(directory)), default=0)
         self._file: int | None = None
         self._nbytes = self._began_with = 0
@@ -308,7 +312,7 @@ class Journal:
             self._branches[root].add(trajectory_id)
 
     async def write_in_thread(self, before: Callable[[], None] = lambda: None) -> None:
-        """Write what is new, in a thread.
+        """Write what is new, in the journal's own thread.
 
         Args:
             before: Called in that thread before the write: the ledger must contain the journal's
@@ -323,7 +327,7 @@ class Journal:
             self._append()
 
         self._gather()
-        await asyncio.to_thread(work)
+        await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def write_entries(self) -> None:
         """Write what is new, in the calling thread.
@@ -336,6 +340,7 @@ class Journal:
 
     def close(self) -> None:
         """Close the file without writing. A thread that comes too late writes nothing."""
+        self._thread.shutdown(wait=False)
         with self._lock:
             self._waiting.clear()
             if self._file is not None:

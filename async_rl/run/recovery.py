@@ -125,24 +125,37 @@ class RecoveredState:
             retries=retries,
         )
 
-    async def write_journal(self) -> None:
+    async def _write_journal(self) -> None:
         """Write new journal entries every `queue.journal_s`; this service never returns."""
-        if self.journal is None or self._every_s is None:
-            await asyncio.Future()
-            return
+        assert self.journal is not None, "this service runs only with a journal"
+        assert self._every_s is not None, "this service runs only with a journal"
         while True:
             await asyncio.sleep(self._every_s)
-            self.journal.remove_entries(await self.queue.finished.store_pending())
             self.queue.record_straggling()
             # The ledger first: it must have the trajectories in the journal, and those that the journal
             # drops.
             await self.journal.write_in_thread(before=self.queue.flush_ledger)
 
+    async def _store_finished(self) -> None:
+        """Store trajectories that have ended before their groups; the journal drops them then.
+
+        This waits for the queue's threads, behind groups and batches of any size. The journal does not.
+        """
+        assert self.journal is not None, "this service runs only with a journal"
+        assert self._every_s is not None, "this service runs only with a journal"
+        while True:
+            await asyncio.sleep(self._every_s)
+            self.journal.remove_entries(await self.queue.finished.store_pending())
+
     @property
     def services(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """The loops that must run as services of the incarnation."""
-        loops: dict[str, Callable[[], Awaitable[None]]] = {"journal": self.write_journal}
-        return loops if self.archive is None else {**loops, "archive": self._write_archive}
+        loops: dict[str, Callable[[], Awaitable[None]]] = {}
+        if self.journal is not None:
+            loops |= {"journal": self._write_journal, "finished trajectories": self._store_finished}
+        if self.archive is not None:
+            loops["archive"] = self._write_archive
+        return loops
 
     async def _write_archive(self) -> None:
         while True:

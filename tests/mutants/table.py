@@ -257,6 +257,14 @@ MUTANTS: Final = (
         (QUEUE,),
     ),
     Mutant(
+        "journal-waits-for-other-threads",
+        "The journal's writes share their threads with everything else that blocks.",
+        "async_rl/queue/journal.py",
+        "await asyncio.get_running_loop().run_in_executor(self._thread, work)",
+        "await asyncio.to_thread(work)",
+        ("tests/simulation/test_recovery.py",),
+    ),
+    Mutant(
         "straggler-limit-is-not-restored",
         "After a restart a group waits for its stragglers until another sibling ends.",
         "async_rl/rollout/manager.py",

@@ -124,7 +124,11 @@ class World:
         self.num_ids += 1
         return f"{self.num_ids:032x}"
 
-    def live(self, kill: Callable[[float, LocalCluster], bool] = lambda now, cluster: False) -> Incarnation:
+    def live(
+        self,
+        kill: Callable[[float, LocalCluster], bool] = lambda now, cluster: False,
+        loop_class: type[VirtualTimeLoop] = VirtualTimeLoop,
+    ) -> Incarnation:
         """One process, until the run has ended or `kill` says so; the next one goes on from its folder."""
         (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         cluster, metrics = LocalCluster(self.config, step_s=0.4), Metrics()
@@ -142,7 +146,7 @@ class World:
                 calls.extend(tuple(call.tokens) for engine in cluster.engines for call in engine._calls)
                 raise Killed
 
-        loop = VirtualTimeLoop(after_step=after_step)
+        loop = loop_class(after_step=after_step)
         chat = cast(ChatFormat, SimulatedChat())
         inputs = RunInputs(TASKS, chat, load_facts(self.config.model.path), self.new_id)
         run = Orchestrator(self.config, here, asyncio.Event(), cluster, metrics, loop.time, inputs)
@@ -417,3 +421,44 @@ def test_a_group_goes_without_its_stragglers_at_the_same_time_when_the_driver_is
     assert last.error is None
     assert last.accounts.dropped["straggler"] >= 1
     assert ended[0] == pytest.approx(6.5 - sum(moments), abs=2 * TICK_S * len(moments) + 0.6)
+
+
+class BusyThreads(VirtualTimeLoop):
+    """All threads but the journal's own take seconds, as when large groups are packed."""
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        if getattr(executor, "_thread_name_prefix", "") == "journal":
+            return super().run_in_executor(executor, func, *args)
+        done = self.create_future()
+
+        def work() -> None:
+            ours = super(BusyThreads, self).run_in_executor(executor, func, *args)
+            ours.add_done_callback(lambda _: done.done() or self._pass_on(ours, done))
+
+        self.call_later(6.5, work)
+        return done
+
+    @staticmethod
+    def _pass_on(ours: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
+        if (error := ours.exception()) is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(ours.result())
+
+
+def test_the_journal_is_written_every_tick_when_the_threads_are_busy_with_packing(tmp_path: Path) -> None:
+    world = World(tmp_path, "rollout.max_concurrent_trajectories=4")
+    written: list[float] = []  # moments at which the journal grew, or had no reason to
+    size = 0
+
+    def watch_journal(now: float, cluster: LocalCluster) -> bool:
+        nonlocal size
+        if not written or now - written[-1] > TICK_S / 4:
+            before, size = size, sum(os.path.getsize(path) for path in (world.folder / "journal").iterdir())
+            if size != before or not any(engine._calls for engine in cluster.engines):
+                written.append(now)
+        return now > 20.0
+
+    world.live(watch_journal, BusyThreads)
+    assert len(written) > 40
+    assert max(after - before for before, after in pairwise(written)) < 2 * TICK_S

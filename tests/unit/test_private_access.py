@@ -78,6 +78,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "_run_siblings": "runs one group without the manager's loop",
     },
     "tests/simulation/test_recovery.py": {
+        "_thread_name_prefix": "an executor has no public name",
         "_calls": "the calls that a crash cuts off",
         "_version": "the version that a simulated engine serves",
     },
