@@ -102,6 +102,11 @@ def settings(interruptions: Sequence[int]) -> list[Setting]:
     return [NEVER, *(Setting(*way) for way in itertools.product(interruptions, DELTAS, caches))]
 
 
+_MAX_PAUSES = 30
+"""How often calls are paused in place until each of them still ran at every pause: a tiny model may end its
+answers before this process, on a loaded machine, gets to pause it."""
+
+
 # -- what the engine does ---------------------------------------------------------------------------------
 
 
@@ -180,7 +185,15 @@ async def roll_out(
     """Sample `tokens` tokens for each prompt, with the weights of the chain one after the other."""
     await engine.update_weights(DiskUpdate(weight_version=0, path=str(chain[0])), flush=True)
     if live and setting.cache == "in_place":
-        return await _pause_in_place(engine, chain, prompts, tokens, setting)
+        for _ in range(_MAX_PAUSES):
+            found = await _pause_in_place(engine, chain, prompts, tokens, setting)
+            if all(len(mixed.parts) == setting.interruptions + 1 for mixed in found):
+                return found
+            await engine.update_weights(DiskUpdate(weight_version=0, path=str(chain[0])), flush=True)
+        raise RuntimeError(
+            f"the engine ended an answer of {tokens} tokens before each of {_MAX_PAUSES} pauses: leave this "
+            "process more of the CPU, or sample more tokens"
+        )
     parts: list[list[Part]] = [[] for _ in prompts]
     sequences = list(prompts)
     for version, end in enumerate(_boundaries(tokens, setting.interruptions)):
