@@ -14,6 +14,7 @@ import asyncio
 import importlib.util
 import logging
 import os
+import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self
@@ -114,7 +115,7 @@ class McpServer:
     """One server and the connection to it, entered for the whole run.
 
     Raises:
-        ConfigError: A named environment variable is not set.
+        ConfigError: A named environment variable is not set, or the command does not exist.
         EnvironmentNotReady: The client package is not installed.
     """
 
@@ -123,6 +124,11 @@ class McpServer:
             raise EnvironmentNotReady(
                 "tools of MCP servers need the package `mcp`, which is not installed: pip install "
                 "'async-rl[mcp]'"
+            )
+        if spec.command and shutil.which(spec.command[0]) is None:
+            raise ConfigError(
+                f"MCP server {spec.label}: there is no program {spec.command[0]!r}; expected one on the "
+                f"PATH, or a path from {os.getcwd()}"
             )
         self._spec = spec
         _secrets({**spec.env, **spec.headers}, spec.label)  # check them now, not at the first call

@@ -55,10 +55,15 @@ def _run_check(parsed: argparse.Namespace) -> int:
     from async_rl.config import load_config
     from async_rl.config.reference import resolved_yaml
     from async_rl.run.preflight import check_config, check_trainer
+    from async_rl.sft.sft_run import check_sft
 
     config = load_config(parsed.config, parsed.overrides)
-    check_trainer(config, config.trainer.worker, "trainer.worker")
-    findings = check_config(config)
+    findings: list[str] = []
+    if config.has_tasks or config.sft.path is None:
+        check_trainer(config, config.trainer.worker, "trainer.worker")
+        findings += check_config(config)
+    if config.sft.path is not None:
+        findings += check_sft(config)
     sys.stdout.write(resolved_yaml(config))
     for finding in findings:
         print(f"# {finding}")
@@ -360,8 +365,9 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "check",
         "say whether a config can work; start nothing",
-        "Checks the config, the model's folder, every row of the dataset and all dotted paths, and "
-        "prints the resolved config with the bounds that follow from it.",
+        "Checks the config, the model's files, every row of the dataset and all dotted paths, and prints the "
+        "resolved config with the bounds that follow from it. Of a config with sft.path it checks the "
+        "conversations, too.",
         _add_config,
         _run_check,
     ),

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from uuid6 import uuid7
 
-from async_rl.cli.inspection.try_out import OpenEngines, engines_from
-from async_rl.config import Config, SGLangEngines, load_config
+from async_rl.cli.inspection.try_out import OpenEngines, check_served_model, engines_from
+from async_rl.config import Config, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.data.dataset import load_validation, prompt_rule
 from async_rl.engines.model_facts import load_facts
@@ -105,7 +105,7 @@ async def _evaluate_sets(
         async with open_engines(config, folder / "logs") as engines:
             for engine in engines:
                 health = await engine.health()
-                _check_model(config, engine.engine_id, health.model_path)
+                check_served_model(config, engine.engine_id, health.model_path)
                 versions.add(health.weight_version)
                 pool.add_engine(engine)
                 pool.serve_engine(engine.engine_id, health.weight_version)
@@ -118,16 +118,6 @@ async def _evaluate_sets(
     finally:
         if kept is not None:
             kept.close()
-
-
-def _check_model(config: Config, engine_id: str, serves: str) -> None:
-    """Check that an external server serves the model that is to be evaluated."""
-    external = isinstance(config.engine, SGLangEngines) and (config.engine.urls or config.engine.urls_file)
-    if external and serves and Path(serves).resolve() != Path(config.model.path).resolve():
-        raise ConfigError(
-            f"engine {engine_id} serves {serves}, but model.path is {config.model.path}: start it with that "
-            "model, or leave out engine.urls, so that one is started here"
-        )
 
 
 def show_scores(console: Console, model: str, record: EvaluationRecord) -> None:

@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from async_rl.config import Config, SGLangEngines, load_config
+from async_rl.config import Config, EvaluationConfig, SGLangEngines, load_config
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import ConfigError
 from async_rl.observability.records import StepRecord, step_record_log
+from async_rl.run.preflight import require_tasks
 from async_rl.simulation.planned_job import JobPlan, PlannedRun, simulate
 from async_rl.simulation.workload import Workload
 
 S = TypeVar("S", bound=msgspec.Struct)
+
+_LINE_EVERY_S: Final = 10.0
+"""How often a line of progress is printed where there is no terminal."""
 
 _WARM_UP: Final = 5
 """The first 1/5 of a past run's steps precede its steady state and are left out."""
@@ -60,6 +66,7 @@ def plan(
         ConfigError: The config, the run or a figure cannot be used.
     """
     config = load_config(path, overrides)
+    require_tasks(config)
     row_bytes, remark = _routing_row_bytes(config)
     workload = workload_for(config, run_dir, {"routing_row_bytes": row_bytes} | dict(figures or {}))
     how = _convert_figures(simulation or {}, PlannedRun)
@@ -67,7 +74,8 @@ def plan(
     plans, sentences = [], []
     for number in engines or (base,):
         job, work = with_engines(config, workload, number, grow=grow)
-        plans.append(simulate(job, work, how))
+        with PlanProgress(Console(stderr=True), number, how.warmup + how.versions) as progress:
+            plans.append(simulate(job, work, how, on_step=progress.show_step))
         sentences.append(bottleneck(plans[-1], job, work) + queue_remark(plans[-1], job))
     if as_json:
         rows = [msgspec.to_builtins(p) | {"bottleneck": s} for p, s in zip(plans, sentences, strict=True)]
@@ -76,6 +84,56 @@ def plan(
     else:
         _show(Console(), workload, plans, sentences, remark)
     return 0
+
+
+class PlanProgress:
+    """Shows how far a simulation is, on stderr: a bar on a terminal, elsewhere a line now and then.
+
+    Example:
+        >>> with PlanProgress(Console(stderr=True), engines=8, steps=20) as progress:
+        ...     simulate(config, workload, on_step=progress.show_step)
+    """
+
+    def __init__(
+        self, console: Console, engines: int, steps: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._clock, self._steps = console, clock, steps
+        self._title = f"simulating {engines:,} engine{'s' * (engines != 1)}"
+        self._printed_s = clock()
+        self._bar = Progress(
+            TextColumn(self._title),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task(self._title, total=steps)
+
+    def __enter__(self) -> PlanProgress:
+        """Show that the simulation starts."""
+        if self._console.is_interactive:
+            self._bar.start()
+        else:
+            self._print(f"{self._title}: {self._steps} steps")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Remove the bar."""
+        if self._console.is_interactive:
+            self._bar.stop()
+
+    def show_step(self, step: int) -> None:
+        """Show that a step has ended."""
+        self._bar.update(self._task, completed=step)
+        now_s = self._clock()
+        if not self._console.is_interactive and now_s - self._printed_s >= _LINE_EVERY_S:
+            self._printed_s = now_s
+            self._print(f"{self._title}: step {step} of {self._steps}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float]) -> Workload:
@@ -152,14 +210,19 @@ def with_engines(config: Config, workload: Workload, number: int, *, grow: bool)
 
     concurrent = times(config.rollout.max_concurrent_trajectories)
     job = replace(
-        config, engine=engine, rollout=replace(config.rollout, max_concurrent_trajectories=concurrent)
+        config,
+        engine=engine,
+        rollout=replace(config.rollout, max_concurrent_trajectories=concurrent),
+        evaluation=EvaluationConfig(),  # not simulated; its engines may be more than `number`
     )
     if not grow:
         return job, workload
     batch = times(config.trainer.groups_per_batch)
+    updates = min(batch, config.trainer.updates_per_batch)
     if workload.train_tokens_per_s is not None:
         workload = replace(workload, train_tokens_per_s=workload.train_tokens_per_s * number / base)
-    return replace(job, trainer=replace(job.trainer, groups_per_batch=batch)), workload
+    trainer = replace(job.trainer, groups_per_batch=batch, updates_per_batch=updates)
+    return replace(job, trainer=trainer), workload
 
 
 def bottleneck(plan: JobPlan, config: Config, workload: Workload) -> str:

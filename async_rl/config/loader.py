@@ -14,13 +14,25 @@ from async_rl.config.description import describe_fields
 from async_rl.config.root import Config
 from async_rl.errors import ConfigError
 from async_rl.runtime import yaml12
+from async_rl.runtime.loading import add_import_folder
+
+DEFAULT_ENGINE: Final = "sglang"
+"""The `kind` of engines that name none."""
+
+DEFAULT_REWARD: Final = "function"
+"""The `kind` of a reward in `rollout.rewards` that names none."""
 
 RENAMED: Final = {"rollout.overage": "rollout.staleness_policy"}
 """Settings of earlier versions, and their present names."""
 
+_YES_AND_NO: Final = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+"""What YAML 1.1 reads as a boolean and YAML 1.2 as text."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `dotted.key=value` overrides, and check everything.
+
+    From then on `runtime.loading` also finds modules beside the file.
 
     Args:
         path: The YAML file.
@@ -32,9 +44,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     file = Path(path)
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8-sig")  # some editors write a byte-order mark
     except OSError as e:
         raise ConfigError(f"cannot read the config {file}: {e.strerror}. Name an existing YAML file") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{file} is not UTF-8 ({e.reason} at byte {e.start}): save it as UTF-8") from e
     try:
         tree = yaml12.load(text) or {}
     except yaml12.YAMLError as e:
@@ -43,7 +57,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{file} holds a {type(tree).__name__}, expected a mapping of sections")
     for override in overrides:
         apply_override(tree, override)
-    return parse_config(tree, source=str(file))
+    add_import_folder(file.parent)
+    return parse_config(tree, source=str(file), overrides=overrides)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -64,25 +79,39 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {e}") from e
 
 
-def parse_config(tree: dict[str, Any], source: str = "config") -> Config:
+def parse_config(tree: dict[str, Any], source: str = "config", *, overrides: Sequence[str] = ()) -> Config:
     """Convert plain values to a `Config`, strictly.
+
+    Args:
+        tree: The values, with the overrides applied.
+        source: Where they come from, for messages.
+        overrides: What was applied. A message about one of them names it in place of the source.
 
     Raises:
         ConfigError: With the place, the actual value, what was expected, and what to do.
     """
-    _refuse_renamed(tree, source)
+    for old, new in RENAMED.items():
+        if _has(tree, old):
+            raise ConfigError(f"{_blame(old, source, overrides)}: {old} was renamed: use {new}")
     engine = tree.setdefault("engine", {})
     if isinstance(engine, dict):
-        engine.setdefault("kind", "sglang")
+        engine.setdefault("kind", DEFAULT_ENGINE)
     match tree:
         case {"rollout": {"rewards": dict(rewards)}}:
             for reward in rewards.values():
                 if isinstance(reward, dict):
-                    reward.setdefault("kind", "function")
+                    reward.setdefault("kind", DEFAULT_REWARD)
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as e:
-        raise ConfigError(f"{source}: {_readable(str(e), tree)}") from e
+        message = str(e)
+        place = _place(message)
+        if place:
+            raise ConfigError(f"{_blame(place, source, overrides)}: {_readable(message, tree)}") from e
+        # A check of several settings, whose message names them.
+        applied = [override for override in overrides if override.partition("=")[0] in message]
+        where = " with ".join([source, *([" ".join(applied)] if applied else [])])
+        raise ConfigError(f"{where}: {_readable(message, tree)}") from e
 
 
 def to_builtins(config: Config) -> dict[str, Any]:
@@ -91,14 +120,39 @@ def to_builtins(config: Config) -> dict[str, Any]:
     return plain
 
 
-def _refuse_renamed(tree: dict[str, Any], source: str) -> None:
-    for old, new in RENAMED.items():
-        *parents, leaf = old.split(".")
-        node: Any = tree
-        for parent in parents:
-            node = node.get(parent) if isinstance(node, dict) else None
-        if isinstance(node, dict) and leaf in node:
-            raise ConfigError(f"{source}: {old} was renamed: use {new}")
+def _has(tree: dict[str, Any], key: str) -> bool:
+    node: Any = tree
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return False
+        node = node[part]
+    return True
+
+
+def _place(message: str) -> str:
+    """Return the dotted key that a message of msgspec is about, as far as it is one; else nothing.
+
+    Example:
+        >>> _place("Object contains unknown field `nam` - at `$.data.datasets[0]`")
+        'data.datasets'
+        >>> _place("Object contains unknown field `modle`")
+        'modle'
+    """
+    found = re.search(r"`\$\.([\w.]+)(\[)?", message)
+    place = found.group(1) if found else ""
+    unknown = re.search(r"unknown field `(\w+)`", message)
+    if unknown and not (found and found.group(2)):
+        return f"{place}.{unknown.group(1)}".lstrip(".")
+    return place
+
+
+def _blame(place: str, source: str, overrides: Sequence[str]) -> str:
+    """Return the override that set a key, or something in or around it; else the source."""
+    for override in reversed(overrides):
+        key = override.partition("=")[0]
+        if f"{place}.".startswith(f"{key}.") or key.startswith(f"{place}."):
+            return f"override {override!r}"
+    return source
 
 
 def _readable(message: str, tree: dict[str, Any]) -> str:
@@ -121,5 +175,8 @@ def _readable(message: str, tree: dict[str, Any]) -> str:
             found = f"{message.replace('`', chr(39))}; found {value!r}"
             kinds = {key: kind for key, kind, *_ in describe_fields()}
             choices = kinds.get(place.group(1)) if "enum" in message else None
-            return f"{found}, expected one of {choices.replace(' | ', ', ')}" if choices else found
+            if choices:
+                return f"{found}, expected one of {choices.replace(' | ', ', ')}"
+            meant = _YES_AND_NO.get(str(value).lower()) if "bool" in message else None
+            return f"{found}; write {meant}" if meant else found
     return message.replace("`", "'")

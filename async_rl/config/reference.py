@@ -10,6 +10,7 @@ from typing import get_args, get_type_hints
 import msgspec
 
 from async_rl.config import Config, describe_fields, to_builtins
+from async_rl.config.loader import DEFAULT_ENGINE, DEFAULT_REWARD
 from async_rl.runtime import yaml12
 
 _PACKAGES = ("async-rl", "sglang", "torch", "megatron-core", "transformers", "ray", "numpy")
@@ -30,8 +31,13 @@ bound. `async-rl check run.yaml` prints the resolved config.
 
 def json_schema() -> str:
     """Return the JSON schema (2020-12) of a config file, for editors."""
-    schema = msgspec.json.encode(msgspec.json.schema(Config))
-    return msgspec.json.format(schema, indent=2).decode() + "\n"
+    schema = msgspec.json.schema(Config)
+    for section in schema["$defs"].values():
+        kind = section.get("properties", {}).get("kind", {})
+        if kind.get("enum", [None])[0] in (DEFAULT_ENGINE, DEFAULT_REWARD):  # the loader fills it in
+            section["required"].remove("kind")
+            kind["default"] = kind["enum"][0]
+    return json.dumps(schema, indent=2) + "\n"
 
 
 def markdown() -> str:

@@ -49,6 +49,11 @@ class Config(Strict, frozen=True, kw_only=True):
             check(self)
 
     @property
+    def has_tasks(self) -> bool:
+        """Whether it names tasks to roll out; a config for `async-rl sft` need not."""
+        return self.data.path is not None or bool(self.data.datasets)
+
+    @property
     def batch_trajectories(self) -> int:
         """Trajectories that one trainer step consumes."""
         return self.trainer.groups_per_batch * self.rollout.group_size
@@ -105,17 +110,14 @@ def check_sharing(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Check that the config names training data, and that dataset weights are complete.
+    """Check that training data is named in one place only, and that dataset weights are complete.
 
     Raises:
         ValueError: The settings do not fit together.
     """
     data = config.data
-    supervised = config.sft.path is not None and data == DataConfig()
-    if (data.path is None) == (not data.datasets) and not supervised:
-        both = "are both set: set only one of them"
-        none = "are both missing: set data.path to a .jsonl or .parquet file of tasks"
-        raise ValueError(f"data.path and data.datasets {none if data.path is None else both}")
+    if data.path is not None and data.datasets:
+        raise ValueError("data.path and data.datasets are both set: set only one of them")
     weights = [dataset.weight for dataset in data.datasets]
     if None in weights and any(weights):
         raise ValueError(
@@ -151,13 +153,21 @@ def check_groups(config: Config) -> None:
 
 
 def check_engines(config: Config) -> None:
-    """Check that servers are named in one place only.
+    """Check that servers are named in one place only, by URLs.
 
     Raises:
         ValueError: The settings do not fit together.
     """
-    if isinstance(config.engine, SGLangEngines) and config.engine.urls and config.engine.urls_file:
+    engine = config.engine
+    if not isinstance(engine, SGLangEngines):
+        return
+    if engine.urls and engine.urls_file:
         raise ValueError("engine.urls and engine.urls_file are both set: write the URLs into the file")
+    for url in engine.urls:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"engine.urls has {url!r}, which is no URL: write http://{url.rpartition('//')[2]}"
+            )
 
 
 def check_layout(config: Config) -> None:

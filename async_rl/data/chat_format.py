@@ -50,6 +50,10 @@ class Tokenizer(Protocol):
         """Render a conversation as text."""
         ...
 
+    def __len__(self) -> int:
+        """Return the number of tokens, added ones included."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Convert text to token ids."""
         ...

@@ -11,6 +11,7 @@ Errors name malformed examples by file and line, up to ten at once.
 
 from __future__ import annotations
 
+import codecs
 import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
@@ -321,6 +322,11 @@ def read_examples(path: Path, place: str) -> Iterator[tuple[str, Any]]:
 def _jsonl_examples(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield each line with its place; an unreadable line as its error."""
     with path.open("rb") as lines:
+        start = lines.read(len(codecs.BOM_UTF8))
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ConfigError(f"{path} is UTF-16 by its byte-order mark: save it as UTF-8")
+        if start != codecs.BOM_UTF8:  # which some editors write
+            lines.seek(0)
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

@@ -20,7 +20,7 @@ from async_rl.engines.sglang.connect import is_loopback
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.shared_devices import Device
-from async_rl.runtime.loading import load_object
+from async_rl.runtime.loading import add_import_folder, load_object
 from async_rl.runtime.processes import Process, die_with_parent, this_process
 from async_rl.weights.weight_folder import WeightFolder
 
@@ -35,6 +35,8 @@ class ActorSetup(msgspec.Struct, frozen=True):
     marker: str
     """The content of that file."""
     driver_node: str
+    import_folders: tuple[str, ...] = ()
+    """Where the driver looks for the user's modules beside its working folder."""
 
 
 class NodeActor:
@@ -52,6 +54,8 @@ class NodeActor:
             EnvironmentNotReady: This node does not see the driver's files.
         """
         enter_driver_folder(setup, node_address())
+        for folder in setup.import_folders:
+            add_import_folder(Path(folder))
         if log_path is not None:
             redirect_output(log_path)
         use_interface_of(node_address())

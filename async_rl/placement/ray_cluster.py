@@ -31,6 +31,7 @@ from async_rl.placement.rollout_worker_actor import rollout_worker
 from async_rl.placement.shared_devices import Device, assign_devices, options_beside
 from async_rl.rollout.workers.messages import Link
 from async_rl.run.cluster import Cluster
+from async_rl.runtime.loading import IMPORT_FOLDERS
 from async_rl.runtime.processes import Process
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting
@@ -390,7 +391,8 @@ def _actor_setup(run_dir: Path) -> ActorSetup:
     """Write the marker file, and return how actors find the files of the run."""
     marker, path = secrets.token_hex(16), run_dir / ".shared"
     path.write_text(marker)
-    return ActorSetup(os.getcwd(), str(path), marker, ray.get_runtime_context().get_node_id())
+    node = ray.get_runtime_context().get_node_id()
+    return ActorSetup(os.getcwd(), str(path), marker, node, tuple(IMPORT_FOLDERS))
 
 
 class RayFolder(HostFolder):

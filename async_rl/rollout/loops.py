@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Self
 
 from async_rl.config import NamedLoop, RolloutConfig
-from async_rl.errors import ConfigError
-from async_rl.runtime.loading import load_object
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.runtime.loading import call_problem, load_object
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting
 
@@ -100,6 +101,29 @@ class AgentLoops:
             key = "rollout.agent_loop_args"
         kind = load_object(named.loop, what="agent loop")
         try:
-            return kind(**named.args)
+            loop = kind(**named.args)
+        except AsyncRLError:
+            raise
         except TypeError as error:
             raise ConfigError(f"{key}: {named.loop} cannot be made with {named.args}: {error}") from error
+        except Exception as error:  # the user's constructor may raise anything
+            raise ConfigError(
+                f"agent loop {named.loop} cannot be made: {type(error).__name__}: {error}"
+            ) from error
+        _check_run(loop, named.loop)
+        return loop
+
+
+def _check_run(loop: Any, name: str) -> None:
+    """Check that a loop has a method `async def run(self, task, session)`.
+
+    Raises:
+        ConfigError: It has none that can be called like that.
+    """
+    run, expected = getattr(loop, "run", None), "expected `async def run(self, task, session)`"
+    if run is None:
+        raise ConfigError(f"agent loop {name} has no method `run`; {expected}")
+    if not inspect.iscoroutinefunction(inspect.unwrap(run)):
+        raise ConfigError(f"agent loop {name}: its `run` is not async; {expected}")
+    if (problem := call_problem(run, "task", "session")) is not None:
+        raise ConfigError(f"agent loop {name}: its `run` cannot be called: {problem}; {expected}")

@@ -7,7 +7,6 @@ second instead of the start of a cluster.
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from async_rl.data.chat_format import ChatFormat, has_tokenizer, load_chat_forma
 from async_rl.data.dataset import Dataset, load_run_tasks, load_validation, prompt_rule
 from async_rl.data.template_rewrites import describe_rewrites
 from async_rl.engines.model_facts import check_model, load_facts
+from async_rl.engines.model_files import check_weights
 from async_rl.engines.sglang.server import detect_device
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.observability.console_report import derived_bounds
@@ -26,6 +26,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.observability.trackers.choice import choose as choose_trackers
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.runtime.loading import extend_import_path
 
 
 def check_config(config: Config) -> list[str]:
@@ -37,8 +38,7 @@ def check_config(config: Config) -> list[str]:
     Raises:
         ConfigError: Something does not fit together; the message names the remedy.
     """
-    if config.data.path is None and not config.data.datasets:
-        raise ConfigError("data.path is missing: set it to a .jsonl or .parquet file of tasks")
+    require_tasks(config)
     facts = load_facts(config.model.path)
     check_model(config, facts)
     rewards = Rewards(config, decode=str, metrics=Metrics(), clock=time.monotonic)
@@ -56,6 +56,8 @@ def check_config(config: Config) -> list[str]:
             raise ConfigError(f"task {task.task_id}: {error}") from error
     # The weights and tokenizer of an external engine may be missing here.
     chat = load_chat_format(config.model.path) if has_tokenizer(config.model.path) else None
+    if chat is not None:
+        _check_vocabulary(chat, config.model.path, facts.vocab_size)
     loop_findings = [text for name in used for text in _loop_findings(loops.get_loop(name), chat)]
     scored = Counter(rewards.name_for(task) for task in tasks)
     model = (
@@ -76,6 +78,34 @@ def check_config(config: Config) -> list[str]:
         *(f"reward: {name}, of {count} tasks" for name, count in scored.items()),
         *(f"{name}: {bound}" for name, bound in derived_bounds(config).items()),
     ]
+
+
+def _check_vocabulary(chat: ChatFormat, model_path: str, vocab_size: int) -> None:
+    """Check that every token of the tokenizer has a row in the embedding."""
+    tokens = len(chat.tokenizer)
+    if tokens > vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {model_path} has {tokens} tokens, and its config.json only vocab_size "
+            f"{vocab_size}: one of the files belongs to another model"
+        )
+
+
+def require_tasks(config: Config) -> None:
+    """Check that the config names tasks for rollouts.
+
+    Raises:
+        ConfigError: It names none, or only conversations for `async-rl sft`.
+    """
+    if config.has_tasks:
+        return
+    if config.sft.path is not None:
+        raise ConfigError(
+            "the config has sft.path and no data.path, so it is one for `async-rl sft`: run that, or set "
+            "data.path to a .jsonl or .parquet file of tasks"
+        )
+    raise ConfigError(
+        "data.path and data.datasets are both missing: set data.path to a .jsonl or .parquet file of tasks"
+    )
 
 
 def _loop_findings(loop: Any, chat: ChatFormat | None) -> list[str]:
@@ -121,7 +151,7 @@ def _describe_dataset(dataset: Dataset) -> str:
 
 
 def check_trainer(config: Config, worker: str, key: str) -> None:
-    """Check with the trainer's package that it can train this model in this layout.
+    """Check that the weights are there, and with the trainer's package that it can train this model.
 
     Args:
         config: The run's config.
@@ -130,9 +160,10 @@ def check_trainer(config: Config, worker: str, key: str) -> None:
         key: The setting that holds the path.
 
     Raises:
-        ConfigError: The path is wrong, or the package refuses the config.
+        ConfigError: The path is wrong, the weights are incomplete, or the package refuses the config.
     """
     require_module(worker, key)
+    check_weights(config.model.path, load_facts(config.model.path))
     package = sys.modules.get(worker.partition(":")[0].rpartition(".")[0])
     if package is not None and hasattr(package, "check"):
         package.check(config)
@@ -143,14 +174,10 @@ def require_module(path: str, key: str) -> None:
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
         raise ConfigError(f"{key} {path!r} is not a dotted path; expected `module:Class`")
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
+    places = extend_import_path()
     try:
         found = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of a parent package
         found = False
     if not found:
-        raise ConfigError(
-            f"{key} {path!r}: there is no module {module!r}; expected an installed package or "
-            f"a file in {os.getcwd()}"
-        )
+        raise ConfigError(f"{key} {path!r}: there is no module {module!r}; expected {places}")

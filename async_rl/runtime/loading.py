@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from async_rl.errors import ConfigError, EnvironmentNotReady
+
+IMPORT_FOLDERS: Final[list[str]] = []
+"""Folders that this process searches for the user's modules after the current one."""
+
+
+def add_import_folder(folder: Path) -> None:
+    """Search a folder for modules from now on, after `sys.path` and the current folder."""
+    if (name := str(folder.resolve())) not in IMPORT_FOLDERS:
+        IMPORT_FOLDERS.append(name)
+
+
+def extend_import_path() -> str:
+    """Append the folders of the user's modules to `sys.path`; return where they may be, for messages.
+
+    The folder of the config may hold any file, so it comes last and shadows no package.
+    """
+    # The sys.path of a console script starts with the script's folder, not the user's.
+    folders = [os.getcwd(), *(folder for folder in IMPORT_FOLDERS if folder != os.getcwd())]
+    for folder in folders:
+        if folder not in sys.path and not (folder == folders[0] and "" in sys.path):
+            sys.path.append(folder)
+    return f"an installed package or a file in {' or '.join(folders)}"
 
 
 def load_object(path: str, *, what: str) -> Any:
     """Import the object at a dotted path.
 
-    The current directory is searched too, so a file beside the config can be named by its stem.
+    The current folder is searched too, and then the config's, so a file beside the config can be named by
+    its stem.
 
     Args:
         path: `module:attribute`, for example `my_loop:MyLoop`; the attribute may have dots.
@@ -39,17 +64,32 @@ def load_object(path: str, *, what: str) -> Any:
     return value
 
 
+def call_problem(function: Any, *args: Any, **kwargs: Any) -> str | None:
+    """Return why a function's signature does not accept a call, or None if it does or has no signature.
+
+    Example:
+        >>> call_problem(lambda task: 0.0, "task", "completion")
+        'too many positional arguments'
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
 def _import_module(module_name: str, path: str, what: str) -> ModuleType:
-    # The sys.path of a console script starts with the script's folder, not the user's.
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
+    places = extend_import_path()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ConfigError(
-                f"{what} {path!r}: there is no module {error.name!r}; expected an installed package or a "
-                f"file in {os.getcwd()}"
+                f"{what} {path!r}: there is no module {error.name!r}; expected {places}"
             ) from error
         raise ConfigError(f"{what} {path!r}: importing {module_name!r} failed: {error}") from error
     except EnvironmentNotReady:  # its message already says what to install

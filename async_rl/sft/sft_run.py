@@ -108,13 +108,8 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = start
         return True
 
     async def run(run_dir: Path, stop: asyncio.Event) -> None:
-        tokens = sum(len(row.token_ids) for row in data.rows)
-        trained = sum(int(row.loss_mask.sum()) for row in data.rows) / max(tokens, 1)
         longer = f", {data.num_too_long} longer ones left out" if data.num_too_long else ""
-        progress.print_line(
-            f"{len(data.rows):,} conversations, {tokens:,} tokens, {trained:.0%} of them trained on{longer}; "
-            f"{num_steps} steps; folder {run_dir}"
-        )
+        progress.print_line(f"{_describe_rows(data.rows)}{longer}; {num_steps} steps; folder {run_dir}")
         async with open_ranks(config, run_dir) as ranks:
             await fine_tune(config, settings, data, run_dir, out_of(run_dir), ranks, stop, progress)
 
@@ -132,6 +127,32 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = start
         )
     finally:
         progress.close()
+
+
+def check_sft(config: Config) -> list[str]:
+    """Check everything of a supervised run that needs no process.
+
+    Returns:
+        Findings, one sentence each.
+
+    Raises:
+        ConfigError: The config or its data cannot be used.
+    """
+    supervised = sft_config(config)
+    data = read_data(supervised, supervised.sft)
+    left_out = f", {data.num_too_long} longer ones left out" if data.num_too_long else ""
+    validation = [f"validation: {len(data.validation):,} conversations"] if data.validation else []
+    return [
+        f"sft: {_describe_rows(data.rows)}{left_out}",
+        *(f"sft: {finding}" for finding in validation),
+        f"sft: {len(data.plan.batches)} steps",
+    ]
+
+
+def _describe_rows(rows: Sequence[SftExample]) -> str:
+    tokens = sum(len(row.token_ids) for row in rows)
+    trained = sum(int(row.loss_mask.sum()) for row in rows) / max(tokens, 1)
+    return f"{len(rows):,} conversations, {tokens:,} tokens, {trained:.0%} of them trained on"
 
 
 def sft_config(config: Config) -> Config:

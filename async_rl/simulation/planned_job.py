@@ -33,7 +33,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from async_rl.codec import read_frame
-from async_rl.config import Config, SGLangEngines
+from async_rl.config import Config, EvaluationConfig, SGLangEngines
 from async_rl.engine_protocol import Engine, EngineFacts, GroupInvite, TensorSpec
 from async_rl.errors import EngineError
 from async_rl.observability.console_report import RunProgress
@@ -142,13 +142,20 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     scale: int
 
 
-def simulate(config: Config, workload: Workload, simulation: PlannedRun | None = None) -> JobPlan:
+def simulate(
+    config: Config,
+    workload: Workload,
+    simulation: PlannedRun | None = None,
+    *,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> JobPlan:
     """Run a job in virtual time.
 
     Args:
         config: Its scheduling is used as it is; model, data, agent loop and reward are not looked at.
         workload: Lengths and speeds.
         simulation: How long and how coarse.
+        on_step: Called with the number of each step that ends, those of the warm-up included.
 
     Returns:
         What was measured after the warm-up.
@@ -160,7 +167,7 @@ def simulate(config: Config, workload: Workload, simulation: PlannedRun | None =
     shared = Path("/dev/shm")  # memory, where there is some: only the CPU time of files is of interest
     parent = shared if os.access(shared, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="async-rl-plan-", dir=parent) as folder:
-        job = _Job(config, workload, simulation, Path(folder))
+        job = _Job(config, workload, simulation, Path(folder), on_step)
         run_virtual(job.run())
         return job.measure()
 
@@ -168,7 +175,14 @@ def simulate(config: Config, workload: Workload, simulation: PlannedRun | None =
 class _Job:
     """One simulated run, and what is observed of it."""
 
-    def __init__(self, config: Config, workload: Workload, simulation: PlannedRun, folder: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        workload: Workload,
+        simulation: PlannedRun,
+        folder: Path,
+        on_step: Callable[[int], None],
+    ) -> None:
         self._config = config
         self._workload = workload
         self._simulation = simulation
@@ -199,7 +213,7 @@ class _Job:
             snapshot_s=workload.snapshot_s,
             warmup=simulation.warmup,
         )
-        self.observer = _Observer(simulation.warmup, self._usage)
+        self.observer = _Observer(simulation.warmup, self._usage, on_step)
         self.cluster: _PlannedCluster | None = None
 
     def _simulated(self, config: Config) -> Config:
@@ -209,6 +223,10 @@ class _Job:
         prompts = max(MARKS, workload.prompt_tokens // scale) + workload.turns * (
             MARKS + workload.tool_tokens // scale
         )
+        engine = replace(config.engine, stall_s=_EVER_S, probe_s=_EVER_S)
+        if isinstance(engine, SGLangEngines):
+            engine = replace(engine, context_length=None)  # limits real tokens
+        loss = replace(config.trainer.loss, overlong_buffer_tokens=None)  # counts real tokens, too
         return replace(
             config,
             run=replace(config.run, max_steps=simulation.warmup + simulation.versions, seed=simulation.seed),
@@ -228,12 +246,15 @@ class _Job:
                 max_context_tokens=longest + prompts + 2 * workload.turns,
             ),
             data=replace(config.data, shuffle=False, epochs=None),
-            engine=replace(config.engine, stall_s=_EVER_S, probe_s=_EVER_S),
+            engine=engine,
             doctor=replace(config.doctor, action="report", stall_s=_EVER_S, look_s=_EVER_S),
             routing=replace(config.routing, replay="off"),
             queue=replace(config.queue, max_bytes=1 << 50, journal_s=None),
+            evaluation=EvaluationConfig(),
             trainer=replace(
                 config.trainer,
+                loss=loss,
+                updates_per_batch=1,
                 groups_per_batch=self.groups_per_batch,
                 checkpoint_every=0,
             ),
@@ -450,8 +471,9 @@ class _PlannedCluster:
 class _Observer(RunProgress):
     """Sees the run as a terminal would, and notes down what the plan is made of."""
 
-    def __init__(self, warmup: int, usage: Callable[[], Usage]) -> None:
+    def __init__(self, warmup: int, usage: Callable[[], Usage], on_step: Callable[[int], None]) -> None:
         super().__init__(Console(file=StringIO()))
+        self._on_step = on_step
         self._warmup = warmup
         self._usage = usage
         self.records: list[StepRecord] = []
@@ -475,6 +497,7 @@ class _Observer(RunProgress):
     def step(self, record: StepRecord) -> None:
         self.records.append(record)
         self.ends_s.append(record.time_s)
+        self._on_step(record.step)
         if len(self.records) >= self._warmup:
             self.usages[1:] = [self._usage()]
             self.cpu_s[1:] = [time.process_time()]

@@ -1,4 +1,4 @@
-"""A config, a model folder and a dataset that pass every check; without weights or processes."""
+"""A config, a model folder and a dataset that pass every check; without a tokenizer or processes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from safetensors.numpy import save_file
 
 from async_rl.config import Config, parse_config
 
-MOE = {
+MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -22,10 +24,17 @@ MOE = {
 }
 
 
+def write_weights(folder: Path, vocab_size: int = MOE["vocab_size"]) -> None:
+    """Write a safetensors file with an embedding alone."""
+    embedding = np.zeros((vocab_size, 2), np.float32)
+    save_file({"model.embed_tokens.weight": embedding}, folder / "model.safetensors")
+
+
 def write_run(folder: Path, **model: Any) -> Path:
     """Write `run.yaml` with a model (its config.json changed by `model`) and two tasks; return its path."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(MOE | model))
+    write_weights(folder / "model", (MOE | model)["vocab_size"])
     rows = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2 + 2?", "answer": "4"}]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {

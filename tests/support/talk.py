@@ -43,6 +43,9 @@ class ByteTokenizer:
         environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # as transformers has it
         self._template = environment.from_string(self.chat_template)
 
+    def __len__(self) -> int:
+        return 256 + len(_SPECIAL)
+
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tools: Any, tokenize: bool, add_generation_prompt: bool
     ) -> str:

@@ -13,7 +13,6 @@ from async_rl.errors import ConfigError
 
 REFUSED: dict[str, list[tuple[str, str]]] = {
     "check_data": [
-        ("data.path=null", "data.path and data.datasets are both missing: set data.path"),
         ("data.datasets=[{path: a.jsonl}]", "are both set: set only one of them"),
         (
             "data={datasets: [{path: a.jsonl, weight: 1}, {path: b.jsonl}]}",
@@ -27,6 +26,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     "check_engines": [
         ("engine={urls: ['http://a:1'], urls_file: b}", "are both set: write the URLs into the file"),
+        ("engine.urls=[localhost:30500]", "'localhost:30500', which is no URL: write http://localhost:30500"),
     ],
     "check_layout": [
         ("trainer={num_ranks: 3, layout: {tp: 2}}", "num_ranks is 3, but trainer.layout needs a multiple of"),

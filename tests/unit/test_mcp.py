@@ -118,11 +118,16 @@ async def test_tools_of_a_url_are_called_with_the_key_and_after_the_server_was_g
     assert "key-7" not in caplog.text
 
 
-@pytest.mark.parametrize("command", [["/nowhere/server"], [sys.executable, "-c", "print('hello')"]])
-async def test_environment_error_when_the_command_is_no_server(command: list[str]):
+async def test_environment_error_when_the_command_is_no_server():
+    command = [sys.executable, "-c", "print('hello')"]
     with pytest.raises(EnvironmentNotReady, match="did not answer within 20 s"):
         async with McpServer(McpServerSpec(command=command, connect_timeout_s=20.0)):
             pass
+
+
+def test_a_command_that_does_not_exist_is_refused_before_a_start():
+    with pytest.raises(ConfigError, match="there is no program '/nowhere/server'"):
+        McpServer(McpServerSpec(command=["/nowhere/server"]))
 
 
 async def test_loop_offers_what_the_server_has_while_it_is_entered():

@@ -34,6 +34,7 @@ from async_rl.data.feeder import Feeder
 from async_rl.engine_protocol import Engine
 from async_rl.engines.membership import read_urls
 from async_rl.engines.model_facts import load_facts
+from async_rl.engines.model_files import check_weights
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.engines.sglang.connect import external_keys, sglang_client
 from async_rl.engines.sglang.server import SGLangServer
@@ -202,13 +203,29 @@ async def try_out(
     try:
         async with open_engines(config, folder / "logs") as engines:
             for engine in engines:
+                health = await engine.health()
+                check_served_model(config, engine.engine_id, health.model_path)
                 pool.add_engine(engine)
-                pool.serve_engine(engine.engine_id, (await engine.health()).weight_version)
+                pool.serve_engine(engine.engine_id, health.weight_version)
             assert pool.engines(EngineState.SERVING), "there is at least one engine"
             async with services(rollouts=manager.run, watch=watch):
                 await manager.drained.wait()
     finally:
         queue.close()
+
+
+def check_served_model(config: Config, engine_id: str, serves: str) -> None:
+    """Check that an external server serves the model of the config.
+
+    Raises:
+        ConfigError: It serves another one.
+    """
+    external = isinstance(config.engine, SGLangEngines) and (config.engine.urls or config.engine.urls_file)
+    if external and serves and Path(serves).resolve() != Path(config.model.path).resolve():
+        raise ConfigError(
+            f"engine {engine_id} serves {serves}, but model.path is {config.model.path}: start it with that "
+            "model, or leave out engine.urls, so that one is started here"
+        )
 
 
 class _TrajectoryReporter(Observer):
@@ -266,6 +283,7 @@ async def engines_from(config: Config, log_dir: Path) -> AsyncIterator[list[Engi
             for client in clients:
                 await client.close()
         return
+    check_weights(config.model.path, facts)
     server = SGLangServer(
         engine,
         config.model,

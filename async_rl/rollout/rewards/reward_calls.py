@@ -32,6 +32,7 @@ from async_rl.rollout.rewards.signatures import (
     arguments,
     namespace_of,
     parts_of,
+    refuse_signature,
     requires_numbers,
     response_of,
     style_of,
@@ -301,6 +302,7 @@ class _LocalRewardCall:
         if not callable(self._function):
             raise ConfigError(f"reward {settings.function!r} is {self._function!r:.80}, expected a function")
         self._style: Style = style_of(self._function) if settings.style == "auto" else settings.style
+        refuse_signature(self._function, self._style, name, settings.args)
         self.groups = self._style in GROUP_STYLES
         self.strict = requires_numbers(self._style)
         self._args = settings.args

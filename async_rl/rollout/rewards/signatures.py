@@ -28,7 +28,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from async_rl.config import Config, to_builtins
-from async_rl.errors import RewardError
+from async_rl.errors import ConfigError, RewardError
+from async_rl.runtime.loading import call_problem
 from async_rl.types import Completion, Task
 
 Style = Literal["plain", "group", "verl", "slime", "slime_group"]
@@ -86,6 +87,39 @@ def style_of(function: Callable[..., Any]) -> Style:
         case [_, "completions"]:
             return "group"
     return "plain"
+
+
+_CALLS: Final[dict[Style, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "plain": (("task", "completion"), ()),
+    "group": (("task", "completions"), ()),
+    "verl": ((), ("data_source", "solution_str", "ground_truth", "extra_info")),
+    "slime": (("args", "sample"), ()),
+    "slime_group": (("args", "samples"), ()),
+}
+"""Names of the positional and of the keyword arguments of a call, by style; see `arguments`."""
+
+
+def refuse_signature(function: Callable[..., Any], style: Style, name: str, args: Mapping[str, Any]) -> None:
+    """Refuse a function that cannot be called in its style.
+
+    Args:
+        function: The user's function.
+        style: How it will be called.
+        name: The name of the reward, for the message.
+        args: The config's arguments for it.
+
+    Raises:
+        ConfigError: With the arguments that it must accept.
+    """
+    positional, keywords = _CALLS[style]
+    more = {} if style.startswith("slime") else dict(args)
+    problem = call_problem(function, *positional, **(dict.fromkeys(keywords) | more))
+    if problem is not None:
+        expected = ", ".join([*positional, *(f"{keyword}=" for keyword in (*keywords, *more))])
+        raise ConfigError(
+            f"reward {name}: its function does not accept a call with ({expected}): {problem}; see "
+            "docs/guide/own-task.md#rewards"
+        )
 
 
 def namespace_of(config: Config, args: Mapping[str, Any]) -> SimpleNamespace:

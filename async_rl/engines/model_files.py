@@ -1,0 +1,97 @@
+"""Checks the weights of a Hugging Face folder by their headers: complete, whole, and of the model's size.
+
+An engine and the trainer load the weights minutes after the start of a run. Headers take milliseconds to
+read, whatever the size of the model.
+
+**Source**: https://huggingface.co/docs/safetensors (8 bytes with the length of a JSON header, which has the
+dtype, shape and data offsets of each tensor; the data follow).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from async_rl.engine_protocol import EngineFacts
+from async_rl.errors import ConfigError
+
+_INDEX: Final = "model.safetensors.index.json"
+_LENGTH_BYTES: Final = 8
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""The limit of the safetensors library."""
+_LFS_POINTER: Final = b"version https://git-lfs"
+
+
+def check_weights(model_path: str | Path, facts: EngineFacts) -> None:
+    """Check that a model's folder has all of its weights.
+
+    Args:
+        model_path: The Hugging Face folder.
+        facts: The dimensions in its config.json.
+
+    Raises:
+        ConfigError: A file is missing, truncated or damaged, or the embedding has another size than
+            `vocab_size`.
+    """
+    folder = Path(model_path)
+    for path in _weight_files(folder):
+        for name, tensor in _read_header(path).items():
+            if name == "__metadata__" or not name.endswith("embed_tokens.weight"):
+                continue
+            if tensor["shape"][0] != facts.vocab_size:
+                raise ConfigError(
+                    f"{folder}/config.json has vocab_size {facts.vocab_size}, but {name} in {path.name} has "
+                    f"{tensor['shape'][0]} rows: one of the files belongs to another model"
+                )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files of the weights; those of the index, if there is one."""
+    index = folder / _INDEX
+    if not index.is_file():
+        found = sorted(folder.glob("*.safetensors"))
+        if found:
+            return found
+        other = " (*.bin files are not read: save the model as safetensors)" * any(folder.glob("*.bin"))
+        raise ConfigError(
+            f"model.path is {folder}, which has a config.json and no weights: expected *.safetensors "
+            f"files{other}; download the whole model"
+        )
+    try:
+        names = sorted(set(msgspec.json.decode(index.read_bytes())["weight_map"].values()))
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is damaged ({error}): download it again") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"model.path is {folder}, which lacks {len(missing)} of the {len(names)} files of weights that "
+            f"{_INDEX} names, such as {missing[0]}: download the whole model"
+        )
+    return [folder / name for name in names]
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """Return the tensors of a safetensors file by name, once its length is right."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(_LENGTH_BYTES)
+        length = int.from_bytes(start, "little")
+        if _LFS_POINTER.startswith(start) and start:
+            raise ConfigError(f"{path} is a pointer of Git LFS, not the weights: run `git lfs pull`")
+        header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+    try:
+        tensors: dict[str, Any] = msgspec.json.decode(header, type=dict[str, Any])
+        end = max((t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"), default=0)
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} ({size:,} bytes) is truncated or no safetensors file: download it again"
+        ) from error
+    expected = _LENGTH_BYTES + length + end
+    if size != expected:
+        raise ConfigError(
+            f"{path} has {size:,} bytes, and its header describes {expected:,}: it is "
+            f"{'truncated' if size < expected else 'damaged'}, download it again"
+        )
+    return tensors

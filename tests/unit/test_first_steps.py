@@ -1,0 +1,388 @@
+"""What a new user types, wrong and right: each command answers in one sentence, or does what it says."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from rich.console import Console
+
+from async_rl.cli.inspection.try_out import rollout
+from async_rl.cli.main import main
+from async_rl.cli.plan import PlanProgress
+from async_rl.config import apply_override, load_config, reference
+from async_rl.config.loader import RENAMED
+from async_rl.engine_protocol import EngineHealth
+from async_rl.errors import ConfigError
+from async_rl.runtime import yaml12
+from tests.support.run_config import write_run, write_weights
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "calculator" / "config.yaml"
+CONFIGS = sorted(
+    path for path in (ROOT / "examples").glob("*/*.yaml") if "model:" in path.read_text()
+)  # not those of Kubernetes
+
+RENAMED_KEY = next(iter(RENAMED))
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run a command that must end with exit code 2 and one sentence; return the sentence."""
+
+    def run(*words: Any, lines: int = 1) -> str:
+        assert main([str(word) for word in words]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("async-rl: ")
+        assert len(captured.err.splitlines()) == lines
+        return captured.err
+
+    return run
+
+
+# -- plan --------------------------------------------------------------------------------------------------
+
+
+def test_plan_works_for_every_example_with_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in CONFIGS:
+        if load_config(path).has_tasks and path.parent.name != "heavy_tail":  # 8 engines take longer
+            assert main(["plan", str(path), "--versions", "2", "--warmup", "1"]) == 0, path
+            captured = capsys.readouterr()
+            assert "of the fluid bound" in captured.out
+            assert "simulating" in captured.err
+
+
+def test_plan_does_not_mind_limits_of_real_tokens_and_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "trainer.loss.overlong_buffer_tokens=40",
+        "trainer.updates_per_batch=8",
+        "data.validation=[{path: held-out.jsonl}]",
+        "evaluation={every: 5, engines: 1}",
+        *("--engines", "1", "--grow", "--versions", "2", "--warmup", "1"),
+    ]
+    assert main(["plan", str(QUICKSTART), *words]) == 0
+    assert "of the fluid bound" in capsys.readouterr().out
+
+
+def test_plan_says_that_a_supervised_config_has_no_rollouts(refused: Refused) -> None:
+    said = refused("plan", QUICKSTART.with_name("sft.yaml"))
+    assert "it is one for `async-rl sft`" in said
+
+
+def test_plan_prints_its_progress_now_and_then_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now_s = 0.0
+    with PlanProgress(Console(), engines=8, steps=20, clock=lambda: now_s) as progress:
+        for step in range(1, 21):
+            now_s += 3.0
+            progress.show_step(step)
+    assert capsys.readouterr().out.splitlines() == [
+        "simulating 8 engines: 20 steps",
+        *(f"simulating 8 engines: step {step} of 20" for step in (4, 8, 12, 16, 20)),
+    ]
+
+
+# -- servers started elsewhere -----------------------------------------------------------------------------
+
+
+class _OtherModel:
+    """An external server; it says which model it serves."""
+
+    engine_id = "engine-0"
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(weight_version=0, model_path="/models/another")
+
+
+def test_rollout_refuses_a_server_of_another_model(calculator: Path) -> None:
+    @asynccontextmanager
+    async def open_engines(config: Any, log_dir: Path):
+        yield [_OtherModel()]
+
+    overrides = [
+        f"model.path={calculator / 'model'}",
+        f"data.path={calculator / 'data' / 'tasks.jsonl'}",
+        "engine.urls=['http://127.0.0.1:30500']",
+    ]
+    with pytest.raises(ConfigError, match=r"engine-0 serves /models/another, but model\.path is"):
+        rollout(QUICKSTART, overrides, number=1, open_engines=open_engines)
+
+
+def test_a_url_without_its_scheme_is_completed(tmp_path: Path, refused: Refused) -> None:
+    said = refused("rollout", write_run(tmp_path), "engine.urls=[localhost:30500]")
+    assert "which is no URL: write http://localhost:30500" in said
+
+
+# -- check: the model's files ------------------------------------------------------------------------------
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path, refused: Refused) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert "a config.json and no weights: expected *.safetensors" in refused("check", path)
+    assert "no weights" in refused("train", path)
+    (tmp_path / "model" / "pytorch_model.bin").touch()
+    assert "save the model as safetensors" in refused("check", path)
+
+
+def test_weights_that_are_truncated_are_refused(tmp_path: Path, refused: Refused) -> None:
+    path, file = write_run(tmp_path), tmp_path / "model" / "model.safetensors"
+    whole = file.read_bytes()
+    for size in (len(whole) - 1, 300, 40, 5, 0):
+        file.write_bytes(whole[:size])
+        said = refused("check", path)
+        assert "truncated" in said
+        assert str(file) in said
+    file.write_bytes(whole + b"more")
+    assert "it is damaged" in refused("check", path)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
+    assert "run `git lfs pull`" in refused("check", path)
+
+
+def test_a_missing_file_of_several_is_named(tmp_path: Path, refused: Refused) -> None:
+    path, model = write_run(tmp_path), tmp_path / "model"
+    files = [f"model-{n:05d}-of-00002.safetensors" for n in (1, 2)]
+    (model / "model.safetensors").rename(model / files[0])
+    index = {"weight_map": {"model.embed_tokens.weight": files[0], "lm_head.weight": files[1]}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = refused("check", path)
+    assert (
+        f"lacks 1 of the 2 files of weights that model.safetensors.index.json names, such as {files[1]}"
+        in said
+    )
+
+
+def test_a_vocab_size_of_another_model_is_refused(tmp_path: Path, refused: Refused) -> None:
+    path = write_run(tmp_path)
+    write_weights(tmp_path / "model", 96)
+    assert "has vocab_size 512, but model.embed_tokens.weight in model.safetensors has 96 rows" in refused(
+        "check", path
+    )
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    calculator: Path, tmp_path: Path, refused: Refused
+) -> None:
+    path, model = write_run(tmp_path, vocab_size=16), tmp_path / "model"
+    for file in (calculator / "model").iterdir():
+        if not (model / file.name).exists():
+            (model / file.name).write_bytes(file.read_bytes())
+    said = refused("check", path, "data.long_prompts=keep")
+    assert "tokens, and its config.json only vocab_size 16" in said
+
+
+# -- check: the user's code --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config in a folder that is not the current one; modules loaded from there are unloaded afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr("async_rl.runtime.loading.IMPORT_FOLDERS", [])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return write_run(tmp_path / "mine")
+
+
+CODE = """
+class NotAsync:
+    def run(self, task, session): ...
+
+class NoRun: ...
+
+class OneArgument:
+    async def run(self, task): ...
+
+class Fine:
+    async def run(self, task, session): ...
+
+class Fails:
+    def __init__(self): open("/nowhere/index")
+    async def run(self, task, session): ...
+
+def no_parameters(): return 1.0
+def good(task, completion, scale=1.0): return 1.0
+def verl(solution_str, ground_truth): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "rollout.agent_loop=code_beside:NotAsync",
+            "its `run` is not async; expected `async def run(self, task",
+        ),
+        ("rollout.agent_loop=code_beside:NoRun", "has no method `run`; expected `async def run(self, task"),
+        ("rollout.agent_loop=code_beside:OneArgument", "cannot be called: too many positional arguments"),
+        ("rollout.agent_loop=code_beside:Fails", "cannot be made: FileNotFoundError: "),
+        (
+            "rollout.reward=code_beside:no_parameters",
+            "does not accept a call with (task, completion): too many",
+        ),
+        ("rollout.reward=code_beside:verl", "does not accept a call with (data_source=, solution_str=, "),
+        (
+            "rollout.rewards={r: {function: 'code_beside:good', args: {factor: 2}}}",
+            "with (task, completion, factor=): got an unexpected keyword argument 'factor'",
+        ),
+        (
+            "rollout.agent_loop=agent_loops.tool_loop:ToolLoop "
+            "rollout.agent_loop_args={tools: [{mcp: {command: [no-such-server]}}]}",
+            "there is no program 'no-such-server'; expected one on the PATH",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_code_that_cannot_be_called_is_refused_before_a_start(
+    beside: Path, refused: Refused, command: str, override: str, said: str
+) -> None:
+    (beside.parent / "code_beside.py").write_text(CODE)
+    assert said in refused(command, beside, *re.split(" (?=rollout)", override))
+
+
+def test_a_module_beside_the_config_is_found_from_another_folder(
+    beside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (beside.parent / "code_beside.py").write_text(CODE)
+    words = ["rollout.agent_loop=code_beside:Fine", "rollout.reward=code_beside:good"]
+    assert main(["check", str(beside), *words]) == 0
+    assert "# agent loop: code_beside:Fine, of 2 tasks" in capsys.readouterr().out
+
+
+def test_both_folders_are_named_when_a_module_is_nowhere(beside: Path, refused: Refused) -> None:
+    said = refused("check", beside, "rollout.agent_loop=nowhere_at_all:Loop")
+    assert f"a file in {Path.cwd()} or {beside.parent}" in said
+
+
+def test_a_file_beside_the_config_shadows_no_package(beside: Path) -> None:
+    for name in ("trainer", "json"):
+        (beside.parent / f"{name}.py").write_text("raise RuntimeError('imported by mistake')\n")
+    command = [sys.executable, "-m", "async_rl.cli", "check", str(beside)]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+
+
+# -- supervised configs, and the schema --------------------------------------------------------------------
+
+
+def supervised(tmp_path: Path, *overrides: str) -> Path:
+    path = write_run(tmp_path)
+    tree = yaml.safe_load(path.read_text())
+    del tree["data"]
+    tree["sft"] = {"path": str(tmp_path / "conversations.jsonl")}
+    del tree["rollout"], tree["trainer"]
+    for override in overrides:
+        apply_override(tree, override)
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_sft_asks_for_sft_path_and_never_for_data_path(tmp_path: Path, refused: Refused) -> None:
+    path = supervised(tmp_path, "sft={}")
+    said = refused("sft", path)
+    assert "sft.path is missing" in said
+    assert "data.path" not in said
+    said = refused("sft", path, "data.shuffle=false", "sft.path=/nowhere.jsonl")
+    assert "data.path" not in said
+
+
+@pytest.mark.parametrize("command", ["train", "rollout"])
+def test_other_commands_name_sft_when_a_config_has_only_conversations(
+    tmp_path: Path, refused: Refused, command: str
+) -> None:
+    said = refused(command, supervised(tmp_path))
+    assert "it is one for `async-rl sft`: run that, or set data.path" in said
+
+
+def test_check_checks_the_conversations_of_a_supervised_config(
+    calculator: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = supervised(tmp_path, f"model.path={calculator / 'model'}", "sft.max_tokens=64")
+    assert "sft.path: there is no file" in refused("check", path)
+    rows = [{"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}]}]
+    (tmp_path / "conversations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["check", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "# sft: 1 conversations, " in out
+    assert "# sft: 1 steps" in out
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_the_schema_accepts_every_shipped_config(path: Path) -> None:
+    schema = json.loads(reference.json_schema())
+    jsonschema.validate(yaml12.load(path.read_text()), schema)
+
+
+def test_the_schema_refuses_what_the_loader_refuses() -> None:
+    schema = json.loads(reference.json_schema())
+    for override in ("engine.num_engins=2", "engine={kind: simulated, tp_size: 2}", "run.max_steps=no"):
+        tree = yaml12.load(QUICKSTART.read_text())
+        apply_override(tree, override)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(tree, schema)
+
+
+# -- messages about the config -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.max_staleness=-1", "override 'rollout.max_staleness=-1': Expected 'int' >= 0"),
+        ("rollout.max_stalness=1", "override 'rollout.max_stalness=1': unknown field 'max_stalness'"),
+        ("modle.path=x", "override 'modle.path=x': unknown field 'modle'"),
+        ("rollout={max_staleness: -1}", "override 'rollout={max_staleness: -1}': Expected"),
+        (f"{RENAMED_KEY}=drop", f"override '{RENAMED_KEY}=drop': {RENAMED_KEY} was renamed"),
+        ("data.datasets=[{pat: x}]", "override 'data.datasets=[{pat: x}]': "),
+        ("placement.shared=yes", "found 'yes'; write true"),
+        ("rollout.dynamic_filtering=Off", "found 'Off'; write false"),
+    ],
+)
+def test_an_override_is_blamed_for_its_own_mistake(
+    tmp_path: Path, refused: Refused, override: str, said: str
+) -> None:
+    message = refused("check", write_run(tmp_path), "run.max_steps=5", override)
+    assert said in message
+    assert "run.yaml" not in message
+
+
+def test_the_file_is_blamed_for_its_own_mistake_and_with_overrides_for_a_conflict(
+    tmp_path: Path, refused: Refused
+) -> None:
+    path = write_run(tmp_path)
+    conflict = refused("check", path, "run.max_steps=5", "rollout.max_new_tokens=128")
+    assert f"{path} with rollout.max_new_tokens=128: rollout.max_new_tokens is 128 which leaves" in conflict
+    path.write_text(path.read_text().replace("group_size: 2", "group_size: yes"))
+    said = refused("check", path, "rollout.max_staleness=1")
+    assert f"async-rl: {path}: Expected 'int'" in said
+
+
+def test_files_with_a_byte_order_mark_are_read(
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, tasks = write_run(tmp_path), tmp_path / "tasks.jsonl"
+    text, rows = path.read_text(), tasks.read_text()
+    path.write_bytes(codecs.BOM_UTF8 + text.encode())
+    tasks.write_bytes(codecs.BOM_UTF8 + rows.encode())
+    assert main(["check", str(path)]) == 0
+    assert "# data: 2 tasks" in capsys.readouterr().out
+    tasks.write_text(rows, encoding="utf-16")
+    assert "tasks.jsonl is UTF-16 by its byte-order mark: save it as UTF-8" in refused("check", path)
+    path.write_text(text, encoding="utf-16")
+    assert "run.yaml is not UTF-8 (invalid start byte at byte 0): save it as UTF-8" in refused("check", path)
