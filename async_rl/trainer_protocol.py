@@ -21,8 +21,9 @@ class Extreme(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     """Position of the token in its trajectory, from 0, including the prompt."""
     token_id: int
-    lag: int
-    """Versions between the weights that sampled the token and the trainer's."""
+    lag: int | None
+    """Versions between the weights that sampled the token and the trainer's; None where a restart has undone
+    those weights."""
     rollout_log_prob: float
     """The engine's log-prob, nats."""
     log_prob: float

@@ -65,6 +65,9 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="sampled"
     weight_version: int
     engine_id: str
     finish_reason: FinishReason
+    undone: bool = False
+    """Whether a restart has undone the weights that sampled it. `weight_version` is then the oldest that they
+    can be, so that the staleness bound holds: no trainer ever has these weights again."""
 
 
 Segment = Context | Sampled
@@ -73,7 +76,7 @@ Segment = Context | Sampled
 def cap_versions(segments: Iterable[Segment], newest: int) -> tuple[Segment, ...]:
     """Lower the labels of segments to `newest`: a restart has undone the weight versions above it."""
     return tuple(
-        msgspec.structs.replace(segment, weight_version=newest)
+        msgspec.structs.replace(segment, weight_version=newest, undone=True)
         if isinstance(segment, Sampled) and segment.weight_version > newest
         else segment
         for segment in segments
@@ -310,6 +313,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_experts: int = 0
     moe_layers: tuple[int, ...] = ()
     """The layers of the model that the L_moe rows belong to, counted from 0."""
+    undone: np.ndarray | None = (
+        None  # [S] bool, sampled by weights that a restart has undone; None: no token is
+    )
 
     @property
     def num_trajectories(self) -> int:

@@ -403,13 +403,15 @@ WEIGHTS: Final = (
     ),
     Panel(
         "Versions behind the trainer",
-        "Engines: 0 or 1, unless quarantined. Checkpoint: the steps that a crash would repeat.",
+        "Engines: 0 or 1, unless quarantined. Checkpoint: the steps that a crash would repeat. Mismatch: how "
+        "long no trained token was of the trainer's own version.",
         (
             Query(
                 f"{value('trainer_weight_version')} - on (run) group_right {value('engine_weight_version')}",
                 "{{engine}}",
             ),
             Query(f"{value('trainer_weight_version')} - {value('checkpoint_step')}", "newest checkpoint"),
+            Query(f"{value('trainer_weight_version')} - {value('lag0_step')}", "engine mismatch"),
         ),
         unit="none",
         limits=((2, RED),),

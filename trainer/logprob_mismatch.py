@@ -5,6 +5,7 @@ difference = trainer's log-prob before the update - engine's, of each trained to
     lag 0        same weights: the mismatch of two programs        ─► kl_mismatch
       with the trainer's own routing, minus with the engine's rows ─► kl_routing (a probe)
     lag 1, 2+    older weights: the excess over the mismatch       ─► kl_staleness
+    unknown      weights that a restart has undone: in none of the parts
 ```
 
 The parts are halves of mean squares (k2, an estimate of the KL divergence for small differences). Squares of
@@ -22,7 +23,7 @@ import numpy as np
 
 from async_rl.observability.records import Extreme
 from async_rl.types import BoolArray, Float32Array, TrainBatch
-from trainer.megatron.packing import Targets
+from trainer.megatron.packing import UNKNOWN_LAG, Targets
 
 NUM_EXTREMES = 5
 """Enough to see whether the largest differences share a trajectory or a lag."""
@@ -40,12 +41,13 @@ def measure_mismatch(wanted: Targets, start: Float32Array, importance_cap: float
 
     Returns:
         The figures. Means over no tokens are NaN. Percentiles are order statistics of all tokens, not
-        estimates. The effective sample share is `(sum w)^2 / (n sum w^2)` of the truncated ratios `w`.
+        estimates. Tokens of unknown lag count only where all tokens do. The effective sample share is
+        `(sum w)^2 / (n sum w^2)` of the truncated ratios `w`.
 
     Source: effective sample size: Kong, "A note on importance sampling using standardized weights" (1992).
     """
     difference, lag = _differences(wanted, start)
-    buckets = {"lag0": lag <= 0, "lag1": lag == 1, "lag2_up": lag >= 2}
+    buckets = {"lag0": lag == 0, "lag1": lag == 1, "lag2_up": lag >= 2}
     squares = difference**2 / 2
     mismatch = _mean(squares[buckets["lag0"]])
     with np.errstate(over="ignore"):
@@ -59,8 +61,9 @@ def measure_mismatch(wanted: Targets, start: Float32Array, importance_cap: float
         "rollout_kl": -_mean(difference),
         **{f"rollout_kl_{name}": -_mean(difference[chosen]) for name, chosen in buckets.items()},
         **{f"tokens_{name}": float(chosen.sum()) for name, chosen in buckets.items()},
+        "tokens_lag_unknown": float((lag == UNKNOWN_LAG).sum()),
         "kl_mismatch": mismatch,
-        "kl_staleness": _mean(squares[~buckets["lag0"]]) - mismatch,
+        "kl_staleness": _mean(squares[lag > 0]) - mismatch,
         **_percentiles(ratios),
         "effective_sample_share": mean_weight**2 / mean_square if mean_square else math.nan,
     }
@@ -80,7 +83,7 @@ def measure_routing(
         native: `[S]`, the same log-probs without replay.
         probed: `[S]`, True where `native` holds a value.
     """
-    chosen = wanted.mask & probed & (wanted.lag <= 0)
+    chosen = wanted.mask & probed & (wanted.lag == 0)
     rollout = wanted.rollout_log_probs[chosen].astype(np.float64)
     by_itself, replayed = native[chosen] - rollout, start[chosen] - rollout
     return {
@@ -114,7 +117,7 @@ def largest_differences(batch: TrainBatch, wanted: Targets, start: Float32Array)
                 trajectory_id=batch.trajectory_ids[trajectory],
                 position=i + 1 - int(batch.offsets[trajectory]),  # position i predicts token i + 1
                 token_id=int(wanted.labels[i]),
-                lag=int(lag[place]),
+                lag=None if lag[place] == UNKNOWN_LAG else int(lag[place]),
                 rollout_log_prob=float(wanted.rollout_log_probs[i]),
                 log_prob=float(start[i]),
             )

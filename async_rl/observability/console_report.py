@@ -89,6 +89,7 @@ class RunProgress:
         self._started_s = clock()
         self._max_steps = 0
         self._record: StepRecord | None = None
+        self._at_equal_versions: StepRecord | None = None
         self._rewards: list[Figure] = []
         self._ends_s: deque[float] = deque(maxlen=_PACE_STEPS + 1)
         self._in_flight = 0
@@ -125,6 +126,8 @@ class RunProgress:
     def step(self, record: StepRecord) -> None:
         """Show a finished step."""
         self._record = record
+        if record.lag0_step is not None:
+            self._at_equal_versions = record
         self._rewards.append(record.reward_mean)
         self._ends_s.append(record.time_s)
         self._in_flight, self._queued = record.in_flight, record.queued
@@ -148,7 +151,7 @@ class RunProgress:
                     f"{_number(record.reward_mean)}  {sparkline(self._rewards, min(40, columns - 8))}",
                 ),
                 (_kl_name(record.ppo_kl_bypass), f"{_number(_kl(record), 5)} nats"),
-                *_kl_parts(record),
+                *_kl_parts(record, self._at_equal_versions),
                 ("staleness p50 / p95", f"{record.staleness_p50:.0f} / {record.staleness_p95:.0f} versions"),
                 ("interrupted", f"{record.interrupted} of {record.trajectories} trajectories"),
                 ("throughput", f"{record.tokens_per_s:,.0f} tokens/s"),
@@ -172,9 +175,13 @@ class RunProgress:
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _kl_parts(record: StepRecord) -> list[tuple[str, str]]:
-    """Returns the measured parts of the rollout KL."""
-    parts = {"mismatch": record.kl_mismatch, "staleness": record.kl_staleness, "routing": record.kl_routing}
+def _kl_parts(record: StepRecord, at_equal_versions: StepRecord | None) -> list[tuple[str, str]]:
+    """Returns the measured parts of the rollout KL; the mismatch is of the last step that measured it."""
+    parts: dict[str, Figure] = {}
+    if at_equal_versions is not None:
+        older = "" if at_equal_versions is record else f" of step {at_equal_versions.step}"
+        parts[f"mismatch{older}"] = at_equal_versions.kl_mismatch
+    parts |= {"staleness": record.kl_staleness, "routing": record.kl_routing}
     shown = [f"{name} {_number(part, 5)}" for name, part in parts.items() if is_finite(part)]
     return [("parts of rollout KL", ", ".join(shown))] if shown else []
 

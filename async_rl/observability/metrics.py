@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, TypeVar, cast
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from async_rl.observability.evaluation_record import EVERYTHING, EvaluationRecord
-from async_rl.observability.records import BATCH, STEP_FIGURES, TRAINER, StepRecord
+from async_rl.observability.records import BATCH, STEP_FIGURES, TRAINER, StepRecord, is_finite
 from async_rl.observability.step_figures import Section
 
 PREFIX = "async_rl_"
@@ -708,5 +708,15 @@ class Metrics(
                 instrument.inc(value)
             elif declared.kind == "histogram":
                 instrument.observe(value)
-            elif value is not None or not declared.keep_last:
+            elif is_finite(value) or not declared.keep_last:
                 instrument.set(math.nan if value is None else value)
+
+    def restore_kept_figures(self, records: Sequence[StepRecord]) -> None:
+        """Set the gauges that keep their last value to what earlier incarnations of the run measured."""
+        for name, declared in STEP_FIGURES.items():
+            if not declared.keep_last:
+                continue
+            values = (getattr(record, declared.attribute or name) for record in reversed(records))
+            if (value := next((value for value in values if is_finite(value)), None)) is not None:
+                instrument = getattr(self, declared.metric)
+                (instrument.labels(**declared.labels) if declared.labels else instrument).set(value)

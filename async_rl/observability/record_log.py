@@ -18,8 +18,8 @@ class RecordLog(Generic[R]):
     """A file with one JSON record per line, in ascending order of their steps.
 
     A crash can cut the last line short. Readers ignore such a line, and the next `append` removes it. A
-    resumed run repeats the steps after its checkpoint and appends them again: the last record of a step
-    counts.
+    resumed run repeats the steps after its checkpoint: `truncate_to` removes their records before, so that
+    the file has one line for each step.
 
     Example:
         >>> records = RecordLog(run_dir / "metrics.jsonl", StepRecord, lambda record: record.step)
@@ -39,15 +39,31 @@ class RecordLog(Generic[R]):
         self.path = path
         self._decoder = msgspec.json.Decoder(record_type)
         self._step_of = step_of
+        self._last: tuple[int, int] | None = None
+        """The step of the line that `append` wrote last, and where it begins."""
 
     def append(self, record: R) -> None:
-        """Write a record as the last line. Readers see the whole line or none of it."""
+        """Write a record as the last line. It replaces one of the same step that was appended just before.
+
+        Readers see the whole line or none of it. One write replaces a line, padded with spaces if it has
+        become shorter, so that a kill leaves the old record or the new one.
+        """
+        step, line = self._step_of(record), msgspec.json.encode(record)
         with self.path.open("a+b") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(end - 1, 0))
             if file.read(1) not in (b"", b"\n"):
-                file.truncate(len(self._whole_lines()))
-            file.write(msgspec.json.encode(record) + b"\n")
+                end = file.truncate(len(self._whole_lines()))
+        begin = end
+        if self._last is not None and self._last[0] == step:
+            begin = self._last[1]
+            line = line.ljust(end - begin - 1)
+        self._last = step, begin
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, line + b"\n", begin)
+        finally:
+            os.close(descriptor)
 
     def read(self) -> list[R]:
         """Return one record per step, ascending; none when the file does not exist.
@@ -63,10 +79,19 @@ class RecordLog(Generic[R]):
         return kept
 
     def truncate_to(self, step: int) -> None:
-        """Remove the records after a step. Readers see the old file or the new one."""
-        lines = self._whole_lines().splitlines(keepends=True)
-        kept = b"".join(line for line in lines if self._step_of(self._decoder.decode(line)) <= step)
-        replace_file(self.path, kept)
+        """Remove the records after a step, and all but the last of each.
+
+        Readers see the old file or the new one.
+        """
+        self._last = None
+        kept: dict[int, bytes] = {}  # an earlier version of this program has left several lines of a step
+        whole = self._whole_lines()
+        for line in whole.splitlines(keepends=True):
+            if (number := self._step_of(self._decoder.decode(line))) <= step:
+                kept[number] = line
+        content = b"".join(kept[number] for number in sorted(kept))
+        if content != whole:
+            replace_file(self.path, content)
 
     def _whole_lines(self) -> bytes:
         if not self.path.exists():

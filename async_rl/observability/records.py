@@ -117,16 +117,32 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens_lag0: Annotated[
         int,
         figure(
-            "Trained tokens by versions of lag: a mean over a handful of them says little.", from_trainer=True
+            "The last step that trained tokens of the trainer's own version: the engine mismatch is of it.",
+            gauge="lag0_step",
+            attribute="lag0_step",
+            keep_last=True,
+            section="agreement",
+            bad="Far behind the run's step: the trainer is the bottleneck and all tokens are older than its "
+            "weights. Nothing compares engine and trainer at equal weights meanwhile; more ranks, or a "
+            "smaller `rollout.max_staleness`.",
+            from_trainer=True,
         ),
     ] = 0
+    """Trained tokens by versions of lag: a mean over a handful of them says little."""
     tokens_lag1: Annotated[int, figure(from_trainer=True)] = 0
     tokens_lag2_up: Annotated[int, figure(from_trainer=True)] = 0
+    tokens_lag_unknown: Annotated[
+        int,
+        figure(
+            "Trained tokens of weights that a restart has undone; in no figure by lag.", from_trainer=True
+        ),
+    ] = 0
     kl_mismatch: Annotated[
         Figure,
         figure(
             "Engine mismatch: half the mean squared log-prob difference of tokens sampled at the "
-            "trainer's version.",
+            "trainer's version, in the step `lag0_step`.",
+            keep_last=True,
             gauge="kl_mismatch_nats",
             section="agreement",
             unit="nats",
@@ -372,7 +388,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     lag0_log_prob_abs_diff: Annotated[
         Figure,
         figure(
-            "The same over tokens sampled at the trainer's own version: the engines' mismatch alone.",
+            "The same over tokens sampled at the trainer's own version, in the step `lag0_step`: the "
+            "engines' mismatch alone.",
+            keep_last=True,
             gauge="lag0_log_prob_abs_diff_nats",
             section="agreement",
             unit="nats",
@@ -527,6 +545,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens sampled by all engines since the previous record, per second."""
 
     @property
+    def lag0_step(self) -> int | None:
+        """This step if it trained tokens of the trainer's own version; otherwise it has no mismatch."""
+        return self.step if is_finite(self.lag0_log_prob_abs_diff) else None
+
+    @property
     def log_prob_diff_extreme(self) -> Figure:
         """Largest absolute log-prob difference, nats; None when no token was trained."""
         return abs(self.extremes[0].difference) if self.extremes else None
@@ -665,6 +688,14 @@ def summarise(records: Sequence[StepRecord], totals: Totals) -> Summary:
             pause_max_s=max((record.pause_s for record in records), default=None),
         ),
     )
+
+
+def last_at_equal_versions(records: Sequence[StepRecord]) -> StepRecord | None:
+    """Return the last step that measured the engine mismatch; None when no step did.
+
+    A step without tokens of the trainer's own version has none, as when the trainer is the bottleneck.
+    """
+    return next((record for record in reversed(records) if record.lag0_step is not None), None)
 
 
 def mean(values: Iterable[Figure]) -> Figure:

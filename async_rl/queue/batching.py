@@ -9,7 +9,7 @@ import numpy as np
 from async_rl import routing
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AlignmentError, DataError
-from async_rl.types import Context, Group, TrainBatch, Trajectory
+from async_rl.types import Context, Group, Sampled, TrainBatch, Trajectory
 
 
 def assemble_batch(
@@ -62,6 +62,7 @@ def plan_batch(
         routing_valid=None if rows is None else np.empty(tokens, np.bool_),
         num_experts=0 if facts is None else facts.num_experts,
         moe_layers=() if facts is None else facts.moe_layers,
+        undone=np.empty(tokens, np.bool_) if any(map(_has_undone, trajectories)) else None,
     )
 
 
@@ -136,8 +137,14 @@ def _fill_tokens(batch: TrainBatch, position: int, trajectory: Trajectory, oldes
             batch.loss_mask[position:end] = own and (oldest is None or segment.weight_version >= oldest)
             batch.rollout_log_probs[position:end] = segment.rollout_log_probs
             batch.weight_versions[position:end] = segment.weight_version
+        if batch.undone is not None:
+            batch.undone[position:end] = isinstance(segment, Sampled) and segment.undone
         position = end
     return position
+
+
+def _has_undone(trajectory: Trajectory) -> bool:
+    return any(isinstance(segment, Sampled) and segment.undone for segment in trajectory.segments)
 
 
 def _fill_routing(batch: TrainBatch, start: int, end: int, trajectory: Trajectory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +44,7 @@ class Checkpoints:
         trainer: Trainer,
         queue: TrajectoryQueue,
         metrics: Metrics,
+        before_write: Callable[[], None] = lambda: None,
         *,
         step: int,
         num_failed: int = 0,
@@ -55,6 +57,7 @@ class Checkpoints:
             trainer: Writes the checkpoints.
             queue: Its ledger records each complete checkpoint.
             metrics: The metrics of the run.
+            before_write: Called before a checkpoint is begun, to write what must be on disk with its step.
             step: The step of the checkpoint that the trainer started from; 0 without one.
             num_failed: Consecutive failures when the previous incarnation of the trainer ended.
         """
@@ -63,6 +66,7 @@ class Checkpoints:
         self._trainer = trainer
         self._queue = queue
         self._metrics = metrics
+        self._before_write = before_write
         self.step = step
         """The step of the newest complete checkpoint on disk."""
         self.num_failed = num_failed
@@ -82,6 +86,7 @@ class Checkpoints:
             CheckpointError: The previous one failed, and too many have failed in a row.
         """
         await self._settle_saved(wait=True)
+        self._before_write()
         with waiting("checkpoint"):
             await self._trainer.save_checkpoint(self._directory, {"weight_version": step})
         self._writing = step

@@ -334,7 +334,14 @@ class Orchestrator:
             observer=recovered.archive,
         )
         checkpoints = Checkpoints(
-            config.trainer, self._dir, trainer, queue, metrics, step=step, num_failed=failed_checkpoints
+            config.trainer,
+            self._dir,
+            trainer,
+            queue,
+            metrics,
+            self.run_log.write_held_steps,
+            step=step,
+            num_failed=failed_checkpoints,
         )
         loop = choose_train_loop(config)(
             config, self._stop, trainer, queue, sync, self.devices, checkpoints, self.run_log, clock

@@ -101,6 +101,8 @@ class RunLogger:
         """All records on disk until the trainer has started, for the live page; then those up to its step."""
         self.evaluations = evaluation_record_log(run_dir / evaluations.FILE).read()
         """Evaluation records, limited like `records`."""
+        self._unrecorded: dict[int, StepRecord] = {}
+        """Trained steps whose weights the engines do not have yet, without the figures of the update."""
         self._run_begin_s: float | None = None
         """Start of the run on the clock, moved back by the seconds of earlier incarnations."""
         self._last_record_s = 0.0
@@ -121,13 +123,16 @@ class RunLogger:
             self._progress.phase(phase)
 
     def load_records_until(self, step: int) -> None:
-        """Load the records of the steps up to the one that the trainer continues from."""
-        self.records = [record for record in self._step_records.read() if record.step <= step]
+        """Load the records of the steps up to the one that the trainer continues from; remove all others."""
+        self._unrecorded.clear()
+        self._step_records.truncate_to(step)  # the others were undone, and come again
+        self.records = self._step_records.read()
         self.evaluations = [record for record in self.evaluations if record.weight_version <= step]
 
     def begin_training(self, step: int) -> None:
         """Start measuring at a step; seconds, tokens and rates are those of the whole run."""
         self._metrics.trainer_weight_version.set(step)
+        self._metrics.restore_kept_figures(self.records)
         now, sampled = self._clock(), self._metrics.sampled_tokens_total
         if self._run_begin_s is None:
             self._run_begin_s = now - (self.records[-1].time_s if self.records else 0.0)
@@ -135,21 +140,22 @@ class RunLogger:
             self._pool.statistics.restart_idle_clock()
         self._last_record_s, self._tokens_at_last_record = now, value_of(sampled)
 
+    def hold_step(self, done: TrainedStep, queue: TrajectoryQueue) -> None:
+        """Hold the record of a step that the ledger has settled, for `log_step` or a checkpoint."""
+        self._unrecorded[done.result.step] = self._record(done, SyncReport.none(done.result.step), queue)
+
+    def write_held_steps(self) -> None:
+        """Write the held records: `metrics.jsonl` must have each step that a checkpoint holds."""
+        for record in self._unrecorded.values():
+            self._step_records.append(record)
+        self._unrecorded.clear()
+
     def log_step(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> None:
         """Record a step after the update of the engines' weights, and show it."""
-        assert self._run_begin_s is not None, "training has begun"
-        now, sampled = self._clock(), value_of(self._metrics.sampled_tokens_total)
-        tokens = sampled - self._tokens_at_last_record
-        record = _step_record(
-            done,
-            report,
-            counts=queue.statistics().counts,
-            time_s=now - self._run_begin_s,
-            tokens_per_s=tokens / max(now - self._last_record_s, 1e-9),
-            length_ks=queue.length_ks,
-            engine_idle_share=self._pool.statistics.idle_share,
-        )
-        self._last_record_s, self._tokens_at_last_record = now, sampled
+        record = self._record(done, report, queue)
+        self._unrecorded.pop(record.step, None)
+        self._last_record_s = self._clock()
+        self._tokens_at_last_record = value_of(self._metrics.sampled_tokens_total)
         self.records.append(record)
         self._step_records.append(record)
         if self._trackers is not None:
@@ -181,6 +187,20 @@ class RunLogger:
                 max_staleness=config.rollout.max_staleness,
                 routing_merge=config.routing.merge if config.routing.from_engine else "off",
             ),
+        )
+
+    def _record(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> StepRecord:
+        assert self._run_begin_s is not None, "training has begun"
+        now = self._clock()
+        tokens = value_of(self._metrics.sampled_tokens_total) - self._tokens_at_last_record
+        return _step_record(
+            done,
+            report,
+            counts=queue.statistics().counts,
+            time_s=now - self._run_begin_s,
+            tokens_per_s=tokens / max(now - self._last_record_s, 1e-9),
+            length_ks=queue.length_ks,
+            engine_idle_share=self._pool.statistics.idle_share,
         )
 
     def _observe_step(self, batch: TakenBatch, record: StepRecord) -> None:

@@ -122,13 +122,15 @@ class TrainLoop(ABC):
         self._queue.record_publication(step)
         progressed()
         now = self._clock()
-        return TrainedStep(
+        done = TrainedStep(
             batch=batch,
             result=result,
             wait_s=wait_s,
             step_s=now - begin,
             sync_hidden_s=self._sync_hidden_s(begin, now),
         )
+        self._run_log.hold_step(done, self._queue)
+        return done
 
     def _sync_hidden_s(self, begin: float, end: float) -> float:
         """Seconds between two times during which the weights of the step before were still being sent."""

@@ -426,6 +426,14 @@ class InvariantChecker:
             self.fail(f"{-unseen} trajectories are gone from the ledger")
         self._check_positions(pending, unseen // self._config.rollout.group_size)
 
+    def check_records(self, run_dir: Path, *, settled: int) -> None:
+        """Check that `metrics.jsonl` has one line for each step, whatever was killed or undone before."""
+        path = run_dir / "metrics.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        steps = [msgspec.json.decode(line)["step"] for line in lines]
+        if steps != list(range(1, settled + 1)):
+            self.fail(f"metrics.jsonl has lines of the steps {steps}, {settled} were trained")
+
     def _check_positions(self, pending: set[int], unseen: int) -> None:
         """Each position is held by one group at most, used up, or pending.
 

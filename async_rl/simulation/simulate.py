@@ -275,6 +275,7 @@ class _Simulation:
             checker.fail(f"unaccounted: {summary.trajectories}")
         step = self._cluster.trainer.step
         checker.check_ledger(self._run_dir, settled=step)
+        checker.check_records(self._run_dir, settled=step)
         if step < config.run.max_steps:
             if self._was("stop"):
                 self._ended = "stopped"

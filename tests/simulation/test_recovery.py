@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import shutil
 import sqlite3
@@ -221,6 +222,8 @@ def assert_kept(world: World) -> None:
 
 def assert_settled_once(world: World) -> None:
     last = world.incarnations[-1]
+    lines = (last.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, world.config.run.max_steps + 1))
     assert last.error is None
     assert last.cluster.trainer.step == world.config.run.max_steps
     accounts = last.accounts

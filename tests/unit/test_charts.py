@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
 from async_rl.observability.page.charts import MAX_POINTS, Band, Chart, Series, sections, smoothed, thinned
-from async_rl.observability.page.tiles import compact, stages
+from async_rl.observability.page.tiles import compact, stages, tiles
 from async_rl.observability.records import StepRecord
 from tests.support.finished_run import HOSTILE, MAX_STALENESS, records
 
@@ -129,3 +129,12 @@ def test_a_figure_is_compact(value: float | None, text: str) -> None:
 def test_smoothing_leaves_out_what_is_no_figure() -> None:
     assert smoothed([1.0, None, 3.0, math.nan], 2) == [1.0, 1.0, 3.0, 3.0]
     assert smoothed([None], 5) == [None]
+
+
+def test_the_tile_shows_the_last_mismatch_with_its_step_when_the_last_step_has_none() -> None:
+    measured = StepRecord(step=7, weight_version=7, time_s=1.0, lag0_log_prob_abs_diff=0.001)
+    without = StepRecord(step=8, weight_version=8, time_s=2.0)
+    (now,) = [tile for tile in tiles([measured], 2) if tile.name == "mismatch"]
+    (later,) = [tile for tile in tiles([measured, without], 2) if tile.name == "mismatch"]
+    assert now.value == later.value == "0.001"
+    assert later.note == f"{now.note}, step 7"

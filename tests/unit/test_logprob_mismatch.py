@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from async_rl.types import TrainBatch
 from tests.support.train_batches import random_batch
 from trainer import logprob_mismatch
-from trainer.megatron.packing import Targets, make_targets
+from trainer.megatron.packing import UNKNOWN_LAG, Targets, make_targets
 
 PARTS = ("kl_mismatch", "kl_staleness", "rollout_kl_lag0", "rollout_kl_lag1", "rollout_kl_lag2_up")
 RATIOS = ("importance_ratio_p1", "importance_ratio_p50", "importance_ratio_p99", "effective_sample_share")
@@ -140,3 +141,27 @@ def test_figures_are_nan_when_there_are_no_such_tokens(batch: TrainBatch, wanted
     nothing = replace(wanted, mask=np.zeros_like(wanted.mask))
     assert math.isnan(figures(nothing, start)["importance_ratio_p50"])
     assert logprob_mismatch.largest_differences(batch, nothing, start) == ()
+
+
+def test_tokens_of_weights_that_a_restart_has_undone_count_for_no_lag(batch: TrainBatch) -> None:
+    """They are labelled with the checkpoint's version, so that they look like tokens of lag 0."""
+    honest = make_targets(batch)
+    start = trainer_of(honest)
+    undone = np.zeros(batch.num_tokens, bool)
+    undone[: batch.offsets[5]] = True  # whole trajectories: positions before and after the shift agree
+    labels = np.where(undone & (batch.weight_versions >= 0), batch.trainer_version, batch.weight_versions)
+    restored = msgspec.structs.replace(batch, weight_versions=labels.astype(np.int32), undone=undone)
+    wanted = make_targets(restored)
+    far = start + np.where(undone, 1.0, 0.0).astype(np.float32)  # what the undone weights had learned
+    without = replace(honest, mask=honest.mask & ~undone)
+    measured, expected = figures(wanted, far), figures(without, start)
+    for name in (*PARTS, "lag0_log_prob_abs_diff", "tokens_lag0", "tokens_lag1", "tokens_lag2_up"):
+        assert measured[name] == pytest.approx(expected[name]), name
+    assert measured["tokens_lag_unknown"] == (honest.mask & undone).sum()
+    assert measured["log_prob_diff"] > expected["log_prob_diff"] + 0.1  # they are trained all the same
+    native = far + np.float32(0.1)
+    parts = logprob_mismatch.measure_routing(wanted, far, native, np.ones(len(far), bool))
+    assert parts["routing_probe_tokens"] == expected["tokens_lag0"]
+    worst = logprob_mismatch.largest_differences(restored, wanted, far)
+    assert {extreme.lag for extreme in worst} == {None}
+    assert (make_targets(batch).lag != UNKNOWN_LAG).all()

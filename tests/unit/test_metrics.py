@@ -180,3 +180,20 @@ def test_the_page_has_a_row_for_each_metric_and_each_name_of_a_tracker() -> None
             assert re.search(rf"^\| `{name}[`{{]", page, re.MULTILINE), name
     for name in (*FIELDS, *DERIVED):
         assert f"\n| `{name}` | " in page
+
+
+def test_the_mismatch_keeps_its_last_value_and_step_when_no_token_is_of_the_trainers_version() -> None:
+    measured = StepRecord(
+        step=7, weight_version=7, time_s=1.0, kl_mismatch=6e-7, lag0_log_prob_abs_diff=1e-3, kl_staleness=0.1
+    )
+    without = StepRecord(step=8, weight_version=8, time_s=2.0, kl_mismatch=math.nan)
+    restarted = Metrics()
+    restarted.restore_kept_figures([measured, without])
+    running = Metrics()
+    running.observe_step(measured)
+    running.observe_step(without)
+    for metrics in (running, restarted):
+        value = metrics.registry.get_sample_value
+        assert value("async_rl_kl_mismatch_nats") == 6e-7
+        assert value("async_rl_lag0_log_prob_abs_diff_nats") == 1e-3
+        assert value("async_rl_lag0_step") == 7

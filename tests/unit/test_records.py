@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from async_rl.observability.records import (
     StepRecord,
     Totals,
     TrajectoryCounts,
+    last_at_equal_versions,
     mean,
     step_record_log,
     summarise,
@@ -148,6 +150,46 @@ def test_records_of_a_resumed_run_replace_the_steps_it_repeats(tmp_path: Path) -
     for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9)):
         step_record_log(path).append(record(step, reward_mean=reward))
     assert [(r.step, r.reward_mean) for r in step_record_log(path).read()] == [(1, 0.1), (2, 0.9)]
+
+
+def test_a_file_has_one_line_per_step_when_a_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = step_record_log(path)
+    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9), (3, 0.4)):  # of an earlier version
+        log.append(record(step, reward_mean=reward))
+    log.truncate_to(2)
+    log.append(record(3, reward_mean=0.5))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["reward_mean"]) for line in lines] == [(1, 0.1), (2, 0.9), (3, 0.5)]
+
+
+def test_a_line_is_replaced_in_one_write_when_its_step_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = step_record_log(path)
+    log.append(record(1))
+    for rewards in ((0.5, 0.123456789), (0.123456789, 0.5)):  # longer, then shorter
+        for reward in rewards:
+            log.append(record(2, reward_mean=reward))
+            assert [r.step for r in log.read()] == [1, 2]
+            assert log.read()[-1].reward_mean == reward
+            assert len(path.read_text().splitlines()) == 2
+    log.append(record(3))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    writes: list[int] = []
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *a: writes.append(1) or write(*a))  # type: ignore[func-returns-value]
+    log.append(record(3, reward_mean=0.25))
+    assert len(writes) == 1
+
+
+def test_the_last_mismatch_is_of_the_step_that_had_tokens_of_its_own_version() -> None:
+    measured = record(4, lag0_log_prob_abs_diff=1e-6)
+    assert (
+        last_at_equal_versions([record(3), measured, record(5, lag0_log_prob_abs_diff=math.nan)]) is measured
+    )
+    assert last_at_equal_versions([record(5)]) is None
 
 
 def test_there_are_no_records_when_there_is_no_file(tmp_path: Path) -> None:

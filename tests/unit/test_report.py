@@ -119,11 +119,25 @@ def test_the_panel_says_what_the_kl_is_made_of_and_how_long_the_rest_takes(tmp_p
     progress = RunProgress(out)
     progress.start(config(), tmp_path, "http://127.0.0.1:9000")
     progress.stop()
-    for record in steps(4, kl_mismatch=0.0002, kl_staleness=0.003, kl_routing=math.nan):
+    for record in steps(
+        4, kl_mismatch=0.0002, lag0_log_prob_abs_diff=0.001, kl_staleness=0.003, kl_routing=math.nan
+    ):
         progress.step(record)
     out.print(progress.render())
     assert "mismatch 0.00020, staleness 0.00300 " in file.getvalue()
     assert "· 6 s left" in file.getvalue()
+
+
+def test_the_panel_shows_the_last_mismatch_with_its_step_when_this_step_has_none(tmp_path: Path) -> None:
+    out, file = console(terminal=True)
+    progress = RunProgress(out)
+    progress.start(config(), tmp_path, "http://127.0.0.1:9000")
+    progress.stop()
+    for record in steps(2, kl_mismatch=0.0002, lag0_log_prob_abs_diff=0.001):
+        progress.step(record)
+    progress.step(steps(3, kl_mismatch=math.nan)[-1])
+    out.print(progress.render())
+    assert "mismatch of step 2 0.00020" in file.getvalue()
 
 
 @pytest.mark.parametrize("environment", [{"FORCE_COLOR": "1"}, {"TERM": "dumb"}, {}])

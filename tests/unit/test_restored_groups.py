@@ -182,8 +182,11 @@ async def test_labels_of_versions_that_are_no_more_count_as_the_checkpoints_own(
     )
     batch = await third.next_batch(5)
     assert batch is not None
-    versions = read_frame(batch.path, TrainBatch).weight_versions
+    packed = read_frame(batch.path, TrainBatch)
+    versions, undone = packed.weight_versions, packed.undone
     assert sorted(versions[versions >= 0].tolist()) == [3] * 4 + [4] * 6 + [4] * 3 + [5] * 2
+    assert undone is not None
+    assert versions[undone].tolist() == [4] * 9  # so that no figure takes them for tokens of version 4
     third.close()
 
 

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from async_rl.types import BoolArray, Float32Array, Int32Array, Int64Array, TrainBatch
+
+UNKNOWN_LAG: Final = -1
+"""The lag of tokens whose weights a restart has undone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Targets:
     labels: Int32Array  # [S] the token to predict
     mask: BoolArray  # [S] whether predicting it is trained on
     rollout_log_probs: Float32Array  # [S]
-    lag: Int32Array  # [S] trainer version minus the version that sampled the token
+    lag: Int32Array  # [S] trainer version minus the version that sampled the token, or `UNKNOWN_LAG`
     trajectory: Int64Array  # [S] index of the trajectory
 
     @property
@@ -191,11 +194,14 @@ def make_targets(batch: TrainBatch) -> Targets:
     """Returns a batch's per-token arrays at the predicting positions."""
     ends = batch.offsets[1:][np.diff(batch.offsets) > 0] - 1
     trajectory = np.repeat(np.arange(batch.num_trajectories), np.diff(batch.offsets))
+    lag = batch.trainer_version - batch.weight_versions
+    if batch.undone is not None:
+        lag[batch.undone] = UNKNOWN_LAG
     return Targets(
         labels=shift_left(batch.token_ids, ends),
         mask=shift_left(batch.loss_mask, ends),
         rollout_log_probs=shift_left(batch.rollout_log_probs, ends),
-        lag=shift_left(batch.trainer_version - batch.weight_versions, ends),
+        lag=shift_left(lag, ends),
         trajectory=trajectory,
     )
 

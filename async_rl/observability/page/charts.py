@@ -395,7 +395,7 @@ _SECTIONS: Final[tuple[tuple[str, str, tuple[ChartMaker, ...]], ...]] = (
                 ("kl_staleness", "staleness"),
                 ("kl_routing", "routing (probe)"),
                 unit="nats",
-                joined=("kl_routing",),
+                joined=("kl_mismatch", "kl_staleness", "kl_routing"),
             ),
             _lines(
                 "kl-lag",
@@ -405,6 +405,7 @@ _SECTIONS: Final[tuple[tuple[str, str, tuple[ChartMaker, ...]], ...]] = (
                 ("rollout_kl_lag1", "lag 1"),
                 ("rollout_kl_lag2_up", "lag 2+"),
                 unit="nats",
+                joined=("rollout_kl_lag0",),
             ),
             _lines(
                 "log-prob-diff",
@@ -413,6 +414,7 @@ _SECTIONS: Final[tuple[tuple[str, str, tuple[ChartMaker, ...]], ...]] = (
                 ("lag0_log_prob_abs_diff", "lag 0"),
                 ("log_prob_abs_diff", "all tokens"),
                 unit="nats",
+                joined=("lag0_log_prob_abs_diff",),
                 floor=0.0,
             ),
             _lines(

@@ -8,7 +8,14 @@ from typing import Final
 import msgspec
 
 from async_rl.observability.formatting import format_percent
-from async_rl.observability.records import WINDOW, Figure, StepRecord, is_finite, mean
+from async_rl.observability.records import (
+    WINDOW,
+    Figure,
+    StepRecord,
+    is_finite,
+    last_at_equal_versions,
+    mean,
+)
 
 _COMPACT: Final = ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e4, "k", 1e3))
 """The smallest value for each unit suffix."""
@@ -27,7 +34,7 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
     """Return the six figures of the last step; none before the first step."""
     if not records:
         return []
-    last = records[-1]
+    last, measured = records[-1], last_at_equal_versions(records)
     bypass = is_finite(last.ppo_kl_bypass)
     bound = "" if max_staleness is None else f" of {max_staleness} allowed"
     start = mean(record.reward_mean for record in records[:WINDOW])
@@ -48,8 +55,9 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
         Tile(
             name="mismatch",
             label="mismatch",
-            value=compact(last.lag0_log_prob_abs_diff),
-            note="nats, mean |Δ log-prob| at equal versions",
+            value=compact(None if measured is None else measured.lag0_log_prob_abs_diff),
+            note="nats, mean |Δ log-prob| at equal versions"
+            + (f", step {measured.step}" if measured and measured is not last else ""),
         ),
         Tile(
             name="staleness",
