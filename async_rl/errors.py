@@ -7,6 +7,8 @@ AsyncRLError            exit 1   a service failed; the message names it
 ├── EngineError         an engine failed a request; the session moves on with the tokens it has
 │   ├── EngineTimeout   no answer for `engine.request_timeout_s`
 │   ├── CallLost        one call failed; its engine may be healthy
+│   ├── EngineBusy      an engine takes no more calls for now
+│   ├── LocalShortage   this process has no descriptor, port or memory left to reach an engine
 │   ├── WeightSyncError an engine could not be brought to the published weights
 │   └── VersionMismatch an engine answered under weights that were not published to it
 ├── WorkerLost          a rollout worker ended or stopped responding; its attempts continue in another
@@ -88,6 +90,22 @@ class CallLost(EngineError):
 
     The session continues on another engine. An engine that fails several calls is taken out of service.
     """
+
+
+class EngineBusy(EngineError):
+    """An engine takes no more calls for now. It is called less, and blamed only if it completes none."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s)
+        self.retry_after_s = retry_after_s
+        """How long the engine asked not to be called; None if it did not say."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class LocalShortage(EngineError):
+    """This process has no file descriptor, port or memory left to reach an engine, which is not to blame."""
 
 
 class EngineTimeout(EngineError):

@@ -5,8 +5,8 @@
  any other ─────────────────────────► the least loaded engine with capacity ─┴─► none? then wait
 ```
 
-Load is counted in tokens: the most that the calls of an engine can hold there. Three rules, each against an
-overload cascade seen in systems without it (verl#6533, #7435, #7613):
+Load is counted in tokens: the most that the calls of an engine can hold there. Four rules, the first three
+against overload cascades seen in systems without them (verl#6533, #7435, #7613):
 
 - **Bounded loads.** No engine is given a call while its load is above `1 + slack` times the mean of the
   serving engines. A sticky engine is kept below that bound even when another is less loaded: an engine that
@@ -15,6 +15,8 @@ overload cascade seen in systems without it (verl#6533, #7435, #7613):
   their calls. After a restart, a failure or an update all calls have to prefill everything: calls for which
   an engine has no capacity go to the next one, or wait here, where they can still be ordered.
 - **A cached prefix keeps its sticky engine** even when that is full: elsewhere the call would need a prefill.
+- **Limited calls.** An engine that has refused calls gets a limit of calls (`back_pressure`), which also
+  holds for a cached prefix. It takes less than its share, so the mean and the bound leave it out.
 
 So after each choice `load <= (1 + slack) * mean before + tokens of the call`. A call that finds no engine
 within the bound waits for the engines below the mean, whose prefills end or fail: the wait ends.
@@ -26,6 +28,7 @@ arXiv:1608.01350, section 1.
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Final
 
 DEFAULT_SLACK: Final = 0.25
@@ -36,7 +39,7 @@ calls an engine, is about two standard deviations of random arrivals."""
 class _EngineEntry:
     """The load of one engine."""
 
-    __slots__ = ("load_tokens", "name", "order", "prefill_tokens", "serves")
+    __slots__ = ("load_tokens", "max_calls", "name", "num_calls", "order", "prefill_tokens", "serves")
 
     def __init__(self, name: str, order: int) -> None:
         self.name = name
@@ -44,6 +47,13 @@ class _EngineEntry:
         self.serves = False
         self.load_tokens = 0
         self.prefill_tokens = 0
+        self.num_calls = 0
+        self.max_calls = math.inf
+
+    @property
+    def counts(self) -> bool:
+        """Whether its load counts in the mean."""
+        return self.serves and self.max_calls == math.inf
 
 
 class Balancer:
@@ -70,8 +80,8 @@ class Balancer:
         self._slack = slack
         self._entries: dict[str, _EngineEntry] = {}
         self._num_added = 0
-        self._num_serving = 0
-        self._serving_tokens = 0
+        self._num_counted = 0
+        self._counted_tokens = 0
         # Serving engines with capacity, by load; outdated entries are skipped.
         self._heap: list[tuple[int, int, _EngineEntry]] = []
 
@@ -89,20 +99,15 @@ class Balancer:
 
     def open_engine(self, name: str) -> None:
         """Let an engine be chosen, because it serves."""
-        entry = self._entries[name]
-        if not entry.serves:
-            entry.serves = True
-            self._num_serving += 1
-            self._serving_tokens += entry.load_tokens
-        self._offer(entry)
+        self._set(self._entries[name], serves=True)
 
     def close_engine(self, name: str) -> None:
         """Do not choose an engine any more; its calls count until they end."""
-        entry = self._entries[name]
-        if entry.serves:
-            entry.serves = False
-            self._num_serving -= 1
-            self._serving_tokens -= entry.load_tokens
+        self._set(self._entries[name], serves=False)
+
+    def limit_calls(self, name: str, max_calls: float) -> None:
+        """Give an engine no calls while it has `max_calls` of them."""
+        self._set(self._entries[name], max_calls=max_calls)
 
     # -- calls --------------------------------------------------------------------------------------------
 
@@ -115,15 +120,21 @@ class Balancer:
         """
         bound = self._load_bound()
         entry = self._entries.get(sticky) if sticky is not None and cached else None
-        if entry is not None and entry.serves and entry.load_tokens <= bound:
-            return entry.name
-        least = self._least_loaded()
-        return least.name if least is not None and least.load_tokens <= bound else None
+        if (
+            entry is None
+            or not entry.serves
+            or entry.num_calls >= entry.max_calls
+            or entry.load_tokens > bound
+        ):
+            entry = self._least_loaded()
+        fits = entry is not None and (entry.load_tokens <= bound or not entry.counts)
+        return entry.name if entry is not None and fits else None
 
     def begin_call(self, name: str, *, tokens: int, prefill_tokens: int) -> None:
         """Count a call that can hold `tokens` and needs `prefill_tokens` before its first token."""
         entry = self._entries[name]
         entry.prefill_tokens += prefill_tokens
+        entry.num_calls += 1
         self._change(entry, tokens)
 
     def end_prefill(self, name: str, prefill_tokens: int) -> None:
@@ -134,7 +145,9 @@ class Balancer:
 
     def end_call(self, name: str, tokens: int) -> None:
         """Stop counting a call."""
-        self._change(self._entries[name], -tokens)
+        entry = self._entries[name]
+        entry.num_calls -= 1
+        self._change(entry, -tokens)
 
     # -- queries ------------------------------------------------------------------------------------------
 
@@ -149,23 +162,38 @@ class Balancer:
     @property
     def imbalance(self) -> float:
         """Highest load of a serving engine over the mean; 1 when all are idle. Takes O(engines)."""
-        if not self._serving_tokens:
+        if not self._counted_tokens:
             return 1.0
-        highest = max(entry.load_tokens for entry in self._entries.values() if entry.serves)
-        return highest * self._num_serving / self._serving_tokens
+        highest = max(entry.load_tokens for entry in self._entries.values() if entry.counts)
+        return highest * self._num_counted / self._counted_tokens
 
     # -- inside -------------------------------------------------------------------------------------------
 
     def _load_bound(self) -> float:
-        return (1.0 + self._slack) * self._serving_tokens / max(1, self._num_serving)
+        return (1.0 + self._slack) * self._counted_tokens / max(1, self._num_counted)
 
     def _has_capacity(self, entry: _EngineEntry) -> bool:
+        if entry.num_calls >= entry.max_calls:
+            return False
         return self._max_prefill_tokens is None or entry.prefill_tokens < self._max_prefill_tokens
+
+    def _set(
+        self, entry: _EngineEntry, *, serves: bool | None = None, max_calls: float | None = None
+    ) -> None:
+        """Let an engine serve or not, or limit its calls; the mean follows."""
+        counted = entry.counts
+        entry.serves = entry.serves if serves is None else serves
+        entry.max_calls = entry.max_calls if max_calls is None else max_calls
+        if counted != entry.counts:
+            sign = 1 if entry.counts else -1
+            self._num_counted += sign
+            self._counted_tokens += sign * entry.load_tokens
+        self._offer(entry)
 
     def _change(self, entry: _EngineEntry, tokens: int) -> None:
         entry.load_tokens += tokens
-        if entry.serves:
-            self._serving_tokens += tokens
+        if entry.counts:
+            self._counted_tokens += tokens
         self._offer(entry)
 
     def _offer(self, entry: _EngineEntry) -> None:

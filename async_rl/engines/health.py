@@ -23,7 +23,7 @@ from async_rl.config import EnginesConfig
 from async_rl.engine_protocol import Engine
 from async_rl.engines.lease import EngineLoad, EngineState
 from async_rl.engines.pool import EnginePool
-from async_rl.errors import EngineError, EngineTimeout, VersionMismatch
+from async_rl.errors import EngineBusy, EngineError, EngineTimeout, LocalShortage, VersionMismatch
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting
@@ -155,6 +155,10 @@ class HealthWatch:
                 waiting("engine", engine_id, scope=scope),
             ):
                 health = await engine.health()
+        except EngineBusy:
+            self._misses.pop(engine_id, None)  # it answers; calls show whether it does more than refuse
+        except LocalShortage as error:
+            log.warning("engine %s was not probed: %s", engine_id, error)
         except (EngineError, TimeoutError) as error:
             self._record_miss(engine_id, probed_s, error)
         else:

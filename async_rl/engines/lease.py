@@ -22,7 +22,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest
-from async_rl.errors import CallLost, EngineError
+from async_rl.engines.back_pressure import BackPressure
+from async_rl.errors import CallLost, EngineBusy, EngineError, LocalShortage
 from async_rl.runtime.waits import waiting
 
 Recomputed = Literal["update", "failover", "moved", "evicted"]
@@ -80,6 +81,9 @@ class EngineSlot:
         self.weight_version = -1
         self.error: Exception | None = None
         self.strikes: deque[float] = deque()
+        self.back_pressure = BackPressure()
+        self.pause: asyncio.TimerHandle | None = None
+        """Ends the pause in which it gets no calls, because it asked for fewer."""
         self.newcomer = False
         """Whether it joins a running job and has not yet loaded its weights."""
         self.reserved = False
@@ -176,6 +180,14 @@ class EngineFailureListener(Protocol):
 
     def quarantine_engine(self, engine_id: str, error: Exception) -> None:
         """Quarantine an engine that failed."""
+        ...
+
+    def record_back_pressure(self, engine_id: str, error: EngineBusy) -> None:
+        """Record that an engine asked for fewer calls."""
+        ...
+
+    def record_local_shortage(self, error: LocalShortage) -> None:
+        """Record that this process could not make a call."""
         ...
 
 
@@ -312,6 +324,12 @@ class Lease:
         except CallLost as error:
             if error is not self._dropped:
                 self._failures.record_strike(engine_id, error)
+            raise
+        except EngineBusy as error:
+            self._failures.record_back_pressure(engine_id, error)
+            raise
+        except LocalShortage as error:
+            self._failures.record_local_shortage(error)
             raise
         except EngineError as error:
             self._failures.quarantine_engine(engine_id, error)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -29,6 +30,12 @@ from async_rl.engines.lease import (
 )
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import waiting
+
+log = logging.getLogger(__name__)
+
+_SHORTAGE_PAUSE_S: Final = 1.0
+_SHORTAGE_PAUSE_MAX_S: Final = 30.0
+"""First and longest pause of all calls when this process cannot connect; running calls end meanwhile."""
 
 _MAX_CACHED_PREFIXES: Final = 65536
 """Remembered sticky engines; the oldest are forgotten first, which costs a prefix-cache hit, no more."""
@@ -65,6 +72,9 @@ class LeaseDispatcher:
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._num_asked = self._num_placed = 0
         self._waiting_line: list[tuple[str, int, Lease, asyncio.Future[None]]] = []
+        self._pause: asyncio.TimerHandle | None = None
+        self._pause_s = _SHORTAGE_PAUSE_S
+        self._shortage = ""
 
     @asynccontextmanager
     async def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AsyncIterator[Lease]:
@@ -95,6 +105,20 @@ class LeaseDispatcher:
                 admitted.set_result(None)
             heapq.heappop(self._waiting_line)
 
+    def pause_calls(self, why: str) -> None:
+        """Begin no calls for a while, because this process cannot connect; longer each time in a row."""
+        self._metrics.local_shortages_total.inc()
+        if self._pause is not None:
+            return  # of a call that was sent before
+        log.error("no calls for %.0f s: %s", self._pause_s, why)
+        self._shortage = why
+        self._pause = asyncio.get_running_loop().call_later(self._pause_s, self._end_pause)
+        self._pause_s = min(2 * self._pause_s, _SHORTAGE_PAUSE_MAX_S)
+
+    def _end_pause(self) -> None:
+        self._pause = None
+        self.admit_waiting()
+
     def share_cached_prefix(self, key: str, other: str) -> None:
         """Make the trajectory `other` prefer the engine of `key`, because it begins with the same tokens."""
         if (prefix := self._cached_prefixes.get(key)) is not None:
@@ -119,8 +143,12 @@ class LeaseDispatcher:
     def record_first_token(self, lease: Lease, waited_s: float) -> None:
         """Implements `LeaseListener.record_first_token`."""
         engine_id = lease.engine.engine_id
+        self._pause_s = _SHORTAGE_PAUSE_S
         if self._slots.get(engine_id) is lease.slot:
+            pressure = lease.slot.back_pressure
+            pressure.record_accepted_call(self._clock())
             self._balancer.end_prefill(engine_id, lease.prefill_tokens)
+            self._balancer.limit_calls(engine_id, pressure.max_calls)
         kind = "new" if lease.cached_prefix is None else "again" if lease.cause is not None else "next"
         self._metrics.first_token_seconds.labels(kind).observe(waited_s)
         self.admit_waiting()
@@ -149,6 +177,8 @@ class LeaseDispatcher:
 
     def _place_lease(self, lease: Lease) -> bool:
         """Give a lease an engine; False when none has capacity."""
+        if self._pause is not None:
+            return False
         prefix, held = lease.cached_prefix, 0
         slot = self._slots.get(prefix.engine_id) if prefix is not None else None
         cause: Recomputed | None = None
@@ -205,8 +235,13 @@ class LeaseDispatcher:
             self._cached_prefixes.popitem(last=False)
 
     def _describe_states(self) -> str:
+        if self._pause is not None:
+            return self._shortage
         if len(self._slots) > _NAMED_STATES:
             counts = Counter(slot.state for slot in self._slots.values())
             return ", ".join(f"{count} {state}" for state, count in counts.items())
-        names = (f"{engine_id} {slot.state}" for engine_id, slot in self._slots.items())
+        names = (
+            f"{engine_id} {slot.state}{' but busy' if slot.pause is not None else ''}"
+            for engine_id, slot in self._slots.items()
+        )
         return ", ".join(names) or "no engine yet"

@@ -27,11 +27,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
 from async_rl.engine_protocol import Engine
+from async_rl.engines.back_pressure import BackPressure
 from async_rl.engines.balancing import Balancer
 from async_rl.engines.lease import EngineLoad, EngineSlot, EngineSnapshot, EngineState, Lease
 from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.engines.pool_statistics import PoolStatistics
-from async_rl.errors import EngineError
+from async_rl.errors import EngineBusy, EngineError, LocalShortage
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import progressed, waiting
 
@@ -151,6 +152,9 @@ class EnginePool:
         slot.restart_count += 1
         slot.weight_version = -1
         slot.strikes.clear()
+        slot.back_pressure = BackPressure()
+        self._balancer.limit_calls(engine_id, slot.back_pressure.max_calls)
+        self._end_pause(slot)
         self._enter_state(slot, EngineState.JOINING)
 
     def quarantine_engine(self, engine_id: str, error: Exception) -> None:
@@ -183,6 +187,42 @@ class EnginePool:
         if len(slot.strikes) >= self._max_strikes:
             self.quarantine_engine(engine_id, error)
 
+    def record_back_pressure(self, engine_id: str, error: EngineBusy) -> None:
+        """Give an engine fewer calls, and none for a while, because it refused one.
+
+        An engine that refuses calls for long and completes none is quarantined.
+        """
+        slot = self._slots.get(engine_id)
+        if slot is None or slot.state is EngineState.QUARANTINED:
+            return
+        self._metrics.engine_busy_total.labels(engine_id).inc()
+        pressure, now, accepted = slot.back_pressure, self._clock(), slot.num_calls - 1
+        if slot.pause is not None:  # sent before the pause
+            pressure.lower_limit(now, accepted)
+        else:
+            pause_s = pressure.record_refusal(now, error, accepted=accepted)
+            log.warning("engine %s is busy, no calls for %.1f s: %s", engine_id, pause_s, error)
+            slot.pause = asyncio.get_running_loop().call_later(pause_s, self._end_pause, slot)
+            self._balancer.close_engine(engine_id)
+        self._balancer.limit_calls(engine_id, pressure.max_calls)
+        if pressure.is_broken(now, running=len(slot.streaming)):
+            self.quarantine_engine(engine_id, error)
+
+    def _end_pause(self, slot: EngineSlot) -> None:
+        """Let an engine be called again that was busy."""
+        if slot.pause is None:
+            return
+        slot.pause.cancel()
+        slot.pause = None
+        engine_id = slot.engine.engine_id
+        if self._slots.get(engine_id) is slot and slot.state is EngineState.SERVING:
+            self._balancer.open_engine(engine_id)
+            self.dispatcher.admit_waiting()
+
+    def record_local_shortage(self, error: LocalShortage) -> None:
+        """Make no calls for a while, because this process lacks what a connection needs."""
+        self.dispatcher.pause_calls(str(error))
+
     async def drain_engine(self, engine_id: str) -> None:
         """Give an engine no more calls because it will leave; returns when its calls have ended."""
         slot = self._slots[engine_id]
@@ -193,6 +233,7 @@ class EnginePool:
     def remove_engine(self, engine_id: str) -> None:
         """Remove an engine. The calls it still has are dropped; their sessions go on with other engines."""
         slot = self._slots.pop(engine_id)
+        self._end_pause(slot)
         self._need_repair.pop(engine_id, None)
         self._balancer.remove_engine(engine_id)
         self._oldest_version = None
@@ -294,7 +335,7 @@ class EnginePool:
             self._need_repair[engine_id] = None
         else:
             self._need_repair.pop(engine_id, None)
-        if state is EngineState.SERVING:
+        if state is EngineState.SERVING and slot.pause is None:
             self._balancer.open_engine(engine_id)
         else:
             self._balancer.close_engine(engine_id)

@@ -457,6 +457,18 @@ class EngineMetrics(Instruments):
         source="engines.pool, when it happens",
         bad="Rises: the engine fails again and again; see its log and docs/design/engines.md.",
     )
+    engine_busy_total = counter(
+        "Calls that an engine refused because it takes no more for now (429, 503 with Retry-After, a full "
+        "queue).",
+        "engine",
+        source="engines.pool, when it happens",
+        bad="Rises: the engine, or a proxy before it, takes fewer calls than it is given; raise its limit.",
+    )
+    local_shortages_total = counter(
+        "Calls that the driver could not make for lack of file descriptors, ports or memory.",
+        source="engines.lease_dispatcher, when it happens",
+        bad="Above 0: raise the limit of open files (`ulimit -n`), or run fewer trajectories at once.",
+    )
     engine_restarts_total = counter(
         "Restarts of engines by result (ok, failed).",
         "engine",

@@ -16,7 +16,18 @@ FaultKind = str
 """A key of `FAULTS`."""
 
 Family = Literal[
-    "call", "update", "engine", "memory", "trainer", "offload", "disk", "clock", "worker", "user", "driver"
+    "call",
+    "refusal",
+    "update",
+    "engine",
+    "memory",
+    "trainer",
+    "offload",
+    "disk",
+    "clock",
+    "worker",
+    "user",
+    "driver",
 ]
 
 Setting = Literal["any", "shared", "workers"]
@@ -37,6 +48,7 @@ class FaultRow(msgspec.Struct, frozen=True):
 
 FAMILIES: Final[dict[Family, str]] = {
     "call": "`FaultyEngine.inject`: the next call of an engine",
+    "refusal": "`FaultyEngine.inject`: all calls of an engine, for a while",
     "update": "`FaultyEngine.inject`: the next weight update of an engine",
     "engine": "`FaultyEngine.inject`: an engine, at once",
     "memory": "`FaultyEngine.inject`: an engine's next release or return of device memory",
@@ -69,6 +81,9 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "freeze": FaultRow("engine", "an engine answers nothing for 0.1 s to 1000 s"),
     "slow": FaultRow("engine", "an engine decodes 20 times as slowly"),
     "fail_restarts": FaultRow("engine", "the next restarts of an engine fail"),
+    "refuse_calls": FaultRow("refusal", "an engine answers 401, 404 or 500 to calls until restarted", 0.1),
+    "too_busy": FaultRow("refusal", "an engine takes at most 3 calls and answers 429 to others", 0.1),
+    "no_descriptors": FaultRow("refusal", "the driver has no descriptors for connections", 0.1),
     "step_fails": FaultRow("trainer", "a trainer step fails"),
     "step_is_nan": FaultRow("trainer", "the loss is NaN"),
     "step_is_slow": FaultRow("trainer", "a trainer step takes ten times as long"),
@@ -102,7 +117,7 @@ def kinds_of(*families: Family) -> tuple[FaultKind, ...]:
     return tuple(kind for kind, row in FAULTS.items() if row.family in families)
 
 
-ENGINE_FAULTS: Final = frozenset(kinds_of("call", "update", "engine", "memory"))
+ENGINE_FAULTS: Final = frozenset(kinds_of("call", "refusal", "update", "engine", "memory"))
 """Faults of engines and of the network to them."""
 
 TRAINER_FAULTS: Final = frozenset(kinds_of("trainer", "offload"))

@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, NoReturn, cast, get_args
 
@@ -32,6 +33,8 @@ from async_rl.engine_protocol import (
     TensorUpdate,
     WeightUpdate,
 )
+from async_rl.engines.control_requests import wait_out
+from async_rl.engines.sglang.refusals import explain_refusal
 from async_rl.engines.simulated import (
     CallFault,
     Fault,
@@ -40,7 +43,13 @@ from async_rl.engines.simulated import (
     SimulatedEngine,
     UpdateFault,
 )
-from async_rl.errors import EngineError, EngineTimeout, EnvironmentNotReady, WeightSyncError
+from async_rl.errors import (
+    EngineError,
+    EngineTimeout,
+    EnvironmentNotReady,
+    LocalShortage,
+    WeightSyncError,
+)
 from async_rl.rollout.workers.messages import Link
 from async_rl.simulation.faults import ENGINE_FAULTS, FAULTS, FaultKind
 from async_rl.simulation.invariant_checker import InvariantChecker
@@ -51,6 +60,9 @@ from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.delta import DeltaRefused
 from async_rl.weights.delta_delivery import HostFolder
+
+_MAX_REFUSED: Final = 3
+"""Calls that an engine may refuse before it is quarantined, beside those that were sent to it at once."""
 
 _CONTROL_S: Final = 2.0
 """A control request without an answer for so long is given up."""
@@ -90,6 +102,8 @@ class FaultyEngine(SimulatedEngine):
         self._checker = checker
         self._broadcasts = broadcasts
         self._latency_s = scenario.speeds.latency_s
+        rollout = scenario.config.rollout
+        self._max_open_calls = rollout.max_concurrent_trajectories * (1 + rollout.max_branches)
         self._delays = random.Random(f"network {scenario.seed} {incarnation} {index}")
         self._call_faults: list[FaultKind] = []
         self._update_faults_to_come: list[FaultKind] = []
@@ -99,6 +113,16 @@ class FaultyEngine(SimulatedEngine):
         self._no_streams = asyncio.Event()
         self._no_streams.set()
         self._verified: int | None = None
+        self._refusals: set[FaultKind] = set()
+        """Refusals that have not taken effect yet."""
+        self._refused_status: int | None = None
+        """What it answers to all calls, until it is restarted."""
+        self._refused = 0
+        self._max_streams: int | None = None
+        """Above so many calls it answers that it is busy."""
+        self._retry_after: str | None = None
+        self._reachable = True
+        """Whether the driver has descriptors for connections."""
         self.failing_restarts = 0
 
     @property
@@ -121,6 +145,8 @@ class FaultyEngine(SimulatedEngine):
     def inject(self, injection: Injection) -> None:
         """Let something go wrong, now or in the next call or update."""
         kind = injection.kind
+        if FAULTS[kind].family == "refusal":
+            self._refusals.add(kind)
         if kind in ("die", "die_unseen"):
             self.die()
         elif kind == "freeze":
@@ -131,6 +157,14 @@ class FaultyEngine(SimulatedEngine):
                 self._speed, decode_step_s=self._speed.decode_step_s * 20 + 0.05
             )
             asyncio.get_running_loop().call_later(10 * injection.amount, self._speed_up)
+        elif kind == "refuse_calls":
+            self._refused_status = (401, 404, 500)[int(3 * injection.amount)]
+        elif kind == "too_busy":
+            self._max_streams, self._retry_after = int(4 * injection.amount), ("1", None)[injection.step % 2]
+            asyncio.get_running_loop().call_later(10 ** (3 * injection.amount), self._end_busy_time)
+        elif kind == "no_descriptors":
+            self._reachable = False
+            asyncio.get_running_loop().call_later(20 * injection.amount, self._become_reachable)
         elif kind == "fail_restarts":
             self.failing_restarts += 1 + int(3 * injection.amount)
         elif kind == "die_in_call":
@@ -154,7 +188,15 @@ class FaultyEngine(SimulatedEngine):
     def restart(self) -> None:
         """Implements `SimulatedEngine.restart`."""
         super().restart()
-        self._verified = None
+        self._verified = self._refused_status = None
+        self._refused = 0
+        self._end_busy_time()
+
+    def _end_busy_time(self) -> None:
+        self._max_streams = None
+
+    def _become_reachable(self) -> None:
+        self._reachable = True
 
     def _speed_up(self) -> None:
         self._config = self._speed
@@ -173,6 +215,7 @@ class FaultyEngine(SimulatedEngine):
         finish: Finish | None = None
         failed = False
         try:
+            self._refuse_call()
             async with aclosing(super().generate(request)) as stream:
                 async for event in stream:
                     await self._arrival()
@@ -193,6 +236,32 @@ class FaultyEngine(SimulatedEngine):
                 self._no_streams.set()
         assert finish is not None
         yield finish
+
+    def _refuse_call(self) -> None:
+        """Answer a call with a status, as a proxy or a server that was started otherwise does."""
+        self._check_reachable()
+        now = datetime.fromtimestamp(0, UTC)
+        if self._refused_status is not None:
+            self._meet("refuse_calls")
+            self._refused += 1
+            if self._refused > _MAX_REFUSED + self._max_open_calls:
+                self._checker.fail(f"{self._engine_id} has refused {self._refused} calls, and is given more")
+            body = b'{"object":"error","message":"Unauthorized"}'
+            raise explain_refusal(self._engine_id, self._refused_status, None, body, now)
+        if self._max_streams is not None and self._streams > self._max_streams:
+            self._meet("too_busy")
+            raise explain_refusal(self._engine_id, 429, self._retry_after, b"", now)
+
+    def _check_reachable(self) -> None:
+        if not self._reachable:
+            self._meet("no_descriptors")
+            raise LocalShortage(f"no descriptor for a connection to {self._engine_id}")
+
+    def _meet(self, kind: FaultKind) -> None:
+        """Count a fault that lasts when it takes effect for the first time."""
+        if kind in self._refusals:
+            self._refusals.remove(kind)
+            self._checker.met(kind)
 
     async def _arrival(self) -> None:
         """The way of an event to the client."""
@@ -297,12 +366,14 @@ class FaultyEngine(SimulatedEngine):
 
     async def health(self) -> EngineHealth:
         """Implements `Engine.health`."""
+        self._check_reachable()
         await self._answering()
         health = await super().health()
         self._verified = health.weight_version
         return health
 
     async def _answering(self) -> None:
+        await wait_out(self._connect)
         if self._latency_s:
             await asyncio.sleep(self._delays.expovariate(1 / self._latency_s))
         try:
@@ -310,6 +381,9 @@ class FaultyEngine(SimulatedEngine):
                 await self._thawed.wait()
         except TimeoutError as error:
             raise EngineTimeout(f"{self._engine_id} did not answer within {_CONTROL_S} s") from error
+
+    async def _connect(self) -> None:
+        self._check_reachable()
 
 
 class SimulatedFolder(HostFolder):
@@ -382,7 +456,8 @@ class SimulatedCluster:
                 self._checker.met(kind)
         elif kind in ENGINE_FAULTS:
             engine = self.engines[injection.engine % len(self.engines)]
-            engine.inject(injection)
+            for each in self.engines if kind == "no_descriptors" else [engine]:
+                each.inject(injection)
             if FAULTS[kind].family == "engine":
                 self._checker.met(kind)
             if kind == "die" and self._died is not None:

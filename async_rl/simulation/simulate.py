@@ -34,6 +34,7 @@ from async_rl.errors import (
     EngineError,
     EnvironmentNotReady,
     InvariantError,
+    LocalShortage,
     SpoolFull,
     StallError,
     TrainerError,
@@ -332,6 +333,10 @@ class _Simulation:
                 checker.fail(
                     f"{engine.engine_id} serves version {engine.weight_version}, the pool says {claimed}"
                 )
+
+        for engine in pool.engines(EngineState.QUARANTINED):
+            if isinstance(cause := pool.error_of(engine.engine_id), LocalShortage):
+                checker.fail(f"{engine.engine_id} is blamed for a shortage of the driver: {cause}")
 
     def _halt_stuck(self) -> None:
         """Neither the end nor an error in all this time."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from async_rl.engine_protocol import Engine
+from async_rl.engines.control_requests import wait_out
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import VersionMismatch
 from async_rl.trainer_protocol import Trainer
@@ -57,7 +58,7 @@ class VersionVerifier:
         Raises:
             VersionMismatch: When the engine has another version or other weights.
         """
-        health = await engine.health()
+        health = await wait_out(engine.health)
         if health.weight_version != version:
             raise VersionMismatch(
                 f"engine {engine.engine_id} reports weight version {health.weight_version} after an "

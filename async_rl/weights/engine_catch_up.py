@@ -13,6 +13,7 @@ from typing import Final
 
 from async_rl.config import WeightsConfig
 from async_rl.engine_protocol import DiskUpdate, Engine
+from async_rl.engines.control_requests import wait_out
 from async_rl.engines.lease import EngineSnapshot
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import EngineError, WeightSyncError
@@ -164,7 +165,7 @@ class EngineCatchUp:
             async with self._bounded(engine):
                 if self._trainer_restarted:  # the update before this one may have been cut short
                     await engine.resume_generation(self._config.interrupt)
-                health = await engine.health()
+                health = await wait_out(engine.health)
                 same_model = not health.model_path or absolute(health.model_path) == path
                 fresh = version == health.weight_version == 0 and same_model
                 if self._trainer_restarted or not fresh:

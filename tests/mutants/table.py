@@ -15,6 +15,7 @@ STALENESS: Final = "tests/unit/test_staleness.py"
 SESSION: Final = "tests/unit/test_session.py"
 SESSION_ROUTING: Final = "tests/unit/test_session_routing.py"
 ROUTING: Final = "tests/unit/test_routing.py"
+REFUSALS: Final = "tests/unit/test_back_pressure.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, STOPPED, NO_OP = (
@@ -352,6 +353,55 @@ MUTANTS: Final = (
         'if d >= version or self.staleness_policy == "mask_tokens")',
         'if d >= version - 1 or self.staleness_policy == "mask_tokens")',
         (STALENESS,),
+    ),
+    # -- engines ----------------------------------------------------------------------------------------
+    Mutant(
+        "every-refusal-blames-the-request",
+        "An engine that answers 401 to all calls attracts all of them.",
+        "async_rl/engines/sglang/refusals.py",
+        "    if status in _BLAMES_REQUEST and _has_sglang_shape(body):",
+        "    if 400 <= status < 500:",
+        (REFUSALS,),
+    ),
+    Mutant(
+        "busy-engine-is-called-at-once",
+        "Retry-After is ignored.",
+        "async_rl/engines/pool.py",
+        "            self._balancer.close_engine(engine_id)\n        self._balancer.limit_calls",
+        "        self._balancer.limit_calls",
+        (REFUSALS,),
+    ),
+    Mutant(
+        "limited-engine-slows-the-others",
+        "The load of an engine that takes few calls lowers the bound of all.",
+        "async_rl/engines/balancing.py",
+        "        return self.serves and self.max_calls == math.inf",
+        "        return self.serves",
+        (REFUSALS,),
+    ),
+    Mutant(
+        "busy-engine-is-never-broken",
+        "An engine that answers 429 to every call stays in service forever.",
+        "async_rl/engines/back_pressure.py",
+        "        return now - self._first_refusal_s >= _BROKEN_AFTER_S",
+        "        return False",
+        (REFUSALS,),
+    ),
+    Mutant(
+        "local-shortage-blames-the-engine",
+        "Without file descriptors, all engines are quarantined.",
+        "async_rl/engines/lease.py",
+        "            self._failures.record_local_shortage(error)",
+        "            self._failures.quarantine_engine(engine_id, error)",
+        (REFUSALS,),
+    ),
+    Mutant(
+        "back-pressure-fails-the-attempt",
+        "A trajectory fails after nine calls that a busy engine refused.",
+        "async_rl/rollout/session/transcript.py",
+        "                refused = True  # the pool",
+        "                refused = False  # the pool",
+        (REFUSALS,),
     ),
     # -- session ----------------------------------------------------------------------------------------
     Mutant(

@@ -20,6 +20,7 @@ from async_rl.errors import (
     AlignmentError,
     CallLost,
     ConfigError,
+    EngineBusy,
     EngineError,
     EngineTimeout,
     EnvironmentNotReady,
@@ -373,7 +374,7 @@ async def test_the_call_is_lost_when_the_server_does_not_begin_to_answer() -> No
             await call(engine, PROMPT, 8)
 
 
-@pytest.mark.parametrize(("status", "kind"), [(401, RequestRefused), (503, CallLost)])
+@pytest.mark.parametrize(("status", "kind"), [(401, CallLost), (429, EngineBusy), (503, CallLost)])
 async def test_the_status_is_told_when_the_server_refuses(status: int, kind: type[Exception]) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(b"HTTP/1.1 %d No\r\nContent-Length: 4\r\n\r\nbusy" % status)

@@ -39,6 +39,7 @@ from async_rl.engine_protocol import (
     TensorUpdate,
     WeightUpdate,
 )
+from async_rl.engines.control_requests import wait_out
 from async_rl.engines.sglang.generate_call import CallAccount, encode_request, parse_version
 from async_rl.engines.sglang.http_client import SGLangHttpClient
 from async_rl.engines.sglang.routing_payload import PIECE_BYTES, RoutingText, RoutingWire, receive_gate
@@ -192,10 +193,8 @@ class SGLangEngine:
                         yield chunk
             if finish is None:
                 raise CallLost(f"{self._engine_id} ended the stream of {request.request_id} without a finish")
-        except aiohttp.ClientConnectorError as e:
-            raise EngineError(f"{self._engine_id} at {self._http.url} cannot be reached: {e}") from e
         except aiohttp.ClientError as e:
-            raise CallLost(f"{self._engine_id} at {self._http.url}: connection lost: {e!r}") from e
+            raise self._http.connection_error(e) from e
         finally:
             if gated:
                 gate.release()
@@ -332,7 +331,7 @@ class SGLangEngine:
         else:
             async with self._update_session():
                 await self._load_shared(update, version, flush)
-        served = (await self.health()).weight_version
+        served = (await wait_out(self.health)).weight_version
         if served != update.weight_version:
             raise VersionMismatch(
                 f"{self._engine_id} serves weight version {served} after an update to {version}"

@@ -14,6 +14,8 @@ from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, RoutingPayl
 from async_rl.engines.sglang.routing_payload import RoutingText
 from async_rl.errors import (
     AlignmentError,
+    CallLost,
+    EngineBusy,
     EngineError,
     PromptTooLong,
     RequestRefused,
@@ -249,7 +251,14 @@ class CallAccount:
         return spans
 
     def _refusal(self, refusal: _Refusal) -> EngineError | RolloutError:
+        """Returns the error for a refusal within the stream, which is SGLang's own and has no Retry-After.
+
+        SGLang's scheduler says 503 when its queue is full, or a request waited there for too long.
+        """
+        code = refusal.code
         message = f"{self._engine_id} refused the call {self._request.request_id}: {refusal.message}"
-        if refusal.code == 400 and "context length" in refusal.message:
+        if code == 400 and "context length" in refusal.message:
             return PromptTooLong(message)
-        return RequestRefused(message) if refusal.code == 400 else EngineError(message)
+        if code in (400, 413, 422):
+            return RequestRefused(message)
+        return EngineBusy(message) if code in (429, 503) else CallLost(message)

@@ -8,13 +8,27 @@ than the factor of 1.3 that would have justified its 385 lines (docs/reference/p
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
 from yarl import URL
 
-from async_rl.errors import CallLost, EngineError, EngineTimeout, RequestRefused, WeightSyncError
+from async_rl.engines.control_requests import wait_out
+from async_rl.engines.sglang.refusals import (
+    explain_lost_connection,
+    explain_refusal,
+    is_back_pressure,
+    parse_retry_after,
+)
+from async_rl.errors import (
+    CallLost,
+    EngineBusy,
+    EngineError,
+    EngineTimeout,
+    WeightSyncError,
+)
 
 T = TypeVar("T")
 
@@ -77,8 +91,10 @@ class SGLangHttpClient:
         """Send a generate call; the caller reads and closes the response.
 
         Raises:
-            RequestRefused: When the server refuses the call.
+            RequestRefused: When the server refuses the call because of its content.
+            EngineBusy: When the server takes no more calls for now.
             CallLost: When it fails, or does not take the call within `timeout_s`.
+            aiohttp.ClientError: When the connection fails; see `connection_error`.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -91,9 +107,14 @@ class SGLangHttpClient:
         except TimeoutError as e:
             raise CallLost(f"{self._engine_id} did not take a request within {self._timeout_s} s") from e
         if response.status != 200:
-            message = f"{self._engine_id} answered {response.status} to a request: {text[:500]!r}"
-            raise RequestRefused(message) if 400 <= response.status < 500 else CallLost(message)
+            raise explain_refusal(
+                self._engine_id, response.status, response.headers.get("Retry-After"), text, datetime.now(UTC)
+            )
         return response
+
+    def connection_error(self, error: aiohttp.ClientError) -> EngineError:
+        """Returns the error for a request without a reply: of the engine, the call, or this process."""
+        return explain_lost_connection(self._engine_id, self.url, error)
 
     async def get_status(self, endpoint: str) -> int | None:
         """Returns the status of a GET request; None when there is no reply within `timeout_s`."""
@@ -108,6 +129,8 @@ class SGLangHttpClient:
         """Returns the parsed reply to a GET request, within `timeout_s`.
 
         Raises:
+            EngineBusy: When the server takes no more requests for now.
+            LocalShortage: When this process cannot connect.
             EngineError: When there is no reply, or it is not a `kind`.
         """
         try:
@@ -117,8 +140,9 @@ class SGLangHttpClient:
         except TimeoutError as e:
             raise self._no_answer(endpoint) from e
         except aiohttp.ClientError as e:
-            raise EngineError(f"{self._engine_id} at {self.url} cannot be reached: {e!r}") from e
+            raise self.connection_error(e) from e
         if status != 200:
+            self._check_busy(response, endpoint)
             raise EngineError(f"{self._engine_id} answered {status} to /{endpoint}: {text[:300]!r}")
         return self.parse_reply(text, endpoint, kind)
 
@@ -148,9 +172,16 @@ class SGLangHttpClient:
     ) -> tuple[int, bytes]:
         """Send a POST request with the admin key, which the caller bounds; returns status and text.
 
+        It is sent again while the server is busy, or this process cannot connect.
+
         Raises:
             EngineError: When there is no reply, or the key is refused.
         """
+        return await wait_out(lambda: self._post_admin_once(endpoint, body, query))
+
+    async def _post_admin_once(
+        self, endpoint: str, body: dict[str, Any] | None, query: dict[str, float]
+    ) -> tuple[int, bytes]:
         try:
             async with self._open_session().post(
                 (self.url / endpoint).with_query(query),
@@ -159,7 +190,8 @@ class SGLangHttpClient:
             ) as response:
                 text = await response.read()
         except aiohttp.ClientError as e:
-            raise EngineError(f"{self._engine_id} at {self.url} cannot be reached: {e!r}") from e
+            raise self.connection_error(e) from e
+        self._check_busy(response, endpoint)
         if response.status in (401, 403):
             raise EngineError(f"{self._engine_id} refuses our admin key for /{endpoint}")
         return response.status, text
@@ -193,6 +225,14 @@ class SGLangHttpClient:
                 read_bufsize=_READ_BUFFER_BYTES,
             )
         return self._session
+
+    def _check_busy(self, response: aiohttp.ClientResponse, endpoint: str) -> None:
+        retry_after = response.headers.get("Retry-After")
+        if is_back_pressure(response.status, retry_after):
+            raise EngineBusy(
+                f"{self._engine_id} answered {response.status} to /{endpoint}",
+                parse_retry_after(retry_after, datetime.now(UTC)),
+            )
 
     def _no_answer(self, endpoint: str) -> EngineTimeout:
         return EngineTimeout(f"{self._engine_id} did not answer /{endpoint} within {self._timeout_s} s")

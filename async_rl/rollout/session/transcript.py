@@ -34,7 +34,7 @@ from async_rl.engine_protocol import (
     check_partition,
 )
 from async_rl.engines.pool import Lease
-from async_rl.errors import EngineError
+from async_rl.errors import EngineBusy, EngineError, LocalShortage
 from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.restore import RestoredTurns
@@ -228,7 +228,7 @@ class Transcript(TokenWriter):
         """Make one engine call and keep its tokens.
 
         Returns:
-            Why the call ended, and whether a weight update aborted it.
+            Why the call ended, and whether it is explained: by a weight update, or by an engine that is busy.
         """
         tokens, metrics, clock = self.tokens, self._context.metrics, self._context.clock
         prompt = len(tokens)
@@ -240,6 +240,7 @@ class Transcript(TokenWriter):
             request = self._request(lease, prompt, budget, sampling)
             began_s = clock()
             reason: FinishReason = "failover"
+            refused = False
             try:
                 async with aclosing(lease.generate(request)) as stream:
                     async for event in stream:
@@ -250,6 +251,8 @@ class Transcript(TokenWriter):
                         else:
                             call.finish = event
                             reason = event.reason
+            except (EngineBusy, LocalShortage):
+                refused = True  # the pool makes it wait, so it counts as no failure of the attempt
             except EngineError:
                 reason = "failover"
             else:
@@ -260,8 +263,8 @@ class Transcript(TokenWriter):
                 self._append_call(call, lease, reason, prompt)
                 self._entry.call = None
                 tokens.engine_s += clock() - began_s
-            ours = reason == "abort" and lease.interrupted
-        if reason == "failover":
+            ours = refused or (reason == "abort" and lease.interrupted)
+        if reason == "failover" and not refused:
             tokens.num_failovers += 1
             metrics.failovers_total.inc()
         if reason == "abort" or len(call.spans) > 1:

@@ -1,0 +1,302 @@
+"""Engines that refuse calls: who is blamed, how much they are still given, and when they are broken."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+import pytest
+
+from async_rl.config import SimulatedEngines
+from async_rl.engine_protocol import Chunk, Finish, GenerateRequest
+from async_rl.engines.back_pressure import BackPressure
+from async_rl.engines.balancing import Balancer
+from async_rl.engines.pool import EngineState
+from async_rl.engines.sglang.refusals import explain_refusal, parse_retry_after
+from async_rl.engines.simulated import SimulatedEngine
+from async_rl.errors import CallLost, EngineBusy, LocalShortage, RequestRefused
+from async_rl.runtime.supervision import Nursery
+from async_rl.simulation.virtual_time import in_virtual_time
+from tests.support.engine_calls import call
+from tests.support.fake_sglang import FakeSGLang, event, finish
+from tests.support.manual_engines import END, ManualPool, settle, tokens
+from tests.support.sessions import Bench
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+SGLANG_ERROR = b'{"object":"error","message":"bad temperature","type":"BadRequest","param":null,"code":400}'
+
+
+# -- who is to blame ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "retry_after", "body", "kind"),
+    [
+        (400, None, SGLANG_ERROR, RequestRefused),
+        (413, None, SGLANG_ERROR, RequestRefused),
+        (422, None, b'{"detail":[{"msg":"field required"}]}', RequestRefused),
+        (400, None, b'{"error":"input_ids: expected a list"}', RequestRefused),
+        (400, None, b"<html>400 Bad Request, nginx</html>", CallLost),
+        (413, None, b"<html>413 Request Entity Too Large</html>", CallLost),
+        (400, None, b"[]", CallLost),
+        (401, None, b'{"error":"Unauthorized"}', CallLost),
+        (403, None, b'{"error":"Forbidden"}', CallLost),
+        (404, None, b'{"detail":"Not Found"}', CallLost),
+        (429, None, b"", EngineBusy),
+        (429, "3", b"", EngineBusy),
+        (500, None, SGLANG_ERROR, CallLost),
+        (503, None, b"", CallLost),
+        (503, "3", b"", EngineBusy),
+    ],
+)
+def test_the_request_is_blamed_only_if_the_reply_says_so(
+    status: int, retry_after: str | None, body: bytes, kind: type[Exception]
+) -> None:
+    error = explain_refusal("engine-0", status, retry_after, body, NOW)
+    assert type(error) is kind
+    assert f"engine-0 answered {status}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (None, None),
+        ("12", 12.0),
+        ("soon", None),
+        ("-1", None),
+        ("Thu, 01 Jan 2026 00:01:00 GMT", 60.0),
+        ("Wed, 31 Dec 2025 00:00:00 GMT", 0.0),
+    ],
+)
+def test_a_retry_after_is_read_when_it_is_seconds_or_a_date(value: str | None, seconds: float | None) -> None:
+    assert parse_retry_after(value, NOW) == seconds
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(400, RequestRefused), (429, EngineBusy), (500, CallLost), (503, EngineBusy)]
+)
+async def test_a_refusal_within_a_stream_is_blamed_by_its_code(code: int, kind: type[Exception]) -> None:
+    server = FakeSGLang()
+    server.streams = [
+        [event([], 0, finish_reason=finish("abort", status_code=code, message="The request queue is full."))]
+    ]
+    async with server.client() as engine:
+        with pytest.raises(kind, match="queue is full"):
+            await call(engine, [1, 2, 3], 8)
+
+
+async def test_a_control_request_waits_out_a_busy_server() -> None:
+    server = FakeSGLang()
+    statuses = iter([429, 429, 200])
+    server.answers["pause_generation"] = lambda _: (next(statuses), {"success": True})
+    async with server.client() as engine:
+        await engine.interrupt("retract")
+    assert len(server.requests("pause_generation")) == 3
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Lower the limit of open files to those that are open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.open(os.devnull, os.O_RDONLY)  # the lowest free number
+    os.close(spare)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_the_engine_is_not_blamed_when_this_process_has_no_descriptor() -> None:
+    async with FakeSGLang().client() as engine:
+        with no_descriptor_left():
+            with pytest.raises(LocalShortage, match=r"Too many open files.*ulimit -n"):
+                await call(engine, [1, 2, 3], 8)
+            with pytest.raises(LocalShortage):
+                await engine.health()
+        await engine.health()
+
+
+# -- what the pool does ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [401, 404, 500])
+@in_virtual_time
+async def test_an_engine_that_refuses_every_call_attracts_no_more_than_three(status: int) -> None:
+    """The engine with the fewest calls is chosen, and one that refuses at once always has the fewest."""
+    async with Nursery() as nursery:
+        bench = ManualPool("broken", "a", nursery=nursery)
+        for number in range(8):
+            bench.start(f"t{number}")
+            await settle()
+            broken = bench.engines["broken"]
+            if len(broken.streams) > broken.left:
+                error = explain_refusal("broken", status, None, b'{"error":"Unauthorized"}', NOW)
+                broken.say(len(broken.streams) - 1, error)
+                await settle()
+        assert len(bench.engines["broken"].streams) == 3
+        assert bench.state("broken") is EngineState.QUARANTINED
+        assert bench.state("a") is EngineState.SERVING
+        for stream in range(len(bench.engines["a"].streams)):
+            bench.engines["a"].say(stream, END)
+
+
+@in_virtual_time
+async def test_a_busy_engine_gets_no_calls_until_it_asked_for_them() -> None:
+    async with Nursery() as nursery:
+        bench = ManualPool("a", nursery=nursery)
+        bench.start("t1")
+        await settle()
+        bench.engines["a"].say(0, EngineBusy("429", 7.0))
+        await settle()
+        bench.start("t1")
+        await asyncio.sleep(6.9)
+        assert len(bench.engines["a"].streams) == 1
+        await asyncio.sleep(0.2)
+        assert len(bench.engines["a"].streams) == 2
+        assert bench.state("a") is EngineState.SERVING
+        assert bench.counted("engine_busy_total", engine="a") == 1
+        bench.engines["a"].say(1, END)
+
+
+@in_virtual_time
+async def test_a_busy_engine_is_given_what_it_accepted_and_the_others_the_rest() -> None:
+    async with Nursery() as nursery:
+        bench = ManualPool("a", "b", nursery=nursery)
+        for number in range(8):
+            bench.start(f"t{number}")
+        await settle()
+        a, b = bench.engines["a"], bench.engines["b"]
+        a.say(0, tokens(1))
+        for stream in (1, 2, 3):  # it takes one call, and refuses the rest of the burst
+            a.say(stream, EngineBusy("429", 1.0))
+        await settle()
+        await asyncio.sleep(1.5)  # the pause is over
+        for number in range(20):
+            bench.start(f"u{number}")
+        await settle()
+        assert len(a.streams) - a.left == 1
+        assert len(b.streams) == 4 + 20, "a limited engine must not lower the bound of the others"
+        for engine in (a, b):
+            for stream in range(len(engine.streams)):
+                engine.say(stream, END)
+
+
+@in_virtual_time
+async def test_a_busy_engine_is_quarantined_only_when_nothing_succeeds() -> None:
+    async with Nursery() as nursery:
+        bench = ManualPool("a", "b", nursery=nursery)
+        bench.pool.hold_engine("b")
+        bench.start("long")
+        await settle()
+        bench.engines["a"].say(0, tokens(1))  # it decodes one call, and refuses all others
+        await settle()
+        bench.pool.hold_engine("a")
+        bench.pool.serve_engine("b", 0)
+
+        async def call_for(engine_id: str, seconds: float) -> None:
+            loop, engine = asyncio.get_running_loop(), bench.engines[engine_id]
+            end = loop.time() + seconds
+            while loop.time() < end and bench.state(engine_id) is EngineState.SERVING:
+                if len(engine.streams) - engine.left > (engine_id == "a"):
+                    engine.say(len(engine.streams) - 1, EngineBusy("429", 5.0))
+                    await settle()
+                bench.start(f"t{loop.time()}")
+                await asyncio.sleep(5.1)
+
+        await call_for("b", 300.0)
+        assert bench.state("b") is EngineState.QUARANTINED
+        assert 60.0 <= asyncio.get_running_loop().time() < 75.0
+        bench.pool.serve_engine("a", 0)
+        await call_for("a", 300.0)
+        assert bench.state("a") is EngineState.SERVING
+        for engine in bench.engines.values():
+            for stream in range(len(engine.streams)):
+                engine.say(stream, END)
+        await asyncio.sleep(400.0)
+        while bench.engines["a"].left < len(bench.engines["a"].streams):
+            for stream in range(len(bench.engines["a"].streams)):
+                bench.engines["a"].say(stream, END)
+            await asyncio.sleep(1.0)
+
+
+@in_virtual_time
+async def test_no_engine_is_blamed_and_calls_wait_when_this_process_cannot_connect() -> None:
+    async with Nursery() as nursery:
+        bench = ManualPool("a", "b", nursery=nursery)
+        for number in range(8):
+            bench.start(f"t{number}")
+        await settle()
+        for engine in bench.engines.values():
+            for stream in range(4):
+                engine.say(stream, LocalShortage("no descriptors"))
+        await settle()
+        bench.start("later")
+        await settle()
+        assert bench.order[8:] == []
+        assert [bench.state(name) for name in "ab"] == [EngineState.SERVING] * 2
+        assert bench.counted("local_shortages_total") == 8
+        await asyncio.sleep(1.1)
+        assert bench.order[8:] == ["later"]
+        for engine in bench.engines.values():
+            for stream in range(len(engine.streams)):
+                engine.say(stream, END)
+
+
+@in_virtual_time
+async def test_a_trajectory_outlasts_any_number_of_refusals() -> None:
+    engine = SimulatedEngine("a", SimulatedEngines(), policy=lambda prefix, rng: 7)
+    bench = Bench(engine, replay="off")
+    generate, refusals = engine.generate, iter([EngineBusy("429", 1.0)] * 20 + [LocalShortage("none")] * 20)
+
+    def refuse(request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
+        if (error := next(refusals, None)) is not None:
+            raise error
+        return generate(request)
+
+    engine.generate = refuse
+    bench.start()
+    turn = await bench.session.generate(max_new_tokens=4)
+    assert turn.text == "7 7 7 7"
+    assert bench.counted("failovers_total") == 0
+
+
+# -- the limit ------------------------------------------------------------------------------------------
+
+
+def test_pauses_grow_and_end_when_calls_are_accepted_again() -> None:
+    pressure = BackPressure()
+    busy = EngineBusy("429")
+    assert [pressure.record_refusal(0.0, busy, accepted=1) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    pressure.record_accepted_call(1.0)
+    assert pressure.record_refusal(2.0, busy, accepted=1) == 1.0
+    assert pressure.record_refusal(2.0, EngineBusy("429", 3600.0), accepted=1) == 300.0
+
+
+def test_the_limit_rises_by_one_for_each_round_and_is_forgotten_after_ten_minutes() -> None:
+    pressure = BackPressure()
+    pressure.record_refusal(0.0, EngineBusy("429"), accepted=10)
+    for _ in range(11):
+        pressure.record_accepted_call(1.0)
+    assert 10.9 < pressure.max_calls < 11.1
+    pressure.record_accepted_call(601.0)
+    assert pressure.max_calls == float("inf")
+
+
+def test_limited_engines_are_filled_to_their_limit_when_no_other_serves() -> None:
+    balancer = Balancer()
+    for name in ("a", "b"):
+        balancer.add_engine(name)
+        balancer.open_engine(name)
+        balancer.limit_calls(name, 2.0)
+    chosen = []
+    while (name := balancer.choose_engine(sticky="a")) is not None:
+        balancer.begin_call(name, tokens=100, prefill_tokens=0)
+        chosen.append(name)
+    assert sorted(chosen) == ["a", "a", "b", "b"]
+    balancer.end_call("b", 100)
+    assert balancer.choose_engine(sticky="a") == "b"
