@@ -23,6 +23,7 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   ├── AlignmentError  routing rows do not fit the tokens they belong to
 │   ├── CorruptFrame    a frame is cut short or fails its checksum
 │   └── SpoolFull       no space for another frame, by `queue.max_bytes` or on the disk
+├── StoppedAtStart      130, 143 a signal came before there was work to save
 ├── StallError          exit 4   the run makes no progress; the message is the chain of waits and its cause
 ├── InvariantError      a rule that always holds would be violated: staleness, conservation, settled once
 └── TrainerError        the trainer failed
@@ -79,6 +80,10 @@ class EnvironmentNotReady(AsyncRLError):
 
 class ServiceExited(AsyncRLError):
     """A service that must run as long as the run returned early."""
+
+
+class StoppedAtStart(AsyncRLError):
+    """A signal asked the run to stop before it had started, so that there is nothing to save."""
 
 
 class EngineError(AsyncRLError):

@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
 
 from async_rl.config import Config, load_config
 from async_rl.observability.console_report import RunProgress, print_summary, write_summary
+from async_rl.observability.endpoints import check_address
 from async_rl.observability.page.html_report import write_report
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.run.folder import run_console, run_folder, run_in_folder
 from async_rl.run.preflight import check_config, check_trainer
+from async_rl.runtime.supervision import cut_by
+from async_rl.runtime.threads import call_until_cancelled
 
 Launch = Callable[[Config, Path, asyncio.Event, RunProgress], Awaitable[Summary]]
 """Runs a config in its folder until it is done or the event is set."""
@@ -42,10 +46,12 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
 
     Raises:
         ConfigError: The config cannot work; there is no run folder and no log yet.
+        EnvironmentNotReady: The address of page and metrics is in use.
     """
     config = load_config(path, overrides)
     check_trainer(config, config.trainer.worker, "trainer.worker")
     check_config(config)
+    check_address(config.metrics.host, config.metrics.port)
     shown = run_console()
     progress = RunProgress(shown)
     results: list[tuple[Path, Summary]] = []
@@ -66,7 +72,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
         return await (launch or _on_ray)(config, run_dir, stop, progress)
 
     def on_stop(name: str) -> None:
-        progress.phase(f"{name}: running work ends, then a checkpoint is written; once more to abort")
+        progress.phase(f"{name}: stopping; a second Ctrl-C aborts")
 
     def finish(run_dir: Path, summary: Summary) -> int:
         write_summary(run_dir, summary)
@@ -83,6 +89,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
 
 
 async def _on_ray(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
-    from async_rl import placement  # imports Ray, which takes a second: not for tests of this module
-
-    return await placement.run(config, run_dir, stop, progress)
+    async with cut_by(stop):  # importing Ray takes a second; tests of this module do without it
+        placement = await call_until_cancelled(lambda: import_module("async_rl.placement"), name="import")
+    summary: Summary = await placement.run(config, run_dir, stop, progress)
+    return summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +14,25 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from async_rl.errors import EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
+
+
+def check_address(host: str, port: int) -> None:
+    """Check that an address can be bound, before anything is started that would have to be ended again.
+
+    Raises:
+        EnvironmentNotReady: Another process has it, or it is none of this machine.
+    """
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise _not_bound(host, port, error) from error
+
+
+def _not_bound(host: str, port: int, error: OSError) -> EnvironmentNotReady:
+    return EnvironmentNotReady(
+        f"cannot serve metrics on {host}:{port} ({error.strerror or error}): set metrics.port to a free "
+        "port, or to 0 for any"
+    )
 
 
 @asynccontextmanager
@@ -57,10 +77,7 @@ async def serve(
         try:
             await site.start()
         except OSError as error:
-            raise EnvironmentNotReady(
-                f"cannot serve metrics on {host}:{port} ({error.strerror or error}): set metrics.port "
-                f"to a free port, or to 0 for any"
-            ) from error
+            raise _not_bound(host, port, error) from error
         bound = runner.addresses[0][1]
         yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
     finally:

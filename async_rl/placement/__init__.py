@@ -16,18 +16,17 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-
-import ray
 
 from async_rl.config import Config
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import Summary
-from async_rl.placement.local_ray import connect_ray, scratch_folder
+from async_rl.placement.local_ray import connect_ray, disconnect_ray, scratch_folder
 from async_rl.placement.ray_cluster import RayCluster
 from async_rl.run import orchestrator
+from async_rl.runtime.supervision import cut_by, was_stopped_at_start
 
 
 async def run(
@@ -46,7 +45,9 @@ async def run(
         progress: Shows phases and steps on the terminal; None shows nothing.
         server: The server class that an engine's actor starts; every node must be able to import it.
     """
-    async with ray_cluster(config, run_dir, server) as cluster:
+    async with AsyncExitStack() as stack:
+        async with cut_by(stop):
+            cluster = await stack.enter_async_context(ray_cluster(config, run_dir, server))
         return await orchestrator.run(config, run_dir, stop, cluster, progress=progress)
 
 
@@ -54,15 +55,23 @@ async def run(
 async def ray_cluster(
     config: Config, run_dir: Path, server: type[SGLangServer] = SGLangServer
 ) -> AsyncIterator[RayCluster]:
-    """Join or start Ray, and end every process of the run with the block."""
+    """Join or start Ray, and end every process of the run with the block: at once if it was stopped while it
+    was starting.
+    """
     scratch = scratch_folder(run_dir)
-    await connect_ray(config, scratch)
-    cluster = RayCluster(config, run_dir, server)
     try:
-        yield cluster
-    finally:
+        await connect_ray(config, scratch)
+        at_once = False
         try:
-            await asyncio.shield(cluster.close())
+            cluster = RayCluster(config, run_dir, server)
+            try:
+                yield cluster
+            except BaseException as error:
+                at_once = was_stopped_at_start(error)
+                raise
+            finally:
+                await asyncio.shield(cluster.close(at_once=at_once))
         finally:
-            await asyncio.to_thread(ray.shutdown)
-            shutil.rmtree(scratch, ignore_errors=True)
+            await disconnect_ray()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

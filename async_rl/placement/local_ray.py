@@ -1,4 +1,4 @@
-"""Joins a Ray cluster, or starts Ray on this machine, closed to other users."""
+"""Joins a Ray cluster, or starts Ray on this machine, closed to other users; disconnects at the end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import os
 import secrets
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import psutil
 import ray
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import (
@@ -20,13 +22,18 @@ from ray._private.authentication.authentication_token_setup import (
 
 from async_rl.config import Config
 from async_rl.errors import EnvironmentNotReady
-from async_rl.runtime.threads import call_in_thread
+from async_rl.runtime.signals import signal_handlers_kept
+from async_rl.runtime.threads import LastingThread, call_until_cancelled
 
 _OBJECT_STORE_BYTES: Final = 256 << 20
 """Size of the object store of a local Ray: batches are files, so the store holds almost nothing."""
 
 _LIMIT_S: Final = 300.0
 """Time limit for joining a cluster: `ray.init` waits forever if the head is lost meanwhile."""
+
+
+_THREAD: Final = LastingThread("ray")
+"""Starts Ray's processes, which the kernel kills with the thread that started them (PR_SET_PDEATHSIG)."""
 
 
 def scratch_folder(run_dir: Path) -> Path:
@@ -52,22 +59,42 @@ def scratch_folder(run_dir: Path) -> Path:
 async def connect_ray(config: Config, scratch: Path, *, limit_s: float = _LIMIT_S) -> None:
     """Join the cluster that the config names, or start Ray on this machine with its files in `scratch`.
 
+    If the caller is cancelled, Ray's connection is left in the middle, and the processes that it has started
+    are killed: `exit_despite_threads` must then end this process.
+
     Raises:
         EnvironmentNotReady: Ray cannot be joined or started, or a cluster does not answer within `limit_s`.
     """
-    if not config.placement.joins:
-        # In a thread of the pool, which stays: processes that Ray starts are killed with the thread that
-        # started them (PR_SET_PDEATHSIG). A local start has a time limit of its own.
-        await asyncio.to_thread(_connect_ray, config, scratch)
-        return
     try:
-        async with asyncio.timeout(limit_s):
-            await call_in_thread(lambda: _connect_ray(config, scratch), name="ray.init")
+        # A local start has a time limit of its own.
+        async with signal_handlers_kept(), asyncio.timeout(limit_s if config.placement.joins else None):
+            await call_until_cancelled(lambda: _connect_ray(config, scratch), name="ray.init", thread=_THREAD)
+    except asyncio.CancelledError:
+        _kill_processes(scratch)
+        raise
     except TimeoutError as error:
         raise EnvironmentNotReady(
             f"could not {_intent(config)} in {limit_s:.0f} s: the connection started and then got no "
             "answer. Check whether the head still runs (`ray status`), and start again"
         ) from error
+
+
+async def disconnect_ray() -> None:
+    """Disconnect from Ray, and end the processes that it has started on this machine."""
+    async with signal_handlers_kept():
+        await asyncio.get_running_loop().run_in_executor(_THREAD, ray.shutdown)
+
+
+def _kill_processes(scratch: Path) -> None:
+    """Kill the processes that a local Ray has started so far: each names its folder, or descends from one
+    that does.
+    """
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if str(scratch) in " ".join(process.cmdline()):
+                for one in [*process.children(recursive=True), process]:
+                    with suppress(psutil.NoSuchProcess):
+                        one.kill()
 
 
 def _intent(config: Config) -> str:

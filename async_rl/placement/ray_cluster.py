@@ -242,14 +242,20 @@ class RayCluster(Cluster):
         """Start a rollout worker, and yield the driver's end of its link."""
         return rollout_worker(self._config, name, self._setup, self._logs / f"{name}.log")
 
-    async def close(self) -> None:
-        """End all servers and ranks."""
+    async def close(self, *, at_once: bool = False) -> None:
+        """End all servers and ranks.
+
+        Args:
+            at_once: Kill them, whatever they do: their guards end the servers.
+        """
         for engine in self._engines.values():
             await engine.close()
-        async with Nursery() as nursery:
-            for engine_id in self._engine_actors:
-                nursery.start_task(f"stop {engine_id}", self._stop_server(engine_id))
-        await self._end(*self._engine_actors.values(), *self._rank_actors, grace_s=EXIT_LIMIT_S)
+        if not at_once:
+            async with Nursery() as nursery:
+                for engine_id in self._engine_actors:
+                    nursery.start_task(f"stop {engine_id}", self._stop_server(engine_id))
+        grace_s = 0.0 if at_once else EXIT_LIMIT_S
+        await self._end(*self._engine_actors.values(), *self._rank_actors, grace_s=grace_s)
 
     # -- helpers ---------------------------------------------------------------------------------------
 

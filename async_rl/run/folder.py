@@ -4,7 +4,7 @@
 
 ```
  open the folder (lock, config.yaml, versions.json) ─► complete already? ─► log to logs/driver.log
-      ─► run the job; the first signal stops it, the second cancels it ─► show its result ─► exit code
+      ─► run the job; the first signal stops it, a second Ctrl-C cancels it ─► show its result ─► exit code
 ```
 """
 
@@ -28,7 +28,8 @@ from async_rl.config.reference import resolved_yaml, versions
 from async_rl.errors import AsyncRLError, ConfigError, StallError
 from async_rl.runtime.files import replace_file
 from async_rl.runtime.processes import private_files
-from async_rl.runtime.supervision import first_error, service_of
+from async_rl.runtime.supervision import first_error, service_of, was_stopped_at_start
+from async_rl.runtime.threads import exit_despite_threads
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +75,24 @@ def run_in_folder(
                 result = asyncio.run(_until_signal(job, path, on_stop, signals))
             except asyncio.CancelledError:
                 print(f"async-rl: aborted by {signals[0].name}{where}", file=sys.stderr)
-                return 128 + signals[0]
+                return _code_of(signals)
             except Exception as error:
+                if signals and was_stopped_at_start(error):
+                    print(f"async-rl: {signals[0].name} ended the start{where}", file=sys.stderr)
+                    return _code_of(signals)
                 cause = first_error(error)
                 log.error("the run failed: %s", describe_error(cause), exc_info=error)
                 print(f"async-rl: {describe_error(cause)}{where}", file=sys.stderr)
                 return cause.exit_code if isinstance(cause, AsyncRLError) else 1
         code = finish(path, result)
-    return 128 + signals[0] if signals else code
+    return _code_of(signals) if signals else code
+
+
+def _code_of(signals: list[signal.Signals]) -> int:
+    """Return the exit code after signals, also for calls that were left when a start ended."""
+    code = 128 + signals[0]
+    exit_despite_threads(code)
+    return code
 
 
 async def _until_signal(
@@ -122,14 +133,15 @@ def describe_error(cause: BaseException) -> str:
 def on_signals(
     first: Callable[[str], None], received: list[signal.Signals], *, cancel_at: int = 2
 ) -> Iterator[None]:
-    """Call `first` at the first SIGINT or SIGTERM, and cancel the current task at a later one.
+    """Call `first` at the first SIGINT or SIGTERM, and cancel the current task at a later SIGINT.
 
-    After that the process handles signals as any other does.
+    After that the process handles signals as any other does. A repeated SIGTERM changes nothing: what sends
+    it (Slurm, `timeout`, a process supervisor) often sends it again, and ends a process by SIGKILL.
 
     Args:
         first: Gets the signal's name.
         received: Is filled with the signals, in order.
-        cancel_at: Number of the signal that cancels the task; 1 cancels it at the first.
+        cancel_at: Number of the signal that cancels the task; 1 cancels it at the first, whichever it is.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -139,7 +151,7 @@ def on_signals(
         received.append(number)
         if len(received) == 1:
             first(number.name)
-        if len(received) == cancel_at:
+        if len(received) >= cancel_at and (number is signal.SIGINT or cancel_at == 1):
             restore()
             task.cancel()
 

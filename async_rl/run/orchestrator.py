@@ -25,6 +25,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,8 @@ from async_rl.run.recovery import RecoveredState
 from async_rl.run.run_log import RunLogger
 from async_rl.run.train_loop import TrainLoop, choose_train_loop
 from async_rl.run.trainer_restarts import TrainerHandle, TrainerRestarts
-from async_rl.runtime.supervision import Nursery, first_error, services
+from async_rl.runtime.supervision import Nursery, cut_by, first_error, services
+from async_rl.runtime.threads import call_until_cancelled
 from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.weight_sync import WeightSync
@@ -97,7 +99,8 @@ async def run(
     Raises:
         AsyncRLError: The error of the service that failed, inside an exception group.
     """
-    inputs = RunInputs.load(config, new_id)
+    async with cut_by(stop):
+        inputs = await call_until_cancelled(lambda: RunInputs.load(config, new_id), name="inputs")
     metrics, waits = Metrics(), Waits(clock)
     async with recording_waits(waits, metrics, config.doctor), tracking(config, run_dir, metrics) as trackers:
         orchestrator = Orchestrator(
@@ -282,7 +285,7 @@ class Orchestrator:
         Raises:
             AsyncRLError: The error of the service that failed, inside an exception group.
         """
-        async with services(doctor=self.doctor.run_checks):
+        async with cut_by(self._stop), services(doctor=self.doctor.run_checks):
             trainer_handle = await self._start_engines_and_trainer()
         if isinstance(num_reserved := self._config.evaluation.engines, int) and self._inputs.validation:
             for engine in self.pool.engines()[-num_reserved:]:
@@ -410,6 +413,7 @@ class Orchestrator:
             log.info(
                 "stopping: no new work; running trajectories have run.drain_s = %s", self._config.run.drain_s
             )
+            self.run_log.enter_phase("stopping: running work ends, then a checkpoint is written")
             queue.stop()
             if evaluation is not None:
                 evaluation.cancel_evaluations()
@@ -453,7 +457,9 @@ class Orchestrator:
         self.run_log.enter_phase("bringing engines to the trainer's weights")
         with waiting("weight update", str(loop.step)):
             path = Path(self._config.model.path) if loop.step == 0 else None
-            await self.devices.start_engines(sync, trainer, loop.step, path)
+            is_start = self._trainer_restarts.failures == 0
+            async with cut_by(self._stop) if is_start else nullcontext():
+                await self.devices.start_engines(sync, trainer, loop.step, path)
         self.run_log.begin_training(loop.step)
         self.run_log.enter_phase("training")
         await loop.run()

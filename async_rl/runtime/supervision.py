@@ -2,11 +2,12 @@
 
 ```
 services(feeder=…, sync=…)   run endless loops beside a block; one that fails or returns fails the block
+cut_by(stop)                 a block that ends with `StoppedAtStart` as soon as an event is set
 Nursery()                    a block that owns the tasks started in it and ends when they have ended
 finished(work)               run work to its end even if the caller is cancelled
 ```
 
-The first two end as a `TaskGroup` does: the first failure cancels the siblings and leaves the block in an
+The first three end as a `TaskGroup` does: the first failure cancels the siblings and leaves the block in an
 exception group. `first_error` returns the cause inside the group, `service_of` the loop or task it came from.
 """
 
@@ -19,7 +20,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from async_rl.errors import AsyncRLError, ServiceExited
+from async_rl.errors import AsyncRLError, ServiceExited, StoppedAtStart
 from async_rl.runtime.waits import acting
 
 T = TypeVar("T")
@@ -59,6 +60,31 @@ async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None
             closing = True
             for task in tasks:
                 task.cancel()
+
+
+@asynccontextmanager
+async def cut_by(stop: asyncio.Event) -> AsyncIterator[None]:
+    """Cancel the block as soon as `stop` is set: the start of a run has nothing to save.
+
+    Raises:
+        ExceptionGroup: Holds `StoppedAtStart`.
+
+    Example:
+        >>> async with cut_by(stop):
+        ...     await cluster.start_engines()
+    """
+
+    async def watch() -> None:
+        await stop.wait()
+        raise StoppedAtStart("the run was stopped while it was starting")
+
+    async with services(stop=watch):
+        yield
+
+
+def was_stopped_at_start(error: BaseException) -> bool:
+    """Whether an error, or one in an exception group, is that a signal ended the start."""
+    return any(isinstance(leaf, StoppedAtStart) for leaf in _leaves(error))
 
 
 class Nursery:

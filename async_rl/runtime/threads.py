@@ -1,12 +1,23 @@
-"""Call blocking functions from the event loop: user functions in their own threads, file work to its end."""
+"""Call blocking functions from the event loop: user functions in their own threads, file work to its end.
+
+```
+run_uncancellable(threads, work)   file work, to its end even if the caller is cancelled
+call_in_thread(function)           user code: its own daemon thread
+call_until_cancelled(...)          work of a start: a cancelled caller does not wait for it, nor does the exit
+```
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
+import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from async_rl.runtime.waits import waiting
@@ -59,6 +70,60 @@ async def call_in_thread(function: Callable[[], Any], *, name: str) -> Any:
     return await asyncio.get_running_loop().run_in_executor(_OwnThread(name), context.run, function)
 
 
+async def call_until_cancelled(function: Callable[[], R], *, name: str, thread: Executor | None = None) -> R:
+    """Call a blocking function of the start; if the caller is cancelled, the thread runs on by itself.
+
+    `exit_despite_threads` then ends the process, because the interpreter cannot be finalized below native
+    code that still runs.
+
+    Args:
+        function: Takes no arguments.
+        name: The thread's name, for stack dumps.
+        thread: Where to call it: an executor with daemon threads; None for a thread of its own.
+    """
+    call = asyncio.get_running_loop().run_in_executor(thread or _OwnThread(name), function)
+    try:
+        return await call
+    except asyncio.CancelledError:
+        _left_running.append(name)
+        raise
+
+
+def exit_despite_threads(code: int) -> None:
+    """When the interpreter exits, end the process at once if calls of `call_until_cancelled` were left."""
+
+    def end() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    if _left_running:
+        atexit.register(end)  # runs before all earlier ones, such as Ray's, which would wait for the call
+
+
+_left_running: list[str] = []
+"""Names of calls whose callers were cancelled."""
+
+
+class LastingThread(Executor):
+    """An executor with one daemon thread, which lasts as long as the process."""
+
+    def __init__(self, name: str) -> None:
+        """Start the thread."""
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._calls.get()()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Implement `Executor.submit`."""
+        future: Future[Any] = Future()
+        self._calls.put(lambda: _fulfil(future, function, *args, **kwargs))
+        return future
+
+
 class _OwnThread(Executor):
     """An executor with one daemon thread per call.
 
@@ -71,21 +136,25 @@ class _OwnThread(Executor):
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
-
-        def work() -> None:
-            try:
-                result = function(*args, **kwargs)
-            except BaseException as error:
-                # SystemExit and the like end the call, not the run; StopIteration cannot cross an await.
-                if isinstance(error, Exception) and not isinstance(error, StopIteration):
-                    future.set_exception(error)
-                    return
-                failure = RuntimeError(f"{type(error).__name__}: {error}")
-                failure.__cause__ = error
-                future.set_exception(failure)
-            else:
-                future.set_result(result)
-
-        threading.Thread(target=work, name=self._name, daemon=True).start()
+        threading.Thread(
+            target=lambda: _fulfil(future, function, *args, **kwargs), name=self._name, daemon=True
+        ).start()
         return future
+
+
+def _fulfil(future: Future[Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Call a function and give its result or its error to the future."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function(*args, **kwargs)
+    except BaseException as error:
+        # SystemExit and the like end the call, not the run; StopIteration cannot cross an await.
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            future.set_exception(error)
+            return
+        failure = RuntimeError(f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        future.set_exception(failure)
+    else:
+        future.set_result(result)

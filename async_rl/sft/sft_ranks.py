@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from async_rl.config import Config, to_builtins
 from async_rl.runtime.loading import load_object
+from async_rl.runtime.threads import LastingThread, call_until_cancelled
 from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 
@@ -64,7 +63,7 @@ class LocalRank:
         """Construct the worker, which builds nothing before `setup`."""
         kind = load_object(config.trainer.worker, what="trainer.worker")
         self._worker: Any = kind(to_builtins(config), 0, 1, "")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._thread = LastingThread("trainer")
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """Implement `SftRanks.setup`."""
@@ -89,8 +88,7 @@ class LocalRank:
     async def close(self) -> None:
         """Implement `SftRanks.close`."""
         await self._call("trainer step", self._worker.close)
-        self._thread.shutdown()
 
     async def _call(self, on: str, work: Callable[[], T]) -> T:
         with waiting(on):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await call_until_cancelled(work, name=on, thread=self._thread)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -32,6 +32,7 @@ from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import Figure, mean
 from async_rl.run.folder import run_console, run_folder, run_in_folder
 from async_rl.run.preflight import check_trainer
+from async_rl.runtime.supervision import cut_by
 from async_rl.sft.examples import load_conversations
 from async_rl.sft.schedule import SftBatch, SftExample, TrainingOrder, batch_of, learning_rate, plan_batches
 from async_rl.sft.sft_progress import SftProgress
@@ -110,11 +111,13 @@ def sft(path: Path, overrides: Sequence[str] = (), open_ranks: OpenRanks = start
     async def run(run_dir: Path, stop: asyncio.Event) -> None:
         longer = f", {data.num_too_long} longer ones left out" if data.num_too_long else ""
         progress.print_line(f"{_describe_rows(data.rows)}{longer}; {num_steps} steps; folder {run_dir}")
-        async with open_ranks(config, run_dir) as ranks:
+        async with AsyncExitStack() as stack:
+            async with cut_by(stop):
+                ranks = await stack.enter_async_context(open_ranks(config, run_dir))
             await fine_tune(config, settings, data, run_dir, out_of(run_dir), ranks, stop, progress)
 
     def on_stop(name: str) -> None:
-        progress.print_line(f"{name}: the step ends, then a checkpoint is written; once more to abort")
+        progress.print_line(f"{name}: stopping; a second Ctrl-C aborts")
 
     try:
         return run_in_folder(
@@ -222,7 +225,8 @@ async def fine_tune(
     """
     plan, total, scratch = data.plan, len(data.plan.batches), run_dir / "batch"
     log_of_steps = sft_record_log(run_dir / "metrics.jsonl")
-    state = await ranks.setup(str(run_dir / "checkpoints"))
+    async with cut_by(stop):
+        state = await ranks.setup(str(run_dir / "checkpoints"))
     _check_same(plan, state.step, state.extra)
     records = [record for record in _read_records(log_of_steps) if record.step <= state.step]
     begin_s = clock() - (records[-1].time_s if records else 0.0)

@@ -37,6 +37,7 @@ from async_rl.errors import (
     LocalShortage,
     SpoolFull,
     StallError,
+    StoppedAtStart,
     TrainerError,
 )
 from async_rl.observability.metrics import Metrics
@@ -64,7 +65,16 @@ _LOOK_EVERY: Final = 8
 
 _DOWNTIME_S: Final = 1.0
 
-Ended = Literal["finished", "killed", "kill_on_disk", "cancelled", "stopped", "failed", "halted"]
+Ended = Literal[
+    "finished",
+    "killed",
+    "kill_on_disk",
+    "cancelled",
+    "stopped",
+    "failed",
+    "halted",
+    "stopped_at_start",
+]
 
 
 class SeedOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,7 +230,10 @@ class _Simulation:
             cause = first_error(error)
             told = f"{type(cause).__name__}: {cause}"
             self._cause = told.replace(str(self._folder), "...")  # which another run does not have
-            self._judge(cause)
+            if isinstance(cause, StoppedAtStart) and self._was("stop"):
+                self._ended = "stopped_at_start"
+            else:
+                self._judge(cause)
         else:
             self._ended = "finished"
             self._check_end(summary)

@@ -16,6 +16,9 @@ SESSION: Final = "tests/unit/test_session.py"
 SESSION_ROUTING: Final = "tests/unit/test_session_routing.py"
 ROUTING: Final = "tests/unit/test_routing.py"
 REFUSALS: Final = "tests/unit/test_back_pressure.py"
+SIGNALS: Final = "tests/unit/test_signals.py"
+TRAIN: Final = "tests/unit/test_train.py"
+LOOP: Final = "tests/simulation/test_loop.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, STOPPED, NO_OP = (
@@ -884,5 +887,32 @@ MUTANTS: Final = (
         "",
         (ROUTERS,),
     ),
+    # -- start and end of a run ------------------------------------------------------------------------
+    Mutant(
+        "sigterm-handler-stays-replaced",
+        "Ray's crash handler keeps SIGTERM, which then aborts the run.",
+        "async_rl/runtime/signals.py",
+        "            _install_again()\n            await asyncio.sleep(_INTERVAL_S)",
+        "            await asyncio.sleep(_INTERVAL_S)",
+        (f"{SIGNALS}::test_a_signal_arrives_when_a_library_replaces_its_handler_during_the_block",),
+        says="Timeout",
+    ),
+    Mutant(
+        "repeated-sigterm-aborts",
+        "The second SIGTERM of a process supervisor aborts the run before its checkpoint.",
+        "async_rl/run/folder.py",
+        "if len(received) >= cancel_at and (number is signal.SIGINT or cancel_at == 1):",
+        "if len(received) >= cancel_at:",
+        (f"{TRAIN}::test_a_repeated_sigterm_changes_nothing_when_a_run_drains",),
+    ),
+    Mutant(
+        "start-ignores-signals",
+        "A signal during the start waits for the whole start.",
+        "async_rl/run/orchestrator.py",
+        "async with cut_by(self._stop), services(doctor=self.doctor.run_checks):",
+        "async with services(doctor=self.doctor.run_checks):",
+        (f"{LOOP}::test_a_run_that_is_stopped_while_it_starts_ends_at_once",),
+        says="Timeout",
+    ),
 )
-"""All mutants, grouped by area: queue, staleness, session, routing, losses, replay."""
+"""All mutants, by area: queue, staleness, session, routing, losses, replay, start and end of a run."""

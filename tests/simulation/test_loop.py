@@ -15,7 +15,7 @@ from async_rl.observability.records import Summary, step_record_log
 from async_rl.queue.ledger import Ledger
 from async_rl.rollout.session.api import Session
 from async_rl.run import orchestrator
-from async_rl.runtime.supervision import first_error
+from async_rl.runtime.supervision import first_error, was_stopped_at_start
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
 
@@ -269,6 +269,25 @@ async def test_a_run_ends_when_its_data_does(calculator, tmp_path):
     assert summary.weight_versions == 2  # ten groups are two batches of four; two groups are left
     assert summary.trajectories.queued == 8
     assert_conserved(summary)
+
+
+@pytest.mark.parametrize("hangs", ["start_engines", "start_trainer", "health"])
+async def test_a_run_that_is_stopped_while_it_starts_ends_at_once(calculator, tmp_path, hangs):
+    config = make_config(calculator, tmp_path)
+    stop, cluster = asyncio.Event(), LocalCluster(config)
+
+    async def hang(*arguments: Any, **named: Any) -> None:
+        stop.set()
+        await asyncio.Event().wait()
+
+    if hangs == "health":  # the engines' first weights are read back
+        for engine in cluster.engines:
+            engine.health = hang  # type: ignore[method-assign]
+    else:
+        setattr(cluster, hangs, hang)
+    with pytest.raises(ExceptionGroup) as caught:
+        await run(config, cluster, stop)
+    assert was_stopped_at_start(caught.value)
 
 
 async def test_a_stopped_run_continues_where_it_was(calculator, tmp_path):

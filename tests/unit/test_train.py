@@ -8,6 +8,9 @@ import json
 import os
 import platform
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,7 @@ from async_rl.observability.records import (
     step_record_log,
     summarise,
 )
-from async_rl.runtime.supervision import Nursery, services
+from async_rl.runtime.supervision import Nursery, cut_by, services
 from tests.support.run_config import write_run
 
 
@@ -166,7 +169,73 @@ def test_the_first_signal_drains_and_still_sums_up(
 
     assert train(write_run(tmp_path), [], launch) == code
     assert (tmp_path / "runs" / "tiny" / "summary.json").exists()
-    assert "a checkpoint is written" in capsys.readouterr().out
+    assert f"{number.name}: stopping" in capsys.readouterr().out
+
+
+def test_a_repeated_sigterm_changes_nothing_when_a_run_drains(tmp_path: Path) -> None:
+    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stop.wait()
+        for number in (signal.SIGTERM, signal.SIGTERM):  # as `timeout` and Slurm send it
+            seen = asyncio.Event()
+            os.kill(os.getpid(), number)
+            asyncio.get_running_loop().call_soon(seen.set)
+            await seen.wait()
+        return two_steps(run_dir)
+
+    assert train(write_run(tmp_path), [], launch) == 143
+    assert (tmp_path / "runs" / "tiny" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_ends_a_start_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
+) -> None:
+    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
+        async with cut_by(stop):
+            os.kill(os.getpid(), number)
+            await asyncio.Event().wait()
+        return two_steps(run_dir)
+
+    assert train(write_run(tmp_path), [], launch) == code
+    assert not (tmp_path / "runs" / "tiny" / "summary.json").exists()
+    assert f"async-rl: {number.name} ended the start; log: " in capsys.readouterr().err
+
+
+def test_nothing_is_started_when_the_port_of_the_page_is_in_use(tmp_path: Path) -> None:
+    async def launch(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
+        raise AssertionError("nothing is launched")
+
+    path = write_run(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentNotReady, match=rf"127\.0\.0\.1:{port} .*set metrics.port to a free"):
+            train(path, [f"metrics.port={port}"], launch)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_process_ends_when_a_call_of_the_start_still_runs() -> None:
+    program = """
+import asyncio, sys, threading
+from async_rl.runtime.threads import call_until_cancelled, exit_despite_threads, LastingThread
+async def main():
+    begun = threading.Event()
+    def hang():
+        begun.set()
+        threading.Event().wait()
+    call = asyncio.ensure_future(call_until_cancelled(hang, name="hang", thread=LastingThread("hang")))
+    await asyncio.to_thread(begun.wait)
+    call.cancel()
+    await asyncio.wait([call])
+asyncio.run(main())
+import atexit
+atexit.register(lambda: print("not reached"))
+print("buffered")
+exit_despite_threads(143)
+sys.exit(143)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, "buffered\n", "")
 
 
 def test_the_second_signal_aborts_and_cleans_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
