@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
 from itertools import groupby
 from pathlib import Path
@@ -52,6 +52,8 @@ class TrajectoryFiles:
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         self._used = 0
+        self.make_space: Callable[[], int] = lambda: 0
+        """Called when the disk is full, before that is reported; returns the number of bytes released."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def write_trajectory(self, trajectory: Trajectory) -> str:
@@ -72,7 +74,7 @@ class TrajectoryFiles:
                 )
             self._add_size(name, nbytes)
         try:
-            self._write_file(name, data)
+            self._write_or_make_space(name, data)
         except OSError as error:
             self.delete([name])
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -107,6 +109,15 @@ class TrajectoryFiles:
                     self._add_size(path.name, path.stat().st_size)
             else:
                 path.unlink()
+
+    def _write_or_make_space(self, name: str, data: bytes) -> None:
+        """Write a file, on a full disk once more if `make_space` releases any."""
+        try:
+            self._write_file(name, data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.make_space():
+                raise
+            self._write_file(name, data)
 
     def _write_file(self, name: str, data: bytes) -> None:
         """Write a file that appears when it is complete. Path objects would take longer than the write."""

@@ -35,6 +35,10 @@ _SMALLEST_SLAB = 64 << 10
 _WIPED = bytes(64)
 
 
+class _DiskFull(SpoolFull):
+    """The disk has no space, where `max_bytes` would allow the frame."""
+
+
 class SpoolRef(msgspec.Struct, frozen=True, kw_only=True):
     """The location of a frame."""
 
@@ -63,15 +67,20 @@ class Spool:
         >>> spool.free_frame(ref)
     """
 
-    def __init__(self, directory: Path, max_bytes: int | None) -> None:
+    def __init__(self, directory: Path, max_bytes: int | None, *, keep_free: bool = True) -> None:
         """Open a folder. Its frames stay until `recover_frames` and `free_frame`.
 
         Args:
             directory: The folder, created when it is missing.
             max_bytes: The limit for the bytes of slabs; None for no limit but the disk's.
+            keep_free: Whether free slabs stay when none fits and another is created. Otherwise they are
+                deleted then: the next frames will be about as large as this one, as batches are.
         """
         self.directory = directory
         self.max_bytes = max_bytes
+        self._keep_free = keep_free
+        self.make_space: Callable[[], int] = self.release_free_slabs
+        """Called when the disk is full, before that is reported; returns the number of bytes released."""
         directory.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._slabs: dict[str, Bytes] = {}  # all of them, mapped
@@ -98,7 +107,7 @@ class Spool:
         """Write an object as a frame, with one copy of its arrays.
 
         Raises:
-            SpoolFull: When it does not fit, below `max_bytes` or on the disk.
+            SpoolFull: When it does not fit, below `max_bytes` or on the disk, also without any free slabs.
         """
         frame = Frame(obj)
         return self._write(frame, frame.copy_into)
@@ -157,7 +166,12 @@ class Spool:
         return RecoveredFrames(intact=tuple(intact), corrupt=corrupt)
 
     def _write(self, frame: Frame, write: Callable[[Bytes], None]) -> SpoolRef:
-        path, slab = self._acquire(frame.nbytes)
+        try:
+            path, slab = self._acquire(frame.nbytes)
+        except _DiskFull:
+            if not self.make_space():
+                raise
+            path, slab = self._acquire(frame.nbytes)
         try:
             write(slab)
         except BaseException:
@@ -186,10 +200,9 @@ class Spool:
                     f"= {self.max_bytes}; raise it, or lower trainer.groups_per_batch or max_staleness"
                 )
             while self._free and self._total_bytes + size > self.max_bytes:
-                freed, evicted = self._free.pop(0)
-                self._total_bytes -= freed
-                del self._slabs[evicted]
-                os.unlink(evicted)
+                self._delete_smallest()
+        while self._free and not self._keep_free:
+            self._delete_smallest()
         path = self.directory / f"slab-{self._next:06d}"
         self._next += 1
         try:
@@ -199,7 +212,7 @@ class Spool:
         except OSError as error:
             path.unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise SpoolFull(
+                raise _DiskFull(
                     f"no space for {size} bytes in {self.directory}: the disk is full; free some, or lower "
                     "queue.max_bytes"
                 ) from error
@@ -207,6 +220,20 @@ class Spool:
         self._slabs[str(path)] = slab = _map(path)
         self._total_bytes += size
         return str(path), slab
+
+    def release_free_slabs(self) -> int:
+        """Delete all free slabs; return how many bytes they had."""
+        with self._lock:
+            before = self._total_bytes
+            while self._free:
+                self._delete_smallest()
+            return before - self._total_bytes
+
+    def _delete_smallest(self) -> None:
+        nbytes, path = self._free.pop(0)
+        self._total_bytes -= nbytes
+        del self._slabs[path]
+        os.unlink(path)
 
     def _release(self, path: str) -> None:
         with self._lock:

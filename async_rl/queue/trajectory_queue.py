@@ -151,7 +151,8 @@ class TrajectoryQueue:
             metrics=metrics,
             clock=clock,
         )
-        batches = Spool(spool.directory / "batches", max_bytes=None)
+        self._batches = batches = Spool(spool.directory / "batches", max_bytes=None, keep_free=False)
+        spool.make_space = batches.make_space = files.make_space = self.release_space
         packer = Packer(
             spool,
             batches,
@@ -394,6 +395,10 @@ class TrajectoryQueue:
         """Note that nothing more will be dispatched: `next_batch` returns None once it can fill no batch."""
         self._data_ended = True
         self._changes.notify_all()
+
+    def release_space(self) -> int:
+        """Delete the free slabs of groups and batches; return how many bytes they had. From any thread."""
+        return self._spool.release_free_slabs() + self._batches.release_free_slabs()
 
     def record_straggling(self) -> None:
         """Record how long groups have waited for their stragglers; the next flush writes it."""

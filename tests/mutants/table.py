@@ -269,6 +269,14 @@ MUTANTS: Final = (
         ("tests/simulation/test_recovery.py",),
     ),
     Mutant(
+        "slabs-of-smaller-batches-stay",
+        "A batch that needs a larger slab leaves the free ones on the disk.",
+        "async_rl/queue/trajectory_queue.py",
+        "max_bytes=None, keep_free=False)",
+        "max_bytes=None)",
+        (QUEUE,),
+    ),
+    Mutant(
         "straggler-limit-is-not-restored",
         "After a restart a group waits for its stragglers until another sibling ends.",
         "async_rl/rollout/manager.py",

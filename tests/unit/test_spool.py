@@ -198,3 +198,54 @@ def test_slabs_are_little_larger_than_their_frames() -> None:
     for nbytes in (1, 65536, 65537, 100_000, 131_072, 131_073, 6_290_255, 100_000_000):
         size = slab_size(nbytes)
         assert nbytes <= size <= max(65536, nbytes * 1.25)
+
+
+def test_free_slabs_do_not_pile_up_when_each_batch_is_larger_than_the_last(tmp_path: Path) -> None:
+    batches, groups = Spool(tmp_path / "a", None, keep_free=False), Spool(tmp_path / "b", None)
+    nbytes = 100_000
+    for _ in range(200):
+        for spool in (batches, groups):
+            spool.free_frame(spool.put_frame([np.zeros(nbytes, np.uint8)]))
+        nbytes = round(nbytes * 1.02)
+    sizes = [path.stat().st_size for path in (tmp_path / "a").iterdir()]
+    assert sum(sizes) <= 1.25 * nbytes
+    assert len(sizes) == 1
+    assert len(list((tmp_path / "b").iterdir())) > 10  # groups of all sizes come again
+
+
+def test_a_batch_reuses_a_slab_when_sizes_vary_a_little(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, None, keep_free=False)
+    paths = set()
+    for nbytes in (400_000, 350_000, 390_000, 300_000, 400_000):
+        ref = spool.put_frame([np.zeros(nbytes, np.uint8)])
+        paths.add(ref.path)
+        spool.free_frame(ref)
+    assert len(paths) == 1
+
+
+def test_free_slabs_are_released_before_the_disk_is_reported_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool, other = Spool(tmp_path / "a", None), Spool(tmp_path / "b", None)
+    spool.make_space = lambda: spool.release_free_slabs() + other.release_free_slabs()
+    other.free_frame(other.put_frame([BIG]))
+    kept = spool.put_frame([BIG])
+    spool.free_frame(spool.put_frame([BIG]))
+    fallocate = os.posix_fallocate
+    disk_bytes = sum(path.stat().st_size for path in tmp_path.rglob("slab-*"))
+
+    def limited(file: int, offset: int, length: int) -> None:
+        used = sum(path.stat().st_size for path in tmp_path.rglob("slab-*"))
+        if used + length > disk_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fallocate(file, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    large = spool.put_frame(
+        [np.concatenate([BIG, BIG])[:90_000]]
+    )  # fits only in the place of both free slabs
+    assert spool.read_frame(large, list)[0][0].tolist() == 0
+    assert spool.read_frame(kept, list)[0][1] == 1
+    with pytest.raises(SpoolFull, match="the disk is full"):
+        spool.put_frame([BIG])
+    assert [path.name for path in (tmp_path / "b").iterdir()] == []

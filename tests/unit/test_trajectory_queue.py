@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -738,3 +740,30 @@ async def test_restored_groups_are_consumed_within_the_bound_when_the_trainer_we
     assert third.queue.statistics().dropped == {"too_stale": 4}
     for run in (first, second, third):
         run.queue.close()
+
+
+async def test_slabs_of_earlier_batches_are_gone_when_batches_grow(run: Run) -> None:
+    for version in range(4):
+        await run.ready(f"a{version}", f"b{version}", version=version, tokens=20_000 * 2**version)
+        run.queue.settle_batch(await run.take(version), version + 1)
+        run.queue.advance_version(version + 1)
+    slabs = list((run.spool.directory / "batches").iterdir())
+    assert len(slabs) == 1
+
+
+async def test_a_group_takes_the_space_of_free_batches_when_the_disk_is_full(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run.ready("a", "b")
+    run.queue.settle_batch(await run.take(), 1)
+    run.queue.advance_version(1)
+    fallocate = os.posix_fallocate
+
+    def full_but_for_batches(*arguments: int) -> None:
+        if list((run.spool.directory / "batches").iterdir()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fallocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_but_for_batches)
+    await run.ready("c", "d", "e", version=1)  # beyond the free slabs of two groups
+    assert run.queue.statistics().groups_ready == 3
