@@ -13,6 +13,7 @@ import msgspec
 
 from async_rl.errors import ConfigError, ToolError
 from async_rl.runtime.loading import load_object
+from async_rl.runtime.supervision import contained
 from async_rl.runtime.threads import call_in_thread
 from async_rl.runtime.waits import waiting
 from async_rl.types import Task
@@ -20,6 +21,8 @@ from async_rl.types import Task
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Example|Examples|Note|Notes|Source):\s*$", re.MULTILINE)
 _PARAMETER = re.compile(r"^ *(\w+)(?: *\([^)]*\))?: *(.+)$")
 _PLAIN_DEFAULTS = (str, int, float, bool, type(None))
+_CLEAN_UP_S = 5.0
+"""How long an async tool may release what it holds after it was cancelled."""
 
 
 class Tool:
@@ -192,7 +195,7 @@ async def _run(function: Callable[[], Any], name: str) -> Any:
     """Call a sync function in a thread, or an async one directly."""
     inner = function.func if isinstance(function, partial) else function
     if inspect.iscoroutinefunction(inner):
-        return await function()
+        return await contained(function(), limit_s=_CLEAN_UP_S)
     return await call_in_thread(function, name=name)
 
 

@@ -258,7 +258,7 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
             ge=1,
             description=(
                 "A group with fewer remaining trajectories is dropped, because there is nothing "
-                "to compare them with."
+                "to compare them with; a trajectory and its branches count as one."
             ),
         ),
     ] = 2
@@ -295,7 +295,12 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
     max_filtered_groups: Annotated[
         int,
         Meta(
-            ge=1, description="Consecutive groups that may be filtered out before the run ends with an error."
+            ge=1,
+            description=(
+                "Consecutive groups that may be filtered out (`dynamic_filtering`) or lost to failed "
+                "trajectories before the run ends with an error. Stragglers and `staleness_policy` do not "
+                "count."
+            ),
         ),
     ] = 256
     max_failed_share: Annotated[

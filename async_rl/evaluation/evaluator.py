@@ -29,20 +29,19 @@ from async_rl.data.dataset import Dataset
 from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.health import HealthWatch
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.errors import (
-    AlignmentError,
-    AsyncRLError,
-    EngineError,
-    PromptTooLong,
-    RewardError,
-    RolloutError,
-)
+from async_rl.errors import AsyncRLError, EngineError, PromptTooLong, RewardError
 from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.queue.archive import Observer
 from async_rl.queue.journal import JournalEntry
-from async_rl.rollout.attempt import finish_trajectories, run_agent_loop, score_tree
+from async_rl.rollout.attempt import (
+    ATTEMPT_ERRORS,
+    attempt_boundary,
+    finish_trajectories,
+    run_agent_loop,
+    score_tree,
+)
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.session.context import SessionContext
@@ -260,15 +259,16 @@ class _EvaluationRun:
         for attempt in range(1, limit + 1):
             session = self._new_session(group.task, name, group.group_id)
             try:
-                await run_agent_loop(group.task, session, self._loops, self._inputs.rollout)
-                if self._rewards.scores_groups(group.task):
-                    # Only the root: rewards of branches are for training.
-                    trajectory = await session.finish_trajectory(session.stop_reason, {})
-                    group.unscored[name] = trajectory, session.completion
-                    return
-                results = await score_tree(group.task, session.tree, self._rewards)
-                tree = await finish_trajectories(results)
-            except (RolloutError, EngineError, AlignmentError) as error:
+                with attempt_boundary():
+                    await run_agent_loop(group.task, session, self._loops, self._inputs.rollout)
+                    if self._rewards.scores_groups(group.task):
+                        # Only the root: rewards of branches are for training.
+                        trajectory = await session.finish_trajectory(session.stop_reason, {})
+                        group.unscored[name] = trajectory, session.completion
+                        return
+                    results = await score_tree(group.task, session.tree, self._rewards)
+                    tree = await finish_trajectories(results)
+            except ATTEMPT_ERRORS as error:
                 self._observer.failed(session.failed_trajectory(error), attempt, error)
                 log.info("an answer to task %s, attempt %d: %s", group.task.task_id, attempt, error)
                 if attempt == limit or isinstance(error, PromptTooLong):

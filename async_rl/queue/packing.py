@@ -17,7 +17,7 @@ from async_rl.queue import batching
 from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.routing import invalid_rows
 from async_rl.staleness import StalenessPolicy, staleness
-from async_rl.types import Group, Trajectory
+from async_rl.types import Group, Trajectory, root_of
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Packer:
             if entry.ceiling is not None:
                 wanted = [trajectory.capped(entry.ceiling) for trajectory in wanted]
             usable = [t for t in wanted if not _is_all_older(t, oldest)]
-            if len(usable) < min(self._min_group_size, len(wanted)):
+            if _num_attempts(usable) < min(self._min_group_size, _num_attempts(wanted)):
                 unusable[entry.group_id] = "too_stale"
             kept = {t.trajectory_id for t in usable}
             too_stale += [t.trajectory_id for t in wanted if t.trajectory_id not in kept]
@@ -206,6 +206,11 @@ class Packer:
                 f"{version}: staleness {age} exceeds rollout.max_staleness = {self._max_staleness}"
             )
         return age
+
+
+def _num_attempts(trajectories: Sequence[Trajectory]) -> int:
+    """Count a trajectory and its branches as one."""
+    return len({root_of(trajectory.trajectory_id) for trajectory in trajectories})
 
 
 def _sampled_versions(trajectory: Trajectory) -> Iterable[int]:

@@ -1,26 +1,67 @@
 """One attempt at a task: runs the agent loop in its session, scores it, and makes its trajectories.
 
 The rollout manager and the evaluator dispatch attempts: they make the sessions, and decide what follows from
-a failed attempt.
+a failed attempt. `attempt_boundary` is around all of it: what goes wrong inside fails the attempt and never
+the run, unless a rule of this program is violated.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, get_args
 
 import msgspec
 
 from async_rl.config import RolloutConfig
-from async_rl.errors import AgentLoopError, AsyncRLError
+from async_rl.errors import (
+    AgentLoopError,
+    AlignmentError,
+    EngineError,
+    InvariantError,
+    RolloutError,
+    WorkerLost,
+)
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.session.conversation import Conversation
 from async_rl.rollout.session.rollout_session import RolloutSession
-from async_rl.runtime.supervision import Nursery, first_error
+from async_rl.runtime.supervision import Nursery, contained, first_error
 from async_rl.runtime.waits import waiting
 from async_rl.types import Completion, StopReason, Task, Trajectory
+
+ATTEMPT_ERRORS: Final = (RolloutError, EngineError, AlignmentError, WorkerLost)
+"""Errors that fail an attempt."""
+
+_CLEAN_UP_S: Final = 30.0
+"""How long an agent loop may release what it holds after it was cancelled."""
+
+_STOP_REASONS: Final[tuple[StopReason, ...]] = tuple(r for r in get_args(StopReason) if r != "error")
+"""What an agent loop may return."""
+
+
+@contextmanager
+def attempt_boundary() -> Iterator[None]:
+    """Turn every error of an attempt into one of `ATTEMPT_ERRORS`.
+
+    What users' code, the policy and the machine cause belongs to the attempt. An `InvariantError` and a
+    failed assertion are bugs of this program and end the run.
+
+    Example:
+        >>> with attempt_boundary():
+        ...     results = await backend.run_attempt(task, session)
+
+    Raises:
+        RolloutError: The attempt raised something that is not one of `ATTEMPT_ERRORS`.
+    """
+    try:
+        yield
+    except (*ATTEMPT_ERRORS, InvariantError, AssertionError):
+        raise
+    except Exception as error:
+        raise RolloutError(f"the attempt raised {type(error).__name__}: {error}") from error
 
 
 class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,27 +82,35 @@ async def run_agent_loop(
     """Run the agent loop of a task in a session, until it and its branches have ended.
 
     Raises:
-        AgentLoopError: The loop raised, took too long, or left a session open.
-        AsyncRLError: An engine or a tool failed, or a prompt was too long.
+        AgentLoopError: The loop raised, took too long, returned something else than a stop reason, or left a
+            session open.
+        RolloutError: A tool failed, or a prompt was too long.
+        EngineError: Engines failed the attempt.
+        WorkerLost: The driver has ended the attempt.
     """
     name = task.agent_loop or rollout.agent_loop
     loop = await loops.entered_loop(name)
-    stop_reason: StopReason | None = None
+    returned: Any = None
     try:
         async with (
             asyncio.timeout(rollout.trajectory_timeout_s) as scope,
             waiting("agent loop", name, scope=scope) as wait,
         ):
-            stop_reason = await loop.run(task, session)
-    except TimeoutError as error:
-        limit = f"ran past rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}: raise it, or"
-        why = "was ended by the stall doctor:" if wait.cut else limit
-        raise AgentLoopError(f"agent loop {name} {why} bound the loop's own waits") from error
+            returned = await contained(
+                _call_loop(name, loop, task, session),
+                limit_s=_CLEAN_UP_S,
+                on_cancel=session.refuse_calls,
+                on_ignored=lambda: loops.report_swallowed_cancellation(name),
+            )
     except Exception as error:
         cause = first_error(error)  # the loop may have its own task group
+        if isinstance(error, TimeoutError) and scope.expired():
+            limit = f"ran past rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}: raise it, or"
+            why = "was ended by the stall doctor:" if wait.cut else limit
+            raise AgentLoopError(f"agent loop {name} {why} bound the loop's own waits") from error
         if session.has_exceeded(cause) and session.last_turn is not None:
             pass  # keep what was sampled before the budget was used up
-        elif isinstance(cause, AsyncRLError):
+        elif isinstance(cause, (*ATTEMPT_ERRORS, InvariantError)):
             raise cause from cause.__cause__
         else:
             raise AgentLoopError(f"agent loop {name} raised {type(cause).__name__}: {cause}") from error
@@ -76,7 +125,38 @@ async def run_agent_loop(
         raise AgentLoopError(
             f"agent loop {name} returned without a turn: await session.generate() at least once in run()"
         )
-    session.end_session(stop_reason)
+    session.end_session(_stop_reason(name, returned))
+
+
+async def _call_loop(name: str, loop: Any, task: Task, session: Conversation[Any]) -> Any:
+    running = loop.run(task, session)
+    if not inspect.isawaitable(running):
+        raise AgentLoopError(
+            f"agent loop {name}: run() returned {_described(running)} at once, expected a coroutine: write "
+            "`async def run(self, task, session)`, without `yield`"
+        )
+    return await running
+
+
+def _stop_reason(name: str, returned: Any) -> StopReason | None:
+    """Check what an agent loop returned."""
+    if returned is None:
+        return None
+    if isinstance(returned, str) and returned in _STOP_REASONS:
+        return next(reason for reason in _STOP_REASONS if reason == returned)
+    raise AgentLoopError(
+        f"agent loop {name}: run() returned {_described(returned)}, expected None or one of "
+        f"{', '.join(map(repr, _STOP_REASONS))}: return nothing; rollout.reward scores the conversation, and "
+        "an exception fails the attempt"
+    )
+
+
+def _described(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # of a user's class
+        text = "an object"
+    return f"{text:.100} ({type(value).__name__})"
 
 
 async def score_sources(

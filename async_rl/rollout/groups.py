@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal
@@ -63,14 +64,14 @@ class GroupDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide_group(
-    rewards: Sequence[float], dropped: Mapping[str, str], policy: GroupPolicy, *, may_retry: bool = False
+    rewards: Mapping[str, float], dropped: Mapping[str, str], policy: GroupPolicy, *, may_retry: bool = False
 ) -> GroupDecision:
     """Decide whether a group is trained, dropped, or dropped and retried.
 
     Args:
-        rewards: The rewards of the finished siblings.
+        rewards: The rewards of the finished siblings and of their branches, by trajectory.
         dropped: The reasons of the other siblings.
-        policy: The rules.
+        policy: The rules; `min_size` counts siblings, because branches of one attempt are alike.
         may_retry: Whether the task has retries left.
     """
     failures = [reason for reason in dropped.values() if reason != STRAGGLER]
@@ -78,9 +79,9 @@ def decide_group(
         return GroupDecision(train=False, reason="sibling_failed")
     if failures and policy.failed_siblings == "retry" and may_retry and not _HOPELESS.issuperset(failures):
         return GroupDecision(train=False, reason="sibling_failed", retry=True)
-    if len(rewards) < policy.min_size:
+    if len({root_of(name) for name in rewards}) < policy.min_size:
         return GroupDecision(train=False, reason="too_few_siblings")
-    if policy.dynamic_filtering and not has_signal(rewards):
+    if policy.dynamic_filtering and not has_signal(list(rewards.values())):
         return GroupDecision(train=False, reason="no_signal")
     return GroupDecision(train=True)
 
@@ -99,34 +100,54 @@ def can_drop_stragglers(finished: int, size: int, policy: GroupPolicy) -> bool:
     return finished >= max(policy.min_size, (size + 1) // 2)
 
 
-class SignalWatch:
-    """Ends a run that would filter forever: counts consecutive groups without a signal.
+class UntrainedGroups:
+    """Ends a run that would train nothing: counts the groups in a row that were filtered out or failed.
 
     Example:
-        >>> watch = SignalWatch(limit=2)
-        >>> for signal in (False, True, False):
-        ...     watch.record_group(signal=signal)  # never three in a row without a signal
+        >>> untrained = UntrainedGroups(limit=256)
+        >>> untrained.record_group(decide_group(rewards, work.dropped, policy), work.dropped, last_error)
     """
 
     def __init__(self, limit: int) -> None:
-        """Allow `limit` consecutive groups without a signal."""
+        """Allow `limit` of them."""
         self._limit = limit
-        self._in_a_row = 0
+        self._reasons: Counter[str] = Counter()
 
-    def record_group(self, *, signal: bool) -> None:
-        """Count one group.
+    def record_group(
+        self, decision: GroupDecision, dropped: Mapping[str, str], last_error: AsyncRLError | None
+    ) -> None:
+        """Count one group; one that is trained begins the count again, one that lost stragglers is ignored.
+
+        Args:
+            decision: What becomes of the group.
+            dropped: The reasons of its siblings that did not finish.
+            last_error: How the last attempt failed, for the message.
 
         Raises:
             AsyncRLError: The limit is exceeded.
         """
-        self._in_a_row = 0 if signal else self._in_a_row + 1
-        if self._in_a_row > self._limit:
+        if decision.train:
+            self._reasons.clear()
+            return
+        if decision.reason != "no_signal" and not set(dropped.values()) - {STRAGGLER}:
+            return
+        self._reasons[decision.reason] += 1
+        if (count := self._reasons.total()) <= self._limit:
+            return
+        if set(self._reasons) == {"no_signal"}:
             raise AsyncRLError(
-                f"{self._in_a_row} groups in a row had siblings of equal rewards and were filtered out, "
+                f"{count} groups in a row had siblings of equal rewards and were filtered out, "
                 f"rollout.max_filtered_groups is {self._limit}: the tasks are all too easy or all too hard "
                 "for the policy; use other tasks, raise rollout.group_size, or set "
                 "rollout.dynamic_filtering=false"
             )
+        reasons = ", ".join(f"{reason}: {number}" for reason, number in self._reasons.most_common())
+        raise AsyncRLError(
+            f"{count} groups in a row were not trained ({reasons}), rollout.max_filtered_groups is "
+            f"{self._limit}: remedy what fails, or train the rest with "
+            "rollout.failed_siblings=train_rest and a lower rollout.min_group_size; the last failure: "
+            f"{last_error}"
+        ) from last_error
 
 
 class UnscoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):

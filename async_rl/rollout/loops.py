@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +14,8 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.runtime.loading import call_problem, load_object
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting
+
+log = logging.getLogger(__name__)
 
 
 class AgentLoops:
@@ -39,6 +42,8 @@ class AgentLoops:
         self._made: dict[str, Any] = {}
         self._ready: dict[str, asyncio.Event] = {}
         self._keepers = Nursery()
+        self._swallowing: set[str] = set()
+        """Loops that were reported because they swallow cancellations."""
         self.get_loop(config.agent_loop)
 
     def get_loop(self, name: str | None) -> Any:
@@ -65,6 +70,18 @@ class AgentLoops:
             with waiting("agent loop", name):
                 await self._ready[name].wait()
         return loop
+
+    def report_swallowed_cancellation(self, name: str) -> None:
+        """Tell the author of a loop, once, that it did not end when it was cancelled."""
+        if name in self._swallowing:
+            return
+        self._swallowing.add(name)
+        log.warning(
+            "agent loop %s does not end when it is cancelled, so what it returns then is discarded: let "
+            "asyncio.CancelledError pass (write `except Exception` in place of `except:` and `except "
+            "BaseException`, and `asyncio.timeout` in place of `asyncio.wait_for`); this is logged once",
+            name,
+        )
 
     async def __aenter__(self) -> Self:
         await self._keepers.__aenter__()

@@ -23,31 +23,22 @@ from typing import Final
 
 from async_rl.config import Config
 from async_rl.data.feeder import Feeder
-from async_rl.errors import (
-    AlignmentError,
-    AsyncRLError,
-    EngineError,
-    PromptTooLong,
-    RewardError,
-    RolloutError,
-    WorkerLost,
-)
+from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, WorkerLost
 from async_rl.queue.archive import Observer
 from async_rl.queue.journal import Journal, JournalEntry
 from async_rl.queue.journal_file import JournalledTrajectory
 from async_rl.queue.outstanding import RestoredGroup
 from async_rl.queue.trajectory_queue import TrajectoryQueue
-from async_rl.rollout.attempt import finish_trajectories
+from async_rl.rollout.attempt import ATTEMPT_ERRORS, attempt_boundary, finish_trajectories
 from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.groups import (
     STRAGGLER,
     GroupInFlight,
     GroupPolicy,
-    SignalWatch,
     UnscoredTrajectory,
+    UntrainedGroups,
     can_drop_stragglers,
     decide_group,
-    has_signal,
 )
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
@@ -58,9 +49,6 @@ from async_rl.runtime.waits import acting, progressed, waiting
 from async_rl.types import Group, Segment, Trajectory, root_of
 
 log = logging.getLogger(__name__)
-
-_ATTEMPT_ERRORS: Final = (RolloutError, EngineError, AlignmentError, WorkerLost)
-"""Errors that fail an attempt; any other error ends the run."""
 
 _MAX_LOST_WORKERS: Final = 3
 """An attempt fails after it has lost this many rollout workers: it may be what ends them."""
@@ -116,7 +104,7 @@ class RolloutManager:
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._last_error: AsyncRLError | None = None
         self._policy = GroupPolicy.of(config.rollout)
-        self._signals = SignalWatch(config.rollout.max_filtered_groups)
+        self._untrained = UntrainedGroups(config.rollout.max_filtered_groups)
         self._num_groups = 0
         self.drained = asyncio.Event()
         """Set when the data is exhausted or admission has ended, and every group has settled."""
@@ -271,11 +259,12 @@ class RolloutManager:
     async def _settle_group(self, work: GroupInFlight) -> None:
         """Hand the group to the queue or drop it, according to its siblings and the policy."""
         retries = self._feeder.retries
-        rewards = [t.outcome.reward for t in work.finished.values() if t.outcome.reward is not None]
+        rewards = {
+            name: t.outcome.reward for name, t in work.finished.items() if t.outcome.reward is not None
+        }
         may_retry = retries.may_retry(work.position)
         decision = decide_group(rewards, work.dropped, self._policy, may_retry=may_retry)
-        if len(rewards) >= self._policy.min_size and self._policy.dynamic_filtering:
-            self._signals.record_group(signal=has_signal(rewards))
+        self._untrained.record_group(decision, work.dropped, self._last_error)
         if not decision.train:
             retry = decision.retry and retries.retry_task(work.position, decision.reason)
             self._queue.drop_group(work.group_id, decision.reason, others=work.dropped, retry=retry)
@@ -302,7 +291,7 @@ class RolloutManager:
                 self._context.metrics.trajectory_retries_total.inc()
             try:
                 tree = await self._run_attempt(trajectory_id, attempt, work)
-            except _ATTEMPT_ERRORS as error:
+            except ATTEMPT_ERRORS as error:
                 task_id = work.task.task_id
                 log.warning(
                     "trajectory %s of task %s, attempt %d: %s", trajectory_id, task_id, attempt, error
@@ -385,8 +374,9 @@ class RolloutManager:
         )
         self.running[trajectory_id] = session
         try:
-            results = await self._backend.run_attempt(work.task, session)
-            tree = await finish_trajectories(results)
+            with attempt_boundary():
+                results = await self._backend.run_attempt(work.task, session)
+                tree = await finish_trajectories(results)
             # A group is scored when all siblings have finished; until then the journal has them.
             work.unscored |= {
                 each.session.trajectory_id: UnscoredTrajectory(
@@ -398,7 +388,7 @@ class RolloutManager:
                 if each.parts is None
             }
             return tree
-        except _ATTEMPT_ERRORS as error:
+        except ATTEMPT_ERRORS as error:
             if not (can_resume and isinstance(error, WorkerLost)):
                 self._observer.failed(session.failed_trajectory(error), attempt, error)
             raise
@@ -413,7 +403,12 @@ class RolloutManager:
                 trees.setdefault(root_of(name), []).append(name)
         in_order = [work.unscored[name] for tree in trees.values() for name in tree]
         completions = {each.reward_source: each.completion for each in in_order}
-        results = await self._backend.score_group(work.task, list(completions.values()))
+        results: Sequence[dict[str, float] | RewardError]
+        try:
+            with attempt_boundary():
+                results = await self._backend.score_group(work.task, list(completions.values()))
+        except ATTEMPT_ERRORS as error:
+            results = [RewardError(str(error))] * len(completions)
         scores = dict(zip(completions, results, strict=True))
         for root_id, tree in trees.items():
             unscored = {name: work.unscored[name] for name in tree}

@@ -5,6 +5,7 @@ services(feeder=…, sync=…)   run endless loops beside a block; one that fail
 cut_by(stop)                 a block that ends with `StoppedAtStart` as soon as an event is set
 Nursery()                    a block that owns the tasks started in it and ends when they have ended
 finished(work)               run work to its end even if the caller is cancelled
+contained(work)              run user code, which ends when its caller is cancelled, whatever it catches
 ```
 
 The first three end as a `TaskGroup` does: the first failure cancels the siblings and leaves the block in an
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -165,6 +167,103 @@ async def finished(work: Coroutine[Any, Any, T], *, limit_s: float) -> T:
     if not task.cancelled():
         task.exception()  # retrieved, so that asyncio does not log it as never retrieved
     raise cancelled
+
+
+async def contained(
+    work: Coroutine[Any, Any, T],
+    *,
+    limit_s: float,
+    on_cancel: Callable[[], None] = lambda: None,
+    on_ignored: Callable[[], None] = lambda: None,
+) -> T:
+    """Run a user's coroutine so that it ends when the caller is cancelled, even if it catches everything.
+
+    It runs in a task of its own with the name of the caller's, so that a cancellation that it swallows, or
+    raises by itself, stays inside.
+
+    Args:
+        work: The user's coroutine.
+        limit_s: How long it may take to clean up after a cancellation; then it is never resumed again.
+        on_cancel: Called before it is cancelled, to take away what it could go on with.
+        on_ignored: Called when it did not end by its cancellation: it returned, raised something else, or
+            took longer than `limit_s`.
+
+    Raises:
+        Exception: The error of the coroutine. `SystemExit`, and a `CancelledError` while the caller was not
+            cancelled, become a `RuntimeError`.
+        CancelledError: The caller was cancelled. The outcome of the coroutine is then dropped.
+    """
+    driven = _Droppable(work)
+
+    async def run() -> T:
+        try:
+            return await driven
+        except SystemExit as error:  # would end the event loop
+            raise RuntimeError(f"called sys.exit({error.code!r})") from error
+
+    task = asyncio.create_task(run(), name=_current_task().get_name())
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        if not task.done():
+            on_cancel()
+            task.cancel()
+            await _wait_through_cancellations(task, limit_s)
+            if not (ended := task.done()):
+                driven.drop()
+                task.cancel()
+                await _wait_through_cancellations(task, None)
+            if not (ended and task.cancelled()):
+                on_ignored()
+        if not task.cancelled():
+            task.exception()  # retrieved, so that asyncio does not log it as never retrieved
+        raise
+    finally:
+        if not driven.dropped:
+            work.close()  # it has ended, or never began
+    if task.cancelled():
+        raise RuntimeError("raised CancelledError, though nothing had cancelled it")
+    return task.result()
+
+
+async def _wait_through_cancellations(task: asyncio.Task[Any], limit_s: float | None) -> None:
+    """Wait for a task, at most so long, on behalf of a caller that is cancelled already."""
+    clock = asyncio.get_running_loop().time
+    until_s = None if limit_s is None else clock() + limit_s
+    while not task.done() and (until_s is None or clock() < until_s):
+        try:
+            await asyncio.wait([task], timeout=None if until_s is None else until_s - clock())
+        except asyncio.CancelledError:
+            continue
+
+
+class _Droppable(Awaitable[T]):
+    """Awaits a coroutine until it ends, or until it is dropped and its task is cancelled once more."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._work = work
+        self.dropped = False
+
+    def drop(self) -> None:
+        """Let the next cancellation end the wait without resuming the coroutine."""
+        self.dropped = True
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        resume: Callable[[], Any] = partial(self._work.send, None)
+        while True:
+            try:
+                awaited = resume()
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            try:
+                value = yield awaited
+            except BaseException as error:
+                if self.dropped:
+                    raise
+                resume = partial(self._work.throw, error)
+            else:
+                resume = partial(self._work.send, value)
 
 
 class _TaskGroup(asyncio.TaskGroup):

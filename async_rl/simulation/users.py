@@ -6,13 +6,15 @@ All of it follows the script in the task's metadata, see `async_rl.simulation.sc
 from __future__ import annotations
 
 import asyncio
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from async_rl.errors import ConfigError
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.threads import call_in_thread
@@ -24,6 +26,10 @@ attempt_begins: ContextVar[Callable[[], None]] = ContextVar("attempt_begins")
 
 count_fault: ContextVar[Callable[[str], None]] = ContextVar("count_fault", default=lambda kind: None)
 """Called with a fault of the user's code at the moment it takes effect."""
+
+
+_STRAGGLES_S: Final = 20.0
+"""Longer than some limits of trajectories and stragglers, shorter than others."""
 
 
 class SimulatedChat:
@@ -49,7 +55,12 @@ class SimulatedChat:
 
 
 def _ids(messages: Sequence[Mapping[str, Any]]) -> Int32Array:
-    return np.array([int(word) for message in messages for word in message["content"].split()], np.int32)
+    words: list[str] = []
+    for message in messages:
+        if not isinstance(message["content"], str):  # as templates of Qwen do
+            raise ConfigError(f"the chat template cannot render the content {message['content']!r}")
+        words += message["content"].split()
+    return np.array([int(word) for word in words], np.int32)
 
 
 class TurnsLoop:
@@ -64,7 +75,15 @@ class TurnsLoop:
         session.start(task.messages)
         for number in range(len(task.metadata["turns"])):
             await self._turn(task, session, number)
-        return None
+        return self._returned(task, session)
+
+    def _returned(self, task: Task, session: Session) -> Any:
+        """What the loop returns: a stop reason or None, unless the script wants something else."""
+        draw = zlib.crc32(session.messages[-1]["content"].encode())
+        if task.metadata["trouble"] != "bad_return" or draw % 2:
+            return None
+        count_fault.get()("bad_return")
+        return (42, {"reward": 1.0}, 0.5, "error")[draw // 2 % 4]
 
     async def _turn(self, task: Task, session: Session, number: int) -> None:
         """One turn of the policy, and the tool after it unless it is the last."""
@@ -79,6 +98,8 @@ class TurnsLoop:
         if trouble == "hang_loop" and luck:
             count_fault.get()("hang_loop")
             await asyncio.Future()
+        if luck:
+            await self._misbehave(trouble, session)
         if number + 1 < len(turns):
             await self._use_tool(script, session)
             repeats = 1
@@ -86,6 +107,23 @@ class TurnsLoop:
                 count_fault.get()("too_long")
                 repeats = 40
             session.add_messages([{"role": "tool", "content": " ".join([script["result"]] * repeats)}])
+
+    async def _misbehave(self, trouble: str | None, session: Session) -> None:
+        """What loops do that nobody expects of them."""
+        if trouble == "bad_message":
+            count_fault.get()(trouble)
+            session.add_messages([{"role": "tool", "content": None}])
+        elif trouble == "exit":
+            count_fault.get()(trouble)
+            sys.exit(3)
+        elif trouble == "leak_cancel":
+            count_fault.get()(trouble)
+            raise asyncio.CancelledError
+        elif trouble == "swallow_cancel":
+            try:
+                await asyncio.sleep(_STRAGGLES_S)
+            except asyncio.CancelledError:
+                count_fault.get()(trouble)
 
     async def _use_tool(self, script: Mapping[str, Any], session: Session) -> None:
         try:
@@ -114,7 +152,7 @@ class TreeLoop(TurnsLoop):
             return "completed"
         session.start(task.messages)
         await self._line(task, session, 0, branches=True)
-        return None
+        return self._returned(task, session)
 
     async def _line(self, task: Task, session: Session, first: int, *, branches: bool) -> None:
         """From a turn on to the end; a branch does not branch again where it has begun."""

@@ -19,6 +19,7 @@ REFUSALS: Final = "tests/unit/test_back_pressure.py"
 SIGNALS: Final = "tests/unit/test_signals.py"
 TRAIN: Final = "tests/unit/test_train.py"
 LOOP: Final = "tests/simulation/test_loop.py"
+MISBEHAVING: Final = "tests/simulation/test_misbehaving_loops.py"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, STOPPED, NO_OP = (
@@ -296,9 +297,49 @@ MUTANTS: Final = (
         "small-groups-are-trained",
         "A group of one trajectory fewer than the minimum is trained.",
         "async_rl/rollout/groups.py",
-        "if len(rewards) < policy.min_size:",
-        "if len(rewards) + 1 < policy.min_size:",
+        "if len({root_of(name) for name in rewards}) < policy.min_size:",
+        "if len({root_of(name) for name in rewards}) + 1 < policy.min_size:",
         ("tests/unit/test_groups.py",),
+    ),
+    Mutant(
+        "branches-count-as-siblings",
+        "A group of one attempt is trained if that has branches, without a sibling to compare it with.",
+        "async_rl/rollout/groups.py",
+        "if len({root_of(name) for name in rewards}) < policy.min_size:",
+        "if len(rewards) < policy.min_size:",
+        ("tests/unit/test_groups.py",),
+    ),
+    Mutant(
+        "failed-groups-are-not-counted",
+        "A run whose groups all fail goes on forever if rollout.max_failed_share allows it.",
+        "async_rl/rollout/groups.py",
+        "        self._reasons[decision.reason] += 1\n",
+        '        self._reasons[decision.reason] += decision.reason == "no_signal"\n',
+        ("tests/unit/test_groups.py",),
+    ),
+    Mutant(
+        "template-error-ends-the-run",
+        "An agent loop whose message the chat template cannot render ends the run.",
+        "async_rl/rollout/attempt.py",
+        "        elif isinstance(cause, (*ATTEMPT_ERRORS, InvariantError)):\n",
+        "        elif isinstance(cause, (*ATTEMPT_ERRORS, InvariantError, ValueError)):\n",
+        (f"{MISBEHAVING}::test_a_run_goes_on_when_some_attempts_misbehave[AddsNone]",),
+    ),
+    Mutant(
+        "any-stop-reason-is-kept",
+        "An agent loop that returns a reward has its trajectories stored, where nobody can read them.",
+        "async_rl/rollout/attempt.py",
+        "    if returned is None:\n",
+        "    if True:\n",
+        (f"{MISBEHAVING}::test_a_run_goes_on_when_some_attempts_misbehave[ReturnsNumber]",),
+    ),
+    Mutant(
+        "polling-loops-are-awaited",
+        "An agent loop that takes each cancellation for a timeout keeps its group from ending.",
+        "async_rl/runtime/supervision.py",
+        "                driven.drop()\n",
+        "",
+        ("tests/unit/test_supervision.py::test_user_code_ends_when_it_swallows_every_cancellation",),
     ),
     Mutant(
         "half-written-position-is-lost",

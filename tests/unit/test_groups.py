@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from async_rl.config import parse_config
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import AgentLoopError, AsyncRLError, ConfigError
 from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.groups import (
     GroupDecision,
     GroupInFlight,
     GroupPolicy,
-    SignalWatch,
+    UntrainedGroups,
     can_drop_stragglers,
     decide_group,
     has_signal,
@@ -61,7 +61,14 @@ def test_a_group_is_decided_by_its_policy(
     rewards: list[float], reasons: list[str], policy: GroupPolicy, may_retry: bool, decision: GroupDecision
 ) -> None:
     dropped = {f"t{i}": reason for i, reason in enumerate(reasons)}
-    assert decide_group(rewards, dropped, policy, may_retry=may_retry) == decision
+    finished = {f"f{i}": reward for i, reward in enumerate(rewards)}
+    assert decide_group(finished, dropped, policy, may_retry=may_retry) == decision
+
+
+def test_a_group_of_one_attempt_is_too_small_when_it_has_branches() -> None:
+    tree = {"a": 1.0, "a.1": 0.0, "a.1.1": 0.5}
+    assert decide_group(tree, {"b": "reward_error"}, REST).reason == "too_few_siblings"
+    assert decide_group(tree | {"b": 1.0}, {}, REST) == TRAIN
 
 
 def test_a_group_has_signal_when_two_rewards_differ() -> None:
@@ -87,12 +94,27 @@ def test_filtering_is_refused_when_groups_have_one_trajectory() -> None:
         parse_config(tree)
 
 
+NO_SIGNAL = GroupDecision(train=False, reason="no_signal")
+TOO_FEW = GroupDecision(train=False, reason="too_few_siblings")
+
+
 def test_filtering_ends_with_the_remedy_when_no_group_carries_signal() -> None:
-    watch = SignalWatch(limit=3)
-    for signal in (False, False, False, True, False, False, False):
-        watch.record_group(signal=signal)
+    untrained = UntrainedGroups(limit=3)
+    for decision in (NO_SIGNAL, NO_SIGNAL, NO_SIGNAL, TRAIN, NO_SIGNAL, NO_SIGNAL, NO_SIGNAL):
+        untrained.record_group(decision, {}, None)
     with pytest.raises(AsyncRLError, match=r"4 groups in a row .* rollout\.dynamic_filtering=false"):
-        watch.record_group(signal=False)
+        untrained.record_group(NO_SIGNAL, {}, None)
+
+
+def test_the_run_ends_with_the_last_cause_when_failures_and_filters_leave_no_group() -> None:
+    untrained = UntrainedGroups(limit=3)
+    cause = AgentLoopError("the cat is on the keyboard")
+    for decision in (NO_SIGNAL, TOO_FEW, TOO_FEW):
+        untrained.record_group(decision, {"a": "agent_loop_error"}, cause)
+    for _ in range(9):  # groups that only lost stragglers are nobody's failure
+        untrained.record_group(TOO_FEW, {"a": "straggler"}, cause)
+    with pytest.raises(AsyncRLError, match=r"4 groups .*too_few_siblings: 3, no_signal: 1.*the cat is on"):
+        untrained.record_group(TOO_FEW, {"a": "agent_loop_error", "b": "straggler"}, cause)
 
 
 class Call:

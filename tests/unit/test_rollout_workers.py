@@ -14,7 +14,14 @@ import pytest
 
 from async_rl.config import Config, parse_config
 from async_rl.data.chat_format import ChatFormat
-from async_rl.errors import AgentLoopError, EnvironmentNotReady, PromptTooLong, RewardError, WorkerLost
+from async_rl.errors import (
+    AgentLoopError,
+    AsyncRLError,
+    EnvironmentNotReady,
+    PromptTooLong,
+    RewardError,
+    WorkerLost,
+)
 from async_rl.observability.metrics import Metrics
 from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.queue.journal import Journal, JournalEntry
@@ -94,6 +101,33 @@ class TooTalkative:
         session.start(task.messages)
         await session.generate(max_new_tokens=1)
         session.add_messages([{"role": "user", "content": "so much"}] * 100)
+
+
+class Swallows:
+    """Catches its cancellation, and takes another turn."""
+
+    caught: ClassVar[list[str]] = []
+
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        try:
+            await asyncio.sleep(60)
+        except BaseException as error:
+            self.caught.append(type(error).__name__)
+        try:
+            await session.generate()
+        except BaseException as error:
+            self.caught.append(type(error).__name__)
+
+
+class AddsObject:
+    """Adds a message that a template may print but no frame can hold."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        await session.generate(max_new_tokens=2)
+        session.add_messages([{"role": "user", "content": object()}])
+        await session.generate(max_new_tokens=2)
 
 
 class OurOwnError(AgentLoopError):
@@ -241,6 +275,30 @@ async def _lost(work: Any) -> WorkerLost:
     with pytest.raises(WorkerLost) as error:
         await work
     return error.value
+
+
+@in_virtual_time
+async def test_an_attempt_ends_when_its_loop_swallows_the_cancellation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Swallows.caught.clear()
+    async with WorkerBench("Swallows") as workers:
+        for count in (1, 2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.055):
+                    await workers.backend.run_attempt(TASK, workers.session())
+            await asyncio.sleep(1.0)
+            assert Swallows.caught == ["CancelledError", "RuntimeError"] * count
+        assert len(workers.processes.metrics) == 1  # the worker goes on
+    assert sum("does not end when it is cancelled" in message for message in caplog.messages) == 1
+
+
+@in_virtual_time
+async def test_the_attempt_fails_and_its_worker_goes_on_when_messages_cannot_be_sent() -> None:
+    async with WorkerBench("AddsObject", reward=f"{HERE}:group_reward") as workers:
+        with pytest.raises(AsyncRLError, match="object"):
+            await workers.backend.run_attempt(TASK, workers.session())
+        assert len(workers.processes.metrics) == 1
 
 
 @in_virtual_time

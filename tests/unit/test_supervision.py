@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from async_rl.errors import EngineError, ServiceExited
-from async_rl.runtime.supervision import Nursery, finished, first_error, service_of, services
+from async_rl.runtime.supervision import Nursery, contained, finished, first_error, service_of, services
+from async_rl.simulation.virtual_time import in_virtual_time
 
 
 async def forever() -> None:
@@ -231,3 +237,107 @@ async def test_work_returns_its_result_when_no_task_is_cancelled():
         await finished(fail(), limit_s=60)
     with pytest.raises(TimeoutError):
         await finished(hang(), limit_s=0.01)
+
+
+async def swallowing() -> int:
+    with suppress(asyncio.CancelledError):
+        await forever()
+    return 7
+
+
+async def polling() -> None:
+    while True:
+        with suppress(BaseException):
+            await asyncio.sleep(60)
+
+
+async def cleaning_up() -> None:
+    try:
+        await forever()
+    finally:
+        await asyncio.sleep(2)
+
+
+async def cancelled_after(limit_s: float, work: Coroutine[Any, Any, Any]) -> tuple[float, list[str]]:
+    """Cancel user code after a second; return when it had ended, and what was called."""
+    told: list[str] = []
+    running = contained(
+        work,
+        limit_s=limit_s,
+        on_cancel=lambda: told.append("cancelled"),
+        on_ignored=lambda: told.append("ignored"),
+    )
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            await running
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    return asyncio.get_running_loop().time(), told
+
+
+@in_virtual_time
+async def test_user_code_is_cancelled_with_its_caller() -> None:
+    assert await cancelled_after(5, cleaning_up()) == (3.0, ["cancelled"])
+
+
+@in_virtual_time
+async def test_user_code_ends_when_it_swallows_its_cancellation() -> None:
+    assert await cancelled_after(5, swallowing()) == (1.0, ["cancelled", "ignored"])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@in_virtual_time
+async def test_user_code_ends_when_it_swallows_every_cancellation() -> None:
+    assert await cancelled_after(5, polling()) == (6.0, ["cancelled", "ignored"])
+    gc.collect()  # says on stderr that the coroutine ignores its end
+
+
+@in_virtual_time
+async def test_user_code_cleans_up_when_its_caller_is_cancelled_twice() -> None:
+    task = asyncio.create_task(cancelled_after(5, cleaning_up()))
+    await asyncio.sleep(2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert asyncio.get_running_loop().time() == 3.0
+
+
+async def exits() -> None:
+    sys.exit(3)
+
+
+async def cancels_its_own_task() -> None:
+    task = asyncio.create_task(forever())
+    task.cancel()
+    await task
+
+
+@pytest.mark.parametrize(
+    ("work", "said"), [(exits, r"called sys\.exit\(3\)"), (cancels_its_own_task, "raised CancelledError")]
+)
+async def test_user_code_cannot_end_the_event_loop_or_look_cancelled(
+    work: Callable[[], Coroutine[Any, Any, None]], said: str
+) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        await contained(work(), limit_s=1)
+
+
+async def test_user_code_returns_its_result() -> None:
+    async def work() -> int:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await asyncio.sleep(0)
+        return 5
+
+    assert await contained(work(), limit_s=1) == 5
+
+
+async def test_user_code_that_never_began_is_closed_when_its_caller_is_cancelled() -> None:
+    async def cancel_at_once() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await contained(forever(), limit_s=1)
+
+    task = asyncio.create_task(cancel_at_once())
+    with pytest.raises(asyncio.CancelledError):
+        await task

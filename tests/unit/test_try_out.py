@@ -98,6 +98,36 @@ def test_the_users_line_is_shown_when_a_loop_raises(
     assert "2 trajectories: no rewards, 2 failed" in out
 
 
+RETURNS_A_NUMBER = """
+from agent_loops.base import AgentLoop
+
+
+class Scored(AgentLoop):
+    async def run(self, task, session):
+        session.start(task.messages)
+        await session.generate()
+        return 42
+"""
+
+
+def test_one_sentence_says_why_when_a_loop_returns_something_unexpected(
+    overrides: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "scored_loop.py").write_text(RETURNS_A_NUMBER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    changes = [*overrides, "rollout.agent_loop=scored_loop:Scored", "rollout.agent_loop_args={}"]
+    assert rollout(EXAMPLE, changes, number=2, open_engines=writing(lambda _: "some text")) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1] == (
+        "async-rl: 2 of 2 trajectories failed; the last one: AgentLoopError: agent loop "
+        "scored_loop:Scored: run() returned 42 (int), expected None or one of 'completed', "
+        "'length', 'max_turns': return nothing; rollout.reward scores the conversation, and an exception fails the attempt"
+    )
+
+
 def test_it_ends_with_the_cause_when_the_engine_dies(overrides: list[str]) -> None:
     engines = writing(lambda _: "never said", Fault("die"))
     with pytest.raises(EnvironmentNotReady, match="engine-0 failed: connection lost"):

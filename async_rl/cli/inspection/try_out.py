@@ -130,7 +130,14 @@ def rollout(
         save.write_bytes(b"".join(msgspec.json.encode(view) + b"\n" for view in views))
     if not as_json:
         show_summary(console, views)
-    return int(any(view.error is not None for view in views))
+    failed = [view.error for view in views if view.error is not None]
+    if failed:
+        cause = failed[-1].splitlines()[0]
+        print(
+            f"async-rl: {len(failed)} of {len(views)} trajectories failed; the last one: {cause}",
+            file=sys.stderr,
+        )
+    return int(bool(failed))
 
 
 def choose_tasks(config: Config, number: int, task_id: str | None) -> list[Task]:

@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from async_rl.config import Config, FunctionReward, HttpReward, RewardConfig
 from async_rl.errors import ConfigError, RewardError
@@ -38,13 +38,19 @@ from async_rl.rollout.rewards.signatures import (
     style_of,
 )
 from async_rl.runtime.loading import load_object
+from async_rl.runtime.supervision import contained
 from async_rl.runtime.threads import call_in_thread
 from async_rl.runtime.waits import waiting
 from async_rl.runtime.worker_processes import WorkerProcesses, processes_asked
 from async_rl.types import Completion, Task
 
+R = TypeVar("R")
+
 _MAX_DELAY_S: Final = 30.0
 """The longest wait between two calls."""
+
+_CLEAN_UP_S: Final = 5.0
+"""How long an async reward may release what it holds after it was cancelled."""
 
 
 class _RewardCall(Protocol):
@@ -206,7 +212,8 @@ class _Reward:
         """Score all trajectories of a group by one call."""
         scores: list[dict[str, float] | RewardError] = []
         try:
-            results = _results_of_group(await self._call_with_retries(task, completions), len(completions))
+            returned = await self._call_with_retries(task, completions)
+            results = self._read(returned, partial(_results_of_group, count=len(completions)))
         except RewardError as error:
             scores = [self._with_name(error)] * len(completions)
         else:
@@ -266,10 +273,19 @@ class _Reward:
             self._metrics.reward_seconds.labels(name).observe(self._clock() - since_s)
 
     def _parts(self, result: Any) -> dict[str, float]:
+        return self._read(result, partial(parts_of, part=self._settings.part, strict=self.call.strict))
+
+    def _read(self, returned: Any, read: Callable[[Any], R]) -> R:
+        """Read what the user's code returned, which may be any object."""
         try:
-            return parts_of(result, part=self._settings.part, strict=self.call.strict)
+            return read(returned)
         except RewardError as error:
             raise self._with_name(error) from None
+        except Exception as error:  # methods of a user's class may raise anything
+            raise RewardError(
+                f"reward {self._name} returned an object of the type {type(returned).__name__} that cannot "
+                f"be read ({type(error).__name__}: {error}), expected a number or a mapping of numbers"
+            ) from error
 
     def _with_name(self, error: RewardError) -> RewardError:
         text = str(error)
@@ -328,7 +344,7 @@ class _LocalRewardCall:
             self._style, task, completions, responses, args=self._args, namespace=self._namespace
         )
         if self._async:
-            return await self._function(*args, **kwargs)
+            return await contained(self._function(*args, **kwargs), limit_s=_CLEAN_UP_S)
         if self._workers is not None:
             return await self._workers.call(*args, **kwargs)
         value = await call_in_thread(partial(self._function, *args, **kwargs), name=self._name)

@@ -227,7 +227,10 @@ def _prompt_tokens(completion: Completion) -> int:
 
 
 def _is_finite(number: Any) -> bool:
-    return isinstance(number, numbers.Real | np.bool_) and math.isfinite(float(number))
+    try:
+        return isinstance(number, numbers.Real | np.bool_) and math.isfinite(float(number))
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _finite(name: str, number: Any) -> float:

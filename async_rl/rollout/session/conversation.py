@@ -494,6 +494,10 @@ class Conversation(Generic[Writer]):
         own: StopReason = "max_turns" if isinstance(self._exceeded, OutOfTurns) else "completed"
         self.stop_reason = reason or ("length" if cut or isinstance(self._exceeded, PromptTooLong) else own)
 
+    def refuse_calls(self) -> None:
+        """Refuse all further calls of the loop, in any session of the tree."""
+        self._tree.open.clear()
+
     async def close(self) -> int:
         """Close the tree after its loop has ended, and cancel turns that are still being written.
 
@@ -501,7 +505,7 @@ class Conversation(Generic[Writer]):
             The number of sessions that were still open, or in the middle of a turn.
         """
         left = [session for session in self._tree.open.values() if session is not self or self._turn_task]
-        self._tree.open.clear()
+        self.refuse_calls()
         if turn_tasks := set(self._tree.turn_tasks):
             for task in turn_tasks:
                 task.cancel()

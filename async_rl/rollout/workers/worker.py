@@ -141,14 +141,14 @@ class RolloutWorker:
                 else:
                     parts = await score_sources(task, session.tree, self._rewards)
                     reports = [each.report(parts[each.reward_source.trajectory_id]) for each in session.tree]
+                # Inside the block: messages of the loop may hold what cannot be encoded.
+                self._link.post(AttemptEnded(request_id=request.request_id, reports=tuple(reports)))
             except Exception as error:
                 cause = error.__cause__
                 if cause is not None and not isinstance(error, WorkerLost):
                     log.info("trajectory %s: %s", request.trajectory_id, error, exc_info=cause)
                 failure, report = Failure.of(error), session.report({})
                 self._link.post(AttemptFailed(request_id=request.request_id, failure=failure, report=report))
-            else:
-                self._link.post(AttemptEnded(request_id=request.request_id, reports=tuple(reports)))
 
     async def _score_group(self, request: ScoreGroup) -> None:
         with acting("reward", str(request.request_id)):

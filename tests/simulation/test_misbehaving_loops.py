@@ -1,0 +1,166 @@
+"""Whole runs whose agent loops misbehave: what they do costs their trajectories, never the run."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from async_rl.observability.records import Summary
+from async_rl.rollout.session.api import Session
+from async_rl.types import Completion, Task
+from tests.simulation.test_loop import assert_conserved, make_config, run
+from tests.support.local_cluster import LocalCluster
+
+STEPS = 3
+
+
+def score(task: Task, completion: Completion) -> float:
+    return len(completion.text) % 7 / 7
+
+
+class OneTurn:
+    """Writes one turn; the first attempt at each task misbehaves."""
+
+    seen: ClassVar[set[tuple[type, str]]] = set()
+
+    async def run(self, task: Task, session: Session) -> Any:
+        session.start(task.messages)
+        turn = await session.generate()
+        known, key = self.seen, (type(self), task.task_id)
+        if key in known:
+            return None
+        known.add(key)
+        return await self.misbehave(session, turn.text)
+
+    async def misbehave(self, session: Session, text: str) -> Any:
+        raise NotImplementedError
+
+
+class AddsNone(OneTurn):
+    async def misbehave(self, session: Session, text: str) -> Any:
+        session.add_messages([{"role": "tool", "content": None}])
+
+
+class AddsNumber(OneTurn):
+    async def misbehave(self, session: Session, text: str) -> Any:
+        session.add_messages([{"role": "tool", "content": 42}])
+
+
+class AddsMapping(OneTurn):
+    async def misbehave(self, session: Session, text: str) -> Any:
+        session.add_messages([{"role": "tool", "content": {"found": 3}}])
+
+
+class AddsList(OneTurn):
+    async def misbehave(self, session: Session, text: str) -> Any:
+        session.add_messages([{"role": "tool", "content": [1, 2]}])
+
+
+class Exits(OneTurn):
+    async def misbehave(self, session: Session, text: str) -> Any:
+        sys.exit(3)
+
+
+class RaisesCancelled(OneTurn):
+    """Awaits a task that it has cancelled itself, which is a common mistake."""
+
+    async def misbehave(self, session: Session, text: str) -> Any:
+        task = asyncio.ensure_future(asyncio.sleep(60))
+        task.cancel()
+        await task
+
+
+class ReturnsNumber(OneTurn):
+    async def misbehave(self, session: Session, text: str) -> Any:
+        return 42
+
+
+class ReturnsMapping(OneTurn):
+    async def misbehave(self, session: Session, text: str) -> Any:
+        return {"reward": 1.0}
+
+
+class ReturnsReward(OneTurn):
+    async def misbehave(self, session: Session, text: str) -> Any:
+        return 0.5
+
+
+class ReturnsError(OneTurn):
+    async def misbehave(self, session: Session, text: str) -> Any:
+        return "error"
+
+
+async def go(calculator: Path, tmp_path: Path, loop: str, *overrides: str) -> Summary:
+    OneTurn.seen.clear()
+    config = make_config(
+        calculator,
+        tmp_path,
+        f"run.max_steps={STEPS}",
+        f"rollout.agent_loop={__name__}:{loop}",
+        f"rollout.reward={__name__}:score",
+        "rollout.max_attempts=1",
+        *overrides,
+    )
+    return await run(config, LocalCluster(config, step_s=0.02))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        *("AddsNone", "AddsNumber", "AddsMapping", "AddsList", "Exits", "RaisesCancelled"),
+        *("ReturnsNumber", "ReturnsMapping", "ReturnsReward", "ReturnsError"),
+    ],
+)
+async def test_a_run_goes_on_when_some_attempts_misbehave(
+    calculator: Path, tmp_path: Path, loop: str
+) -> None:
+    summary = await go(calculator, tmp_path, loop)
+    assert summary.weight_versions == STEPS
+    assert_conserved(summary)
+    assert set(summary.trajectories.dropped) == {"agent_loop_error"}
+
+
+class Swallows(OneTurn):
+    """Some trajectories are far behind, and what cancels them is caught."""
+
+    async def misbehave(self, session: Session, text: str) -> Any:
+        with suppress(BaseException):
+            await asyncio.sleep(60)
+        session.annotate(late=True)
+
+
+class Polls(OneTurn):
+    """Waits for what never comes, and takes its cancellation for a timeout."""
+
+    async def misbehave(self, session: Session, text: str) -> Any:
+        while True:
+            try:
+                await asyncio.wait_for(asyncio.Event().wait(), 0.01)
+            except BaseException:
+                continue
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("loop", ["Swallows", "Polls"])
+async def test_a_run_goes_on_when_loops_swallow_the_cancellation_of_stragglers(
+    calculator: Path,
+    tmp_path: Path,
+    loop: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("async_rl.rollout.attempt._CLEAN_UP_S", 0.05, raising=False)
+    summary = await go(calculator, tmp_path, loop, "rollout.straggler_wait_s=0.01")
+    assert summary.weight_versions == STEPS
+    assert summary.trajectories.dropped["straggler"] > 1
+    assert_conserved(summary)
+    gc.collect()  # a loop that ignored even its end says so on stderr
+    told = [record for record in caplog.records if "does not end when it is cancelled" in record.message]
+    assert len(told) == 1
+    assert f"agent loop {__name__}:{loop}" in told[0].message
