@@ -79,10 +79,12 @@ class TurnsLoop:
 
     def _returned(self, task: Task, session: Session) -> Any:
         """What the loop returns: a stop reason or None, unless the script wants something else."""
-        draw = zlib.crc32(session.messages[-1]["content"].encode())
-        if task.metadata["trouble"] != "bad_return" or draw % 2:
+        trouble, draw = task.metadata["trouble"], zlib.crc32(session.messages[-1]["content"].encode())
+        if trouble not in ("bad_return", "exit") or draw % 2:
             return None
-        count_fault.get()("bad_return")
+        count_fault.get()(trouble)
+        if trouble == "exit":
+            sys.exit(3)
         return (42, {"reward": 1.0}, 0.5, "error")[draw // 2 % 4]
 
     async def _turn(self, task: Task, session: Session, number: int) -> None:
@@ -109,13 +111,10 @@ class TurnsLoop:
             session.add_messages([{"role": "tool", "content": " ".join([script["result"]] * repeats)}])
 
     async def _misbehave(self, trouble: str | None, session: Session) -> None:
-        """What loops do that nobody expects of them."""
+        """Do something that loops should not do."""
         if trouble == "bad_message":
             count_fault.get()(trouble)
             session.add_messages([{"role": "tool", "content": None}])
-        elif trouble == "exit":
-            count_fault.get()(trouble)
-            sys.exit(3)
         elif trouble == "leak_cancel":
             count_fault.get()(trouble)
             raise asyncio.CancelledError
@@ -195,4 +194,7 @@ def _score(task: Task, completion: Completion) -> float:
     if task.metadata["trouble"] == "flaky_reward" and drawn % 2:
         count_fault.get()("flaky_reward")
         raise RuntimeError("the script says so")
+    if task.metadata["trouble"] == "bad_reward" and drawn % 2:
+        count_fault.get()("bad_reward")
+        return (10**5000, float("nan"), {"score": "good"}, None)[drawn // 2 % 4]  # type: ignore[return-value]
     return drawn % 1000 / 1000

@@ -327,7 +327,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "any-stop-reason-is-kept",
-        "An agent loop that returns a reward has its trajectories stored, where nobody can read them.",
+        "An agent loop that returns a reward has its trajectories stored, where they cannot be read.",
         "async_rl/rollout/attempt.py",
         "    if returned is None:\n",
         "    if True:\n",

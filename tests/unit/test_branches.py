@@ -189,3 +189,13 @@ async def test_sessions_that_a_loop_forgot_are_counted_and_their_writers_taken_a
 
 async def _call(function, *arguments):  # type: ignore[no-untyped-def]
     return function(*arguments)
+
+
+async def test_a_branch_cannot_begin_when_the_attempt_has_ended() -> None:
+    bench = Bench(simulated(Watched()), max_branches=1)
+    bench.start()
+    other = bench.session.branch()
+    bench.session.refuse_calls()
+    with pytest.raises(RuntimeError, match="after the attempt had ended"):
+        async with other:
+            await other.generate()

@@ -111,7 +111,7 @@ def test_the_run_ends_with_the_last_cause_when_failures_and_filters_leave_no_gro
     cause = AgentLoopError("the cat is on the keyboard")
     for decision in (NO_SIGNAL, TOO_FEW, TOO_FEW):
         untrained.record_group(decision, {"a": "agent_loop_error"}, cause)
-    for _ in range(9):  # groups that only lost stragglers are nobody's failure
+    for _ in range(9):  # these lost stragglers only
         untrained.record_group(TOO_FEW, {"a": "straggler"}, cause)
     with pytest.raises(AsyncRLError, match=r"4 groups .*too_few_siblings: 3, no_signal: 1.*the cat is on"):
         untrained.record_group(TOO_FEW, {"a": "agent_loop_error", "b": "straggler"}, cause)

@@ -124,7 +124,8 @@ def test_one_sentence_says_why_when_a_loop_returns_something_unexpected(
     assert told[-1] == (
         "async-rl: 2 of 2 trajectories failed; the last one: AgentLoopError: agent loop "
         "scored_loop:Scored: run() returned 42 (int), expected None or one of 'completed', "
-        "'length', 'max_turns': return nothing; rollout.reward scores the conversation, and an exception fails the attempt"
+        "'length', 'max_turns': return nothing; rollout.reward scores the conversation, and an "
+        "exception fails the attempt"
     )
 
 

@@ -56,6 +56,8 @@ class SessionTree:
         self.max_branches = max_branches
         self.deadline_s = deadline_s
         self.num_branches = 0
+        self.has_ended = False
+        """Whether the attempt has ended, so that no session opens any more."""
         self.open: dict[str, Conversation[Any]] = {}
         """The root until its loop ends, and branches inside their blocks."""
         self.turn_tasks: set[asyncio.Task[Any]] = set()
@@ -392,6 +394,8 @@ class Conversation(Generic[Writer]):
 
     async def __aenter__(self) -> Self:
         """Begin the block with which the trajectory ends."""
+        if self._tree.has_ended:
+            raise RuntimeError("a session's block began after the attempt had ended: let cancellations pass")
         self._tree.open[self.trajectory_id] = self
         return self
 
@@ -496,6 +500,7 @@ class Conversation(Generic[Writer]):
 
     def refuse_calls(self) -> None:
         """Refuse all further calls of the loop, in any session of the tree."""
+        self._tree.has_ended = True
         self._tree.open.clear()
 
     async def close(self) -> int:
