@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class TurnsLoop:
             await self._turn(task, session, number)
         return self._returned(task, session)
 
-    def _returned(self, task: Task, session: Session) -> Any:
+    def _returned(self, task: Task, session: Session) -> StopReason | None:
         """What the loop returns: a stop reason or None, unless the script wants something else."""
         trouble, draw = task.metadata["trouble"], zlib.crc32(session.messages[-1]["content"].encode())
         if trouble not in ("bad_return", "exit") or draw % 2:
@@ -85,7 +85,8 @@ class TurnsLoop:
         count_fault.get()(trouble)
         if trouble == "exit":
             sys.exit(3)
-        return (42, {"reward": 1.0}, 0.5, "error")[draw // 2 % 4]
+        returned: Any = (42, {"reward": 1.0}, 0.5, "error")[draw // 2 % 4]
+        return cast("StopReason", returned)
 
     async def _turn(self, task: Task, session: Session, number: int) -> None:
         """One turn of the policy, and the tool after it unless it is the last."""

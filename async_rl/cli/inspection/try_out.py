@@ -132,9 +132,9 @@ def rollout(
         show_summary(console, views)
     failed = [view.error for view in views if view.error is not None]
     if failed:
-        cause = failed[-1].splitlines()[0]
+        why = failed[-1].splitlines()[0]
         print(
-            f"async-rl: {len(failed)} of {len(views)} trajectories failed; the last one: {cause}",
+            f"async-rl: {len(failed)} of {len(views)} trajectories failed; the last one: {why}",
             file=sys.stderr,
         )
     return int(bool(failed))
