@@ -35,7 +35,7 @@ from async_rl.types import Completion, StopReason, Task, Trajectory
 ATTEMPT_ERRORS: Final = (RolloutError, EngineError, AlignmentError, WorkerLost)
 """Errors that fail an attempt."""
 
-_CLEAN_UP_S: Final = 30.0
+CLEAN_UP_S: Final = 30.0
 """How long an agent loop may release what it holds after it was cancelled."""
 
 _STOP_REASONS: Final[tuple[StopReason, ...]] = tuple(r for r in get_args(StopReason) if r != "error")
@@ -98,7 +98,7 @@ async def run_agent_loop(
         ):
             returned = await contained(
                 _call_loop(name, loop, task, session),
-                limit_s=_CLEAN_UP_S,
+                limit_s=CLEAN_UP_S,
                 on_cancel=session.refuse_calls,
                 on_ignored=lambda: loops.report_swallowed_cancellation(name),
             )

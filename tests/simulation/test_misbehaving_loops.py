@@ -155,7 +155,7 @@ async def test_a_run_goes_on_when_loops_swallow_the_cancellation_of_stragglers(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("async_rl.rollout.attempt._CLEAN_UP_S", 0.05, raising=False)
+    monkeypatch.setattr("async_rl.rollout.attempt.CLEAN_UP_S", 0.05, raising=False)
     summary = await go(calculator, tmp_path, loop, "rollout.straggler_wait_s=0.01")
     assert summary.weight_versions == STEPS
     assert summary.trajectories.dropped["straggler"] > 1
