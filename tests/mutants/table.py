@@ -448,6 +448,14 @@ MUTANTS: Final = (
         (REFUSALS,),
     ),
     Mutant(
+        "descriptors-are-not-checked",
+        "A run starts that will run out of file descriptors.",
+        "async_rl/run/descriptor_needs.py",
+        "        if (total := sum(need.values())) > limit:",
+        "        if (total := sum(need.values())) > 1 << 40:",
+        ("tests/unit/test_descriptors.py",),
+    ),
+    Mutant(
         "back-pressure-fails-the-attempt",
         "A trajectory fails after nine calls that a busy engine refused.",
         "async_rl/rollout/session/transcript.py",
