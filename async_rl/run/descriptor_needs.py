@@ -30,7 +30,7 @@ class DescriptorNeeds(msgspec.Struct, frozen=True):
 
     driver: dict[str, int]
     worker: dict[str, int]
-    """Of one rollout worker; empty without workers."""
+    """What one rollout worker needs; empty without workers."""
 
 
 def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorNeeds:
