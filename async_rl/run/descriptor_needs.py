@@ -45,12 +45,14 @@ def descriptor_needs(config: Config, loops: tuple[Any, ...] = ()) -> DescriptorN
     calls = trajectories * (1 + rollout.max_branches)
     if config.data.validation:
         calls += config.evaluation.max_concurrent
-    connected = isinstance(engine, SGLangEngines)
+    connected = 0
+    if isinstance(engine, SGLangEngines):
+        connected = max(engine.num_engines, len(engine.urls))
     per_trajectory = max((getattr(loop, "descriptors_per_trajectory", 0) for loop in loops), default=0)
     driver = {
         "the program itself": _BASE,
         "calls to engines": calls if connected else 0,
-        "engines": _PER_ENGINE * max(engine.num_engines, len(engine.urls)) if connected else 0,
+        "engines": _PER_ENGINE * connected,
         # Each group has a slab, as have two batches; free slabs of other sizes are kept for reuse.
         "the queue": 2 * config.max_outstanding_groups + 8,
         "rollout workers": _PER_WORKER * workers,
