@@ -41,6 +41,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     return_routing: bool = False
     routing_start: int = 0
     """Position of the first requested routing row, at most P: the session has the earlier rows."""
+    rows_if_aborted: bool = True
+    """Whether the rows are needed also if the call is aborted. If not, no engine should send them: those of
+    thousands of long calls, aborted together, are gigabytes."""
 
 
 class RoutingPayload(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -71,9 +74,11 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     reason: Literal["stop", "length", "abort"]
     version_spans: tuple[VersionSpan, ...]
-    """A partition of the sampled tokens of this call; empty when no token was sampled."""
+    """A partition of the sampled tokens of this call. Empty when no token was sampled, or when the call was
+    aborted before the engine reported them: then the version of the lease counts."""
     routing: RoutingPayload | None = None
-    """None when it was not requested, or when the engine had none (an abort in its queue)."""
+    """None when it was not requested, when the engine had none (an abort in its queue), or when the call was
+    aborted without `rows_if_aborted`."""
     cached_tokens: int = 0
 
 

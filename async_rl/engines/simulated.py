@@ -175,8 +175,11 @@ class SimulatedCall:
         return self.num_sampled > 0 and self.tokens[-1] in stops
 
     def routing_payload(self, weight_version: int) -> RoutingPayload | None:
-        """Returns its rows; None if they were not requested, or it ended in the queue or its prefill."""
+        """Returns its rows; None if they are not needed, or it ended in the queue or its prefill."""
         if not self.request.return_routing or not self.has_slot or not self.row_versions:
+            return None
+        cut = self.finish_reason == "abort" and self.num_sampled < self.request.max_new_tokens
+        if cut and not self.request.rows_if_aborted:
             return None
         start, end = self.request.routing_start, len(self.tokens) - 1
         fed = np.array([self.tokens[start:end], self.row_versions[start:end]], np.int32)

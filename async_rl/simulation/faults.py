@@ -96,6 +96,11 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "hang_memory": FaultRow("memory", "a change of device memory is never answered", only="shared"),
     "offload_fails": FaultRow("offload", "the trainer cannot move its memory to the host", only="shared"),
     "reload_fails": FaultRow("offload", "the trainer cannot take its memory back", only="shared"),
+    "stuck_payload": FaultRow(
+        "call",
+        "routing payloads stop in the middle for 0.1 s to 100 s; other requests are answered",
+        share=0.15,
+    ),
     "kill_worker": FaultRow("worker", "a rollout worker is killed", only="workers"),
     "mute_worker": FaultRow("worker", "a rollout worker falls silent", only="workers"),
     "raise": FaultRow("user", "the agent loop raises"),

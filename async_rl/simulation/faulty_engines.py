@@ -35,6 +35,7 @@ from async_rl.engine_protocol import (
 )
 from async_rl.engines.control_requests import wait_out
 from async_rl.engines.sglang.refusals import explain_refusal
+from async_rl.engines.sglang.routing_payload import PayloadGate
 from async_rl.engines.simulated import (
     CallFault,
     Fault,
@@ -109,6 +110,11 @@ class FaultyEngine(SimulatedEngine):
         self._update_faults_to_come: list[FaultKind] = []
         self._thawed = asyncio.Event()
         self._thawed.set()
+        self._gate = PayloadGate(self._engine_id, config.stall_s)
+        self._payload_stop_s = 0.0
+        """How long the payloads from the next one on stop in their middle."""
+        self._sends_payloads = asyncio.Event()
+        self._sends_payloads.set()
         self._streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -173,6 +179,8 @@ class FaultyEngine(SimulatedEngine):
             self.faults.append(Fault(cast(CallFault, kind), after_tokens=int(8 * injection.amount)))
         elif kind == "disconnect":
             self._call_faults.append(kind)
+        elif kind == "stuck_payload":
+            self._payload_stop_s = 10 ** (3 * injection.amount - 1)
         elif kind in ("refuse_flush", "partial_update", "refuse_memory", "hang_memory"):
             self.faults.append(Fault(cast(UpdateFault | MemoryFault, kind)))
         elif kind in ("late_error", "no_op_update", "hang_update", "die_in_update"):
@@ -184,6 +192,7 @@ class FaultyEngine(SimulatedEngine):
         """Implements `SimulatedEngine.die`."""
         super().die()
         self._thawed.set()
+        self._sends_payloads.set()
 
     def restart(self) -> None:
         """Implements `SimulatedEngine.restart`."""
@@ -220,6 +229,8 @@ class FaultyEngine(SimulatedEngine):
                 async for event in stream:
                     await self._arrival()
                     if isinstance(event, Finish):
+                        if event.routing is not None:
+                            await self._receive_payload()
                         finish = event
                         break
                     chunks.append(event)
@@ -271,6 +282,20 @@ class FaultyEngine(SimulatedEngine):
             deaths = self._deaths
             await self._thawed.wait()
             self._check_alive(deaths)
+
+    async def _receive_payload(self) -> None:
+        """The way of a payload to the client, which lets a few of each engine in at a time."""
+        if self._payload_stop_s:
+            asyncio.get_running_loop().call_later(self._payload_stop_s, self._sends_payloads.set)
+            self._payload_stop_s = 0.0
+            self._sends_payloads.clear()
+            self._checker.met("stuck_payload")
+        if self._gate.is_full and self._sends_payloads.is_set():
+            self._checker.fail(f"{self._engine_id} waits for the payloads of another engine")
+        deaths = self._deaths
+        async with self._gate.permit():
+            await self._gate.read_piece(self._sends_payloads.wait)
+        self._check_alive(deaths)
 
     def _sample(self, call: SimulatedCall) -> Chunk:
         digest = call.digest

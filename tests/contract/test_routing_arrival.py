@@ -16,7 +16,7 @@ import pytest
 from async_rl.engine_protocol import EngineFacts, Finish
 from async_rl.engines.sglang import routing_payload
 from async_rl.engines.sglang.client import SGLangEngine
-from async_rl.engines.sglang.routing_payload import SLABS, receive_gate
+from async_rl.engines.sglang.routing_payload import SLABS
 from tests.support.engine_calls import request
 from tests.support.payload_server import make_ids, payload_server
 
@@ -110,8 +110,7 @@ async def test_the_loop_and_the_memory_are_spared_when_64_long_payloads_arrive_a
 
 @pytest.mark.case(29)
 async def test_nothing_is_left_behind_when_consumers_are_killed_in_the_middle(engine: SGLangEngine) -> None:
-    lent, gate = SLABS.usage()[0], receive_gate()
-    free = gate._value
+    lent, gate = SLABS.usage()[0], engine.payload_gate
 
     async def kill_in_the_middle() -> int:
         first = asyncio.Event()
@@ -123,13 +122,13 @@ async def test_nothing_is_left_behind_when_consumers_are_killed_in_the_middle(en
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(consume()) for _ in range(16)]
             await first.wait()
-            assert gate.locked(), "others are in the middle of theirs"
+            assert gate.is_full, "others are in the middle of theirs"
             for task in tasks:
                 task.cancel()
         return sum(task.cancelled() for task in tasks)
 
     assert await kill_in_the_middle() >= 8
     gc.collect()
-    assert gate._value == free
+    assert not gate.is_full
     assert SLABS.usage()[0] == lent
     assert (await take(engine)).shape == (ROWS, LAYERS, TOP_K)

@@ -14,6 +14,8 @@ PACKED: Final = "tests/unit/test_batching.py"
 STALENESS: Final = "tests/unit/test_staleness.py"
 SESSION: Final = "tests/unit/test_session.py"
 SESSION_ROUTING: Final = "tests/unit/test_session_routing.py"
+SGLANG: Final = "tests/unit/test_sglang_engine.py"
+PAYLOAD_GATE: Final = "tests/unit/test_payload_gate.py"
 ROUTING: Final = "tests/unit/test_routing.py"
 REFUSALS: Final = "tests/unit/test_back_pressure.py"
 SIGNALS: Final = "tests/unit/test_signals.py"
@@ -448,14 +450,6 @@ MUTANTS: Final = (
         (REFUSALS,),
     ),
     Mutant(
-        "descriptors-are-not-checked",
-        "A run starts that will run out of file descriptors.",
-        "async_rl/run/descriptor_needs.py",
-        "        if (total := sum(need.values())) > limit:",
-        "        if (total := sum(need.values())) > 1 << 40:",
-        ("tests/unit/test_descriptors.py",),
-    ),
-    Mutant(
         "back-pressure-fails-the-attempt",
         "A trajectory fails after nine calls that a busy engine refused.",
         "async_rl/rollout/session/transcript.py",
@@ -579,6 +573,55 @@ MUTANTS: Final = (
         "        if payload.start > before:\n",
         "        if False:\n",
         (SESSION_ROUTING,),
+    ),
+    # -- engines ----------------------------------------------------------------------------------------
+    Mutant(
+        "engines-share-the-payload-gate",
+        "An engine that stops in the middle of its payloads keeps those of all engines waiting.",
+        "async_rl/engines/sglang/routing_payload.py",
+        "        self._permits = asyncio.Semaphore(MAX_RECEIVING)\n",
+        '        self._permits = globals().setdefault("shared", asyncio.Semaphore(MAX_RECEIVING))\n',
+        (PAYLOAD_GATE,),
+    ),
+    Mutant(
+        "payload-may-be-silent-forever",
+        "An engine that stops in the middle of a payload keeps its call and the permit.",
+        "async_rl/engines/sglang/routing_payload.py",
+        "async with asyncio.timeout(self._stall_s / 2):",
+        "async with asyncio.timeout(None):",
+        (PAYLOAD_GATE,),
+    ),
+    Mutant(
+        "interrupt-ignores-progress",
+        "Healthy engines fail an interrupt because what their calls had to deliver took long.",
+        "async_rl/engines/sglang/client.py",
+        "silent_s = silent_s + delay_s if read == self._num_reads else 0.0",
+        "silent_s = silent_s + delay_s",
+        (SGLANG,),
+    ),
+    Mutant(
+        "aborted-rows-are-moved",
+        "A call that needs no rows when it is aborted reads them all the same.",
+        "async_rl/engines/sglang/client.py",
+        "aborted = not receiving and call.ends_without_rows(reader.head)",
+        "aborted = False",
+        (SGLANG,),
+    ),
+    Mutant(
+        "aborted-rows-are-asked-for",
+        "Under `replace` the rows of aborted calls are moved though nothing uses them.",
+        "async_rl/rollout/session/transcript.py",
+        "rows_if_aborted=self._rows.needs_aborted,",
+        "rows_if_aborted=True,",
+        (SESSION_ROUTING,),
+    ),
+    Mutant(
+        "ended-call-loses-its-rows",
+        "A call that ends by itself in the step of its abort loses the rows of its own decode.",
+        "async_rl/engines/sglang/generate_call.py",
+        "return not stopped and meta.completion_tokens < request.max_new_tokens",
+        "return True",
+        (SGLANG,),
     ),
     # -- routing ----------------------------------------------------------------------------------------
     Mutant(

@@ -97,6 +97,32 @@ async def test_all_rows_are_of_the_last_version_when_replaced(aborts: int) -> No
     assert bench.counted("routing_mixed_versions_total") == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "moved"),
+    [({}, [False, True]), ({"flip_sample": 1.0}, [True, True]), ({"merge": "splice"}, [True, True])],
+)
+@in_virtual_time
+async def test_aborted_calls_return_rows_only_when_they_are_used(settings: dict, moved: list[bool]) -> None:
+    policy = Watched(stop_at=[60])
+    engine = recorded(policy)
+    await interrupted(Bench(engine, **settings, **LONG), policy, [PROMPT + 10])
+    assert [finish.reason for _, finish in engine.finished] == ["abort", "stop"]
+    assert [finish.routing is not None for _, finish in engine.finished] == moved
+
+
+async def test_tokens_are_as_old_as_their_lease_when_an_aborted_call_reports_no_versions() -> None:
+    """The client leaves the connection where unneeded rows begin; a server may report versions after them."""
+
+    def unreported(asked: GenerateRequest) -> Script:
+        chunk, finish = sampled(5, "abort", 0, prompt=PROMPT, rows=False)
+        return [chunk, msgspec.structs.replace(finish, version_spans=())]
+
+    bench = scripted(unreported, lambda r: sampled(3, "stop", 1, prompt=PROMPT + 5))
+    await bench.session.generate()
+    trajectory = await bench.finish()
+    assert [(s.weight_version, len(s.token_ids)) for s in trajectory.sampled] == [(0, 5), (1, 3)]
+
+
 @pytest.mark.case(12, 20)
 @in_virtual_time
 async def test_rows_are_of_the_version_that_first_fed_them_when_spliced() -> None:
@@ -134,7 +160,7 @@ async def test_nothing_is_lost_when_an_abort_meets_the_queue(merge: str) -> None
         await policy.reaches(PROMPT + 30)  # only the other can get there
         await bench.abort()
         assert bench.session.remaining_tokens == 512 - PROMPT - seen
-    empty = [asked for asked, finish in engine.finished if finish.routing is None]
+    empty = [a for a, finish in engine.finished if finish.routing is None and not finish.version_spans]
     assert [asked.max_new_tokens for asked in empty] == [199, 200 - seen]
     trajectory = await bench.finish()
     assert [len(s.token_ids) for s in trajectory.sampled] == [seen, 60 - PROMPT - seen]

@@ -14,8 +14,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, Finish, RoutingPayload, TensorSpec
+from async_rl.engine_protocol import (
+    DiskUpdate,
+    DistributedUpdate,
+    Finish,
+    GenerateRequest,
+    RoutingPayload,
+    TensorSpec,
+)
+from async_rl.engines.sglang import client
 from async_rl.engines.sglang.client import SGLangEngine
+from async_rl.engines.sglang.narrow_launcher import OMIT_ABORTED_ROWS
 from async_rl.errors import (
     AlignmentError,
     CallLost,
@@ -29,6 +38,7 @@ from async_rl.errors import (
     VersionMismatch,
     WeightSyncError,
 )
+from async_rl.types import VersionSpan
 from tests.support.engine_calls import Call, call, request
 from tests.support.fake_sglang import CUT, GOOD_SERVER, HANG, FakeSGLang, event, facts, finish
 
@@ -138,6 +148,62 @@ async def test_a_call_ends_with_nothing_when_it_never_left_the_queue(server: Fak
     assert ended.token_ids == []
     assert ended.finish.version_spans == ()
     assert ended.finish.routing is None
+
+
+def unwanted(max_new_tokens: int, stop: tuple[int, ...] = ()) -> GenerateRequest:
+    """A call whose rows are not needed if it is aborted."""
+    return msgspec.structs.replace(request(PROMPT, max_new_tokens, stop=stop), rows_if_aborted=False)
+
+
+async def collect(engine: SGLangEngine, asked: GenerateRequest) -> tuple[list[int], Finish]:
+    events = [e async for e in engine.generate(asked)]
+    assert isinstance(events[-1], Finish)
+    return [token for e in events[:-1] for token in e.token_ids], events[-1]
+
+
+@pytest.mark.parametrize("sent", [10, 1 << 17])
+async def test_the_connection_is_left_where_rows_begin_when_an_aborted_call_needs_none(
+    server: FakeSGLang, sent: int
+) -> None:
+    last = event([12], 3, finish_reason=finish("abort"), cached_tokens=2, routed_experts="A" * (1 << 20))
+    begin = last.index(b'"routed_experts":"') + 18
+    server.streams = [[event([10, 11], 2), last[: begin + sent], HANG]]
+    async with server.client() as engine, asyncio.timeout(10):
+        token_ids, ended = await collect(engine, unwanted(8))
+    assert token_ids == [10, 11, 12]
+    assert (ended.reason, ended.routing, ended.cached_tokens) == ("abort", None, 2)
+    assert ended.version_spans == (VersionSpan(start=0, end=3, weight_version=0),)
+    assert not server.requests("abort_request")
+    assert server.requests("generate")[0]["sampling_params"]["custom_params"] == {OMIT_ABORTED_ROWS: True}
+
+
+async def test_rows_of_an_aborted_call_are_dropped_when_they_came_with_its_tokens(server: FakeSGLang) -> None:
+    last = event([10], 1, finish_reason=finish("abort"), routed_experts=payload(3)[0])
+    server.streams = [[last], [last]]
+    async with server.client() as engine:
+        assert (await collect(engine, unwanted(8)))[1].routing is None
+        assert (await collect(engine, request(PROMPT, 8)))[1].routing is not None
+    assert server.requests("generate")[1]["sampling_params"]["custom_params"] is None
+
+
+@pytest.mark.parametrize(("budget", "stop"), [(1, ()), (8, (10,))])
+async def test_rows_are_kept_when_a_call_ends_by_itself_in_the_step_of_its_abort(
+    server: FakeSGLang, budget: int, stop: tuple[int, ...]
+) -> None:
+    server.streams = [[event([10], 1, finish_reason=finish("abort"), routed_experts=payload(3)[0])]]
+    async with server.client() as engine:
+        _, ended = await collect(engine, unwanted(budget, stop))
+        assert ended.routing is not None
+        assert len(engine.decode_routing(ended.routing).rows) == 3
+
+
+async def test_versions_are_left_open_when_they_follow_rows_that_are_not_read(server: FakeSGLang) -> None:
+    last = event([10], 1, finish_reason=finish("abort"), routed_experts="A" * (1 << 20))
+    last = last.replace(b'"weight_version":"0",', b"")
+    server.streams = [[last[:-40], HANG]]
+    async with server.client() as engine, asyncio.timeout(10):
+        token_ids, ended = await collect(engine, unwanted(8))
+    assert (token_ids, ended.version_spans) == ([10], ())
 
 
 async def test_the_common_prefix_is_kept_when_log_probs_are_missing(server: FakeSGLang) -> None:
@@ -577,8 +643,42 @@ async def test_an_interrupt_times_out_when_calls_do_not_end(server: FakeSGLang) 
     async with server.client(request_timeout_s=0.1) as engine:
         async with aclosing(engine.generate(request(PROMPT, 8))) as stream:
             await anext(stream)
-            with pytest.raises(EngineTimeout, match="still runs 1 calls"):
+            with pytest.raises(EngineTimeout, match=r"still runs 1 calls and has sent nothing for 0\.1 s"):
                 await engine.interrupt("abort")
+    # Less and less often: 20, 40 and 80 ms after the first.
+    assert len(server.requests("abort_request")) == 3 + 1  # the last one is of the call that is left
+
+
+async def test_an_interrupt_waits_as_long_as_something_arrives(
+    server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an aborted call may take longer than any answer; each piece of them is progress."""
+    monkeypatch.setattr(client, "ABORT_RESEND_S", (0.05, 0.05))
+    pieces = [asyncio.Event() for _ in range(8)]
+    numbers = iter(pieces)
+
+    def abort(body):
+        if (following := next(numbers, None)) is not None:
+            following.set()
+        return 200, {}
+
+    server.answers["abort_request"] = abort
+    last = event([11], 2, finish_reason=finish("abort"), routed_experts="A" * 100)
+    parts = [last[begin : begin + 40] for begin in range(0, len(last), 40)]
+    stream = [event([10], 1)]
+    for arrives, part in zip(pieces, parts, strict=False):
+        stream += [arrives, part]
+    server.streams = [[*stream, *parts[len(pieces) :]]]
+    async with server.client(request_timeout_s=0.2) as engine:
+        calls = engine.generate(request(PROMPT, 8))
+        await anext(calls)
+
+        async def read_until_the_finish() -> None:
+            assert [e.reason async for e in calls if isinstance(e, Finish)] == ["abort"]
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(read_until_the_finish())
+            await engine.interrupt("abort")
 
 
 def accept_version(server: FakeSGLang):

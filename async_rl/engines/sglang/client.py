@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from typing import Any, Final
 
 import aiohttp
@@ -42,7 +42,7 @@ from async_rl.engine_protocol import (
 from async_rl.engines.control_requests import wait_out
 from async_rl.engines.sglang.generate_call import CallAccount, encode_request, parse_version
 from async_rl.engines.sglang.http_client import SGLangHttpClient
-from async_rl.engines.sglang.routing_payload import PIECE_BYTES, RoutingText, RoutingWire, receive_gate
+from async_rl.engines.sglang.routing_payload import PIECE_BYTES, PayloadGate, RoutingText, RoutingWire
 from async_rl.engines.sglang.sse import EventReader
 from async_rl.errors import (
     AlignmentError,
@@ -57,8 +57,9 @@ from async_rl.errors import (
 )
 from async_rl.types import RoutingTrace, VersionSpan
 
-_ABORT_RESEND_S: Final = 0.02
-"""A request that is still in the server's HTTP process misses an abort, so the abort is repeated."""
+ABORT_RESEND_S: Final = (0.02, 1.0)
+"""A request that is still in the server's HTTP process misses an abort, so the abort is repeated: first soon,
+then less and less often, because each repetition goes through all requests of a busy server."""
 
 _ID_WIDTH: Final = 32
 """Characters of every request id, so that none is a prefix of another."""
@@ -118,6 +119,7 @@ class SGLangEngine:
         routing: bool = False,
         narrow_routing: bool = False,
         request_timeout_s: float = 60.0,
+        stall_s: float = 60.0,
         start_timeout_s: float = 600.0,
         died: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
@@ -134,6 +136,7 @@ class SGLangEngine:
             narrow_routing: Whether the server was started to send narrow ids (`engine.narrow_routing`).
             request_timeout_s: Longest reply to a control request, except weight updates, which their caller
                 bounds.
+            stall_s: Longest silence in the middle of a routing payload.
             start_timeout_s: Longest `wait_ready`.
             died: Returns the exit reason of the server's process when it has ended, else None.
         """
@@ -145,7 +148,10 @@ class SGLangEngine:
         self._start_timeout_s = start_timeout_s
         self._died = died
         self._http = SGLangHttpClient(engine_id, url, api_key, admin_key, timeout_s=request_timeout_s)
+        self.payload_gate = PayloadGate(engine_id, stall_s)
+        """Bounds how many payloads are read at a time."""
         self._context_length = facts.context_length
+        self._num_reads = 0
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -173,16 +179,22 @@ class SGLangEngine:
         finish: Finish | None = None
         response: aiohttp.ClientResponse | None = None
         reader = EventReader(lambda: RoutingText(self._wire, call.num_rows))
-        gate = receive_gate()
-        gated = False
+        permit = AsyncExitStack()
+        receiving = False
         try:
             response = await self._http.post_generate(encode_request(request))
-            while data := await response.content.readany():
+            read = response.content.readany
+            while data := await (self.payload_gate.read_piece(read) if receiving else read()):
+                self._num_reads += 1
                 events = reader.feed(data)
-                if reader.payload is not None:
-                    if not gated:
+                aborted = not receiving and call.ends_without_rows(reader.head)
+                if aborted and (head := reader.head) is not None:
+                    events.append((head, None))  # the rest of it is rows that are not needed
+                elif reader.payload is not None:
+                    if not receiving:
                         # Nothing more is read until this call may receive: the server is held back.
-                        gated = await gate.acquire()
+                        await permit.enter_async_context(self.payload_gate.permit())
+                        receiving = True
                     if events or reader.payload.pending >= PIECE_BYTES:
                         await asyncio.to_thread(reader.payload.decode_pending)
                 for document, payload in events:
@@ -191,13 +203,14 @@ class SGLangEngine:
                     chunk, finish = call.read_event(document, payload)
                     if chunk is not None:
                         yield chunk
+                if aborted:
+                    break
             if finish is None:
                 raise CallLost(f"{self._engine_id} ended the stream of {request.request_id} without a finish")
         except aiohttp.ClientError as e:
             raise self._http.connection_error(e) from e
         finally:
-            if gated:
-                gate.release()
+            await permit.aclose()
             self.num_short_chunks += call.cut_short
             self._running -= 1
             if not self._running:
@@ -272,26 +285,28 @@ class SGLangEngine:
         """Implements `Engine.interrupt`.
 
         `abort` does not use /pause_generation, which takes a second. It aborts all requests and waits until
-        the last stream has ended on our side, which takes one decode step.
+        the last stream has ended on our side, which takes one decode step, and longer where rows are moved.
+        It waits for as long as anything arrives.
         """
         if mode != "abort":
             self._paused = True
             await self._http.send_command("pause_generation", {"mode": mode})
             return
-        try:
-            async with asyncio.timeout(self._request_timeout_s):
-                await self._http.send_command("abort_request", {"abort_all": True})
-                while self._running:
-                    try:
-                        async with asyncio.timeout(_ABORT_RESEND_S):
-                            await self._idle.wait()
-                    except TimeoutError:
-                        await self._http.send_command("abort_request", {"abort_all": True})
-        except TimeoutError as e:
-            raise EngineTimeout(
-                f"{self._engine_id} still runs {self._running} calls {self._request_timeout_s} s after they "
-                f"were aborted"
-            ) from e
+        silent_s, read, (delay_s, max_delay_s) = 0.0, self._num_reads, ABORT_RESEND_S
+        await self._http.send_command("abort_request", {"abort_all": True})
+        while self._running:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._idle.wait()
+                    return
+            silent_s = silent_s + delay_s if read == self._num_reads else 0.0
+            if silent_s >= self._request_timeout_s:
+                raise EngineTimeout(
+                    f"{self._engine_id} still runs {self._running} calls and has sent nothing for "
+                    f"{self._request_timeout_s} s after they were aborted"
+                )
+            read, delay_s = self._num_reads, min(2 * delay_s, max_delay_s)
+            await self._http.send_command("abort_request", {"abort_all": True})
 
     async def resume_generation(self, mode: InterruptMode) -> None:
         """Implements `Engine.resume_generation`. After `abort` there is nothing to resume."""

@@ -110,5 +110,6 @@ def sglang_client(
         narrow_routing=engine.narrow_routing,
         start_timeout_s=engine.start_timeout_s,
         request_timeout_s=engine.request_timeout_s,
+        stall_s=engine.stall_s,
         died=died,
     )

@@ -11,6 +11,7 @@ from typing import Literal, cast
 import msgspec
 
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, RoutingPayload, check_partition
+from async_rl.engines.sglang.narrow_launcher import OMIT_ABORTED_ROWS
 from async_rl.engines.sglang.routing_payload import RoutingText
 from async_rl.errors import (
     AlignmentError,
@@ -35,6 +36,7 @@ class _SamplingParams(msgspec.Struct):
     # Stop strings may hold special tokens, and sampled tokens are never trimmed.
     skip_special_tokens: bool = False
     no_stop_trim: bool = True
+    custom_params: dict[str, bool] | None = None
 
 
 class _Body(msgspec.Struct):
@@ -98,6 +100,7 @@ def encode_request(request: GenerateRequest) -> bytes:
                 top_k=sampling.top_k,
                 stop_token_ids=sampling.stop_token_ids or None,
                 stop=sampling.stop or None,
+                custom_params=None if request.rows_if_aborted else {OMIT_ABORTED_ROWS: True},
             ),
             return_routed_experts=request.return_routing,
             routed_experts_start_len=request.routing_start,
@@ -162,7 +165,32 @@ class CallAccount:
         if finish is not None and finish.type == "abort" and finish.status_code is not None:
             raise self._refusal(_Refusal(message=finish.message or "", code=finish.status_code))
         chunk = self._new_tokens(event.output_ids, meta)
-        return chunk, (self._finish(meta, finish, payload) if finish is not None else None)
+        if finish is None:
+            return chunk, None
+        return chunk, self._finish(meta, finish, payload, omits_rows=self._omits_rows(event))
+
+    def ends_without_rows(self, head: bytes | None) -> bool:
+        """Whether the rows that an event is about to deliver are not needed.
+
+        Args:
+            head: The event's JSON without what follows the rows, `sse.EventReader.head`.
+        """
+        if head is None or self._request.rows_if_aborted:
+            return False
+        try:
+            return self._omits_rows(_decode_event(head))
+        except msgspec.DecodeError:
+            return False  # another order of the fields: the event is read to its end
+
+    def _omits_rows(self, event: _Event) -> bool:
+        """Whether an event ends the call by an abort, and the call did not end by itself in the same step."""
+        meta, request = event.meta_info, self._request
+        if request.rows_if_aborted or meta is None or meta.finish_reason is None:
+            return False
+        if meta.finish_reason.type != "abort" or meta.finish_reason.status_code is not None:
+            return False
+        stopped = event.output_ids and event.output_ids[-1] in request.sampling.stop_token_ids
+        return not stopped and meta.completion_tokens < request.max_new_tokens
 
     def _new_tokens(self, token_ids: list[int], meta: _Meta) -> Chunk | None:
         """Returns the new tokens of an event.
@@ -196,17 +224,19 @@ class CallAccount:
         # JSON has no NaN: it arrives as null, and the caller must see that the value is missing.
         return Chunk(token_ids=token_ids, log_probs=[math.nan if e[0] is None else e[0] for e in entries])
 
-    def _finish(self, meta: _Meta, finish: _FinishReason, payload: RoutingText | None) -> Finish:
+    def _finish(
+        self, meta: _Meta, finish: _FinishReason, payload: RoutingText | None, *, omits_rows: bool
+    ) -> Finish:
         if finish.type not in ("stop", "length", "abort"):
             raise EngineError(f"{self._engine_id} finished for an unknown reason {finish.type!r}")
         raw = memoryview(meta.routed_experts)  # a JSON string with its quotes, null, or nothing
         routing = None
         # Rows of tokens that were not delivered would be too many rows.
-        if raw.nbytes and raw[0] == ord('"') and not self.cut_short:
+        if raw.nbytes and raw[0] == ord('"') and not self.cut_short and not omits_rows:
             routing = self._payload(payload or raw[1:-1], parse_version(self._engine_id, meta.weight_version))
         return Finish(
             reason=cast(Literal["stop", "length", "abort"], finish.type),
-            version_spans=self._spans(meta),
+            version_spans=() if omits_rows and meta.weight_version is None else self._spans(meta),
             routing=routing,
             cached_tokens=meta.cached_tokens,
         )

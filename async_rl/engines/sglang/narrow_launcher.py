@@ -11,6 +11,9 @@ top-k ─► device buffer ─┬─ narrow ─► host buffer ─► rows of a 
         int32, all layers   uint8 or uint16, MoE layers
 ```
 
+A request that an update aborts is sent again, and its rows are computed anew. So that they are not moved for
+nothing, an aborted request that says so (`OMIT_ABORTED_ROWS`) ends without its rows.
+
 Like `cpu_launcher.py` this file is a program of its own; `server.py` only uses its names. It patches classes
 of exactly one version: if another version is installed, or the source of these classes differs, the program
 ends with an error message.
@@ -31,8 +34,11 @@ from typing import Any, Final
 
 SUPPORTED: Final = "0.5.23"
 
-_SOURCE: Final = "3c426572d6a5816b7857a0103f4ebd7b1214e00ba3d2deb8c61033c83db0fc18"
-"""sha256 of the sources of the classes that are patched or relied upon."""
+OMIT_ABORTED_ROWS: Final = "async_rl_omit_aborted_rows"
+"""Name in a request's `custom_params` that asks for no rows if the request is aborted."""
+
+_SOURCE: Final = "13cdd8f0801ed09681f532f40e7d43f6822311d2b89a32884b281536a77dbe94"
+"""sha256 of the sources of the classes and functions that are patched or relied upon."""
 
 
 def install(layers: Sequence[int], num_experts: int) -> None:
@@ -47,10 +53,18 @@ def install(layers: Sequence[int], num_experts: int) -> None:
     """
     check_version()
     import torch
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.scheduler_components import batch_result_processor
     from sglang.srt.state_capturer import base, routed_experts
 
     capturer = routed_experts.RoutedExpertsCapturer
-    check_source(base.BaseHostCache, base.TopkCaptureOutput, base.BaseTopkCapturer, capturer)
+    request = schedule_batch.Req
+    processor = batch_result_processor.SchedulerBatchResultProcessor
+    collect_rows, update_finish = processor._maybe_collect_routed_experts, request.update_finish_state
+    check_source(
+        *(base.BaseHostCache, base.TopkCaptureOutput, base.BaseTopkCapturer, capturer),
+        *(schedule_batch.FINISH_ABORT, update_finish, collect_rows),
+    )
     # torch supports few operations on uint16; int16 has the same bits, and nothing here computes with them.
     dtype = torch.uint8 if num_experts <= 1 << 8 else torch.int16
     first, count = layers[0], len(layers)
@@ -86,6 +100,29 @@ def install(layers: Sequence[int], num_experts: int) -> None:
             self.buffer = getattr(self, "async_rl_words", self.buffer)  # the pinned memory must be unpinned
             super().destroy()
 
+    def omits_rows(req: Any, reason: Any) -> bool:
+        """Whether a request that ends for this reason asks for no rows; an error has a status code."""
+        if not isinstance(reason, schedule_batch.FINISH_ABORT) or reason.status_code is not None:
+            return False
+        return bool((req.sampling_params.custom_params or {}).get(OMIT_ABORTED_ROWS))
+
+    def update_finish_state(self: Any, *arguments: Any, **named: Any) -> None:
+        abort = self.to_finish
+        if abort is None or not omits_rows(self, abort):
+            update_finish(self, *arguments, **named)
+            return
+        # A request that ends by itself in the step in which it is aborted keeps its reason, and so its rows.
+        self.to_finish = None
+        update_finish(self, *arguments, **named)
+        if not self.finished():
+            self.finished_reason = abort
+
+    def collect_unless_aborted(self: Any, req: Any) -> None:
+        if not omits_rows(req, req.finished_reason):
+            collect_rows(self, req)
+
+    request.update_finish_state = update_finish_state
+    processor._maybe_collect_routed_experts = collect_unless_aborted
     capturer.async_rl_layers = None
     capturer._get_local_slice = narrow_slice
     base.BaseHostCache = HostCache
@@ -106,8 +143,8 @@ def wrong_version(installed: str) -> str:
     )
 
 
-def check_source(*classes: type, expected: str = _SOURCE) -> None:
-    """End the program when the source of the classes differs from the supported version's."""
+def check_source(*classes: Any, expected: str = _SOURCE) -> None:
+    """End the program when the source of the classes or functions differs from the supported version's."""
     found = hashlib.sha256("".join(inspect.getsource(c) for c in classes).encode()).hexdigest()
     if found != expected:
         names = ", ".join(f"{c.__module__}.{c.__qualname__}" for c in classes)

@@ -10,7 +10,7 @@ socket ─► EventReader ─► RoutingText.append_text ─► decode_pending, 
           event loop     event loop                 base64, layers, width, range
 ```
 
-Only a few payloads are read at a time (`receive_gate`): what an aborted engine sends at once, for hundreds of
+Only a few payloads of an engine are read at a time (`PayloadGate`): what it sends at once, for hundreds of
 calls, would otherwise block the event loop and fill the memory. The others wait in their connections.
 """
 
@@ -21,7 +21,9 @@ import math
 import threading
 import weakref
 from collections import deque
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,8 +32,10 @@ import pybase64
 
 from async_rl import routing
 from async_rl.engine_protocol import EngineFacts
-from async_rl.errors import AlignmentError
+from async_rl.errors import AlignmentError, EngineTimeout
 from async_rl.types import ExpertIdArray
+
+T = TypeVar("T")
 
 _BLOCK_BYTES: Final = 1 << 18
 """Text that is decoded at once: together with its rows it fits the second-level cache."""
@@ -42,8 +46,8 @@ PIECE_BYTES: Final = 1 << 20
 _SPARE_ROWS: Final = 64
 """Capacity for the tokens of the last event, which are not counted yet when its payload begins."""
 
-_MAX_RECEIVING: Final = 4
-"""Payloads that are read at a time on one event loop: each keeps a thread busy about as long as the loop."""
+MAX_RECEIVING: Final = 4
+"""Payloads of one engine that are read at a time: each keeps a thread busy about as long as the loop."""
 
 _SLAB_GRAIN: Final = 1 << 18
 """Slabs are whole multiples of this, so that sequences of similar length share them."""
@@ -112,15 +116,54 @@ class SlabAllocator:
 SLABS: Final = SlabAllocator(max_idle_bytes=1 << 28)
 """Memory of narrow rows, which are freed when their trajectory is in the spool or is dropped."""
 
-_gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
+class PayloadGate:
+    """Lets a few payloads of one engine be read at a time, and bounds the silence of each.
 
-def receive_gate() -> asyncio.Semaphore:
-    """Returns the semaphore of the running event loop that a call holds while it reads a large payload."""
-    loop = asyncio.get_running_loop()
-    if (gate := _gates.get(loop)) is None:
-        gate = _gates[loop] = asyncio.Semaphore(_MAX_RECEIVING)
-    return gate
+    Invariant: an engine that stops in the middle of its payloads holds up no other engine, because each has
+    its own gate, and holds a permit for at most `stall_s` after its last piece.
+
+    Example:
+        >>> async with gate.permit():
+        ...     piece = await gate.read_piece(response.content.readany)
+    """
+
+    def __init__(self, engine_id: str, stall_s: float) -> None:
+        """Start with all permits free.
+
+        Args:
+            engine_id: Name of the engine in errors.
+            stall_s: Longest silence within a payload.
+        """
+        self._engine_id = engine_id
+        self._stall_s = stall_s
+        self._permits = asyncio.Semaphore(MAX_RECEIVING)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a further payload has to wait."""
+        return self._permits.locked()
+
+    @asynccontextmanager
+    async def permit(self) -> AsyncIterator[None]:
+        """Wait until a payload may be read, and read it in the block."""
+        async with self._permits:
+            yield
+
+    async def read_piece(self, read: Callable[[], Awaitable[T]]) -> T:
+        """Returns what `read` returns next; `read` can be cancelled and called again.
+
+        Raises:
+            EngineTimeout: When nothing came for `stall_s`.
+        """
+        for _ in range(2):  # after a stall of our own event loop, only the first of two limits has expired
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._stall_s / 2):
+                    return await read()
+        raise EngineTimeout(
+            f"{self._engine_id} sent nothing for engine.stall_s = {self._stall_s} in the middle of a routing "
+            f"payload"
+        )
 
 
 class RoutingWire(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,6 +47,16 @@ class EventReader(Generic[S]):
         """The payload of the event that is arriving, or arrived last."""
         self._taken: S | None = None
 
+    @property
+    def head(self) -> bytes | None:
+        """The document of the event whose payload is arriving, with an empty payload; None if there is none.
+
+        What follows the payload is missing. SGLang writes it last, in `meta_info`.
+        """
+        if not self._rest or (mark := self._rest.find(_PAYLOAD)) < 0:
+            return None
+        return self._rest[6 : mark + len(_PAYLOAD)] + b'"}}'
+
     def feed(self, data: bytes) -> list[tuple[bytes, S | None]]:
         """Returns the events that one read completes."""
         if self._filling and self.payload is not None:

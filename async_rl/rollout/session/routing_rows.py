@@ -102,6 +102,14 @@ class RoutingRows:
         other._held, other._replaced = list(self._held), []
         return other
 
+    @property
+    def needs_aborted(self) -> bool:
+        """Whether rows of aborted calls are used.
+
+        Under `replace` the resumed call computes them anew, so they only serve to measure flips.
+        """
+        return self._splices or self._measures_flips
+
     def num_held(self, token_ids: Int32Array) -> int:
         """Return how many rows of these tokens are held; drop all rows if the tokens were edited since."""
         if not self._held:

@@ -105,8 +105,11 @@ class _RunningCall:
 
     @property
     def spans(self) -> Sequence[VersionSpan]:
-        """The versions that the engine reported, or the call's own version if it ended without a finish."""
-        return self.finish.version_spans if self.finish is not None else self.versions
+        """The versions that the engine reported, or the call's own version if it ended before that."""
+        finish = self.finish
+        if finish is None or (finish.reason == "abort" and not finish.version_spans):
+            return self.versions
+        return finish.version_spans
 
     def _set_versions(self) -> None:
         num = len(self.token_ids)
@@ -281,7 +284,7 @@ class Transcript(TokenWriter):
         engine_id = lease.engine.engine_id
         if call.finish is None:
             problem = f"engine {engine_id} ended a stream without a finish"
-        elif not check_partition(call.finish.version_spans, len(call.token_ids)):
+        elif not check_partition(call.spans, len(call.token_ids)):
             problem = (
                 f"engine {engine_id} reports weight versions {call.finish.version_spans} for "
                 f"{len(call.token_ids)} sampled tokens"
@@ -308,6 +311,7 @@ class Transcript(TokenWriter):
             sampling=sampling,
             return_routing=wanted,
             routing_start=start,
+            rows_if_aborted=self._rows.needs_aborted,
         )
 
     def _append_call(self, call: _RunningCall, lease: Lease, reason: FinishReason, prompt: int) -> None:
