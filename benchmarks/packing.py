@@ -81,13 +81,16 @@ def serve(way: str, model: str, batch: TrainBatch, connection: Connection) -> No
     with started(trainer_config(Path(model), replay=False)) as worker:
         packings = WAYS[way](lengths, batch.offsets)
         inputs = [worker.model.place_inputs(packing, batch.token_ids)[0] for packing in packings]
+
+        def loss(index: int, hidden: torch.Tensor) -> tuple[torch.Tensor, int, None]:
+            labels = torch.zeros(len(hidden), dtype=torch.int64)
+            return worker.model.log_probs(hidden, labels, 1.0)[0].sum(), len(hidden), None
+
         before = resident()
         connection.send(sum(len(packing.source) for packing in packings))
         while connection.recv():
             begin = time.process_time()
-            worker.model.run_schedule(
-                inputs, lambda index, logits: (logits.logsumexp(-1).sum(), len(logits), None)
-            )
+            worker.model.run_schedule(inputs, loss)
             seconds = time.process_time() - begin
             connection.send((seconds, peak() - before))
 

@@ -166,8 +166,8 @@ def trainer_log_probs(worker: TrainerWorker, batch: TrainBatch) -> Float32Array:
     if worker.config.routing.replay == "r2":
         recorded = placed
 
-        def keep(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, None]:
-            log_probs, _ = worker.log_probs_and_entropy(recorded[index], logits)
+        def keep(index: int, hidden: torch.Tensor) -> tuple[torch.Tensor, int, None]:
+            log_probs, _ = worker.log_probs_and_entropy(recorded[index], hidden)
             found[recorded[index].token_indices] = log_probs.cpu().numpy()
             return log_probs.sum(), 0, None
 

@@ -16,7 +16,6 @@ from async_rl.codec import read_frame
 from async_rl.sft.schedule import SftBatch
 from async_rl.trainer_protocol import StepResult
 from trainer.collectives import raise_on_all_ranks
-from trainer.losses.log_probs import vocab_parallel_log_probs
 from trainer.megatron.packing import make_targets
 from trainer.worker import TrainerWorker
 
@@ -47,10 +46,9 @@ class SftWorker(TrainerWorker):
         wanted = make_targets(batch.rows)
         placed = self.place_micro_batches(batch.rows, wanted, range(batch.rows.num_trajectories))
 
-        def loss(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+        def loss(index: int, hidden: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
             part = placed[index]
-            picked = logits.index_select(0, part.logit_rows)
-            log_probs, _ = vocab_parallel_log_probs(picked, part.labels, 1.0, self.model.tensor_group)
+            log_probs, _ = self.model.log_probs(hidden.index_select(0, part.rows), part.labels, 1.0)
             summed = -log_probs.sum()
             return summed, len(part.token_indices), summed.detach().double()
 

@@ -39,7 +39,6 @@ from trainer.checkpoints.saving import CheckpointSaver, make_saver
 from trainer.collectives import raise_on_all_ranks
 from trainer.losses.advantages import estimate_advantages, longest_answers, overlong_penalty
 from trainer.losses.kl import kl_estimate
-from trainer.losses.log_probs import vocab_parallel_log_probs
 from trainer.losses.objectives import token_weights
 from trainer.losses.policy_loss import SUMS, TrainedTokens, mean_metrics, policy_sums
 from trainer.losses.sequences import Sequences
@@ -68,7 +67,7 @@ class PlacedMicroBatch:
     """One micro-batch on this rank's device, with the tokens that are trained on."""
 
     inputs: MicroBatchInputs
-    logit_rows: torch.Tensor  # [n] int64, the rows of the logits that predict trained tokens
+    rows: torch.Tensor  # [n] int64, the rows of the hidden states that predict trained tokens
     token_indices: Int64Array  # [n] indices in the batch of the predicting positions
     labels: torch.Tensor  # [n] int64
 
@@ -366,7 +365,7 @@ class TrainerWorker:
             placed.append(
                 PlacedMicroBatch(
                     inputs=inputs,
-                    logit_rows=torch.from_numpy(trained).to(model.device),
+                    rows=torch.from_numpy(trained).to(model.device),
                     token_indices=tokens,
                     labels=torch.from_numpy(wanted.labels[tokens].astype(np.int64)).to(model.device),
                 )
@@ -374,15 +373,11 @@ class TrainerWorker:
         return placed
 
     def log_probs_and_entropy(
-        self, micro_batch: PlacedMicroBatch, logits: torch.Tensor
+        self, micro_batch: PlacedMicroBatch, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns log-probs of trained tokens under the sampling temperature, and entropies, `[n]` each."""
-        return vocab_parallel_log_probs(
-            logits.index_select(0, micro_batch.logit_rows),
-            micro_batch.labels,
-            self.config.rollout.temperature,
-            self.model.tensor_group,
-        )
+        trained = hidden.index_select(0, micro_batch.rows)
+        return self.model.log_probs(trained, micro_batch.labels, self.config.rollout.temperature)
 
     def compute_old_log_probs(
         self, placed: list[PlacedMicroBatch], num_tokens: int
@@ -413,8 +408,8 @@ class TrainerWorker:
     def _log_probs_only(self, placed: list[PlacedMicroBatch]) -> LossFunction[torch.Tensor]:
         """Returns the loss function of a forward-only pass, whose results are the log-probs."""
 
-        def keep(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
-            log_probs, _ = self.log_probs_and_entropy(placed[index], logits)
+        def keep(index: int, hidden: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+            log_probs, _ = self.log_probs_and_entropy(placed[index], hidden)
             return log_probs.sum(), 0, log_probs
 
         return keep
@@ -464,10 +459,10 @@ class TrainerWorker:
         )
 
         def policy_loss(
-            index: int, logits: torch.Tensor
+            index: int, hidden: torch.Tensor
         ) -> tuple[torch.Tensor, int, tuple[torch.Tensor, torch.Tensor]]:
             micro_batch = placed[index]
-            log_probs, entropy = self.log_probs_and_entropy(micro_batch, logits)
+            log_probs, entropy = self.log_probs_and_entropy(micro_batch, hidden)
 
             def values(of: np.ndarray) -> torch.Tensor:
                 return torch.from_numpy(of[micro_batch.token_indices]).to(log_probs.device)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.logits_memory import LogProbs, plain_log_probs
+from benchmarks.logits_memory import measure as log_probs_at
 from tests.gpu.models import build
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
@@ -19,6 +21,7 @@ from tests.support.trainers import (
     take_layers_of_transformer_engine,
     trainer_config,
 )
+from trainer.losses.log_probs import vocab_parallel_log_probs
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -105,3 +108,50 @@ def test_log_probs_on_the_gpu_are_those_of_hugging_face_on_the_host(model: Path,
     measure("log-probs apart, mean", float(difference.mean()), "nats")
     measure("log-probs apart, max", float(difference.max()), "nats")
     assert difference.mean() < 5e-3  # matrix products may run in TF32
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probs_take_no_memory_for_the_vocabulary(measure, entropy: bool) -> None:
+    """Log-probs of 32k tokens take the memory of 2k and of their hidden states, in the plain way's time."""
+    few, middle, many = (
+        log_probs_at(151_936, tokens, 2048, "cuda", 5, entropy=entropy) for tokens in (2048, 16_384, 32_768)
+    )
+    for name, row in (("2k", few), ("16k", middle), ("32k", many)):
+        measure(f"peak, {name} tokens", row.peak_bytes / 2**30, "GiB")
+        measure(f"time, {name} tokens", row.seconds * 1000, "ms")
+    assert middle.plain_peak_bytes is not None
+    assert middle.ratio_time is not None
+    measure("peak of the plain way, 16k tokens", middle.plain_peak_bytes / 2**30, "GiB")
+    measure("time against the plain way, 16k tokens", middle.ratio_time, "(ratio)")
+    grown, of_hidden = many.peak_bytes - few.peak_bytes, many.hidden_bytes - few.hidden_bytes
+    assert grown < 1.1 * of_hidden
+    assert middle.ratio_time < 1.4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_log_probs_are_those_of_the_plain_way(measure, dtype: torch.dtype) -> None:
+    """Log-probs, entropies and their gradients are as near to float64 as those of autograd's softmax."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 256, device="cuda") * 0.3 for n in (1000, 151_936))
+    labels, upstream = torch.randint(0, 151_936, (1000,), device="cuda"), torch.randn(1000, 2, device="cuda")
+
+    def results(function: LogProbs, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        given = [tensor.clone().requires_grad_() for tensor in inputs]
+        values = torch.stack(function(*given, labels), -1)
+        gradients = torch.autograd.grad((values * upstream).sum(), given)
+        return [tensor.detach().double() for tensor in (values, *gradients)]
+
+    inputs = hidden.to(dtype), weight.to(dtype)
+    exact = results(softmax_of_all, *(tensor.double() for tensor in inputs))
+    ours, plain = results(vocab_parallel_log_probs, *inputs), results(plain_log_probs, *inputs)
+    for name, one, other, want in zip(("values", "by hidden", "by weight"), ours, plain, exact, strict=True):
+        apart, plain_apart = ((found - want).norm() / want.norm() for found in (one, other))
+        measure(f"{name}, apart from float64", float(apart), "(relative)")
+        assert apart < 1.1 * plain_apart + 1e-6
+
+
+def softmax_of_all(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = torch.log_softmax(hidden @ weight.t(), -1)
+    return log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)

@@ -162,7 +162,7 @@ def counters(worker, batch):
     placed = place(worker, batch)
     if worker.config.routing.replay == "r2":
         _, placed = worker.compute_old_log_probs(placed, batch.num_tokens)
-    worker.model.run_schedule([p.inputs for p in placed], lambda index, logits: (logits.sum(), 1, None))
+    worker.model.run_schedule([p.inputs for p in placed], lambda index, hidden: (hidden.sum(), 1, None))
     config.finalize_model_grads_func = finalize
     (result,) = counted
     return result.numpy()

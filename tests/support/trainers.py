@@ -90,7 +90,7 @@ def native_rows(worker: TrainerWorker, batch: TrainBatch) -> np.ndarray:
     placed = place(worker, batch)
     order = [p.inputs.token_ids[0] for p in place(worker, msgspec.structs.replace(batch, token_ids=numbered))]
     _, recorded = model.record_routing(
-        [p.inputs for p in placed], lambda index, logits: (logits.sum(), 0, None)
+        [p.inputs for p in placed], lambda index, hidden: (hidden.sum(), 0, None)
     )
     rows = np.zeros((batch.num_tokens, *recorded[0].routing[0].ids.shape[1:]), np.uint8)
     for tokens, inputs in zip(order, recorded, strict=True):

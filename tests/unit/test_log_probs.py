@@ -1,63 +1,111 @@
 import pytest
 import torch
 
+from benchmarks.logits_memory import PeakBytes
+from trainer.losses import log_probs as log_probs_module
 from trainer.losses.log_probs import vocab_parallel_log_probs
+
+ROWS, HIDDEN, VOCABULARY = 9, 6, 17
+
+
+@pytest.fixture(params=["in one part", "in parts of 2 rows"], autouse=True)
+def parts(request, monkeypatch):
+    if request.param != "in one part":
+        monkeypatch.setattr(log_probs_module, "LOGITS_AT_ONCE", 2 * VOCABULARY)
+
+
+def inputs(dtype=torch.float32):
+    torch.manual_seed(0)
+    hidden = (torch.randn(ROWS, HIDDEN) * 2).to(dtype).requires_grad_()
+    weight = (torch.randn(VOCABULARY, HIDDEN) * 2).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, VOCABULARY, (ROWS,))
+
+
+def plain(hidden, weight, labels, temperature=1.0):
+    """Log-probs and entropies by autograd's softmax over all logits at once, in float64."""
+    log_p = torch.log_softmax((hidden.double() @ weight.double().t()) / temperature, -1)
+    return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_and_entropy_match_log_softmax_when_tempered(temperature):
-    torch.manual_seed(0)
-    logits = (torch.randn(9, 17) * 5).requires_grad_()
-    labels = torch.randint(0, 17, (9,))
-    upstream = torch.randn(9)
-    log_probs, entropy = vocab_parallel_log_probs(logits, labels, temperature)
-    (log_probs * upstream).sum().backward()
-    gradient, logits.grad = logits.grad, None
-
-    reference = torch.log_softmax(logits / temperature, -1)
-    picked = reference.gather(1, labels[:, None])[:, 0]
-    (picked * upstream).sum().backward()
-    torch.testing.assert_close(log_probs, picked)
-    torch.testing.assert_close(
-        entropy, torch.distributions.Categorical(logits=logits / temperature).entropy()
-    )
-    torch.testing.assert_close(gradient, logits.grad)
-
-
-def test_log_probs_leave_the_logits_alone_when_they_are_float32():
-    logits = torch.randn(4, 8)
-    before = logits.clone()
-    vocab_parallel_log_probs(logits, torch.zeros(4, dtype=torch.long))
-    assert torch.equal(logits, before)
-
-
-def test_log_probs_are_float32_when_logits_are_bfloat16():
-    logits = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
-    log_probs, _ = vocab_parallel_log_probs(logits, torch.zeros(4, dtype=torch.long))
-    log_probs.sum().backward()
-    assert log_probs.dtype == torch.float32
-    assert logits.grad.dtype == torch.bfloat16
+    found = vocab_parallel_log_probs(*inputs(), temperature)
+    for one, other in zip(found, plain(*inputs(), temperature), strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one.double(), other, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("of_log_prob", [True, False])
-def test_the_entropy_has_the_gradient_of_autograds_when_it_is_in_the_loss(temperature, of_log_prob):
-    torch.manual_seed(0)
-    logits = (torch.randn(9, 17, dtype=torch.float64) * 5).float().requires_grad_()
-    labels, upstream, other = torch.randint(0, 17, (9,)), torch.randn(9), torch.randn(9)
-    log_probs, entropy = vocab_parallel_log_probs(logits, labels, temperature)
-    loss = (entropy * upstream).sum() + ((log_probs * other).sum() if of_log_prob else 0)
-    (gradient,) = torch.autograd.grad(loss, logits)
-    reference = torch.log_softmax(logits / temperature, -1)
-    loss = (-(reference.exp() * reference).sum(-1) * upstream).sum()
-    if of_log_prob:
-        loss = loss + (reference.gather(1, labels[:, None])[:, 0] * other).sum()
-    torch.testing.assert_close(gradient, torch.autograd.grad(loss, logits)[0], atol=1e-5, rtol=1e-4)
+@pytest.mark.parametrize("of_entropy", [True, False])
+def test_gradients_are_those_of_autograd_when_log_prob_and_entropy_are_in_the_loss(
+    temperature, of_log_prob, of_entropy
+):
+    def gradients(function):
+        hidden, weight, labels = inputs()
+        log_probs, entropy = function(hidden, weight, labels, temperature)
+        terms = [(log_probs * upstream).sum() for _ in [0] if of_log_prob]
+        terms += [(entropy * other).sum() for _ in [0] if of_entropy]
+        return torch.autograd.grad(sum(terms), (hidden, weight)) if terms else ()
+
+    upstream, other = torch.randn(ROWS), torch.randn(ROWS)
+    for one, expected in zip(gradients(vocab_parallel_log_probs), gradients(plain), strict=True):
+        torch.testing.assert_close(one, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_have_the_type_of_the_model_and_are_rounded_once_when_it_is_bfloat16():
+    hidden, weight, labels = inputs(torch.bfloat16)
+    log_probs, entropy = vocab_parallel_log_probs(hidden, weight, labels)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    found = torch.autograd.grad(log_probs.sum() + entropy.sum(), (hidden, weight))
+    log_probs, entropy = plain(hidden, weight, labels)
+    expected = torch.autograd.grad(log_probs.sum() + entropy.sum(), (hidden, weight))
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one - other).norm() < 0.02 * other.norm()
+
+
+def test_the_gradient_of_a_likely_token_is_not_lost_when_it_is_nearly_certain():
+    hidden = torch.tensor([[1.0, 12.0]], dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.eye(2, dtype=torch.bfloat16)
+    log_probs, _ = vocab_parallel_log_probs(hidden, weight, torch.tensor([1]))
+    (gradient,) = torch.autograd.grad(log_probs.sum(), hidden)
+    torch.testing.assert_close(gradient[0, 1].item(), 1.67e-5, atol=0, rtol=0.01)
 
 
 def test_the_entropys_gradient_is_finite_when_a_token_is_impossible():
-    logits = torch.tensor([[0.0, -1000.0, 3.0]], requires_grad=True)
-    _, entropy = vocab_parallel_log_probs(logits, torch.tensor([0]))
-    (gradient,) = torch.autograd.grad(entropy.sum(), logits)
+    hidden = torch.ones(1, 1, requires_grad=True)
+    weight = torch.tensor([[0.0], [-1000.0], [3.0]], requires_grad=True)
+    _, entropy = vocab_parallel_log_probs(hidden, weight, torch.tensor([0]))
+    (gradient,) = torch.autograd.grad(entropy.sum(), weight)
     assert torch.isfinite(gradient).all()
-    assert gradient[0, 1] == 0
+    assert gradient[1, 0] == 0
+
+
+def test_gradients_are_zero_when_no_token_is_trained_on():
+    hidden, weight, labels = inputs()
+    log_probs, entropy = vocab_parallel_log_probs(hidden[:0], weight, labels[:0])
+    for gradient in torch.autograd.grad(log_probs.sum() + entropy.sum(), (hidden, weight)):
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_memory_grows_only_by_hidden_states_when_there_are_more_tokens(dtype, entropy, monkeypatch):
+    monkeypatch.setattr(log_probs_module, "LOGITS_AT_ONCE", 1 << 16)
+    vocabulary, size = 4096, 32
+
+    def peak(tokens):
+        hidden = torch.randn(tokens, size, dtype=dtype, requires_grad=True)
+        weight = torch.randn(vocabulary, size, dtype=dtype, requires_grad=True)
+        with PeakBytes() as counter:
+            log_probs, entropies = vocab_parallel_log_probs(
+                hidden, weight, torch.zeros(tokens, dtype=torch.int64)
+            )
+            (log_probs.sum() + (entropies.sum() if entropy else 0)).backward()
+        return counter.peak
+
+    few, many = 64, 1024
+    per_token = (peak(many) - peak(few)) / (many - few)
+    numbers_per_row = 40  # float32 and int64: labels, sums, log-probs, entropies and their gradients
+    assert per_token < size * dtype.itemsize + 4 * numbers_per_row

@@ -1,13 +1,33 @@
-"""Log-probs and entropies over a vocabulary that may be split over several ranks."""
+"""Log-probs and entropies of tokens from their hidden states, without materialising all of their logits.
+
+The output layer and the softmax run over a part of the rows at a time, and a row keeps a few numbers for the
+backward pass, which computes its logits again. Memory beyond the hidden states is therefore that of one part,
+and of the weight's gradient in float32. The logits take a third more matrix products, but fewer passes over
+the vocabulary.
+
+With `x` the tempered logits of a row, `m` the largest, `y = x - m` and `Z = sum(e^y)`:
+
+- `log p = y - log Z` at the label, and the entropy is `H = log Z - sum(e^y y) / Z`.
+- Every derivative by `x` has the form `e^y (a y + b)`, with `a` and `b` of the row; at the label the log-prob
+  adds 1.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+LOGITS_AT_ONCE = 1 << 27
+"""The logits of one part: 883 rows of a vocabulary of 152 thousand, 256 MiB in bfloat16."""
+
 
 def vocab_parallel_log_probs(
-    logits: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
     labels: torch.Tensor,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
@@ -15,7 +35,9 @@ def vocab_parallel_log_probs(
     """Returns the log-prob of each label and the entropy of each distribution, in float32.
 
     Args:
-        logits: `[n, V / ranks]`, for this rank's part of the vocabulary.
+        hidden: `[n, H]`, the inputs of the output layer. With a group, their gradient is that of this rank's
+            part of the vocabulary; the caller sums it over the group.
+        weight: `[V / ranks, H]`, this rank's part of the output layer.
         labels: `[n]` int64, global token ids.
         temperature: The sampling temperature; log-probs are those of the distribution that was sampled from.
         group: The ranks that share the vocabulary, in its order; None for a single rank.
@@ -23,52 +45,128 @@ def vocab_parallel_log_probs(
     Returns:
         Log-probs and entropies (nats), `[n]` each, both with gradient.
 
-    Source: the exchange of maxima and sums is that of Megatron-Core, `tensor_parallel/cross_entropy.py`.
+    Source: the exchange of maxima and sums is that of Megatron-Core, `tensor_parallel/cross_entropy.py`;
+    recomputing logits in parts is that of arXiv 2411.09009 (Cut Cross-Entropy).
     """
-    return _VocabParallelLogProbs.apply(logits, labels, temperature, group)
+    return _VocabParallelLogProbs.apply(hidden, weight, labels, temperature, group)
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
-    """Computes one softmax for both results and keeps only its float32 copy for the backward pass."""
-
     @staticmethod
-    def forward(ctx, logits, labels, temperature, group):
-        largest = logits.max(dim=-1, keepdim=True).values.float()
-        _reduce(largest, dist.ReduceOp.MAX, group)
-        shifted = logits.float() - largest
-        if temperature != 1:
-            shifted /= temperature
-        first = shifted.shape[-1] * (dist.get_rank(group) if _parallel(group) else 0)
+    def forward(ctx, hidden, weight, labels, temperature, group):
+        first = len(weight) * (dist.get_rank(group) if _parallel(group) else 0)
         local = labels - first
-        ours = (local >= 0) & (local < shifted.shape[-1])
-        index = local.clamp(0, shifted.shape[-1] - 1)[:, None]
-        predicted = shifted.gather(-1, index).squeeze(-1) * ours
-        weights = shifted.exp()
-        # The entropy needs no second softmax: it is log Z - (sum of e^x x) / Z.
-        sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, shifted), predicted])
+        ours = (local >= 0) & (local < len(weight))
+        index = local.clamp(0, len(weight) - 1)[:, None]
+        own_largest, normaliser, weighted, predicted = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        for rows in _parts(hidden, weight):
+            logits = hidden[rows] @ weight.t()
+            predicted[rows] = logits.gather(-1, index[rows])[:, 0]
+            own_largest[rows], normaliser[rows], weighted[rows] = _fused(_row_sums, logits, temperature)
+            del logits  # before the next part's
+        largest = own_largest.clone()
+        _reduce(largest, dist.ReduceOp.MAX, group)
+        # Sums relative to the largest logit of this rank become relative to that of all ranks.
+        moved = own_largest - largest
+        sums = torch.stack([normaliser, weighted + moved * normaliser, predicted / temperature - largest])
+        sums *= torch.stack([moved.exp(), moved.exp(), ours.float()])
         _reduce(sums, dist.ReduceOp.SUM, group)
         normaliser, weighted, predicted = sums
-        log_normaliser = normaliser.log()
-        entropy = log_normaliser - weighted / normaliser
-        ctx.save_for_backward(weights, normaliser, index, ours, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        log_probs = predicted - normaliser.log()
+        entropy = normaliser.log() - weighted / normaliser
+        ctx.save_for_backward(hidden, weight, index, ours, largest, normaliser, log_probs, entropy)
+        ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return predicted - log_normaliser, entropy
+        return log_probs, entropy
 
     @staticmethod
     def backward(ctx, of_log_prob, of_entropy):
-        weights, normaliser, index, ours, entropy = ctx.saved_tensors
-        gradient = None
-        if of_log_prob is not None:
-            scale = of_log_prob / ctx.temperature
-            gradient = weights * (-scale / normaliser)[:, None]
-            gradient.scatter_add_(-1, index, (scale * ours)[:, None])
+        hidden, weight, index, ours, largest, normaliser, log_probs, entropy = ctx.saved_tensors
+        of_log_prob = torch.zeros_like(log_probs) if of_log_prob is None else of_log_prob / ctx.temperature
+        factor, offset = None, -of_log_prob / normaliser
+        at_label = of_log_prob * -log_probs.expm1()
         if of_entropy is not None:
-            # dH/dx = -p (log p + H), where p log p is 0 at 0.
-            p = weights / normaliser[:, None]
-            own = (torch.xlogy(p, p) + p * entropy[:, None]) * (-of_entropy / ctx.temperature)[:, None]
-            gradient = own if gradient is None else gradient + own
-        return None if gradient is None else gradient.to(ctx.dtype), None, None, None
+            # dH/dx = -p (log p + H)
+            of_entropy = of_entropy / ctx.temperature
+            factor = -of_entropy / normaliser
+            offset += factor * (entropy - normaliser.log())
+            at_label -= of_entropy * log_probs.exp() * (log_probs + entropy)
+        of_hidden = torch.empty_like(hidden)
+        parts = list(_parts(hidden, weight))
+        # Parts are added in float32, and rounded once.
+        of_weight = torch.zeros_like(weight, dtype=torch.float32 if len(parts) > 1 else weight.dtype)
+        for rows in parts:
+            gradient = _fused(
+                _logit_gradients,
+                hidden[rows] @ weight.t(),
+                ctx.temperature,
+                largest[rows],
+                None if factor is None else factor[rows],
+                offset[rows],
+            )
+            known = gradient.gather(-1, index[rows])
+            value = torch.where(ours[rows, None], at_label[rows, None].to(known.dtype), known)
+            gradient.scatter_(-1, index[rows], value)
+            torch.mm(gradient, weight, out=of_hidden[rows])
+            _add_product(of_weight, gradient.t(), hidden[rows])
+            del gradient  # before the next part's
+        return of_hidden, of_weight.to(weight.dtype), None, None, None
+
+
+def _parts(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
+    """Yields parts of the rows, of at most `LOGITS_AT_ONCE` logits; all but the last are of one size."""
+    size = max(1, LOGITS_AT_ONCE // len(weight))
+    for start in range(0, len(hidden), size):
+        yield slice(start, start + size)
+
+
+def _fused(function: Callable[..., Any], logits: torch.Tensor, *rest: Any) -> Any:
+    """Calls a function of logits, which it may overwrite; on a GPU it is compiled into one kernel."""
+    return (_compiled(function) if logits.is_cuda else function)(logits, *rest)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _row_sums(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns `m`, `sum(e^y)` and `sum(e^y y)` of each row."""
+    shifted = logits.float()
+    if temperature != 1:
+        shifted /= temperature
+    largest = shifted.amax(-1)
+    shifted -= largest[:, None]
+    weights = shifted.exp()
+    return largest, weights.sum(-1), torch.linalg.vecdot(weights, shifted)
+
+
+def _logit_gradients(
+    logits: torch.Tensor,
+    temperature: float,
+    largest: torch.Tensor,
+    factor: torch.Tensor | None,
+    offset: torch.Tensor,
+) -> torch.Tensor:
+    """Returns `e^y (factor y + offset)`, in the type of the logits; a factor of None is 0."""
+    shifted = logits.float()
+    if temperature != 1:
+        shifted /= temperature
+    shifted -= largest[:, None]
+    if factor is None:
+        return shifted.exp_().mul_(offset[:, None]).to(logits.dtype)
+    weights = shifted.exp()
+    return shifted.mul_(factor[:, None]).add_(offset[:, None]).mul_(weights).to(logits.dtype)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Adds a matrix product to a total, which may have a wider type than the factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:  # only the GPU's product can have another type than its factors
+        total += left @ right
 
 
 def _parallel(group: dist.ProcessGroup | None) -> bool:

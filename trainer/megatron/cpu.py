@@ -199,7 +199,8 @@ def _replace_cuda_calls() -> None:
     cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
     # Seeding of model parallelism, and recomputation, save and set the state of the "CUDA" generator.
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    cuda.manual_seed = cuda.random.manual_seed = torch.manual_seed
+    # Not `torch.manual_seed` itself: torch.compile refuses one function under two names.
+    cuda.manual_seed = cuda.random.manual_seed = lambda seed: torch.manual_seed(seed)
     # Context parallelism and mbridge move tensors and modules with `.cuda()`.
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
 

@@ -34,13 +34,15 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_meg
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from async_rl.config import LayoutConfig, OptimizerConfig
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, Int64Array
+from trainer.losses.log_probs import vocab_parallel_log_probs
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cpu import fuses_layers
@@ -62,7 +64,9 @@ class MicroBatchInputs(NamedTuple):
 
 
 LossFunction = Callable[[int, torch.Tensor], tuple[torch.Tensor, int, Result]]
-"""(index of the micro-batch, logits `[t, V / tp]`) → (summed loss, number of trained tokens, any result)."""
+"""(index of the micro-batch, hidden states `[t, H]`) → (summed loss, number of trained tokens, any result).
+
+The hidden states are the inputs of the output layer, which `MegatronModel.log_probs` applies."""
 
 
 class MegatronModel:
@@ -114,6 +118,8 @@ class MegatronModel:
         self.bridge.load_hf(modules)
         for module in modules:
             count_real_tokens(module)
+            if get_attr_wrapped_model(module, "post_process"):
+                leave_out_output_layer(get_attr_wrapped_model(module, "output_layer"))
         self.replay = RouterReplayAdapter(modules, self.config, device) if replay else None
 
         sharded = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
@@ -278,7 +284,7 @@ class MegatronModel:
             valid: `[S]`, True for tokens with a valid row. The others do not count as load of an expert.
 
         Returns:
-            The inputs, and for each row of the resulting logits its index in the batch, -1 where padded.
+            The inputs, and for each row of the hidden states its index in the batch, -1 where padded.
         """
         tp, cp = self.config.tensor_model_parallel_size, self.config.context_parallel_size
         source = packing.source
@@ -332,6 +338,21 @@ class MegatronModel:
 
         return self._schedule(micro_batches, loss, through, forward_only=forward_only)
 
+    def log_probs(
+        self, hidden: torch.Tensor, labels: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns log-probs of labels and entropies, `[n]` each, on the last pipeline stage.
+
+        Args:
+            hidden: `[n, H]`, rows of the hidden states that a `LossFunction` gets.
+            labels: `[n]` int64.
+            temperature: The sampling temperature.
+        """
+        model = unwrap_model(self.chunks[-1])
+        shared = model.share_embeddings_and_output_weights
+        weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+        return vocab_parallel_log_probs(hidden, weight, labels, temperature, self.tensor_group)
+
     def record_routing(
         self, micro_batches: Sequence[MicroBatchInputs], loss: LossFunction[Result]
     ) -> tuple[list[Result], list[MicroBatchInputs]]:
@@ -378,6 +399,8 @@ class MegatronModel:
                 tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
                 tensor_size=self.config.tensor_model_parallel_size,
             )
+            # Hidden states stay in the type of the model.
+            kept = {"fp32_output": False} if isinstance(chunk.module, Float16Module) else {}
             call = partial(
                 chunk,
                 input_ids=inputs.token_ids,
@@ -385,11 +408,12 @@ class MegatronModel:
                 attention_mask=None,
                 packed_seq_params=inputs.packed,
                 padding_mask=mask,
+                **kept,
             )
             return through(index, self._number[chunk], call), partial(reduce, index)
 
-        def reduce(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
-            summed, tokens, result = loss(index, logits.squeeze(0))
+        def reduce(index: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
+            summed, tokens, result = loss(index, hidden.squeeze(0))
             return summed, torch.tensor(tokens, dtype=torch.int, device=self.device), result
 
         if not forward_only:
@@ -432,6 +456,23 @@ class MegatronModel:
                 group["lr"] = learning_rate * group["lr_mult"]
         self.optimizer.step_with_ready_grads()
         return norm
+
+
+def leave_out_output_layer(layer: ColumnParallelLinear) -> None:
+    """Makes a model return the inputs of its output layer, gathered from the tensor-parallel ranks.
+
+    The logits of all tokens would take more memory than anything else in a step.
+    """
+    gathered = layer.tp_group if layer.sequence_parallel else None
+    layer.forward = partial(_hidden_states, gathered)
+
+
+def _hidden_states(
+    gathered: dist.ProcessGroup | None, hidden: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    if gathered is not None:  # in the backward pass gradients are summed over the group
+        hidden = gather_from_sequence_parallel_region(hidden, group=gathered)
+    return hidden, None
 
 
 def count_real_tokens(chunk: torch.nn.Module) -> None:

@@ -1,0 +1,203 @@
+"""Measures memory and time of log-probs from hidden states, forward and backward, at a real vocabulary.
+
+    python benchmarks/logits_memory.py [--quick] [--tokens N ...] [--device cuda] [--json FILE]
+
+bfloat16, one rank. `peak_bytes` counts what a forward and backward pass allocates at most beyond its inputs:
+every tensor, by a dispatch mode, or torch's own counter on a GPU. `hidden_bytes` is the size of the hidden
+states. `ratio_time` compares with the plain way, which takes the softmax of all logits in float32: the median
+of interleaved pairs, null where the plain way does not fit into memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
+
+from trainer.losses.log_probs import vocab_parallel_log_probs
+
+PLAIN_BYTES = 24
+"""More than the plain way takes per token and vocabulary entry, to judge whether it fits."""
+
+LogProbs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One size; bytes are those of a forward and backward pass."""
+
+    vocabulary: int
+    tokens: int
+    entropy: bool
+    peak_bytes: int
+    hidden_bytes: int
+    ratio_time: float | None
+    plain_peak_bytes: int | None
+    seconds: float
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations allocate within the block, and of those alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._counted = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in given:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._counted:
+            return
+        self._counted[storage] = True
+        self.alive += storage.nbytes()
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._release, storage.nbytes())
+
+    def _release(self, size: int) -> None:
+        self.alive -= size
+
+
+def plain_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes the softmax of all logits in float32, by autograd."""
+    log_p = torch.log_softmax((hidden @ weight.t()).float(), -1)
+    return log_p.gather(-1, labels[:, None])[:, 0], -torch.linalg.vecdot(log_p.exp(), log_p)
+
+
+def passes(log_probs: LogProbs, hidden: torch.Tensor, weight: torch.Tensor, *, entropy: bool) -> float:
+    """Runs a forward and backward pass; returns its seconds."""
+    hidden.grad = weight.grad = None
+    labels = torch.arange(len(hidden), device=hidden.device) * 7919 % len(weight)
+    synchronize(hidden)
+    begin = time.perf_counter()
+    found, entropies = log_probs(hidden, weight, labels)
+    (found.mean() + (0.01 * entropies.mean() if entropy else 0)).backward()
+    synchronize(hidden)
+    return time.perf_counter() - begin
+
+
+def synchronize(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def peak_of(log_probs: LogProbs, hidden: torch.Tensor, weight: torch.Tensor, *, entropy: bool) -> int:
+    """Returns the largest number of bytes that a pass allocates at once."""
+    hidden.grad = weight.grad = None
+    if not hidden.is_cuda:
+        with PeakBytes() as counter:
+            passes(log_probs, hidden, weight, entropy=entropy)
+        return counter.peak
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    passes(log_probs, hidden, weight, entropy=entropy)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def free_bytes(device: str) -> int:
+    """Returns the memory that is free on a device, or available on the host."""
+    if device != "cpu":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def measure(vocabulary: int, tokens: int, size: int, device: str, rounds: int, *, entropy: bool) -> Measured:
+    """Measures one number of tokens, after a warm-up of each way."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, size, device=device).bfloat16().requires_grad_()
+    weight = (torch.randn(vocabulary, size, device=device) * size**-0.5).bfloat16().requires_grad_()
+    fits = PLAIN_BYTES * tokens * vocabulary < free_bytes(device)
+    passes(vocab_parallel_log_probs, hidden, weight, entropy=entropy)
+    peak = peak_of(vocab_parallel_log_probs, hidden, weight, entropy=entropy)
+    plain_peak = peak_of(plain_log_probs, hidden, weight, entropy=entropy) if fits else None
+    times, ratios = [], []
+    for _ in range(rounds):
+        times.append(passes(vocab_parallel_log_probs, hidden, weight, entropy=entropy))
+        if fits:
+            ratios.append(times[-1] / passes(plain_log_probs, hidden, weight, entropy=entropy))
+    return Measured(
+        vocabulary=vocabulary,
+        tokens=tokens,
+        entropy=entropy,
+        peak_bytes=peak,
+        hidden_bytes=hidden.nbytes,
+        ratio_time=statistics.median(ratios) if ratios else None,
+        plain_peak_bytes=plain_peak,
+        seconds=statistics.median(times),
+    )
+
+
+def show(rows: list[Measured], size: int) -> None:
+    """Prints a row per size."""
+    table = Table(title=f"log-probs from hidden states of {size}, forward and backward, bfloat16")
+    for name in ("vocabulary", "tokens", "entropy in the loss", "peak", "hidden states", "plain peak"):
+        table.add_column(name, justify="right")
+    table.add_column("time", justify="right")
+    table.add_column("x plain", justify="right")
+    for row in rows:
+        plain = "does not fit" if row.plain_peak_bytes is None else f"{row.plain_peak_bytes / 2**30:.2f} GiB"
+        table.add_row(
+            f"{row.vocabulary:,}",
+            f"{row.tokens:,}",
+            "yes" if row.entropy else "no",
+            f"{row.peak_bytes / 2**30:.2f} GiB",
+            f"{row.hidden_bytes / 2**30:.3f} GiB",
+            plain,
+            f"{row.seconds * 1000:,.1f} ms",
+            "" if row.ratio_time is None else f"{row.ratio_time:.2f}",
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few tokens and a small hidden state")
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--tokens", type=int, nargs="+", help="default: 2k to 32k")
+    parser.add_argument("--hidden", type=int, help="size of a hidden state")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    options = parser.parse_args()
+    tokens = options.tokens or ([1024, 2048] if options.quick else [2048, 4096, 8192, 16384, 32768])
+    size = options.hidden or (64 if options.quick else 1024)
+    rows = [
+        measure(
+            options.vocabulary, count, size, options.device, 1 if options.quick else options.rounds, entropy=e
+        )
+        for count in tokens
+        for e in (False, True)
+    ]
+    show(rows, size)
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()
