@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
+from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.runtime.waits import waiting
 from async_rl.types import Task
@@ -100,7 +101,7 @@ class McpTool:
         """
         try:
             async with (
-                asyncio.timeout(timeout_s) as limit,
+                serving_timeout(timeout_s) as limit,
                 waiting("tool", self.name, scope=limit, why=self._server.state),
             ):
                 return await self._server.call_tool(self._own_name, dict(arguments))

@@ -23,6 +23,7 @@ from agent_loops.parsing import Call, MalformedCall
 from agent_loops.tools import load_tool
 from async_rl.errors import ConfigError, ToolError
 from async_rl.rollout.session.api import Session
+from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.supervision import finished
 from async_rl.runtime.waits import waiting
 from async_rl.types import Task
@@ -255,7 +256,7 @@ class TrajectoryTools:
             return None
         if tool.name not in self._states:
             try:
-                async with asyncio.timeout(timeout_s) as limit, waiting("tool", tool.name, scope=limit):
+                async with serving_timeout(timeout_s) as limit, waiting("tool", tool.name, scope=limit):
                     self._states[tool.name] = await tool.create(self._task)
             except Exception as error:  # the tool's own code may raise anything
                 raise ToolError(f"{tool.name}: cannot be set up: {error or type(error).__name__}") from error

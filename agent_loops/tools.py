@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ import msgspec
 
 from async_rl.errors import ConfigError, ToolError
 from async_rl.runtime.loading import load_object
+from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.supervision import contained
 from async_rl.runtime.threads import call_in_thread
 from async_rl.runtime.waits import waiting
@@ -93,7 +93,7 @@ class Tool:
         values = {field: getattr(checked, field) for field in checked.__struct_fields__}
         try:
             async with (
-                asyncio.timeout(timeout_s) as deadline,
+                serving_timeout(timeout_s) as deadline,
                 waiting("tool", self.name, scope=deadline),
             ):
                 given = (state,) if self.keeps_state else ()

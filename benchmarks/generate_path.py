@@ -164,6 +164,7 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
         rollout=_ROLLOUT,
         metrics=metrics,
         clock=time.monotonic,
+        serving_clock=pool.serving_clock,
         pool=pool,
         facts=FACTS,
         routing=_NO_ROUTING,

@@ -162,7 +162,7 @@ async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
         pool.add_engine(SimulatedEngine(f"engine-{index}", config.engine, seed=index, facts=FACTS))
         pool.serve_engine(f"engine-{index}", 0)
     backend: RolloutBackend = (
-        WorkerBackend(config.rollout, lambda name: open_worker(workers), metrics)
+        WorkerBackend(config.rollout, lambda name: open_worker(workers), metrics, pool.serving_clock)
         if workers
         else LocalBackend(config, chat=CHAT, metrics=metrics, clock=time.monotonic)
     )
@@ -171,6 +171,7 @@ async def rollouts(workers: int) -> AsyncIterator[RunTrajectories]:
         rollout=config.rollout,
         metrics=metrics,
         clock=time.monotonic,
+        serving_clock=pool.serving_clock,
         pool=pool,
         facts=FACTS,
         routing=config.routing,

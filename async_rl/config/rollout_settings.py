@@ -231,7 +231,14 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
     ] = 1.0
     top_k: Annotated[int, Meta(ge=-1, description="Top-k sampling; -1 disables it.")] = -1
     trajectory_timeout_s: Annotated[
-        float, Meta(gt=0, description="Maximum duration of one agent loop call, seconds.")
+        float,
+        Meta(
+            gt=0,
+            description=(
+                "Maximum duration of one agent loop call, seconds. Time in which no engine serves does not "
+                "count, here and for `tool_timeout_s` and `straggler_wait_s`."
+            ),
+        ),
     ] = 1800.0
     tool_timeout_s: Annotated[float, Meta(gt=0, description="Maximum duration of a tool call, seconds.")] = (
         30.0

@@ -34,6 +34,7 @@ from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.engines.pool_statistics import PoolStatistics
 from async_rl.errors import EngineBusy, EngineError, LocalShortage
 from async_rl.observability.metrics import Metrics
+from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.waits import progressed, waiting
 
 __all__ = ["EngineLoad", "EnginePool", "EngineState", "Lease"]
@@ -80,6 +81,9 @@ class EnginePool:
         self._need_repair: dict[str, None] = {}
         """Engines that need repair: finding them among thousands at every change would cost seconds."""
         self._changed = asyncio.Event()
+        self._serving: set[str] = set()
+        self.serving_clock = ServingClock(clock)
+        """Runs while some engine serves."""
         self._oldest_version: int | None = None
         """Cached until the next change of a state or version."""
 
@@ -235,6 +239,7 @@ class EnginePool:
         slot = self._slots.pop(engine_id)
         self._end_pause(slot)
         self._need_repair.pop(engine_id, None)
+        self._serving.discard(engine_id)
         self._balancer.remove_engine(engine_id)
         self._oldest_version = None
         slot.drop_requests(f"engine {engine_id} has left")
@@ -335,6 +340,10 @@ class EnginePool:
             self._need_repair[engine_id] = None
         else:
             self._need_repair.pop(engine_id, None)
+        if state is EngineState.SERVING:
+            self._serving.add(engine_id)
+        else:
+            self._serving.discard(engine_id)
         if state is EngineState.SERVING and slot.pause is None:
             self._balancer.open_engine(engine_id)
         else:
@@ -344,7 +353,11 @@ class EnginePool:
         self._notify()
 
     def _notify(self) -> None:
-        """Admit waiting calls, and wake all that wait for a change; later waiters get a fresh event."""
+        """Run or stop the serving clock, admit waiting calls, and wake all that wait for a change.
+
+        Later waiters get a fresh event.
+        """
+        self.serving_clock.set_paused(not self._serving)
         self.dispatcher.admit_waiting()
         self._changed.set()
         self._changed = asyncio.Event()

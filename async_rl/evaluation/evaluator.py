@@ -246,6 +246,7 @@ class _EvaluationRun:
             rollout=inputs.rollout,
             metrics=self._metrics,
             clock=inputs.clock,
+            serving_clock=self._pool.serving_clock,
             pool=self._pool,
             facts=inputs.facts,
             routing=RoutingConfig(replay="off"),

@@ -7,7 +7,6 @@ the run, unless a rule of this program is violated.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,15 +92,16 @@ async def run_agent_loop(
     returned: Any = None
     try:
         async with (
-            asyncio.timeout(rollout.trajectory_timeout_s) as scope,
+            session.serving_clock.timeout(rollout.trajectory_timeout_s) as scope,
             waiting("agent loop", name, scope=scope) as wait,
         ):
-            returned = await contained(
-                _call_loop(name, loop, task, session),
-                limit_s=CLEAN_UP_S,
-                on_cancel=session.refuse_calls,
-                on_ignored=lambda: loops.report_swallowed_cancellation(name),
-            )
+            with session.serving_clock.in_use():
+                returned = await contained(
+                    _call_loop(name, loop, task, session),
+                    limit_s=CLEAN_UP_S,
+                    on_cancel=session.refuse_calls,
+                    on_ignored=lambda: loops.report_swallowed_cancellation(name),
+                )
     except Exception as error:
         cause = first_error(error)  # the loop may have its own task group
         if isinstance(error, TimeoutError) and scope.expired():

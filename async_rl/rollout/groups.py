@@ -189,7 +189,7 @@ class GroupInFlight:
             trajectory_ids: Its siblings.
             staleness_policy: Decides what the group's age counts from.
             straggled_s: How long it waited for its stragglers in earlier processes.
-            clock: Returns monotonic seconds.
+            clock: Returns seconds on the serving clock.
         """
         self.group_id = group_id
         self.task = task

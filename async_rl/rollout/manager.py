@@ -44,6 +44,7 @@ from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.rollout.slots import Slots
+from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import acting, progressed, waiting
 from async_rl.types import Group, Segment, Trajectory, root_of
@@ -139,7 +140,7 @@ class RolloutManager:
                     position,
                     trajectory_ids,
                     self._config.rollout.staleness_policy,
-                    clock=self._context.clock,
+                    clock=self._context.serving_clock.now,
                 )
                 oldest_version = self._context.pool.oldest_version
                 self._queue.dispatch_group(
@@ -171,7 +172,7 @@ class RolloutManager:
             left.trajectory_ids,
             self._config.rollout.staleness_policy,
             straggled_s=left.straggled_s,
-            clock=self._context.clock,
+            clock=self._context.serving_clock.now,
         )
         work.finished.update(left.finished)
         for trajectory_id in unfinished:
@@ -244,7 +245,10 @@ class RolloutManager:
                 for index, trajectory_id in enumerate(unfinished)
             }
             if (limit_s := self._config.rollout.straggler_wait_s) is not None:
-                siblings.start_task(f"stragglers of {work.group_id}", _drop_stragglers(work, tasks, limit_s))
+                siblings.start_task(
+                    f"stragglers of {work.group_id}",
+                    _drop_stragglers(work, tasks, limit_s, self._context.serving_clock),
+                )
 
         if work.unscored and not work.cancelled:
             async with waiting("trajectories"), Nursery() as scoring:
@@ -442,7 +446,7 @@ def _drop_reason(error: Exception) -> str:
 
 
 async def _drop_stragglers(
-    work: GroupInFlight, tasks: Mapping[str, asyncio.Task[None]], limit_s: float
+    work: GroupInFlight, tasks: Mapping[str, asyncio.Task[None]], limit_s: float, clock: ServingClock
 ) -> None:
     """Wait until enough siblings have finished, then drop those that take longer than `limit_s`."""
     try:
@@ -450,7 +454,7 @@ async def _drop_stragglers(
             await work.enough_finished.wait()
         left_s = max(0.0, limit_s - work.straggled_s())  # earlier processes have waited too
         with work.waiting_for_stragglers():
-            async with asyncio.timeout(left_s):
+            async with clock.timeout(left_s):
                 with waiting("trajectories"):
                     await work.all_ended.wait()
     except TimeoutError:

@@ -320,6 +320,7 @@ class Orchestrator:
             rollout=config.rollout,
             metrics=metrics,
             clock=clock,
+            serving_clock=self.pool.serving_clock,
             pool=self.pool,
             facts=inputs.facts,
             routing=config.routing,
@@ -356,7 +357,9 @@ class Orchestrator:
         """Build the backend that the config asks for: rollout workers, or this event loop."""
         config = self._config
         if config.rollout.num_workers:
-            return WorkerBackend(config.rollout, self._cluster.rollout_worker, self._metrics)
+            return WorkerBackend(
+                config.rollout, self._cluster.rollout_worker, self._metrics, self.pool.serving_clock
+            )
         return LocalBackend(config, chat=self._inputs.chat, metrics=self._metrics, clock=self._clock)
 
     def _weight_sync(self, trainer: Trainer) -> WeightSync:

@@ -76,6 +76,7 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "no_op_update": FaultRow("update", "an update reports success and is not applied"),
     "hang_update": FaultRow("update", "an update is never answered"),
     "die_in_update": FaultRow("update", "the engine dies during an update"),
+    "hold_all": FaultRow("update", "the next update of every engine takes up to 15 s longer", 0.1),
     "die": FaultRow("engine", "an engine is killed; its watcher notices"),
     "die_unseen": FaultRow("engine", "an engine is killed; no watcher notices"),
     "freeze": FaultRow("engine", "an engine answers nothing for 0.1 s to 1000 s"),

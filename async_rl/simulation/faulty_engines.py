@@ -130,6 +130,8 @@ class FaultyEngine(SimulatedEngine):
         self._reachable = True
         """Whether the driver has descriptors for connections."""
         self.failing_restarts = 0
+        self._hold_s = 0.0
+        """How much longer its next update takes."""
 
     @property
     def weight_version(self) -> int:
@@ -183,6 +185,8 @@ class FaultyEngine(SimulatedEngine):
             self._payload_stop_s = 10 ** (3 * injection.amount - 1)
         elif kind in ("refuse_flush", "partial_update", "refuse_memory", "hang_memory"):
             self.faults.append(Fault(cast(UpdateFault | MemoryFault, kind)))
+        elif kind == "hold_all":
+            self._hold_s = 15 * injection.amount
         elif kind in ("late_error", "no_op_update", "hang_update", "die_in_update"):
             self._update_faults_to_come.append(kind)
         else:
@@ -345,6 +349,11 @@ class FaultyEngine(SimulatedEngine):
             self._check_alive(deaths)
         elif isinstance(update, TensorUpdate):
             await self._load_buckets(update, deaths)
+        if self._hold_s:
+            hold_s, self._hold_s = self._hold_s, 0.0
+            self._checker.met("hold_all")
+            await asyncio.sleep(hold_s)
+            self._check_alive(deaths)
         if fault == "no_op_update":
             return
         if fault == "hang_update":
@@ -481,7 +490,7 @@ class SimulatedCluster:
                 self._checker.met(kind)
         elif kind in ENGINE_FAULTS:
             engine = self.engines[injection.engine % len(self.engines)]
-            for each in self.engines if kind == "no_descriptors" else [engine]:
+            for each in self.engines if kind in ("no_descriptors", "hold_all") else [engine]:
                 each.inject(injection)
             if FAULTS[kind].family == "engine":
                 self._checker.met(kind)

@@ -38,6 +38,10 @@ from async_rl.types import BoolArray, ExpertIdArray, Int32Array, TrainBatch, roo
 
 _KEPT_EVENTS: Final = 60
 _HOLDING: Final = frozenset({"in_flight", "queued", "trained"})
+_ROUNDING_S: Final = 0.001
+_LINK_SLACK_S: Final = 2.0
+"""A rollout worker learns with a delay that engines are held."""
+
 _RETRIED: Final = frozenset({"too_stale", "sibling_failed"})
 """Reasons for which the task of a whole group may be dispatched once more."""
 _INVERSE_OF_7: Final = pow(7, -1, FACTS.num_experts)
@@ -85,6 +89,10 @@ class InvariantChecker:
         self._seen: set[str] = set()
         self._newest = self._saved = 0
         self.tokens_said = 0
+        self.served_s = 0.0
+        """Seconds during which some engine served."""
+        self._begun_s: dict[str, float] = {}
+        """Of these, before the present attempt of a trajectory."""
 
     # -- the trace ----------------------------------------------------------------------------------------
 
@@ -206,12 +214,23 @@ class InvariantChecker:
         """The agent loop of a trajectory starts from its prompt."""
         root = _task_name()
         self.note(f"{root} starts")
+        self._begun_s[root] = self.served_s
         self.decided("admit", *self._numbered("trajectory", root))
         # What an earlier incarnation journalled of a call that ran is as old as the call, however it ended
         # later.
         for name in [name for name in self._heads if root_of(name) == root]:
             del self._heads[name]
             self._unaccounted[name] += 1
+
+    def attempt_cancelled(self, remaining_s: float) -> None:
+        """The agent loop of a trajectory is cancelled: not by its limit while engines were held."""
+        limit_s, root = self._config.rollout.trajectory_timeout_s, _task_name()
+        served_s = self.served_s - self._begun_s[root]
+        slack_s = _LINK_SLACK_S if self._config.rollout.num_workers else _ROUNDING_S
+        if remaining_s <= 0.0 and served_s < limit_s - slack_s:
+            self.fail(
+                f"{root} reached its limit of {limit_s} s in {served_s:.2f} s in which an engine served"
+            )
 
     # -- the trainer --------------------------------------------------------------------------------------
 

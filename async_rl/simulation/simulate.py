@@ -50,7 +50,7 @@ from async_rl.simulation.faulty_engines import FaultyEngine, SimulatedCluster
 from async_rl.simulation.invariant_checker import InvariantChecker
 from async_rl.simulation.scenario import FACTS, Death, Injection, Scenario, draw
 from async_rl.simulation.simulated_disk import Disk
-from async_rl.simulation.users import SimulatedChat, attempt_begins, count_fault
+from async_rl.simulation.users import SimulatedChat, attempt_begins, attempt_cancelled, count_fault
 from async_rl.simulation.virtual_time import NumberedTask, VirtualTimeLoop
 
 _MAX_INCARNATIONS: Final = 24
@@ -187,6 +187,7 @@ class _Simulation:
             after_step=self._after_step,
         )
         self._loop, self._born_s = loop, self._now_s
+        self._engines_served, self._looked_s = False, self._now_s
         self._checker.now = loop.time
         loop.set_exception_handler(self._unhandled)
         for name in ("checkpoints", "logs"):
@@ -217,6 +218,7 @@ class _Simulation:
         assert task is not None
         self._task = task
         attempt_begins.set(self._checker.attempt_begins)
+        attempt_cancelled.set(self._checker.attempt_cancelled)
         count_fault.set(self._checker.count)
         self._cause = ""
         try:
@@ -310,6 +312,11 @@ class _Simulation:
             return
         if self._killed:
             raise _Halt
+        now_s = self._loop.time()
+        if self._engines_served:
+            self._checker.served_s += now_s - self._looked_s
+        self._looked_s = now_s
+        self._engines_served = bool(self._orchestrator.pool.engines(EngineState.SERVING))
         self._checker.turn(task.number if task is not None else 0)
         if self._after_turn is not None and task is not None and not self._incarnations:
             self._after_turn(self._incarnation_steps, task)

@@ -88,7 +88,7 @@ class SimulatedWorkers:
 
     Example:
         >>> workers = SimulatedWorkers(config, chat, delay_s=lambda: 0.001)
-        >>> async with WorkerBackend(config.rollout, workers.open, metrics): ...
+        >>> async with WorkerBackend(config.rollout, workers.open, metrics, serving_clock): ...
         >>> workers.kill(0)
     """
 

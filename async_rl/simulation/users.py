@@ -24,6 +24,9 @@ from async_rl.types import Completion, Int32Array, StopReason, Task
 attempt_begins: ContextVar[Callable[[], None]] = ContextVar("attempt_begins")
 """Told when the loop of a trajectory starts from its prompt, in the trajectory's task."""
 
+attempt_cancelled: ContextVar[Callable[[float], None]] = ContextVar("attempt_cancelled")
+"""Told when that loop is cancelled, with its session's remaining seconds."""
+
 count_fault: ContextVar[Callable[[str], None]] = ContextVar("count_fault", default=lambda kind: None)
 """Called with a fault of the user's code at the moment it takes effect."""
 
@@ -69,6 +72,13 @@ class TurnsLoop:
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """Run the loop on a task."""
         attempt_begins.get()()
+        try:
+            return await self._play(task, session)
+        except asyncio.CancelledError:
+            attempt_cancelled.get()(session.remaining_s)
+            raise
+
+    async def _play(self, task: Task, session: Session) -> StopReason | None:
         if task.metadata["trouble"] == "silent":
             count_fault.get()("silent")
             return "completed"
@@ -144,9 +154,7 @@ class TreeLoop(TurnsLoop):
     Branches are played to their end one after the other, or side by side with the turn.
     """
 
-    async def run(self, task: Task, session: Session) -> StopReason | None:
-        """Run the loop on a task."""
-        attempt_begins.get()()
+    async def _play(self, task: Task, session: Session) -> StopReason | None:
         if task.metadata["trouble"] == "silent":
             count_fault.get()("silent")
             return "completed"

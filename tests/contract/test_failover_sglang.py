@@ -76,6 +76,7 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
         rollout=RolloutConfig(max_context_tokens=1024, max_new_tokens=900),
         metrics=metrics,
         clock=time.monotonic,
+        serving_clock=pool.serving_clock,
         pool=pool,
         facts=sglang_world.facts,
         routing=RoutingConfig(),

@@ -19,6 +19,8 @@ PAYLOAD_GATE: Final = "tests/unit/test_payload_gate.py"
 ROUTING: Final = "tests/unit/test_routing.py"
 REFUSALS: Final = "tests/unit/test_back_pressure.py"
 SIGNALS: Final = "tests/unit/test_signals.py"
+CLOCK: Final = "tests/unit/test_serving_clock.py"
+WORKERS: Final = "tests/unit/test_rollout_workers.py"
 TRAIN: Final = "tests/unit/test_train.py"
 LOOP: Final = "tests/simulation/test_loop.py"
 MISBEHAVING: Final = "tests/simulation/test_misbehaving_loops.py"
@@ -1028,6 +1030,30 @@ MUTANTS: Final = (
         "if len(received) >= cancel_at and (number is signal.SIGINT or cancel_at == 1):",
         "if len(received) >= cancel_at:",
         (f"{TRAIN}::test_a_repeated_sigterm_changes_nothing_when_a_run_drains",),
+    ),
+    Mutant(
+        "held-time-counts",
+        "In-flight agent loops expire together after a long pause of all engines.",
+        "async_rl/engines/pool.py",
+        "        self.serving_clock.set_paused(not self._serving)\n",
+        "",
+        (f"{CLOCK}::test_the_clock_stands_while_the_pool_has_no_serving_engine",),
+    ),
+    Mutant(
+        "limit-forgets-pauses",
+        "A limit that is reached in a pause ends its block when the pause ends.",
+        "async_rl/runtime/serving_clock.py",
+        "        end_s = self._end_s + self._clock.held_s\n",
+        "        end_s = self._end_s\n",
+        (f"{CLOCK}::test_a_limit_is_extended_by_the_pauses_when_there_are_several",),
+    ),
+    Mutant(
+        "workers-count-held-time",
+        "Agent loops in rollout workers expire while all engines are held.",
+        "async_rl/rollout/workers/worker.py",
+        "                self._serving_clock.set_paused(message.paused)\n",
+        "                pass\n",
+        (f"{WORKERS}::test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker",),
     ),
     Mutant(
         "start-ignores-signals",

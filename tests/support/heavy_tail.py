@@ -202,6 +202,7 @@ class World:
                 rollout=self.config.rollout,
                 metrics=self.metrics,
                 clock=clock,
+                serving_clock=self.pool.serving_clock,
                 pool=self.pool,
                 facts=_FACTS,
                 routing=self.config.routing,

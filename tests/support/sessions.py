@@ -80,6 +80,7 @@ class Bench:
             rollout=RolloutConfig(**{"max_context_tokens": 64, "max_new_tokens": 16, **rollout}),
             metrics=self.metrics,
             clock=lambda: 0.0,
+            serving_clock=self.pool.serving_clock,
             pool=self.pool,
             facts=facts,
             routing=RoutingConfig(merge=merge, replay=replay, flip_sample=flip_sample),

@@ -177,7 +177,9 @@ class WorkerBench:
         self.metrics = self.bench.metrics
         chat = cast(ChatFormat, PlainChat())
         self.processes = SimulatedWorkers(self.config, chat, delay_s=lambda: delay_s)
-        self.backend = WorkerBackend(self.config.rollout, self.processes.open, self.metrics)
+        self.backend = WorkerBackend(
+            self.config.rollout, self.processes.open, self.metrics, self.bench.pool.serving_clock
+        )
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> WorkerBench:
@@ -239,6 +241,26 @@ async def test_both_halves_have_the_same_tokens_when_a_loop_leaves_its_turn() ->
     assert 0 < len(cut.token_ids) < 10
     assert len(whole.token_ids) == 3
     assert len(trajectory.turns) == 1  # that of the second call
+
+
+@in_virtual_time
+@pytest.mark.parametrize("since", ["before", "during"])
+async def test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker(since: str) -> None:
+    loop = asyncio.get_running_loop()
+    async with WorkerBench("Everything", trajectory_timeout_s=5.0) as workers:
+        engine = workers.bench.engines[0]
+
+        def hold() -> None:
+            workers.bench.pool.hold_engine(engine.engine_id)
+
+        if since == "before":
+            hold()  # the worker learns of it when it joins
+        else:
+            loop.call_later(0.02, hold)  # the next call waits
+        loop.call_later(1000.0, workers.bench.pool.serve_engine, engine.engine_id, 0)
+        results = await workers.backend.run_attempt(TASK, workers.session())
+    assert len(results) == 4
+    assert loop.time() > 1000.0
 
 
 async def _undisturbed() -> list[int]:

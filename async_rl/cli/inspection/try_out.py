@@ -190,6 +190,7 @@ async def try_out(
             rollout=config.rollout,
             metrics=metrics,
             clock=clock,
+            serving_clock=pool.serving_clock,
             pool=pool,
             facts=facts,
             routing=config.routing,

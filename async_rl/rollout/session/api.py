@@ -85,7 +85,7 @@ class Session(Protocol):
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left of `rollout.trajectory_timeout_s`."""
+        """Seconds left of `rollout.trajectory_timeout_s`; time in which no engine serves does not count."""
         ...
 
     @property

@@ -10,6 +10,7 @@ from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import EngineFacts, InterruptMode
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
+from async_rl.runtime.serving_clock import ServingClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class ConversationContext:
     metrics: Metrics
     clock: Callable[[], float]
     """Monotonic seconds."""
+    serving_clock: ServingClock
+    """Measures the limits of agent loops, tools and trajectories."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,8 @@ class SessionContext(ConversationContext):
 
     Example:
         >>> context = SessionContext(chat=chat, rollout=config.rollout, metrics=metrics, clock=clock,
-        ...     pool=pool, facts=facts, routing=config.routing, interrupt="abort", new_id=new_id)
+        ...     serving_clock=pool.serving_clock, pool=pool, facts=facts, routing=config.routing,
+        ...     interrupt="abort", new_id=new_id)
         >>> transcript = Transcript(context, Entry(trajectory_id))
     """
 

@@ -105,10 +105,12 @@ class Conversation(Generic[Writer]):
         self.stop_reason: StopReason = "completed"
         """Why the session ended, once it has."""
         self.started_s = context.clock()
+        self.serving_clock = context.serving_clock
+        """Measures the limits of the agent loop and its tools."""
         self._context = context
         self._tokens = writer.tokens
         if tree is None:
-            tree = SessionTree(rollout.max_branches, self.started_s + rollout.trajectory_timeout_s)
+            tree = SessionTree(rollout.max_branches, self.serving_clock.now() + rollout.trajectory_timeout_s)
             tree.open[self.trajectory_id] = self
         self._tree = tree
         self._pending: tuple[list[dict[str, Any]], Int32Array] | None = None
@@ -150,8 +152,8 @@ class Conversation(Generic[Writer]):
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left of `rollout.trajectory_timeout_s`, which branches share."""
-        return max(0.0, self._tree.deadline_s - self._context.clock())
+        """Seconds left of `rollout.trajectory_timeout_s`, on the serving clock; branches share it."""
+        return max(0.0, self._tree.deadline_s - self.serving_clock.now())
 
     @property
     def remaining_branches(self) -> int:

@@ -12,6 +12,7 @@ Messages of a link arrive whole and in order, or the link is lost. All messages 
          ◄──── CancelTurn ──────────────── the task that awaited the turn was cancelled
  TurnWritten ────────────────────────────► exactly one for each WriteTurn
          ◄──── AttemptEnded | AttemptFailed
+ ServingChanged ─────────────────────────► the serving clock stops or runs, see `ServingClock`
  CancelRequest ──────────────────────────► the driver no longer wants the attempt, or the group's rewards
  ScoreGroup ─────────────────────────────► the reward function of a group runs
          ◄──── GroupScored
@@ -44,6 +45,13 @@ class StartAttempt(Message, frozen=True, kw_only=True, eq=False):
     request_id: int
     task: Task
     trajectory_id: str
+
+
+class ServingChanged(Message, frozen=True, kw_only=True, eq=False):
+    """Tells a worker whether some engine serves."""
+
+    paused: bool
+    """Whether none does, so that time counts against no limit."""
 
 
 class CancelRequest(Message, frozen=True, kw_only=True, eq=False):

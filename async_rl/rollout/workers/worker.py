@@ -36,6 +36,7 @@ from async_rl.rollout.workers.messages import (
     Link,
     Message,
     ScoreGroup,
+    ServingChanged,
     StartAttempt,
     TrajectoryScore,
     TurnGrown,
@@ -43,6 +44,7 @@ from async_rl.rollout.workers.messages import (
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector
 from async_rl.rollout.workers.worker_session import RemoteWriter, WorkerChannel, WorkerSession
+from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import Waits, acting, waiting
 
@@ -75,7 +77,14 @@ class RolloutWorker:
             ConfigError: One of them cannot be loaded.
         """
         self._config = config
-        self._context = ConversationContext(chat=chat, rollout=config.rollout, metrics=metrics, clock=clock)
+        self._serving_clock = ServingClock(clock)  # follows the driver's
+        self._context = ConversationContext(
+            chat=chat,
+            rollout=config.rollout,
+            metrics=metrics,
+            clock=clock,
+            serving_clock=self._serving_clock,
+        )
         self._loops = AgentLoops(config.rollout)
         self._rewards = Rewards(config, decode=chat.decode, metrics=metrics, clock=clock)
         self._channels: dict[int, WorkerChannel] = {}
@@ -118,6 +127,8 @@ class RolloutWorker:
             case TurnGrown() if message.request_id in self._channels:
                 writer = self._channels[message.request_id].writers[message.trajectory_id]
                 writer.receive_tokens(message.token_ids)
+            case ServingChanged():
+                self._serving_clock.set_paused(message.paused)
             case ScoreGroup():
                 scoring = self._score_group(message)
                 self._tasks[message.request_id] = attempts.start_task(f"reward {message.request_id}", scoring)

@@ -40,10 +40,12 @@ from async_rl.rollout.workers.messages import (
     Message,
     OpenBranch,
     ScoreGroup,
+    ServingChanged,
     StartAttempt,
     WriteTurn,
 )
 from async_rl.rollout.workers.metric_counts import add_increments
+from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import waiting
 from async_rl.types import Completion, Task
@@ -119,17 +121,20 @@ class WorkerBackend(RolloutBackend):
     """Runs attempts in the rollout workers of a run.
 
     Example:
-        >>> async with WorkerBackend(config.rollout, cluster.rollout_worker, metrics) as backend:
+        >>> async with WorkerBackend(config.rollout, cluster.rollout_worker, metrics, clock) as backend:
         ...     results = await backend.run_attempt(task, session)
     """
 
     session_class = DriverSession
 
-    def __init__(self, config: RolloutConfig, open_worker: OpenWorker, metrics: Metrics) -> None:
-        """Prepare to start `rollout.num_workers` workers with `open_worker`."""
+    def __init__(
+        self, config: RolloutConfig, open_worker: OpenWorker, metrics: Metrics, serving_clock: ServingClock
+    ) -> None:
+        """Prepare to start `rollout.num_workers` workers, whose limits follow the driver's serving clock."""
         self._config = config
         self._open_worker = open_worker
         self._metrics = metrics
+        self._serving_clock = serving_clock
         self.workers: dict[str, WorkerHandle] = {}
         """The workers that are alive, by name."""
         self._worker_joined = asyncio.Event()
@@ -141,6 +146,7 @@ class WorkerBackend(RolloutBackend):
 
     async def __aenter__(self) -> Self:
         """Start all workers; attempts wait for the first of them."""
+        self._serving_clock.listeners[self._post_serving_change] = None
         await self._keepers.__aenter__()
         for index in range(self._config.num_workers):
             name = f"rollout-worker-{index}"
@@ -154,6 +160,7 @@ class WorkerBackend(RolloutBackend):
         traceback: TracebackType | None,
     ) -> None:
         """End all workers."""
+        self._serving_clock.listeners.pop(self._post_serving_change)
         self._keepers.cancel_tasks()
         await self._keepers.__aexit__(kind, error, traceback)
 
@@ -301,6 +308,7 @@ class WorkerBackend(RolloutBackend):
     async def _receive_messages(self, worker: WorkerHandle) -> str:
         """Receive a worker's messages until it ends, and return why it ended."""
         self.workers[worker.name] = worker
+        worker.post(ServingChanged(paused=self._serving_clock.is_paused))
         self._worker_joined.set()
         cause = f"{worker.name} is ended with the run"
         try:
@@ -337,6 +345,10 @@ class WorkerBackend(RolloutBackend):
             if len(inbox) > self._max_unread:
                 raise WorkerLost(f"it sent {len(inbox)} messages of one attempt without waiting for answers")
             inbox.put_message(message)
+
+    def _post_serving_change(self, paused: bool) -> None:
+        for worker in self.workers.values():
+            worker.post(ServingChanged(paused=paused))
 
     async def _watch_silence(self, worker: WorkerHandle) -> None:
         """End a worker that sends nothing."""
