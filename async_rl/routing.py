@@ -186,7 +186,11 @@ def truncate(trace: RoutingTrace, token_ids: Int32Array) -> RoutingTrace:
     end = min(len(trace.rows), max(len(token_ids) - 1, 0))
     spans = _spans([(a, min(b, end), version) for a, b, version in _parts(trace.spans)])
     return msgspec.structs.replace(
-        trace, rows=trace.rows[:end], spans=spans, prefix_hash=hash_tokens(token_ids[:end])
+        trace,
+        rows=trace.rows[:end],
+        spans=spans,
+        prefix_hash=hash_tokens(token_ids[:end]),
+        recomputed=tuple((a, min(b, end)) for a, b in trace.recomputed if a < end),
     )
 
 
@@ -244,6 +248,11 @@ def check(trace: RoutingTrace, num_tokens: int, moe_layers: Sequence[int]) -> No
 def invalid_rows(trace: RoutingTrace) -> int:
     """Return the number of rows that were never reported and are routed natively in training."""
     return sum(span.end - span.start for span in trace.spans if span.weight_version == NEVER_COMPUTED)
+
+
+def recomputed_rows(trace: RoutingTrace) -> int:
+    """Return the number of rows that a recovery computed anew: they may differ from those sampled with."""
+    return sum(end - start for start, end in trace.recomputed)
 
 
 def flip_ratio(old: ExpertIdArray, new: ExpertIdArray) -> float:

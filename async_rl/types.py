@@ -111,6 +111,9 @@ class RoutingTrace(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tru
     prefix_hash: int = 0
     """`routing.hash_tokens` of what was fed, `token_ids[:T-1]`: rows of another text are invalid. 0 where the
     text is not known: straight from an engine."""
+    recomputed: tuple[tuple[int, int], ...] = ()
+    """Half-open ranges of rows that a recovery computed anew: by another forward pass than the one that
+    sampled, or under other weights."""
 
     @cached_property
     def valid(self) -> BoolArray:

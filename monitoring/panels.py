@@ -430,8 +430,12 @@ ROUTING: Final = (
     ),
     Panel(
         "Missing rows",
-        "Share that the trainer has to route natively; below 1% is healthy.",
-        (Query(f"{rate('routing_rows_invalid_total')} / {rate('routing_rows_total')}", "invalid"),),
+        "Shares that the trainer has to route natively, and that were computed anew after the sampling; "
+        "below 1% is healthy.",
+        (
+            Query(f"{rate('routing_rows_invalid_total')} / {rate('routing_rows_total')}", "invalid"),
+            Query(f"{rate('routing_rows_recomputed_total')} / {rate('routing_rows_total')}", "recomputed"),
+        ),
         unit="percentunit",
         limits=((0.01, RED),),
     ),

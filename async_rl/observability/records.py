@@ -474,6 +474,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             from_trainer=True,
         ),
     ] = 0
+    routing_rows_recomputed: Annotated[
+        int,
+        figure(
+            "Routing rows that a recovery computed anew, after the sampling or under newer weights.",
+            counter="routing_rows_recomputed_total",
+            section="routing",
+            unit="rows",
+            bad="Above 1% of `routing_rows_total`: engines die often, or trajectories end without an answer.",
+        ),
+    ] = 0
     wait_s: Annotated[
         float,
         figure(

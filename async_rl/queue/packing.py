@@ -15,7 +15,7 @@ from async_rl.errors import AlignmentError, CorruptFrame, InvariantError
 from async_rl.observability.metrics import Metrics
 from async_rl.queue import batching
 from async_rl.queue.spool import Spool, SpoolRef
-from async_rl.routing import invalid_rows
+from async_rl.routing import invalid_rows, recomputed_rows
 from async_rl.staleness import StalenessPolicy, staleness
 from async_rl.types import Group, Trajectory, root_of
 
@@ -48,6 +48,7 @@ class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens that are too old to be trained (`rollout.staleness_policy: mask_tokens`)."""
     routing_rows: int
     routing_rows_invalid: int
+    routing_rows_recomputed: int
 
     @property
     def num_tokens(self) -> int:
@@ -176,6 +177,7 @@ class Packer:
             num_masked_tokens=sum(_num_older(t, oldest) for t in trajectories),
             routing_rows=sum(len(trace.rows) for trace in traces),
             routing_rows_invalid=sum(map(invalid_rows, traces)),
+            routing_rows_recomputed=sum(map(recomputed_rows, traces)),
         )
         return Packed(batch=batch, ref=ref, too_stale=tuple(too_stale))
 

@@ -257,6 +257,7 @@ def _step_record(
         sampled_tokens_min=min(batch.sampled_lengths),
         sampled_tokens_max=max(batch.sampled_lengths),
         masked_tokens=batch.num_masked_tokens,
+        routing_rows_recomputed=batch.routing_rows_recomputed,
         wait_s=done.wait_s,
         step_s=done.step_s,
         sync_s=report.total_s,

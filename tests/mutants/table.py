@@ -503,6 +503,22 @@ MUTANTS: Final = (
         (SESSION_ROUTING,),
     ),
     Mutant(
+        "recomputed-rows-pass-as-exact",
+        "Rows that were recovered after an update count as those that the sampling used.",
+        "async_rl/rollout/session/routing_rows.py",
+        "if payload.weight_version == recovered_version",
+        "if True",
+        (SESSION_ROUTING,),
+    ),
+    Mutant(
+        "recovery-gives-up-on-updates",
+        "Rows stay missing when a few updates interrupt their recovery.",
+        "async_rl/rollout/session/transcript.py",
+        'return finish.reason == "abort" and lease.interrupted',
+        "return False",
+        (SESSION_ROUTING,),
+    ),
+    Mutant(
         "resume-concatenates",
         "Under `replace` the rows of a resumed call are laid after those of the call before.",
         "async_rl/rollout/session/routing_rows.py",

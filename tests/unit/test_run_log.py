@@ -53,6 +53,7 @@ def done(step: int, wait_s: float) -> TrainedStep:
         num_masked_tokens=0,
         routing_rows=0,
         routing_rows_invalid=0,
+        routing_rows_recomputed=0,
     )
     result = StepResult(step=step, metrics={"loss": 0.5, "grad_norm": 1.0})
     return TrainedStep(batch=batch, result=result, wait_s=wait_s, step_s=1.0, sync_hidden_s=0.0)

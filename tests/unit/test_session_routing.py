@@ -14,7 +14,7 @@ from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest
 from async_rl.engines.simulated import Fault, SimulatedEngine
 from async_rl.errors import AlignmentError, EngineError
-from async_rl.routing import invalid_rows
+from async_rl.routing import invalid_rows, recomputed_rows
 from async_rl.simulation.virtual_time import in_virtual_time
 from async_rl.types import Context, Sampled, Trajectory, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
@@ -584,6 +584,10 @@ async def test_missing_rows_are_recovered_without_a_token_when_the_last_call_had
     assert trajectory.num_tokens == LENGTHS_AFTER_TURNS[1] == 512 - left
     assert_whole(trajectory, [0] * start + [int(bumped)] * (40 - start))
     assert bench.counted("routing_payloads_total", kind="recovery") == 1
+    # The engine caches whole pages of 16: what it had to prefill again, or under other weights, is not exact.
+    assert finish.cached_tokens == (0 if bumped else 32)
+    assert trajectory.trace.recomputed == ((max(start, finish.cached_tokens), 40),)
+    assert recomputed_rows(trajectory.trace) == 40 - max(start, finish.cached_tokens)
 
 
 @pytest.mark.case(25)
@@ -598,6 +602,41 @@ async def test_a_recovery_is_tried_again_when_it_is_interrupted_itself() -> None
     trace = (await bench.finish()).trace
     assert row_versions(trace) == [1] * (PROMPT + 4)
     assert [r.max_new_tokens for r in bench.engines[0].requests] == [16, 0, 0, 0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("cached", "version", "marked"), [(14, 0, ()), (13, 0, ((13, 14),)), (14, 1, ((0, 14),))]
+)
+async def test_recovered_rows_are_exact_only_when_they_were_cached_under_the_same_weights(
+    cached: int, version: int, marked: tuple
+) -> None:
+    def recover(asked: GenerateRequest) -> Script:
+        (finish,) = sampled(0, "length", version, prompt=len(asked.input_ids))
+        return [msgspec.structs.replace(finish, cached_tokens=cached)]
+
+    bench = scripted(lambda r: sampled(15 - PROMPT, "stop", 0, prompt=PROMPT, rows=False), recover)
+    await bench.session.generate()
+    assert (await bench.finish()).trace.recomputed == marked
+
+
+@in_virtual_time
+async def test_rows_are_recovered_however_often_updates_interrupt_it() -> None:
+    """After a restart a recovery may meet update after update."""
+    policy = Watched(stop_at=[60])
+    engine = recorded(policy, prefill_tokens_per_s=60.0)
+    bench = Bench(engine, **LONG)
+    bench.start()
+    engine.mute = True
+    await bench.session.generate()
+    engine.mute = False
+    async with asyncio.TaskGroup() as group:
+        ending = group.create_task(bench.finish())
+        for version in range(1, 8):
+            await asyncio.sleep(0.1)  # the prefill takes longer
+            await bench.bump(version)
+    trajectory = ending.result()
+    assert_whole(trajectory, 7)
+    assert trajectory.trace.recomputed == ((0, trajectory.num_tokens - 1),)
 
 
 @in_virtual_time

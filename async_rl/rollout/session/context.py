@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from async_rl.config import RolloutConfig, RoutingConfig
 from async_rl.data.chat_format import ChatFormat
@@ -11,6 +13,10 @@ from async_rl.engine_protocol import EngineFacts, InterruptMode
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.serving_clock import ServingClock
+
+_MAX_RECOVERING: Final = 16
+"""Trajectories that recover their rows at a time. After a crash of the driver all that were complete need it,
+and their prefills must not displace the generation of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +50,5 @@ class SessionContext(ConversationContext):
     """How weight updates interrupt engine calls."""
     new_id: Callable[[], str]
     """Returns a unique id for each engine request."""
+    recoveries: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_RECOVERING))
+    """Held while a trajectory recovers its routing rows."""

@@ -19,7 +19,7 @@ import asyncio
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -45,6 +45,9 @@ class _HeldRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Number of tokens that the call received; it sampled those after them."""
     spans: tuple[VersionSpan, ...]
     """Weight versions of the rows, counted from the first of them."""
+    recomputed_from: int
+    """Position from which on the rows were computed anew, by another forward pass than the one that sampled
+    or under other weights; `end` if none was."""
 
     @property
     def end(self) -> int:
@@ -139,7 +142,13 @@ class RoutingRows:
         return held if same else 0
 
     def add_answer(
-        self, engine: Engine, finish: Finish, token_ids: Int32Array, prompt: int, *, recovery: bool = False
+        self,
+        engine: Engine,
+        finish: Finish,
+        token_ids: Int32Array,
+        prompt: int,
+        *,
+        recovered_version: int | None = None,
     ) -> None:
         """Keep the rows of an answer, if it has usable ones.
 
@@ -148,23 +157,29 @@ class RoutingRows:
             finish: The end of the call.
             token_ids: The tokens that the call received and sampled, `[prompt + n] int32`.
             prompt: How many tokens it received.
-            recovery: Whether the call was made for the rows alone.
+            recovered_version: The weight version that sampled the last tokens, for a call that was made for
+                their rows alone. They are exact as far as the engine still had them cached, under the same
+                weights.
         """
         payload = finish.routing
         if payload is None:
             return
+        recovery = recovered_version is not None
         kind = "recovery" if recovery else "delta" if payload.start else "full"
         self._metrics.routing_payloads_total.labels(kind).inc()
         if mixture := self._mixture(finish.version_spans, payload):
             self._report_mixture(engine, mixture)
             return  # no single version computed these rows; they are fetched again
-        end = payload.start + payload.num_rows
+        recomputed_from = end = payload.start + payload.num_rows
+        if recovery:
+            recomputed_from = finish.cached_tokens if payload.weight_version == recovered_version else 0
         new = _HeldRows(
             engine=engine,
             payload=payload,
             prefix_hash=routing.hash_tokens(token_ids[:end]),
             prompt=prompt,
             spans=self._row_spans(finish.version_spans, payload, prompt),
+            recomputed_from=recomputed_from,
         )
         before = self._held[-1].end if self._held else 0
         if payload.start > before:
@@ -243,7 +258,16 @@ class RoutingRows:
             )
         merged = routing.fit(merged, token_ids)
         routing.check(merged, len(token_ids), facts.moe_layers)
-        return merged
+        return msgspec.structs.replace(merged, recomputed=tuple(self._recomputed()))
+
+    def _recomputed(self) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of rows in the merged trace that were not computed as the tokens were sampled."""
+        kept = 0
+        for held in self._held:
+            begin = max(kept, held.payload.start, held.recomputed_from)
+            if begin < held.end:
+                yield begin, held.end
+            kept = held.end
 
     # -- weight versions -------------------------------------------------------------------------------
 

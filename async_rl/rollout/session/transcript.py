@@ -57,7 +57,7 @@ _MAX_UNREQUESTED_ABORTS: Final = 8
 """The attempt fails after this many calls in a row that ended without a token and without a weight update."""
 
 _MAX_RECOVERIES: Final = 4
-"""The most attempts to fetch missing routing rows; a weight update can interrupt each of them."""
+"""The most attempts to fetch missing routing rows. Those that a weight update interrupts do not count."""
 
 OpenBranchEntry = Callable[[str, Sequence[Segment]], JournalEntry]
 """Makes the journal's entry of a branch, from its id and the segments that it inherits."""
@@ -403,23 +403,37 @@ class Transcript(TokenWriter):
     async def _recover_rows(self, needed: int) -> None:
         """Prefill once more, without sampling, for rows that no call returned.
 
-        Rows are missing if the last call failed, or was aborted while it was queued. Recovered rows belong to
-        the weights that are served now, and the trace's spans record that.
+        Rows are missing if the last call failed, was cut, or was restored from the journal. Recovered rows
+        belong to the weights that are served now, and the trace's spans record that.
         """
-        token_ids = self.tokens.token_ids[: needed + 1]
-        for _ in range(_MAX_RECOVERIES):
-            async with self._context.pool.lease(self.trajectory_id, needed + 1, prompt=needed + 1) as lease:
-                request = self._request(lease, needed + 1, 0, SamplingParams())
-                try:
-                    async with aclosing(lease.generate(request)) as stream:
-                        async for event in stream:
-                            if isinstance(event, Finish):
-                                self._rows.add_answer(
-                                    lease.engine, event, token_ids, needed + 1, recovery=True
-                                )
-                except EngineError as error:
-                    log.info("trajectory %s: its rows were not recovered: %s", self.trajectory_id, error)
-            if self._rows.num_held(token_ids) >= needed:
-                return
+        with waiting("routing"):
+            await self._context.recoveries.acquire()
+        try:
+            failures = 0
+            while failures < _MAX_RECOVERIES:
+                failures += not await self._request_rows(needed)
+                if self._rows.num_held(self.tokens.token_ids) >= needed:
+                    return
+        finally:
+            self._context.recoveries.release()
         # The rows stay invalid: the trainer routes these tokens itself, and metrics count them.
         log.warning("trajectory %s: its last routing rows could not be recovered", self.trajectory_id)
+
+    async def _request_rows(self, needed: int) -> bool:
+        """Make one call for missing rows; return whether a weight update ended it."""
+        sampled = next(s for s in reversed(self.tokens.segments) if isinstance(s, Sampled))
+        token_ids, finish = self.tokens.token_ids[: needed + 1], None
+        async with self._context.pool.lease(self.trajectory_id, needed + 1, prompt=needed + 1) as lease:
+            request = self._request(lease, needed + 1, 0, SamplingParams())
+            try:
+                async with aclosing(lease.generate(request)) as stream:
+                    async for event in stream:
+                        if isinstance(event, Finish):
+                            finish = event
+            except EngineError as error:
+                log.info("trajectory %s: its rows were not recovered: %s", self.trajectory_id, error)
+            if finish is None:
+                return False
+            version = sampled.weight_version
+            self._rows.add_answer(lease.engine, finish, token_ids, needed + 1, recovered_version=version)
+            return finish.reason == "abort" and lease.interrupted
