@@ -148,6 +148,13 @@ class ChatFormat:
                 run = []
         return "".join([*pieces, self._decode(run)])
 
+    def raw_text(self, token_ids: Sequence[int] | Int32Array) -> str:
+        """Return the text of tokens with all special tokens, in which engines look for stop strings."""
+        text = self.tokenizer.decode(
+            list(map(int, token_ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
     def _decode(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)

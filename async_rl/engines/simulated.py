@@ -171,8 +171,14 @@ class SimulatedCall:
 
     @property
     def _has_stopped(self) -> bool:
-        stops = self.request.sampling.stop_token_ids or (_EOS,)
-        return self.num_sampled > 0 and self.tokens[-1] in stops
+        sampling = self.request.sampling
+        if not self.num_sampled:
+            return False
+        if self.tokens[-1] in (sampling.stop_token_ids or (_EOS,)):
+            return True
+        # The text of a token is its number; a call does not see what an earlier one has sampled.
+        text = " ".join(map(str, self.tokens[-self.num_sampled :])) if sampling.stop else ""
+        return any(stop in text for stop in sampling.stop)
 
     def routing_payload(self, weight_version: int) -> RoutingPayload | None:
         """Returns its rows; None if they are not needed, or it ended in the queue or its prefill."""

@@ -111,6 +111,7 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "flaky_reward": FaultRow("user", "the reward raises"),
     "slow_reward": FaultRow("user", "the reward takes too long"),
     "slow_tool": FaultRow("user", "a tool exceeds its limit"),
+    "split_stop": FaultRow("user", "an interruption splits a stop string of the agent loop", share=0.15),
     "bad_message": FaultRow("user", "the agent loop adds what no chat template renders", share=0.1),
     "bad_return": FaultRow("user", "the agent loop returns a reward, a number or a mapping", share=0.1),
     "bad_reward": FaultRow("user", "the reward returns no finite number", share=0.1),

@@ -14,8 +14,8 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from async_rl.errors import ConfigError
-from async_rl.rollout.session.api import Session
+from async_rl.errors import ConfigError, InvariantError
+from async_rl.rollout.session.api import Session, Turn
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.threads import call_in_thread
 from async_rl.simulation.invariant_checker import reward_source
@@ -30,6 +30,9 @@ attempt_cancelled: ContextVar[Callable[[float], None]] = ContextVar("attempt_can
 count_fault: ContextVar[Callable[[str], None]] = ContextVar("count_fault", default=lambda kind: None)
 """Called with a fault of the user's code at the moment it takes effect."""
 
+
+_STOP_PAIRS: Final = tuple(f"{digit} 1" for digit in range(10))
+"""Stop strings over two tokens: each fourth token ends the turn, unless it is the first one."""
 
 _STRAGGLES_S: Final = 20.0
 """Longer than some limits of trajectories and stragglers, shorter than others."""
@@ -56,6 +59,10 @@ class SimulatedChat:
         """Implements `ChatFormat.decode`."""
         return " ".join(map(str, token_ids))
 
+    def raw_text(self, token_ids: Sequence[int] | Int32Array) -> str:
+        """Implements `ChatFormat.raw_text`."""
+        return self.decode(token_ids)
+
 
 def _ids(messages: Sequence[Mapping[str, Any]]) -> Int32Array:
     words: list[str] = []
@@ -64,6 +71,22 @@ def _ids(messages: Sequence[Mapping[str, Any]]) -> Int32Array:
             raise ConfigError(f"the chat template cannot render the content {message['content']!r}")
         words += message["content"].split()
     return np.array([int(word) for word in words], np.int32)
+
+
+def _stop_strings(task: Task) -> Sequence[str]:
+    return _STOP_PAIRS if task.metadata["trouble"] == "split_stop" else ()
+
+
+def _check_stop(turn: Turn, stop: Sequence[str]) -> None:
+    """Check that a turn ends with the token that completes a stop string, however it was interrupted."""
+    words = turn.text.split(" ")
+    if any(each in " ".join(words[:-1]) for each in stop):
+        raise InvariantError(f"the turn {turn.text} goes on after one of the stop strings {stop}")
+    if any(each in turn.text for each in stop):
+        if turn.finish_reason != "stop":
+            raise InvariantError(f"the turn {turn.text} ended by {turn.finish_reason} at a stop string")
+        if turn.num_interruptions:
+            count_fault.get()("split_stop")
 
 
 class TurnsLoop:
@@ -102,7 +125,9 @@ class TurnsLoop:
         """One turn of the policy, and the tool after it unless it is the last."""
         turns, trouble = task.metadata["turns"], task.metadata["trouble"]
         script = turns[number]
-        turn = await session.generate(max_new_tokens=script["max_new_tokens"])
+        stop = _stop_strings(task)
+        turn = await session.generate(max_new_tokens=script["max_new_tokens"], stop=stop)
+        _check_stop(turn, stop)
         # A function of what was said: another attempt may fare better.
         luck = zlib.crc32(turn.text.encode()) % 2
         if trouble == "raise" and luck:

@@ -338,6 +338,22 @@ MUTANTS: Final = (
         (f"{MISBEHAVING}::test_a_run_goes_on_when_some_attempts_misbehave[ReturnsNumber]",),
     ),
     Mutant(
+        "split-stop-strings-are-missed",
+        "A turn goes on after a stop string that an interruption has split.",
+        "async_rl/rollout/session/stop_strings.py",
+        "        for count, token_id in enumerate(token_ids, 1):\n",
+        "        for count, token_id in enumerate(token_ids[:0], 1):\n",
+        ("tests/unit/test_stop_strings.py",),
+    ),
+    Mutant(
+        "full-context-gives-empty-turns",
+        "A loop whose context is full takes empty turns, as many as rollout.max_turns allows.",
+        "async_rl/rollout/session/conversation.py",
+        "        if self.remaining_tokens < 1:\n",
+        "        if self.remaining_tokens < 0:\n",
+        (SESSION,),
+    ),
+    Mutant(
         "polling-loops-are-awaited",
         "An agent loop that takes each cancellation for a timeout keeps its group from ending.",
         "async_rl/runtime/supervision.py",
@@ -490,8 +506,8 @@ MUTANTS: Final = (
         "resumed-budget-is-not-reduced",
         "A resumed turn may sample its whole budget once more.",
         "async_rl/rollout/session/transcript.py",
-        "await self._call_engine(left, sampling, listener, resumed=resumed)",
-        "await self._call_engine(budget, sampling, listener, resumed=resumed)",
+        "await self._call_engine(left, sampling, listener, seam, resumed=resumed)",
+        "await self._call_engine(budget, sampling, listener, seam, resumed=resumed)",
         (SESSION,),
     ),
     Mutant(

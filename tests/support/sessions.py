@@ -47,6 +47,9 @@ class PlainChat:
     def decode(self, token_ids: Any) -> str:
         return " ".join(map(str, token_ids))
 
+    def raw_text(self, token_ids: Any) -> str:
+        return self.decode(token_ids)
+
 
 class Bench:
     """A pool of engines that serve version 0, and a session on it."""

@@ -333,3 +333,23 @@ async def test_no_routing_is_asked_for_when_replay_is_off():
     await b.session.generate()
     assert (await b.finish()).trace is None
     assert not b.engines[0].requests[0].return_routing
+
+
+async def test_the_trajectory_ends_as_it_is_when_the_context_is_full():
+    b = bench([lambda r: sampled(4, "length", 0, prompt=PROMPT)], max_context_tokens=PROMPT + 4)
+    await b.session.generate()
+    assert b.session.remaining_tokens == 0
+    with pytest.raises(PromptTooLong, match="the context is full") as caught:
+        await b.session.generate()
+    assert b.session.has_exceeded(caught.value)
+    assert b.session.num_turns == 1
+    b.session.end_session()
+    assert b.session.stop_reason == "length"
+
+
+@pytest.mark.parametrize("wanted", [0, -1])
+async def test_a_turn_of_no_tokens_is_refused(wanted):
+    b = bench([])
+    with pytest.raises(ValueError, match="expected at least 1"):
+        await b.session.generate(max_new_tokens=wanted)
+    assert b.session.num_turns == 0

@@ -117,12 +117,14 @@ class Session(Protocol):
         Args:
             max_new_tokens: The most tokens of this turn, over all its resumes; None takes
                 `rollout.max_new_tokens`.
-            stop: Additional strings that end the turn.
+            stop: Additional strings that end the turn, with the token that completes one of them.
             on_text: Receives the turn's text as it grows, across interruptions. An invalid answer of an
                 engine is discarded and sampled anew, so only the text of the returned turn is final.
 
         Raises:
             OutOfTurns: The session has had `rollout.max_turns`. The trajectory ends as it is.
+            PromptTooLong: `rollout.max_context_tokens` are used up. The trajectory ends as it is.
+            ValueError: `max_new_tokens` is less than 1, or `stop` has an empty string.
         """
         ...
 

@@ -203,20 +203,40 @@ class Conversation(Generic[Writer]):
 
         Raises:
             OutOfTurns: The session has had `rollout.max_turns`; the trajectory ends as it is.
-            PromptTooLong: The context is full.
+            PromptTooLong: The context is full; the trajectory ends as it is.
+            ValueError: `max_new_tokens` is less than 1, or `stop` has an empty string.
         """
         self._check_call("generate")
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(each, str) and each for each in stop):
+            raise ValueError(
+                f"session.generate: stop is {list(stop)!r:.200}, expected strings, none of them empty"
+            )
         tokens, rollout, chat = self._tokens, self._context.rollout, self._context.chat
         if not tokens.segments:
             raise RuntimeError("session.generate was called before session.start")
         if self.remaining_turns < 1:
-            error = OutOfTurns(f"the trajectory has had rollout.max_turns = {rollout.max_turns} turns")
-            raise self._exceed(error)
+            raise self._exceed(
+                OutOfTurns(f"the trajectory has had rollout.max_turns = {rollout.max_turns} turns")
+            )
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(
+                f"session.generate: max_new_tokens is {max_new_tokens}, expected at least 1: leave it out to "
+                "use rollout.max_new_tokens"
+            )
         if self._pending is None and self._turn_is_closed:
             self._add_pending([])
+        if self.remaining_tokens < 1:
+            raise self._exceed(
+                PromptTooLong(
+                    "the context is full: the trajectory has rollout.max_context_tokens = "
+                    f"{rollout.max_context_tokens} tokens; raise it, or look at session.remaining_tokens "
+                    "before a turn"
+                )
+            )
         self._append_pending()
-        budget = min(max_new_tokens or rollout.max_new_tokens, rollout.max_new_tokens)
-        budget = min(budget, self.remaining_tokens)
+        wanted = max_new_tokens or rollout.max_new_tokens
+        budget = min(wanted, rollout.max_new_tokens, self.remaining_tokens)
         begin, first = len(tokens), len(tokens.segments)
         interruptions, engine_s = tokens.num_interruptions + tokens.num_failovers, tokens.engine_s
         self._turn_task = turn_task = asyncio.current_task()
@@ -295,11 +315,7 @@ class Conversation(Generic[Writer]):
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Implements `api.Session.pieces`; bytes of an incomplete character are replaced."""
-        decode = self._context.chat.tokenizer.decode
-        return [
-            str(decode([int(i)], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-            for i in token_ids
-        ]
+        return [self._context.chat.raw_text([token_id]) for token_id in token_ids]
 
     @property
     def chat_template(self) -> str:

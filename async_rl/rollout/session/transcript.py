@@ -7,6 +7,9 @@
              └ stop / length: the turn is complete
 ```
 
+An engine looks for stop strings in the tokens of its own call. A stop string that an abort has split is found
+here, as its tokens arrive; the turn then ends where an uninterrupted call would have ended.
+
 All sampled tokens become segments under their own weight version when their call ends, however it ends.
 Sampled tokens are never tokenised again: each call receives the token ids so far and appends its own. The
 journal records everything; after a restart the agent loop runs again and receives what the journal has
@@ -39,6 +42,7 @@ from async_rl.queue.journal import JournalEntry
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.restore import RestoredTurns
 from async_rl.rollout.session.routing_rows import RoutingRows
+from async_rl.rollout.session.stop_strings import StopStringAtSeam
 from async_rl.rollout.session.tokens import TokenListener, TokenLog, TokenWriter
 from async_rl.runtime.waits import waiting
 from async_rl.types import (
@@ -210,7 +214,10 @@ class Transcript(TokenWriter):
             if (left := budget - (len(tokens) - begin)) <= 0:
                 reason = "length"
                 break
-            ended, ours = await self._call_engine(left, sampling, listener, resumed=resumed)
+            seam = None
+            if stop and len(tokens) > begin:
+                seam = StopStringAtSeam(self._context.chat.raw_text, stop, tokens.token_ids[begin:])
+            ended, ours = await self._call_engine(left, sampling, listener, seam, resumed=resumed)
             if ended == "stop" or ended == "length":
                 reason = ended
                 break
@@ -226,7 +233,13 @@ class Transcript(TokenWriter):
         return reason
 
     async def _call_engine(
-        self, budget: int, sampling: SamplingParams, listener: TokenListener | None, *, resumed: bool
+        self,
+        budget: int,
+        sampling: SamplingParams,
+        listener: TokenListener | None,
+        seam: StopStringAtSeam | None,
+        *,
+        resumed: bool,
     ) -> tuple[FinishReason, bool]:
         """Make one engine call and keep its tokens.
 
@@ -243,14 +256,23 @@ class Transcript(TokenWriter):
             request = self._request(lease, prompt, budget, sampling)
             began_s = clock()
             reason: FinishReason = "failover"
-            refused = False
+            refused = left = False
             try:
                 async with aclosing(lease.generate(request)) as stream:
                     async for event in stream:
                         if isinstance(event, Chunk):
+                            end = None if seam is None else seam.find_end(event.token_ids)
+                            if end is not None:
+                                event = Chunk(
+                                    token_ids=event.token_ids[:end], log_probs=event.log_probs[:end]
+                                )
                             call.add_chunk(event)
                             if listener is not None:
                                 listener.add_tokens(event.token_ids)
+                            if end is not None:
+                                # Leaving the stream aborts the call, which would sample on.
+                                left, reason = True, "stop"
+                                break
                         else:
                             call.finish = event
                             reason = event.reason
@@ -259,7 +281,7 @@ class Transcript(TokenWriter):
             except EngineError:
                 reason = "failover"
             else:
-                if not self._check_answer(call, lease):
+                if not self._check_answer(call, lease, left=left):
                     reason = "failover"
             finally:
                 # Also on cancellation: sampled tokens are a segment before any other task runs.
@@ -279,14 +301,20 @@ class Transcript(TokenWriter):
                 metrics.resumes_total.inc(count)
         return reason, ours
 
-    def _check_answer(self, call: _RunningCall, lease: Lease) -> bool:
-        """Return whether an answer is valid; discard an invalid one and report its engine."""
+    def _check_answer(self, call: _RunningCall, lease: Lease, *, left: bool) -> bool:
+        """Return whether an answer is valid; discard an invalid one and report its engine.
+
+        Args:
+            call: The call, which has ended.
+            lease: Its engine.
+            left: Whether we left it before its finish.
+        """
         engine_id = lease.engine.engine_id
-        if call.finish is None:
+        if call.finish is None and not left:
             problem = f"engine {engine_id} ended a stream without a finish"
         elif not check_partition(call.spans, len(call.token_ids)):
             problem = (
-                f"engine {engine_id} reports weight versions {call.finish.version_spans} for "
+                f"engine {engine_id} reports weight versions {call.spans} for "
                 f"{len(call.token_ids)} sampled tokens"
             )
         elif not all(math.isfinite(value) for value in call.log_probs):
@@ -372,7 +400,7 @@ class Transcript(TokenWriter):
             return True
         if not sampling.stop:
             return False
-        text = self._context.chat.decode(token_ids[begin:])
+        text = self._context.chat.raw_text(token_ids[begin:])
         return any(stop in text for stop in sampling.stop)
 
     # -- routing ---------------------------------------------------------------------------------------
