@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
 import os
 import select
@@ -71,14 +73,20 @@ class AgentAPI:
         bounds the whole trajectory.
         """
         if self._client is None:
-            self._client = _openai().AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, timeout=None)
+            http = _openai().DefaultAsyncHttpxClient(**http_settings())
+            self._client = _openai().AsyncOpenAI(
+                base_url=self.base_url, api_key=self.api_key, timeout=None, http_client=http
+            )
         return self._client
 
     @property
     def sync_client(self) -> openai.OpenAI:
         """OpenAI's own client for sync agents, which run in threads."""
         if self._sync_client is None:
-            self._sync_client = _openai().OpenAI(base_url=self.base_url, api_key=self.api_key, timeout=None)
+            http = _openai().DefaultHttpxClient(**http_settings())
+            self._sync_client = _openai().OpenAI(
+                base_url=self.base_url, api_key=self.api_key, timeout=None, http_client=http
+            )
         return self._sync_client
 
     async def aclose(self) -> None:
@@ -152,6 +160,9 @@ class OpenAIAgentLoop(AgentLoop):
 
     async def __aenter__(self) -> Self:
         """Serve until the end of the run, so that late requests of a finished trajectory get an answer."""
+        if self._function is not None:
+            with suppress(EnvironmentNotReady):  # an agent with another client needs none
+                await asyncio.to_thread(http_settings)
         await self._serving.enter_async_context(self.endpoint.serving())
         return self
 
@@ -289,6 +300,19 @@ def _environment(ours: Mapping[str, str], access: EndpointAccess) -> dict[str, s
         "OPENAI_API_KEY": access.api_key,
         "OPENAI_MODEL": access.model,
     }
+
+
+@functools.cache
+def http_settings() -> dict[str, Any]:
+    """Return what the HTTP clients of all agents share.
+
+    A client by itself reads all certificates anew, which takes 32 to 50 ms of the event loop, although the
+    endpoint is plain HTTP. It is called directly, whatever proxy the environment names.
+    """
+    _openai()
+    import httpx
+
+    return {"verify": httpx.create_ssl_context(), "trust_env": False}
 
 
 def _openai() -> Any:

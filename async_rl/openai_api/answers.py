@@ -57,40 +57,105 @@ class SplitTurn(msgspec.Struct, frozen=True, kw_only=True):
     calls: Sequence[tuple[str, dict[str, Any]]] = ()
 
 
-def split_turn(text: str, turn_format: TurnFormat, *, complete: bool) -> SplitTurn:
-    """Split a turn into its parts.
-
-    Args:
-        text: The turn, or its beginning.
-        turn_format: How to split it.
-        complete: Whether the text is the whole turn; otherwise only certain parts are returned.
-    """
+def split_turn(text: str, turn_format: TurnFormat) -> SplitTurn:
+    """Split a complete turn into its parts."""
     found = [at for stop in turn_format.stop if (at := text.find(stop)) >= 0]
     if found:
         text = text[: min(found)]
-    elif not complete:
-        text = text[: len(text) - _partial_match(text, turn_format.stop)]
     body = text.lstrip()
-    if not complete and _OPEN.startswith(body):
-        return SplitTurn()  # it may become a thought
     if not (turn_format.opens_thought or body.startswith(_OPEN)):
-        return _split_answer(text, None, turn_format, complete=complete)
-    body = body.removeprefix(_OPEN)
-    thought, closed, answer = body.partition(_CLOSE)
-    if not closed and not complete:
-        thought = thought[: len(thought) - _partial_match(thought, (_CLOSE,))]
-    return _split_answer(answer.lstrip(), thought.strip(), turn_format, complete=complete)
+        return _split_answer(text, None, turn_format)
+    thought, _, answer = body.removeprefix(_OPEN).partition(_CLOSE)
+    return _split_answer(answer.lstrip(), thought.strip(), turn_format)
 
 
-def _split_answer(text: str, reasoning: str | None, turn_format: TurnFormat, *, complete: bool) -> SplitTurn:
+def _split_answer(text: str, reasoning: str | None, turn_format: TurnFormat) -> SplitTurn:
     """Split the text after the thought."""
-    if not complete:
-        end = len(text) if turn_format.reader is None else turn_format.reader.content_so_far(text)
-        return SplitTurn(reasoning=reasoning, content=text[:end].rstrip())
     if turn_format.reader is None:
         return SplitTurn(reasoning=reasoning, content=text)
     content, calls = turn_format.reader.read(text, turn_format.tools)
     return SplitTurn(reasoning=reasoning, content=content.rstrip() if calls else content, calls=calls)
+
+
+class GrowingTurn:
+    """Splits a turn that is being written. Each piece of a thought is read once.
+
+    Example:
+        >>> turn = GrowingTurn(TurnFormat())
+        >>> turn.add_text("<think>I wonder</th"), turn.add_text("ink>Yes")
+        (('I wonder', ''), ('', 'Yes'))
+    """
+
+    def __init__(self, turn_format: TurnFormat) -> None:
+        self._format = turn_format
+        self._unread = ""
+        """Text that may be the beginning of a stop string."""
+        self._stopped = False
+        self._opening = self._thinking = True
+        """Whether the thought may still open, and whether it is open."""
+        self._held = ""
+        """Read text that is not certain yet: white space, or the beginning of a mark."""
+        self._begun = False
+        """Whether the present part has begun: white space before it is left out."""
+        self._answer = ""
+        self._num_shown = 0
+
+    def add_text(self, text: str) -> tuple[str, str]:
+        """Add text, and return what is certain now, beyond what was returned before: reasoning, content."""
+        text = self._cut_stop(text)
+        if self._opening:
+            self._held += text
+            body = self._held.lstrip()
+            if _OPEN.startswith(body):
+                return "", ""  # it may become a thought
+            self._opening = False
+            self._thinking = self._format.opens_thought or body.startswith(_OPEN)
+            text, self._held = body.removeprefix(_OPEN) if self._thinking else self._held, ""
+            self._begun = not self._thinking
+        reasoning = ""
+        if self._thinking:
+            reasoning, text = self._read_thought(text)
+        return reasoning, "" if self._thinking else self._read_answer(text)
+
+    def _cut_stop(self, text: str) -> str:
+        """Return the text before a stop string that is certain not to belong to one."""
+        if self._stopped or not self._format.stop:
+            return "" if self._stopped else text
+        text = self._unread + text
+        found = [at for stop in self._format.stop if (at := text.find(stop)) >= 0]
+        self._stopped = bool(found)
+        end = min(found) if found else len(text) - _partial_match(text, self._format.stop)
+        self._unread = text[end:]
+        return text[:end]
+
+    def _read_thought(self, text: str) -> tuple[str, str]:
+        """Return the certain part of the thought, and the text after it once it is closed."""
+        thought, closed, answer = (self._held + text).partition(_CLOSE)
+        self._held = ""
+        if not self._begun:
+            thought = thought.lstrip()
+            self._begun = bool(thought)
+        if closed:
+            self._thinking = self._begun = False
+            return thought.rstrip(), answer
+        certain = thought[: len(thought) - _partial_match(thought, (_CLOSE,))].rstrip()
+        self._held = thought[len(certain) :]
+        return certain, ""
+
+    def _read_answer(self, text: str) -> str:
+        """Return the certain content beyond what was returned before."""
+        if not self._begun:
+            text = text.lstrip()
+            self._begun = bool(text)
+        if self._format.reader is None:
+            text = self._held + text
+            certain = text.rstrip()
+            self._held = text[len(certain) :]
+            return certain
+        self._answer += text
+        end = self._format.reader.content_so_far(self._answer)
+        begin, self._num_shown = self._num_shown, max(self._num_shown, len(self._answer[:end].rstrip()))
+        return self._answer[begin : self._num_shown]
 
 
 def _partial_match(text: str, marks: Sequence[str]) -> int:

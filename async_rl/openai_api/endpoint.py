@@ -270,7 +270,9 @@ async def _stream_answer(
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
     )
-    sent_reasoning, sent_content = "", ""
+    turn, num_read = handler.new_growing_turn(exchange), 0
+    sent_reasoning: list[str] = []
+    sent_content: list[str] = []
 
     async def send(data: bytes) -> None:
         async with asyncio.timeout(_TRANSFER_S):
@@ -281,13 +283,14 @@ async def _stream_answer(
 
     while not exchange.ended:
         changed = exchange.changed
-        parts = handler.split_so_far(exchange)
-        if new := (parts.reasoning or "")[len(sent_reasoning) :]:
-            sent_reasoning += new
-            await send(chunks.encode_delta({"reasoning_content": new}))
-        if new := parts.content[len(sent_content) :]:
-            sent_content += new
-            await send(chunks.encode_delta({"content": new}))
+        text, num_read = "".join(exchange.pieces[num_read:]), len(exchange.pieces)
+        reasoning, content = turn.add_text(text)
+        if reasoning:
+            sent_reasoning.append(reasoning)
+            await send(chunks.encode_delta({"reasoning_content": reasoning}))
+        if content:
+            sent_content.append(content)
+            await send(chunks.encode_delta({"content": content}))
         try:
             async with asyncio.timeout(_KEEP_ALIVE_S):
                 await changed.wait()
@@ -302,14 +305,15 @@ async def _stream_answer(
     answer = exchange.answer
     assert answer is not None
     reasoning, content = answer.reasoning or "", answer.content or ""
-    if not (reasoning.startswith(sent_reasoning) and content.startswith(sent_content)):
+    told_reasoning, told_content = "".join(sent_reasoning), "".join(sent_content)
+    if not (reasoning.startswith(told_reasoning) and content.startswith(told_content)):
         # Part of an invalid engine answer was sent before the answer was discarded and sampled again.
         await send(error_event(ApiError(500, "an engine withdrew what it had streamed", retry=True)))
         await response.write_eof()
         return response
-    if new := reasoning[len(sent_reasoning) :]:
+    if new := reasoning[len(told_reasoning) :]:
         await send(chunks.encode_delta({"reasoning_content": new}))
-    if new := content[len(sent_content) :]:
+    if new := content[len(told_content) :]:
         await send(chunks.encode_delta({"content": new}))
     if answer.calls:
         await send(chunks.encode_calls(answer.calls))

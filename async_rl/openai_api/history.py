@@ -11,11 +11,15 @@
 Messages are compared by meaning, not literally. The policy's messages are compared by the content and tool
 calls that were returned, without thoughts, which many agents leave out. The order of keys, ids and
 surrounding white space are ignored. Nothing here waits or samples.
+
+Each request repeats the whole conversation, so messages are kept as digests: the memory of a conversation
+grows with its answers, not with the square of its turns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -28,20 +32,24 @@ from async_rl.rollout.session.api import Session
 
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
-MessageKey = tuple[str, str, str]
-"""A message in comparable form: role, content, tool calls."""
+_NOTHING = b""
+"""The digest of no messages."""
 
 
 class Exchange:
     """One request of a conversation, and its answer."""
 
-    def __init__(self, request: ChatRequest, keys: Sequence[MessageKey], number: int) -> None:
-        self.request = request
+    def __init__(self, request: ChatRequest, digests: Sequence[bytes], number: int) -> None:
+        self.request = msgspec.structs.replace(request, messages=[])
+        """The request without its messages, and without its tools once it has ended."""
         self.number = number
         """The number of this exchange in its trajectory, from 1."""
-        self.keys = tuple(keys)
-        self.text = ""
-        """The text of the turn so far."""
+        self.num_messages = len(digests)
+        self.digest = digests[-1]
+        """The digest of its messages."""
+        self.tools = tools_digest(request)
+        self.pieces: list[str] = []
+        """The text of the turn so far, as it arrived."""
         self.answer: ChatAnswer | None = None
         self.error: ApiError | None = None
         self.listeners = 0
@@ -56,9 +64,16 @@ class Exchange:
         """Whether there is an answer or an error."""
         return self.answer is not None or self.error is not None
 
-    def is_repeated_by(self, request: ChatRequest, keys: Sequence[MessageKey]) -> bool:
+    def end(self) -> None:
+        """Release what is needed only while the answer is being made."""
+        self.request = msgspec.structs.replace(self.request, tools=[])
+        self.pieces = []
+
+    def is_repeated_by(self, request: ChatRequest, digests: Sequence[bytes]) -> bool:
         """Return whether a request is the same as this one."""
-        return self.keys == tuple(keys) and _parameters(self.request) == _parameters(request)
+        if self.digest != digests[-1] or self.tools != tools_digest(request):
+            return False
+        return _parameters(self.request) == _parameters(request)
 
 
 class RequestConversation:
@@ -66,8 +81,11 @@ class RequestConversation:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.tools = ""
-        self.known: tuple[MessageKey, ...] = ()
+        self.tools = b""
+        self.num_known = 0
+        """The number of messages that the agent and the policy have exchanged."""
+        self.known = _NOTHING
+        """Their digest."""
         self.exchanges: list[Exchange] = []
 
     @property
@@ -75,31 +93,32 @@ class RequestConversation:
         """Whether an answer is being made."""
         return bool(self.exchanges) and not self.exchanges[-1].ended
 
-    def is_continued_by(self, request: ChatRequest, keys: Sequence[MessageKey]) -> bool:
+    def is_continued_by(self, request: ChatRequest, digests: Sequence[bytes]) -> bool:
         """Return whether a request repeats everything known and adds to it."""
-        length = len(self.known)
+        length = self.num_known
         if not length:
             return not self.exchanges or not self.is_busy
-        new = not self.is_busy and len(keys) > length and self.tools == tools_key(request)
-        return new and self.known == tuple(keys[:length])
+        new = not self.is_busy and len(digests) > length and self.tools == tools_digest(request)
+        return new and self.known == digests[length - 1]
 
-    def begin_exchange(self, exchange: Exchange) -> list[dict[str, Any]]:
+    def begin_exchange(self, exchange: Exchange, request: ChatRequest) -> list[dict[str, Any]]:
         """Add an exchange that continues this conversation, and return its new messages."""
-        new = exchange.request.messages[len(self.known) :]
         self.exchanges.append(exchange)
-        return new
+        return request.messages[self.num_known :]
 
     def end_exchange(self, exchange: Exchange, answer: ChatAnswer) -> None:
         """Add the answer of an exchange. A failed exchange leaves the known messages unchanged."""
         exchange.answer = answer
-        self.tools = tools_key(exchange.request)
-        self.known = (*exchange.keys, *message_keys([answer.message]))
+        self.tools = exchange.tools
+        self.num_known = exchange.num_messages + 1
+        (self.known,) = message_digests([answer.message], after=exchange.digest)
+        exchange.end()
 
 
 def find_repeated(
     conversations: Iterable[RequestConversation],
     request: ChatRequest,
-    keys: Sequence[MessageKey],
+    digests: Sequence[bytes],
     *,
     retry_count: int | None,
 ) -> Exchange | None:
@@ -109,7 +128,7 @@ def find_repeated(
     an earlier request asks for a second sample, unless the first answer was never delivered. A client that
     sends no count may be retrying, and receives the same answer.
     """
-    same = [e for c in conversations for e in c.exchanges if e.is_repeated_by(request, keys)]
+    same = [e for c in conversations for e in c.exchanges if e.is_repeated_by(request, digests)]
     if retry_count == 0:
         same = [e for e in same if not e.delivered and not e.listeners]
     # A retry asks for the newest answer that its client did not receive.
@@ -117,24 +136,38 @@ def find_repeated(
 
 
 def find_continued(
-    conversations: Iterable[RequestConversation], request: ChatRequest, keys: Sequence[MessageKey]
+    conversations: Iterable[RequestConversation], request: ChatRequest, digests: Sequence[bytes]
 ) -> RequestConversation | None:
     """Return the conversation that a request continues; of several, the longest."""
-    fitting = [c for c in conversations if c.is_continued_by(request, keys)]
-    return max(fitting, key=lambda conversation: len(conversation.known), default=None)
+    fitting = [c for c in conversations if c.is_continued_by(request, digests)]
+    return max(fitting, key=lambda conversation: conversation.num_known, default=None)
 
 
-def message_keys(messages: Iterable[dict[str, Any]]) -> list[MessageKey]:
-    """Return messages in a comparable form."""
-    return [_key(message) for message in messages]
+def message_digests(messages: Iterable[dict[str, Any]], *, after: bytes = _NOTHING) -> list[bytes]:
+    """Return for each message a digest of the messages up to it, in a comparable form.
+
+    Args:
+        messages: The messages.
+        after: The digest of the messages before them.
+    """
+    digests = []
+    for message in messages:
+        after = _digest((after, *_key(message)))
+        digests.append(after)
+    return digests
 
 
-def tools_key(request: ChatRequest) -> str:
-    """Return the available tools in a comparable form, because they are part of the prompt."""
-    return json.dumps(request.tools, sort_keys=True)
+def tools_digest(request: ChatRequest) -> bytes:
+    """Return a digest of the available tools, because they are part of the prompt."""
+    return _digest(json.dumps(request.tools, sort_keys=True))
 
 
-def _key(message: dict[str, Any]) -> MessageKey:
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(value), digest_size=16).digest()
+
+
+def _key(message: dict[str, Any]) -> tuple[str, str, str]:
+    """Return a message in comparable form: role, content, tool calls."""
     content = message["content"] or ""
     if message["role"] == "assistant":
         content = _THOUGHT.sub("", content)
@@ -154,4 +187,4 @@ def _call_key(function: dict[str, Any]) -> list[Any]:
 
 def _parameters(request: ChatRequest) -> tuple[Any, ...]:
     limits = (request.max_new_tokens, request.stop, request.may_call)
-    return (tools_key(request), *limits, msgspec.json.encode(request.unsupported, order="deterministic"))
+    return (*limits, msgspec.json.encode(request.unsupported, order="deterministic"))

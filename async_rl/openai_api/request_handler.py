@@ -20,14 +20,14 @@ from contextlib import AsyncExitStack
 from typing import Any, Final
 
 from async_rl.errors import ConfigError, OutOfTurns, PromptTooLong
-from async_rl.openai_api.answers import SplitTurn, ToolCallReader, TurnFormat, split_turn
+from async_rl.openai_api.answers import GrowingTurn, ToolCallReader, TurnFormat, split_turn
 from async_rl.openai_api.chat_completions import ApiError, ChatAnswer, ChatRequest, FunctionCall, TokenLogProb
 from async_rl.openai_api.history import (
     Exchange,
     RequestConversation,
     find_continued,
     find_repeated,
-    message_keys,
+    message_digests,
 )
 from async_rl.rollout.session.api import Session, Turn
 from async_rl.runtime.supervision import Nursery
@@ -72,7 +72,7 @@ class RequestHandler:
     @property
     def has_answered(self) -> bool:
         """Whether the policy has answered a request."""
-        return any(conversation.known for conversation in self._conversations)
+        return any(conversation.num_known for conversation in self._conversations)
 
     def submit_request(self, request: ChatRequest, *, retry_count: int | None) -> Exchange:
         """Return the earlier exchange that a request repeats, or begin a new one.
@@ -96,12 +96,12 @@ class RequestHandler:
         sampling = self._session.sampling
         ignored = {name: value for name, value in request.unsupported.items() if sampling.get(name) != value}
         self._on_ignored(ignored)
-        keys = message_keys(request.messages)
-        repeated = find_repeated(self._conversations, request, keys, retry_count=retry_count)
+        digests = message_digests(request.messages)
+        repeated = find_repeated(self._conversations, request, digests, retry_count=retry_count)
         if repeated is not None:
             self._session.record_request("repeated", [*ignored])
             return repeated
-        conversation = find_continued(self._conversations, request, keys)
+        conversation = find_continued(self._conversations, request, digests)
         if self._waiting.qsize() >= _MAX_WAITING:
             raise ApiError(429, f"{_MAX_WAITING} requests of this trajectory are already waiting", retry=True)
         result = "answered"
@@ -109,8 +109,8 @@ class RequestHandler:
             conversation, result = self._open_conversation(), "another"
         self._session.record_request(result, [*ignored])
         self._num_exchanges += 1
-        exchange = Exchange(request, keys, self._num_exchanges)
-        new = conversation.begin_exchange(exchange)
+        exchange = Exchange(request, digests, self._num_exchanges)
+        new = conversation.begin_exchange(exchange, request)
         self._waiting.put_nowait((conversation, exchange, new))
         return exchange
 
@@ -137,9 +137,9 @@ class RequestHandler:
         self._conversations.append(conversation)
         return conversation
 
-    def split_so_far(self, exchange: Exchange) -> SplitTurn:
-        """Return the certain parts of an answer that is being made."""
-        return split_turn(exchange.text, self._format_of(exchange.request), complete=False)
+    def new_growing_turn(self, exchange: Exchange) -> GrowingTurn:
+        """Return what splits the pieces of an answer that is being made."""
+        return GrowingTurn(self._format_of(exchange.request))
 
     async def serve_requests(self) -> None:
         """Answer requests until the handler is closed."""
@@ -169,11 +169,11 @@ class RequestHandler:
         session, request = conversation.session, exchange.request
 
         def on_text(text: str) -> None:
-            exchange.text += text
+            exchange.pieces.append(text)
             _notify_listeners(exchange)
 
         try:
-            if conversation.known:
+            if conversation.num_known:
                 session.add_messages(new)
             else:
                 session.start(new, request.tools)
@@ -205,9 +205,8 @@ class RequestHandler:
     def _make_answer(
         self, session: Session, exchange: Exchange, turn: Turn, prompt_tokens: int
     ) -> ChatAnswer:
-        exchange.text = turn.text
         pieces = session.pieces(turn.token_ids.tolist()) if exchange.request.logprobs else []
-        parts = split_turn(turn.text, self._format_of(exchange.request), complete=True)
+        parts = split_turn(turn.text, self._format_of(exchange.request))
         calls = tuple(
             FunctionCall(id=f"call_{exchange.number}_{i}", name=name, arguments=json.dumps(arguments))
             for i, (name, arguments) in enumerate(parts.calls)
@@ -242,6 +241,7 @@ def trajectory_over() -> ApiError:
 
 def _fail(exchange: Exchange, error: ApiError) -> None:
     exchange.error = error
+    exchange.end()
     _notify_listeners(exchange)
 
 

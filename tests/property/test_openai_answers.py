@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loops.openai_agent import CallReader
 from agent_loops.parsing import load_parser
-from async_rl.openai_api.answers import TurnFormat, split_turn
+from async_rl.openai_api.answers import GrowingTurn, TurnFormat, split_turn
 from async_rl.rollout.session.tokens import GrowingText
 from tests.support.talk import ByteTokenizer
 
@@ -32,18 +34,50 @@ FORMS = st.builds(
 )
 
 
-@settings(max_examples=60)
-@given(TEXTS, FORMS)
-def test_what_is_shown_of_a_beginning_begins_what_is_shown_of_all(text: str, form: TurnFormat):
-    whole = split_turn(text, form, complete=True)
-    reasoning, content = "", ""
-    for end in range(len(text) + 1):
-        part = split_turn(text[:end], form, complete=False)
-        assert (part.reasoning or "").startswith(reasoning)
-        assert part.content.startswith(content)
-        reasoning, content = part.reasoning or "", part.content
+@settings(max_examples=200)
+@given(TEXTS, FORMS, st.lists(st.integers(0, 60), max_size=4))
+def test_what_is_shown_of_a_beginning_begins_what_is_shown_of_all(
+    text: str, form: TurnFormat, cuts: list[int]
+):
+    whole = split_turn(text, form)
+    by_character, in_pieces = GrowingTurn(form), GrowingTurn(form)
+    shown = [by_character.add_text(character) for character in text]
+    reasoning, content = "".join(r for r, _ in shown), "".join(c for _, c in shown)
     assert (whole.reasoning or "").startswith(reasoning)
     assert whole.content.startswith(content)
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    shown = [in_pieces.add_text(text[a:b]) for a, b in pairwise(places)]
+    assert reasoning == "".join(r for r, _ in shown)
+    assert content == "".join(c for _, c in shown)
+    if content and whole.reasoning is not None:
+        assert reasoning == whole.reasoning
+
+
+class CountedText(str):
+    """A piece of text that counts the characters that are searched in it."""
+
+    searched = 0
+
+    def __add__(self, other: str) -> CountedText:
+        return CountedText(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> CountedText:
+        return CountedText(str.__add__(other, self))
+
+    def partition(self, mark: str):
+        CountedText.searched += len(self)
+        return tuple(map(CountedText, str.partition(self, mark)))
+
+    def __getitem__(self, key) -> CountedText:
+        return CountedText(str.__getitem__(self, key))
+
+
+def test_a_streamed_thought_is_read_once() -> None:
+    turn = GrowingTurn(TurnFormat(opens_thought=True))
+    CountedText.searched = 0
+    for _ in range(2000):
+        turn.add_text(CountedText("word "))
+    assert CountedText.searched <= 2 * 5 * 2000
 
 
 @settings(max_examples=60)
