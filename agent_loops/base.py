@@ -17,7 +17,9 @@ class AgentLoop(ABC):
 
     A loop that is also an async context manager is entered before its first trajectory and exited at the end
     of the run. It holds the connections and processes that all trajectories share. `async-rl check` prints
-    the sentences that an optional method `check(chat_template)` returns.
+    the sentences that an optional method `check(chat_template)` returns. A loop that opens files,
+    connections or pipes for each trajectory sets `descriptors_per_trajectory`: the limit of open files is
+    checked before a start.
 
     Example:
         A loop that asks the policy to check its own answer. In `check_twice.py` beside the config, it is

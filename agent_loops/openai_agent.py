@@ -124,6 +124,9 @@ class OpenAIAgentLoop(AgentLoop):
         ConfigError: Neither or both of agent and command are given, or one does not exist.
     """
 
+    descriptors_per_trajectory = 6
+    """Both ends of two connections, or one and a program's pipes; `async-rl check` adds them up."""
+
     def __init__(
         self,
         agent: str | None = None,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from async_rl import __version__
 from async_rl.cli.commands import COMMANDS
 from async_rl.errors import AsyncRLError
+from async_rl.runtime.descriptors import raise_descriptor_limit
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     parsed = _parse(arguments)
+    raise_descriptor_limit()
     try:
         code: int = parsed.run_command(parsed)
     except AsyncRLError as error:

@@ -27,6 +27,7 @@ from async_rl.placement.ray_trainer import cause_of, last_line
 from async_rl.rollout.workers.link import LinkListener, connect_link, listen
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker import RolloutWorker
+from async_rl.runtime.descriptors import raise_descriptor_limit
 from async_rl.runtime.processes import Process, die_with_parent
 from async_rl.runtime.supervision import Nursery, first_error
 
@@ -41,6 +42,7 @@ class RolloutWorkerActor(NodeActor):
 
     def __init__(self) -> None:
         die_with_parent()
+        raise_descriptor_limit()  # a Ray cluster of others may have started us with the usual 1024
         os.environ["OMP_NUM_THREADS"] = "1"
 
     def run_worker(self, config: dict[str, Any], host: str, port: int, key: bytes) -> None:

@@ -26,6 +26,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.observability.trackers.choice import choose as choose_trackers
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.run.descriptor_needs import check_descriptors
 from async_rl.runtime.loading import extend_import_path
 
 
@@ -37,6 +38,7 @@ def check_config(config: Config) -> list[str]:
 
     Raises:
         ConfigError: Something does not fit together; the message names the remedy.
+        EnvironmentNotReady: The limit of open files is too low for the config.
     """
     require_tasks(config)
     facts = load_facts(config.model.path)
@@ -59,6 +61,7 @@ def check_config(config: Config) -> list[str]:
     if chat is not None:
         _check_vocabulary(chat, config.model.path, facts.vocab_size)
     loop_findings = [text for name in used for text in _loop_findings(loops.get_loop(name), chat)]
+    descriptors = check_descriptors(config, tuple(loops.get_loop(name) for name in used))
     scored = Counter(rewards.name_for(task) for task in tasks)
     model = (
         f"{len(facts.moe_layers)} of {facts.num_layers} layers with {facts.num_experts} experts, "
@@ -77,6 +80,7 @@ def check_config(config: Config) -> list[str]:
         *loop_findings,
         *(f"reward: {name}, of {count} tasks" for name, count in scored.items()),
         *(f"{name}: {bound}" for name, bound in derived_bounds(config).items()),
+        descriptors,
     ]
 
 

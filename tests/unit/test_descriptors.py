@@ -1,0 +1,104 @@
+"""The limit of open files is raised at the start and checked against what the config needs."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config import Config, parse_config
+from async_rl.errors import EnvironmentNotReady
+from async_rl.run import descriptor_needs
+from async_rl.run.descriptor_needs import check_descriptors
+from async_rl.run.descriptor_needs import descriptor_needs as needs_of
+
+
+def config_with(**rollout: Any) -> Config:
+    return parse_config(
+        {
+            "run": {"name": "r"},
+            "model": {"path": "m"},
+            "data": {"path": "d.jsonl"},
+            "engine": {"num_engines": 2},
+            "rollout": rollout,
+        }
+    )
+
+
+def run_limited(soft: int, hard: int, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
+    )
+
+
+def test_the_soft_limit_is_raised_when_a_command_starts() -> None:
+    code = (
+        "import resource\n"
+        "from async_rl.cli.main import main\n"
+        "main(['schema'])\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    assert run_limited(256, 2000, code).stdout.splitlines()[-1] == "2000"
+
+
+def test_a_config_is_refused_in_one_sentence_when_the_limit_is_too_low(
+    calculator: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"run: {{name: r, dir: {tmp_path}}}\n"
+        f"model: {{path: {calculator / 'model'}, dtype: float32}}\n"
+        f"data: {{path: {calculator / 'data' / 'tasks.jsonl'}}}\n"
+        "rollout: {max_concurrent_trajectories: 2000, max_new_tokens: 64, max_context_tokens: 256}\n"
+    )
+    code = f"import sys; from async_rl.cli.main import main; sys.exit(main(['check', {str(config)!r}]))"
+    done = run_limited(512, 1024, code)
+    assert done.returncode == 3, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert "2000 for calls to engines" in line
+    assert "the limit is 1024: raise the hard limit" in line
+    done = run_limited(512, 4096, code)
+    assert done.returncode == 0, done.stderr
+    assert "# file descriptors: at most " in done.stdout
+    assert " of 4096" in done.stdout
+
+
+def test_agents_count_in_the_driver_or_in_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loop:
+        descriptors_per_trajectory = 6
+
+    alone = needs_of(config_with(max_concurrent_trajectories=100), (Loop(), object()))
+    assert alone.driver["agents"] == 600
+    assert alone.worker == {}
+    shared = needs_of(config_with(max_concurrent_trajectories=100, num_workers=3), (Loop(),))
+    assert shared.driver["agents"] == 0
+    assert shared.worker["agents"] == 6 * 34
+    monkeypatch.setattr(descriptor_needs, "raise_descriptor_limit", lambda: 500)
+    with pytest.raises(EnvironmentNotReady, match="each rollout worker needs up to 856"):
+        check_descriptors(config_with(max_concurrent_trajectories=100, num_workers=1), (Loop(),))
+
+
+@pytest.mark.parametrize(
+    ("changed", "part", "expected"),
+    [
+        ({"max_concurrent_trajectories": 50}, "calls to engines", 50),
+        ({"max_concurrent_trajectories": 50, "max_branches": 3}, "calls to engines", 200),
+        ({"num_workers": 5}, "rollout workers", 20),
+        ({}, "engines", 6),
+    ],
+)
+def test_what_a_config_needs_follows_from_its_settings(
+    changed: dict[str, Any], part: str, expected: int
+) -> None:
+    config = config_with(**changed)
+    needs = needs_of(config).driver
+    assert needs[part] == expected
+    assert needs["the queue"] == 2 * config.max_outstanding_groups + 8
