@@ -42,6 +42,11 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the argument `run`, for `find_run_folder(parsed.run)`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, or its name in runs/")
+
+
 # -- train, check, sft ------------------------------------------------------------------------------------
 
 
@@ -141,7 +146,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--grow", action="store_true", help="batch and trainer grow with the engines")
     parser.add_argument(
-        "--from", dest="run_dir", type=Path, metavar="RUN_DIR", help="take figures from a past run's folder"
+        "--from", dest="run", type=Path, metavar="RUN", help="take figures from a past run's folder, or name"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     for flag, kind, text in _WORKLOAD_FLAGS:
@@ -152,6 +157,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 def _run_plan(parsed: argparse.Namespace) -> int:
     from async_rl.cli.plan import plan
+    from async_rl.run.folder import find_run_folder
 
     def given(flags: Iterable[str]) -> dict[str, Any]:
         values = ((name, getattr(parsed, name)) for name in (flag.replace("-", "_") for flag in flags))
@@ -162,7 +168,7 @@ def _run_plan(parsed: argparse.Namespace) -> int:
         parsed.overrides,
         engines=parsed.engines,
         grow=parsed.grow,
-        run_dir=parsed.run_dir,
+        run_dir=None if parsed.run is None else find_run_folder(parsed.run),
         figures=given(flag for flag, *_ in _WORKLOAD_FLAGS),
         simulation=given(flag for flag, _ in _SIMULATION_FLAGS),
         as_json=parsed.json,
@@ -215,7 +221,7 @@ def _run_evaluate(parsed: argparse.Namespace) -> int:
 
 
 def _add_inspect_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, or its name in runs/")
+    _add_run(parser)
     parser.add_argument(
         "trajectory", nargs="?", metavar="TRAJECTORY", help="an id or its beginning; without, a table"
     )
@@ -260,14 +266,15 @@ def _run_inspect(parsed: argparse.Namespace) -> int:
 
 
 def _add_report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
+    _add_run(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run's folder")
 
 
 def _run_report(parsed: argparse.Namespace) -> int:
     from async_rl.observability.page.html_report import write_report
+    from async_rl.run.folder import find_run_folder
 
-    print(write_report(parsed.run_dir, parsed.out))
+    print(write_report(find_run_folder(parsed.run), parsed.out))
     return 0
 
 
@@ -277,7 +284,7 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="PATH",
-        help="a checkpoint, or a run's folder: its newest complete one",
+        help="a checkpoint, or a run's folder or its name in runs/: its newest complete one",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to create")
     parser.add_argument(
@@ -292,11 +299,13 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_export(parsed: argparse.Namespace) -> int:
+    from async_rl.run.folder import find_run_folder
     from async_rl.runtime.loading import load_object
 
     # By its dotted path: no module of this package imports the trainer.
     export = load_object("trainer.checkpoints.hf_export:export_checkpoint", what="exporter")
-    done = export(parsed.checkpoint, parsed.out, model=parsed.model, max_shard_bytes=parsed.max_shard_bytes)
+    checkpoint = find_run_folder(parsed.checkpoint)
+    done = export(checkpoint, parsed.out, model=parsed.model, max_shard_bytes=parsed.max_shard_bytes)
     for flaw in done.skipped_checkpoints:
         print(f"skipped: {flaw}")
     print(f"{parsed.out}: the weights of step {done.step}, from {done.checkpoint}")
@@ -304,13 +313,16 @@ def _run_export(parsed: argparse.Namespace) -> int:
 
 
 def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="URL|RUN_DIR", help="the job's metrics URL, or its run folder")
+    parser.add_argument(
+        "job", metavar="URL|RUN", help="the job's metrics URL, its run folder, or its name in runs/"
+    )
 
 
 def _run_doctor(parsed: argparse.Namespace) -> int:
     from async_rl.observability.discovery import ask_health
+    from async_rl.run.folder import find_run_folder
 
-    text, code = ask_health(parsed.job)
+    text, code = ask_health(parsed.job if "://" in parsed.job else str(find_run_folder(Path(parsed.job))))
     print(text)
     return code
 

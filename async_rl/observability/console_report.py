@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from async_rl.config import Config, changed_fields
 from async_rl.observability.formatting import format_duration, format_percent
 from async_rl.observability.records import WINDOW, Figure, StepRecord, Summary, is_finite
 from async_rl.runtime.files import replace_file
+
+_TICK_WIDTH = 9
+"""Columns of a chart for each tick of its x axis."""
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
@@ -287,9 +291,17 @@ def reward_chart(records: Sequence[StepRecord], *, width: int, colour: bool) -> 
     figure.title("mean reward by step")
     steps, rewards = zip(*points, strict=True)
     figure.draw(figure.signal(list(steps), list(rewards), marker="braille").lines())
+    figure.ruler("x").ticks(_step_ticks(steps[0], steps[-1], at_most=width // _TICK_WIDTH))
     text = Text(figure.build().string(colorless=True).rstrip(), style="cyan" if colour else "")
     figure.clear()
     return text
+
+
+def _step_ticks(first: int, last: int, *, at_most: int) -> list[int]:
+    """Return the steps at which a chart has ticks: multiples of 1, 2, 5, 10, ..., few enough to be read."""
+    sizes = (digit * 10**power for power in count() for digit in (1, 2, 5))
+    distance = next(size for size in sizes if (last - first) // size < at_most)
+    return list(range(-(-first // distance) * distance, last + 1, distance))
 
 
 def _figures(rows: Sequence[tuple[str, str]]) -> Table:

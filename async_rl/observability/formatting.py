@@ -1,8 +1,35 @@
-"""Formats durations and shares for the terminal, the live page and the report."""
+"""Formats durations, shares and ids for the terminal, the live page and the report."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import takewhile
+from typing import Final
+
 from async_rl.observability.records import Figure, is_finite
+
+_SHORTEST_PREFIX: Final = 8
+"""Characters of an abbreviated id, at least."""
+
+
+def abbreviate_ids(ids: Iterable[str], among: Iterable[str]) -> list[str]:
+    """Return the shortest beginnings of one length that distinguish ids from all others.
+
+    `async-rl inspect` finds a trajectory by its beginning, so every display shows that end of an id.
+
+    Args:
+        ids: The ids that are shown.
+        among: All ids, these among them.
+    """
+    names, shown = sorted(set(among)), list(ids)
+    length = _SHORTEST_PREFIX
+    for name in shown:
+        at = bisect_left(names, name)
+        for other in (*names[max(0, at - 1) : at], *names[at + 1 : at + 2]):
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False))
+            length = max(length, len(list(same)) + 1)
+    return [name[:length] for name in shown]
 
 
 def format_duration(seconds: float) -> str:

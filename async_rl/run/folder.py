@@ -167,6 +167,18 @@ def on_signals(
         restore()
 
 
+def find_run_folder(run: Path) -> Path:
+    """Return the folder of a run that a command names, by its path or by its name below `runs`.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    folder = run if run.is_dir() else Path("runs") / run
+    if not folder.is_dir():
+        raise ConfigError(f"there is no run folder {str(run)!r} (searched in {Path.cwd()} and in runs/)")
+    return folder
+
+
 @contextmanager
 def run_folder(config: Config) -> Iterator[Path]:
     """Create the run's folder, write the resolved config into it and lock it against other processes.

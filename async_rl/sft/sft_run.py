@@ -29,7 +29,8 @@ from async_rl.data.chat_format import load_chat_format
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import CheckpointError, ConfigError
 from async_rl.observability.record_log import RecordLog
-from async_rl.observability.records import Figure, mean
+from async_rl.observability.records import mean
+from async_rl.observability.sft_record import SftRecord, sft_record_log
 from async_rl.run.folder import run_console, run_folder, run_in_folder
 from async_rl.run.preflight import check_trainer
 from async_rl.runtime.supervision import cut_by
@@ -39,31 +40,6 @@ from async_rl.sft.sft_progress import SftProgress
 from async_rl.sft.sft_ranks import SftRanks, start_ranks
 
 OpenRanks = Callable[[Config, Path], AbstractAsyncContextManager[SftRanks]]
-
-
-class SftRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Its field names are those of `StepRecord`, so that programs can read both kinds of
-    `metrics.jsonl`.
-    """
-
-    step: int
-    weight_version: int
-    """Equal to the step, because each step produces one weight version."""
-    time_s: float
-    """Seconds since the first step of the run, earlier incarnations included."""
-    epoch: int
-    """From 0."""
-    loss: Figure
-    """Mean negative log-prob of the trained tokens before the step, nats."""
-    validation_loss: Figure = None
-    """Mean negative log-prob over the validation file after the step; None in steps without validation."""
-    grad_norm: Figure = None
-    learning_rate: float
-    updates_skipped: int = 0
-    tokens: int
-    trained_tokens: int
-    step_s: float
-    tokens_per_s: float
 
 
 class SftData(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,6 +236,7 @@ async def fine_tune(
         record = SftRecord(
             step=step,
             weight_version=step,
+            num_steps=total,
             time_s=clock() - begin_s,
             epoch=plan.epochs[step - 1],
             loss=figures["loss"],
@@ -313,11 +290,6 @@ def _check_same(plan: TrainingOrder, step: int, extra: dict[str, object]) -> Non
             f"the run's checkpoint of step {step} was trained on other batches than the config produces now: "
             "restore sft.path, sft.batch_tokens, sft.shuffle and run.seed, or choose another run.name"
         )
-
-
-def sft_record_log(path: Path) -> RecordLog[SftRecord]:
-    """Open the `metrics.jsonl` of a supervised run."""
-    return RecordLog(path, SftRecord, lambda record: record.step)
 
 
 def _read_records(records: RecordLog[SftRecord]) -> list[SftRecord]:

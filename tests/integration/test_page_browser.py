@@ -100,6 +100,7 @@ async def test_the_page_shows_the_run_at_any_width(tmp_path: Path, width: int, d
         assert "24 calls" in engines
         assert "tool search" in await text_of(tab, "#slowest")
         assert "7 min" in await text_of(tab, "#slowest")
+        assert await text_of(tab, "#slowest code") == "0190c2f4a0…"
         assert "5 of 8 groups are ready" in await text_of(tab, "#report")
         # Strings from a dataset are shown as text, not as markup.
         assert HOSTILE in await tab.evaluate("document.body.textContent")

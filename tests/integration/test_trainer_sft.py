@@ -11,8 +11,9 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from async_rl.observability.sft_record import sft_record_log
 from async_rl.sft.schedule import SftBatch, SftExample, batch_of
-from async_rl.sft.sft_run import sft, sft_record_log
+from async_rl.sft.sft_run import sft
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.trainers import gathered_gradients, trainer_config
 from trainer.sft import SftWorker

@@ -49,7 +49,8 @@ def now(step: int = 120, state: str = "moving", **changed: object) -> Now:
     waits = ("a chunk of engine-0", "tool search", "a chunk of engine-1", HOSTILE, "a free slot")
     slowest = [
         SlowTrajectory(
-            trajectory_id=f"0190c2f4a86b7e31b5f0{i:012x}",
+            trajectory_id=f"0190c2f4a{i}6b7e31b5f0000000000000",
+            shown_id=f"0190c2f4a{i}",
             task_id=HOSTILE if i == 3 else f"calculator-{411 + 7 * i}",
             age_s=412.5 - 37 * i,
             turn=6 - i,

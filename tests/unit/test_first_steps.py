@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import yaml
 from rich.console import Console
@@ -25,7 +27,13 @@ from async_rl.config import apply_override, load_config, reference
 from async_rl.config.loader import RENAMED
 from async_rl.engine_protocol import EngineHealth
 from async_rl.errors import ConfigError
+from async_rl.observability.console_report import reward_chart
+from async_rl.observability.formatting import abbreviate_ids
+from async_rl.observability.page.charts import sections
+from async_rl.observability.page.html_report import write_report
+from async_rl.observability.records import StepRecord, TrajectoryCounts
 from async_rl.runtime import yaml12
+from tests.support.finished_run import records, write_run_folder
 from tests.support.run_config import write_run, write_weights
 
 ROOT = Path(__file__).parents[2]
@@ -386,3 +394,90 @@ def test_files_with_a_byte_order_mark_are_read(
     assert "tasks.jsonl is UTF-16 by its byte-order mark: save it as UTF-8" in refused("check", path)
     path.write_text(text, encoding="utf-16")
     assert "run.yaml is not UTF-8 (invalid start byte at byte 0): save it as UTF-8" in refused("check", path)
+
+
+# -- a run by its name, and what its displays say ------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder `runs/mine` below the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return write_run_folder(tmp_path / "runs" / "mine", records(30), max_steps=30)
+
+
+def test_every_command_takes_a_run_by_its_name(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "mine"]) == 0
+    assert capsys.readouterr().out == "runs/mine/report.html\n"
+    (finished / "url").write_text("http://127.0.0.1:9")
+    assert main(["doctor", "mine"]) == 3
+    assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
+    calls: list[Path] = []
+
+    def export(checkpoint: Path, out: Path, **_: Any) -> Any:
+        calls.append(checkpoint)
+        return SimpleNamespace(step=30, checkpoint=checkpoint, skipped_checkpoints=())
+
+    monkeypatch.setattr("trainer.checkpoints.hf_export.export_checkpoint", export)
+    assert main(["export", "--checkpoint", "mine", "--out", "exported"]) == 0
+    assert calls == [Path("runs/mine")]
+    quick = ["--versions", "2", "--warmup", "1"]
+    assert main(["plan", str(QUICKSTART), "--from", "mine", *quick]) == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["report"], ["doctor"], ["inspect"], ["export", "--out", "o", "--checkpoint"]]
+)
+def test_a_run_that_is_nowhere_is_named(finished: Path, refused: Refused, words: list[str]) -> None:
+    said = refused(*words, "other")
+    assert f"there is no run folder 'other' (searched in {Path.cwd()} and in runs/)" in said
+
+
+def test_the_beginning_that_the_page_shows_is_the_one_that_inspect_takes() -> None:
+    ids = [f"01a1ffcf07187861bf8b3e47c701e7{n:02x}" for n in range(40)]
+    assert abbreviate_ids(ids[:3], ids) == ids[:3]
+    assert abbreviate_ids([ids[0]], [ids[0], "01a1ffd0"]) == ["01a1ffcf"]
+
+
+def test_the_page_advises_what_the_alert_and_the_docs_say() -> None:
+    (chart,) = (
+        chart for section in sections(records(30), 4) for chart in section.charts if chart.name == "staleness"
+    )
+    guide = (ROOT / "docs" / "guide" / "watching.md").read_text()
+    (alert,) = (line for line in guide.splitlines() if line.startswith("| [`StalenessNearBound`]"))
+    for advice in (chart.note, alert):
+        assert "fewer engines" in advice
+        assert "more ranks" in advice
+        assert "more engines" not in advice
+
+
+def test_the_report_counts_the_moment_that_the_summary_counts(finished: Path) -> None:
+    steps = records(30)
+    trained = sum(step.trajectories for step in steps)
+    counts = TrajectoryCounts(
+        dispatched=trained + 12, trained=trained, in_flight=0, queued=5, dropped={"run_ended": 7}
+    )
+
+    def stages_of(counts: TrajectoryCounts) -> str:
+        (finished / "summary.json").write_bytes(msgspec.json.encode({"trajectories": counts}))
+        return write_report(finished).read_text()
+
+    report = stages_of(counts)
+    assert f"{trained + 12:,} dispatched" in report
+    assert "dropped: run ended" in report
+    # A summary of an earlier incarnation is not that of the last step.
+    report = stages_of(msgspec.structs.replace(counts, trained=trained - 8))
+    assert "dropped: run ended" not in report
+
+
+@pytest.mark.parametrize("last", [2, 3, 4, 7, 80, 1234])
+def test_ticks_of_the_reward_curve_are_at_steps(last: int) -> None:
+    steps = [
+        StepRecord(step=step, weight_version=step, time_s=1.0, reward_mean=step / last)
+        for step in range(1, last + 1)
+    ]
+    ticks = reward_chart(steps, width=90, colour=False).plain.splitlines()[-1].split()
+    assert 2 <= len(ticks) <= 10
+    assert {int(tick) for tick in ticks} <= set(range(1, last + 1))

@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from async_rl.cli.inspection.browse import abbreviate
 from async_rl.cli.inspection.show import show_trajectory
 from async_rl.cli.inspection.trajectory_view import decoder, role_of, token_numbers, view_trajectory
 from async_rl.cli.main import main
@@ -19,6 +18,7 @@ from async_rl.config import load_config
 from async_rl.config.reference import resolved_yaml
 from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import AgentLoopError
+from async_rl.observability.formatting import abbreviate_ids
 from async_rl.queue.archive import Archive, without_routing
 from async_rl.queue.ledger import Ledger
 from async_rl.types import Context, Outcome, Sampled, Segment, Trajectory, TurnRecord
@@ -282,9 +282,9 @@ def test_token_numbers_are_shown_when_the_model_is_gone(
 
 
 def test_beginnings_are_as_long_as_they_must_be() -> None:
-    assert abbreviate(["0123456789a", "0123456789b"], ["0123456789a", "0123456789b"]) == [
+    assert abbreviate_ids(["0123456789a", "0123456789b"], ["0123456789a", "0123456789b"]) == [
         "0123456789a",
         "0123456789b",
     ]
-    assert abbreviate(["01234567890"], ["01234567890", "0123456788"]) == ["0123456789"]
-    assert abbreviate([], []) == []
+    assert abbreviate_ids(["01234567890"], ["01234567890", "0123456788"]) == ["0123456789"]
+    assert abbreviate_ids([], []) == []

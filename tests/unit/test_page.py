@@ -243,6 +243,8 @@ def test_the_slowest_come_first_with_what_they_wait_for() -> None:
     assert (first.age_s, first.turn, first.tokens, first.engine) == (29.0, 20, 1900, "engine-1")
     assert first.waits_for == "a chunk of engine-1"
     assert (second.engine, second.waits_for) == ("", "at work")
+    # trajectory-1 is the beginning of trajectory-19, which therefore needs all of its id.
+    assert [first.shown_id, second.shown_id] == ["trajectory-19", "trajectory-18"]
 
 
 def test_a_long_run_is_a_page_of_bounded_size() -> None:

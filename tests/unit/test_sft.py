@@ -16,13 +16,18 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from async_rl.cli.main import main
 from async_rl.codec import read_frame
 from async_rl.config import SftConfig, parse_config
 from async_rl.errors import ConfigError
+from async_rl.observability.page.charts import sft_sections
+from async_rl.observability.page.html_report import read_run
+from async_rl.observability.page.tiles import sft_tiles
+from async_rl.observability.sft_record import sft_record_log
 from async_rl.sft import sft_run as sft_run
 from async_rl.sft.examples import load_conversations
 from async_rl.sft.schedule import SftBatch, learning_rate, plan_batches
-from async_rl.sft.sft_run import sft, sft_record_log
+from async_rl.sft.sft_run import sft
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from tests.support.run_config import MOE, write_weights
 from tests.support.templates_of_models import chat_of
@@ -297,6 +302,32 @@ def test_all_steps_are_taken_and_the_model_is_written(tmp_path, monkeypatch, cap
     assert "step 6/6" in out
     assert sft(config, (), opened(RecordingRanks())) == 0
     assert "is complete" in capsys.readouterr().out
+
+
+def test_the_report_of_a_finished_run_has_its_figures(tmp_path, monkeypatch, capsys):
+    config = make_run(tmp_path, monkeypatch)
+    assert sft(config, (), opened(RecordingRanks())) == 0
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert main(["report", "warm"]) == 0
+    report = (tmp_path / capsys.readouterr().out.strip()).read_text()
+    run = read_run(tmp_path / "runs" / "warm")
+    assert run.state == "finished"
+    assert "step <b>6</b> of 6" in report
+    values = {tile.name: tile.value for tile in sft_tiles(run.sft_records)}
+    assert values["validation-loss"] == "35"
+    assert set(values.values()) & {"n/a", ""} == set()
+    charts = {chart.name: chart for section in sft_sections(run.sft_records) for chart in section.charts}
+    assert set(charts) == {"sft-loss", "grad-norm", "learning-rate", "throughput", "step-time"}
+    assert all(name in report for name in charts)
+    assert "Where the trajectories went" not in report
+
+
+def test_the_report_of_an_interrupted_run_says_stopped(tmp_path, monkeypatch):
+    ranks = RecordingRanks()
+    ranks.at_step[3] = lambda: os.kill(os.getpid(), signal.SIGINT)
+    assert sft(make_run(tmp_path, monkeypatch), (), opened(ranks)) == 130
+    assert read_run(tmp_path / "runs" / "warm").state == "stopped"
 
 
 def test_a_run_goes_on_where_its_checkpoint_was_written(tmp_path, monkeypatch):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,7 +16,9 @@ from async_rl.cli.inspection.trajectory_view import Decode, decoder, token_numbe
 from async_rl.config import Config, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import ConfigError
+from async_rl.observability.formatting import abbreviate_ids
 from async_rl.queue.archive import FILE, ArchiveEvent, ArchiveReader, ArchiveRow
+from async_rl.run.folder import find_run_folder
 
 Order = Literal["newest", "longest", "most-interrupted", "reward", "slowest"]
 ORDERS: Final[dict[Order, str]] = {
@@ -29,8 +29,6 @@ ORDERS: Final[dict[Order, str]] = {
     "slowest": "duration_s DESC, number DESC",
 }
 """How a table is sorted, in SQL; `reward` has the worst first."""
-
-_SHORTEST_PREFIX: Final = 8
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,9 +84,7 @@ def inspect(
         ConfigError: There is no such run or trajectory, or the beginning matches several.
     """
     console = console or terminal()
-    run_dir = run if run.is_dir() else Path("runs") / run
-    if not run_dir.is_dir():
-        raise ConfigError(f"there is no run folder {str(run)!r} (searched in {os.getcwd()} and in runs/)")
+    run_dir = find_run_folder(run)
     reader = ArchiveReader(run_dir / FILE)
     try:
         if trajectory is None:
@@ -102,25 +98,15 @@ def inspect(
     return 0
 
 
-def abbreviate(ids: Iterable[str], among: Iterable[str]) -> list[str]:
-    """Return the shortest beginnings of one length that distinguish ids from all others."""
-    everything = set(among)
-    shown = list(ids)
-    longest = max(map(len, everything), default=0)
-    for length in range(_SHORTEST_PREFIX, longest):
-        counted = Counter(name[:length] for name in everything)
-        if all(counted[name[:length]] == 1 for name in shown):
-            return [name[:length] for name in shown]
-    return shown
-
-
 def _print_table(
     console: Console, run_dir: Path, reader: ArchiveReader, rows: Sequence[ArchiveRow], *, as_json: bool
 ) -> None:
     if as_json:
         print(msgspec.json.encode(rows).decode())
         return
-    short = abbreviate([row.trajectory_id for row in rows], (row.trajectory_id for row in reader.find_rows()))
+    short = abbreviate_ids(
+        [row.trajectory_id for row in rows], (row.trajectory_id for row in reader.find_rows())
+    )
     title = f"{len(rows)} of the {reader.count_trajectories()} newest finished trajectories of {run_dir}"
     show_table(console, rows, short, title)
     if counts := _ledger(run_dir, "SELECT state, count(*) FROM trajectories GROUP BY state"):

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from async_rl.observability.evaluation_record import EVERYTHING, Estimate, EvaluationRecord
 from async_rl.observability.page.tiles import trainer_idle
 from async_rl.observability.records import WINDOW, Figure, StepRecord, is_finite, mean
+from async_rl.observability.sft_record import SftRecord
 
 RECENT: Final = 20
 """Number of steps in the second staleness histogram and of rows in the table of steps."""
@@ -103,6 +104,15 @@ def sections(
         for name, title, makers in _SECTIONS
     ]
     return [section for found in (learning, _validation(evaluations), *others) for section in found]
+
+
+def sft_sections(records: Sequence[SftRecord]) -> list[Section]:
+    """Return the charts of a supervised run that these records have values for."""
+    found = [
+        _section(name, title, (make(records, None) for make in makers)) if records else []
+        for name, title, makers in _SFT_SECTIONS
+    ]
+    return [section for each in found for section in each]
 
 
 def _section(name: str, title: str, charts: Iterable[Chart]) -> list[Section]:
@@ -208,14 +218,15 @@ def _validation(evaluations: Sequence[EvaluationRecord]) -> list[Section]:
 
 # -- the charts --------------------------------------------------------------------------------------------
 
-ChartMaker = Callable[[Sequence[StepRecord], int | None], Chart]
+ChartMaker = Callable[[Sequence[Any], int | None], Chart]
+"""Gets the `StepRecord`s or `SftRecord`s and the staleness bound."""
 
 
-def _column(records: Sequence[StepRecord], name: str) -> list[Figure]:
+def _column(records: Sequence[StepRecord | SftRecord], name: str) -> list[Figure]:
     return [getattr(record, name) for record in records]
 
 
-def _steps(records: Sequence[StepRecord]) -> list[float]:
+def _steps(records: Sequence[StepRecord | SftRecord]) -> list[float]:
     return [float(record.step) for record in records]
 
 
@@ -231,7 +242,7 @@ def _lines(
     ceiling: Figure = None,
     bounded: bool = False,
 ) -> ChartMaker:
-    """Returns a chart of fields of `StepRecord`, unchanged.
+    """Returns a chart of fields of the records, unchanged.
 
     Args:
         name: The chart's name; title, note, unit, floor and ceiling are fields of `Chart`, too.
@@ -246,7 +257,7 @@ def _lines(
         bounded: Whether `max_staleness` is drawn as its limit.
     """
 
-    def make(records: Sequence[StepRecord], max_staleness: int | None) -> Chart:
+    def make(records: Sequence[StepRecord | SftRecord], max_staleness: int | None) -> Chart:
         return Chart(
             name=name,
             title=title,
@@ -453,7 +464,7 @@ _SECTIONS: Final[tuple[tuple[str, str, tuple[ChartMaker, ...]], ...]] = (
             _lines(
                 "staleness",
                 "Staleness by step",
-                "Never above the bound; p95 at the bound for long: more engines, or a larger bound.",
+                "Never above the bound; p95 at the bound for long: fewer engines, or more ranks.",
                 ("staleness_mean", "mean"),
                 ("staleness_max", "max"),
                 unit="versions",
@@ -524,6 +535,65 @@ _SECTIONS: Final[tuple[tuple[str, str, tuple[ChartMaker, ...]], ...]] = (
                 floor=0.0,
             ),
             _drops,
+        ),
+    ),
+)
+
+
+def _sft_loss(records: Sequence[SftRecord], _: int | None) -> Chart:
+    losses = _column(records, "loss")
+    return Chart(
+        name="sft-loss",
+        title="Loss",
+        note="Falls. Validation rises while the batch's falls: the model memorises; fewer epochs.",
+        unit="nats",
+        xs=_steps(records),
+        series=[
+            Series(label="batch", values=losses, faint=True),
+            Series(label=f"mean of {WINDOW} steps", values=smoothed(losses, WINDOW)),
+            Series(label="validation", values=_column(records, "validation_loss"), tone=2, joined=True),
+        ],
+    )
+
+
+_SFT_SECTIONS: Final[tuple[tuple[str, str, tuple[ChartMaker, ...]], ...]] = (
+    (
+        "learning",
+        "Is it learning?",
+        (
+            _sft_loss,
+            _lines(
+                "grad-norm", "Gradient norm", "Steady; before clipping.", ("grad_norm", "norm"), floor=0.0
+            ),
+            _lines(
+                "learning-rate",
+                "Learning rate",
+                "As sft.lr, its warm-up and its decay say.",
+                ("learning_rate", "rate"),
+                floor=0.0,
+            ),
+        ),
+    ),
+    (
+        "speed",
+        "Is it fast?",
+        (
+            _lines(
+                "throughput",
+                "Throughput",
+                "Tokens of a batch, prompts included, over the time of its step.",
+                ("tokens_per_s", "tokens"),
+                unit="tokens/s",
+                floor=0.0,
+            ),
+            _lines(
+                "step-time",
+                "A step's time",
+                "Of forward, backward and update.",
+                ("step_s", "step"),
+                unit="s",
+                floor=0.0,
+            ),
         ),
     ),
 )

@@ -29,9 +29,10 @@ from async_rl.observability.evaluation_record import FILE as EVALUATIONS
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.formatting import format_duration
 from async_rl.observability.page import CHART_SCRIPTS, STATIC, STYLES
-from async_rl.observability.page.charts import RECENT, sections
-from async_rl.observability.page.tiles import FlowStage, compact, stages, tiles
+from async_rl.observability.page.charts import RECENT, sections, sft_sections
+from async_rl.observability.page.tiles import FlowStage, compact, sft_tiles, stages, tiles
 from async_rl.observability.records import StepRecord, TrajectoryCounts, mean, step_record_log
+from async_rl.observability.sft_record import SftRecord, sft_record_log
 from async_rl.runtime import yaml12
 from async_rl.runtime.files import replace_file
 from async_rl.runtime.processes import private_files
@@ -83,6 +84,8 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
     changed: Mapping[str, Any]
     """The settings that differ from their defaults."""
     records: Sequence[StepRecord]
+    sft_records: Sequence[SftRecord]
+    """The steps of a supervised run, which has no others."""
     evaluations: Sequence[EvaluationRecord]
     summary: _Ended | None
     """The summary of the newest incarnation that ended normally."""
@@ -129,7 +132,10 @@ def read_run(run_dir: Path) -> RunFiles:
         )
     try:
         tree = yaml12.load(config_file.read_text())
-        records = step_record_log(run_dir / "metrics.jsonl").read()
+        metrics = run_dir / "metrics.jsonl"
+        supervised = _is_supervised(tree, metrics)
+        records = [] if supervised else step_record_log(metrics).read()
+        sft_records = sft_record_log(metrics).read() if supervised else []
         evaluations = evaluation_record_log(run_dir / EVALUATIONS).read()
         summary = _decoded(run_dir / "summary.json", _Ended)
         versions = _decoded(run_dir / "versions.json", dict[str, str]) or {}
@@ -140,15 +146,37 @@ def read_run(run_dir: Path) -> RunFiles:
     events = list(read_events(run_dir / "logs" / "driver.log"))
     return RunFiles(
         name=str(tree.get("run", {}).get("name", run_dir.resolve().name)),
-        state=_state(run_dir, records, events, tree.get("run", {}).get("max_steps")),
+        state=_state(run_dir, _progress(records, sft_records, tree), events),
         config=redacted(tree),
         changed=_changed(config_file),
         records=records,
+        sft_records=sft_records,
         evaluations=evaluations,
         summary=summary,
         events=events,
         versions=versions,
     )
+
+
+def _is_supervised(tree: Any, metrics: Path) -> bool:
+    """Return whether a folder belongs to a run of `async-rl sft`, by the first step, else by the config."""
+    if metrics.exists():
+        with metrics.open("rb") as lines:
+            first = lines.readline()
+        if first.endswith(b"\n"):
+            return "epoch" in msgspec.json.decode(first, type=dict[str, Any])
+    data, sft = (tree.get(name) or {} if isinstance(tree, dict) else {} for name in ("data", "sft"))
+    return bool(sft.get("path")) and not data.get("path") and not data.get("datasets")
+
+
+def _progress(
+    records: Sequence[StepRecord], sft_records: Sequence[SftRecord], tree: Any
+) -> tuple[int, int | None]:
+    """Return the last step and the number of steps of the whole run, None if it is unknown."""
+    if sft_records:
+        return sft_records[-1].step, sft_records[-1].num_steps or None
+    max_steps = tree.get("run", {}).get("max_steps") if isinstance(tree, dict) else None
+    return records[-1].step if records else 0, max_steps if isinstance(max_steps, int) else None
 
 
 def read_events(log_file: Path) -> Iterator[Event]:
@@ -190,26 +218,35 @@ def redacted(tree: Mapping[str, Any]) -> dict[str, Any]:
 def render(run: RunFiles, now: datetime) -> str:
     """Return the report as HTML."""
     records = run.records
+    step, max_steps = _progress(records, run.sft_records, run.config)
     bound = run.config.get("rollout", {}).get("max_staleness")
     max_staleness = bound if isinstance(bound, int) else None
     script = _static(CHART_SCRIPTS)
-    charts = msgspec.json.encode(sections(records, max_staleness, run.evaluations)).decode()
+    drawn = (
+        sft_sections(run.sft_records)
+        if run.sft_records
+        else sections(records, max_staleness, run.evaluations)
+    )
+    charts = msgspec.json.encode(drawn).decode()
+    names, rows = _recent(run)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((STATIC.parent / "report.html.jinja").read_text(encoding="utf-8"))
     return template.render(
         run=run,
-        max_steps=run.config.get("run", {}).get("max_steps"),
+        step=step,
+        max_steps=max_steps,
         style=_static(STYLES),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         written=now.strftime("%Y-%m-%d %H:%M UTC"),
         version=__version__,
-        tiles=tiles(records, max_staleness),
+        tiles=sft_tiles(run.sft_records) or tiles(records, max_staleness),
         stages=_stages(run),
         # "<" could end the element that holds the data; in JSON it stands in strings only.
         charts=Markup(charts.replace("<", "\\u003c")),
         facts=_facts(run),
-        recent=records[-RECENT:][::-1],
+        recent_names=names,
+        recent=rows,
         extremes=records[-1].extremes if records else (),
         cause=_cause(run),
         config_text=yaml12.dump(run.config),
@@ -222,12 +259,18 @@ def _static(names: Sequence[str]) -> Markup:
 
 
 def _stages(run: RunFiles) -> list[FlowStage]:
-    """Returns where trajectories were at the last step; the folder has no later count."""
+    """Returns where the trajectories are: at the end of the run by its summary, else at the last step."""
     if not run.records:
         return []
     last = run.records[-1]
+    trained = sum(record.trajectories for record in run.records)
+    if run.summary is not None and run.summary.trajectories.trained == trained:  # none was trained since
+        counts = run.summary.trajectories
+        return stages(
+            trained=trained, dropped=counts.dropped, queued=counts.queued, in_flight=counts.in_flight
+        )
     return stages(
-        trained=sum(record.trajectories for record in run.records),
+        trained=trained,
         dropped=last.dropped_reasons,
         queued=last.queued,
         in_flight=last.in_flight,
@@ -236,6 +279,8 @@ def _stages(run: RunFiles) -> list[FlowStage]:
 
 def _facts(run: RunFiles) -> list[tuple[str, str]]:
     """Returns the run's key figures, from its records."""
+    if run.sft_records:
+        return _sft_facts(run.sft_records)
     records = run.records
     if not records:
         return []
@@ -245,11 +290,12 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     rows = sum(record.routing_rows for record in records)
     invalid = sum(record.routing_rows_invalid for record in records)
     waited = sum(record.wait_s for record in records)
+    dropped = sum(stage.count for stage in _stages(run) if stage.label.startswith("dropped"))
     facts = [
         ("time of training", format_duration(last.time_s)),
         ("weight version", str(last.weight_version)),
         ("trajectories trained", f"{trained:,}, {interrupted / max(trained, 1):.0%} interrupted and resumed"),
-        ("dropped", f"{last.dropped:,}"),
+        ("dropped", f"{dropped:,}"),
         ("tokens trained", f"{sum(record.trained_tokens for record in records):,}"),
         ("throughput", f"{compact(mean(record.tokens_per_s for record in records))} tokens/s, mean"),
         ("staleness", f"at most {max(record.staleness_max for record in records)} versions"),
@@ -262,13 +308,71 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     return facts
 
 
-def _state(run_dir: Path, records: Sequence[StepRecord], events: Sequence[Event], max_steps: Any) -> State:
+def _sft_facts(records: Sequence[SftRecord]) -> list[tuple[str, str]]:
+    last = records[-1]
+    return [
+        ("time of training", format_duration(last.time_s)),
+        ("epochs", str(last.epoch + 1)),
+        ("tokens", f"{sum(record.tokens for record in records):,}"),
+        ("tokens trained on", f"{sum(record.trained_tokens for record in records):,}"),
+        ("throughput", f"{compact(mean(record.tokens_per_s for record in records))} tokens/s, mean"),
+        ("updates skipped", f"{sum(record.updates_skipped for record in records):,}"),
+    ]
+
+
+def _recent(run: RunFiles) -> tuple[list[str], list[list[str]]]:
+    """Returns the table of the latest steps: names of its columns, and its rows, the newest first."""
+    if run.sft_records:
+        names = [
+            "step",
+            "epoch",
+            "loss",
+            "validation loss",
+            "grad norm",
+            "learning rate",
+            "tokens/s",
+            "step s",
+        ]
+        return names, [
+            [
+                str(r.step),
+                str(r.epoch + 1),
+                compact(r.loss),
+                "" if r.validation_loss is None else compact(r.validation_loss),
+                *(compact(value) for value in (r.grad_norm, r.learning_rate, r.tokens_per_s, r.step_s)),
+            ]
+            for r in run.sft_records[-RECENT:][::-1]
+        ]
+    names = ["step", "reward", "ppo_kl", "stale p95", "tokens/s", "wait s", "step s", "sync s"]
+    return [*names, "in flight", "queued", "dropped"], [
+        [
+            str(r.step),
+            *(
+                compact(value)
+                for value in (
+                    r.reward_mean,
+                    r.ppo_kl if r.ppo_kl is not None else r.ppo_kl_bypass,
+                    r.staleness_p95,
+                    r.tokens_per_s,
+                    r.wait_s,
+                    r.step_s,
+                    r.sync_s,
+                )
+            ),
+            *(str(count) for count in (r.in_flight, r.queued, r.dropped)),
+        ]
+        for r in run.records[-RECENT:][::-1]
+    ]
+
+
+def _state(run_dir: Path, progress: tuple[int, int | None], events: Sequence[Event]) -> State:
     if _is_locked(run_dir / ".lock"):
         return "running"
     said = [event.text for event in events if event.source.startswith(_OWN)]
     if said and said[-1].startswith(_FAILED):
         return "failed"
-    return "finished" if records and records[-1].step == max_steps else "stopped"
+    step, max_steps = progress
+    return "finished" if step and step == max_steps else "stopped"
 
 
 def _cause(run: RunFiles) -> str:

@@ -16,6 +16,7 @@ from async_rl.observability.records import (
     last_at_equal_versions,
     mean,
 )
+from async_rl.observability.sft_record import SftRecord
 
 _COMPACT: Final = ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e4, "k", 1e3))
 """The smallest value for each unit suffix."""
@@ -76,6 +77,51 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
             label="trainer idle",
             value=format_percent(trainer_idle(last)),
             note=f"waited {last.wait_s:.1f} s for its batch",
+        ),
+    ]
+
+
+def sft_tiles(records: Sequence[SftRecord]) -> list[Tile]:
+    """Return the figures of the last step of a supervised run; none before the first step."""
+    if not records:
+        return []
+    last = records[-1]
+    start, now = (mean(r.loss for r in part) for part in (records[:WINDOW], records[-WINDOW:]))
+    validated = [record for record in records if record.validation_loss is not None]
+    best = min((r.validation_loss for r in validated if is_finite(r.validation_loss)), default=None)
+    return [
+        Tile(
+            name="loss",
+            label="loss",
+            value=compact(last.loss),
+            note=f"nats; {compact(start)} → {compact(now)} so far",
+        ),
+        Tile(
+            name="validation-loss",
+            label="validation loss",
+            value=compact(validated[-1].validation_loss) if validated else "none",
+            note=f"nats after step {validated[-1].step}; best {compact(best)}"
+            if validated
+            else "sft.validation names no file",
+        ),
+        Tile(name="grad-norm", label="gradient norm", value=compact(last.grad_norm), note="before clipping"),
+        Tile(
+            name="learning-rate",
+            label="learning rate",
+            value=compact(last.learning_rate),
+            note=f"peak {compact(max(record.learning_rate for record in records))}",
+        ),
+        Tile(
+            name="throughput",
+            label="throughput",
+            value=compact(last.tokens_per_s),
+            note="tokens trained a second, prompts included",
+        ),
+        Tile(
+            name="epoch",
+            label="epoch",
+            value=str(last.epoch + 1),
+            note=f"{compact(sum(record.trained_tokens for record in records))} tokens trained on so far",
         ),
     ]
 

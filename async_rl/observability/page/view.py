@@ -10,6 +10,7 @@ from typing import Final, Protocol
 import msgspec
 
 from async_rl.observability.diagnosis import Diagnosis, phrase
+from async_rl.observability.formatting import abbreviate_ids
 from async_rl.observability.page.tiles import FlowStage, stages
 from async_rl.observability.records import Figure, StepRecord, TrajectoryCounts, mean
 from async_rl.runtime.waits import Waits
@@ -54,6 +55,8 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """One of the trajectories that have been running for longest."""
 
     trajectory_id: str
+    shown_id: str
+    """Its beginning, as `async-rl inspect` shows it, too."""
     task_id: str
     age_s: float
     turn: int
@@ -148,18 +151,23 @@ def _report(diagnosis: Diagnosis) -> str:
 
 def slowest(running: Iterable[InProgress], waits: Waits) -> list[SlowTrajectory]:
     """Return the trajectories that have been running for longest, and what each of them waits for."""
-    chosen = heapq.nsmallest(NUM_SLOWEST, running, key=lambda trajectory: trajectory.started_s)
+    everything = list(running)
+    chosen = heapq.nsmallest(NUM_SLOWEST, everything, key=lambda trajectory: trajectory.started_s)
+    shown = abbreviate_ids(
+        [trajectory.trajectory_id for trajectory in chosen], (each.trajectory_id for each in everything)
+    )
     ids = {trajectory.trajectory_id for trajectory in chosen}
     # Waits are in the order in which they began: the last one of each trajectory is the innermost.
     inner = {wait.actor.who.id: wait for wait in list(waits.open) if wait.actor.who.id in ids}
     now = waits.clock()
     views = []
-    for trajectory in chosen:
+    for trajectory, shown_id in zip(chosen, shown, strict=True):
         wait = inner.get(trajectory.trajectory_id)
         why = wait.why() if wait is not None and wait.why is not None else None
         views.append(
             SlowTrajectory(
                 trajectory_id=trajectory.trajectory_id,
+                shown_id=shown_id,
                 task_id=trajectory.task.task_id,
                 age_s=now - trajectory.started_s,
                 turn=trajectory.num_turns + 1,

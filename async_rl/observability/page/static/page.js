@@ -92,7 +92,7 @@ function showNow(now) {
   text("engines-more", now.engines_more ? `and ${now.engines_more} more that serve` : "");
 
   rows("slowest", now.slowest.map((one) => {
-    const id = element("code", "", `…${one.trajectory_id.slice(-8)}`);
+    const id = element("code", "", `${one.shown_id}…`);
     id.title = one.trajectory_id;
     return [
       id, [one.task_id, "cut"], [duration(one.age_s), "n"], [String(one.turn), "n"], [whole.format(one.tokens), "n"],

@@ -1,0 +1,42 @@
+"""The record of one step of supervised training: a line of its `metrics.jsonl`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from async_rl.observability.record_log import RecordLog
+from async_rl.observability.records import Figure
+
+
+class SftRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. Its field names are those of `StepRecord`, so that programs can read both kinds of
+    `metrics.jsonl`.
+    """
+
+    step: int
+    weight_version: int
+    """Equal to the step, because each step produces one weight version."""
+    num_steps: int = 0
+    """Steps of the whole run; 0 in records of earlier versions."""
+    time_s: float
+    """Seconds since the first step of the run, earlier incarnations included."""
+    epoch: int
+    """From 0."""
+    loss: Figure
+    """Mean negative log-prob of the trained tokens before the step, nats."""
+    validation_loss: Figure = None
+    """Mean negative log-prob over the validation file after the step; None in steps without validation."""
+    grad_norm: Figure = None
+    learning_rate: float
+    updates_skipped: int = 0
+    tokens: int
+    trained_tokens: int
+    step_s: float
+    tokens_per_s: float
+
+
+def sft_record_log(path: Path) -> RecordLog[SftRecord]:
+    """Open the `metrics.jsonl` of a supervised run."""
+    return RecordLog(path, SftRecord, lambda record: record.step)
