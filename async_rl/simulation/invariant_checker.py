@@ -204,6 +204,12 @@ class InvariantChecker:
             kept = sampled if right else []
         how = "failed" if failed else finish.reason if finish else "was left"
         name = _task_name()
+        routing = self._config.routing
+        unused = (
+            routing.merge == "replace" and not routing.flip_sample and len(sampled) < request.max_new_tokens
+        )
+        if unused and finish is not None and finish.reason == "abort" and finish.routing is not None:
+            self.fail(f"{name}: {finish.routing.num_rows} rows of an aborted call are moved and never used")
         ended = len(sampled), len(kept), failed, finish is not None
         self.decided("call ends", *self._numbered("trajectory", name), *ended)
         self._unaccounted[name] -= finish is not None

@@ -86,10 +86,12 @@ async def test_everything_else_precedes_the_rows_when_sglang_ends_an_aborted_cal
         rows = len(PROMPT) + meta["completion_tokens"] - 1
         facts = sglang_world.facts
         assert len(meta["routed_experts"]) == -(-rows * facts.num_layers * facts.top_k * 4 // 3) * 4
-        check_abort(await abort_unneeded(engine))
-        # What was aborted is still cached: nothing of it has to be computed again.
-        after = await call(engine, PROMPT, 2)
-        assert after.finish.cached_tokens == len(PROMPT) - 1
+        aborted = await abort_unneeded(engine)
+        check_abort(aborted)
+        # All that was fed is still cached: a recovery returns the rows that the sampling used.
+        recovered = await call(engine, aborted.sequence, 0)
+        assert recovered.finish is not None
+        assert recovered.finish.cached_tokens == len(recovered.trace.rows) == len(aborted.sequence) - 1
     finally:
         await engine.close()
 

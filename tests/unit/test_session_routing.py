@@ -620,6 +620,28 @@ async def test_recovered_rows_are_exact_only_when_they_were_cached_under_the_sam
 
 
 @in_virtual_time
+async def test_a_recovery_waits_when_many_others_recover() -> None:
+    engine = recorded(Watched(stop_at=[20]))
+    bench = Bench(engine, **LONG)
+    bench.start()
+    engine.mute = True
+    await bench.session.generate()
+    engine.mute = False
+    others = 0
+    while not bench.context.recoveries.locked():
+        await bench.context.recoveries.acquire()
+        others += 1
+    assert others == 16
+    async with asyncio.TaskGroup() as group:
+        ending = group.create_task(bench.finish())
+        await asyncio.sleep(60)
+        assert len(engine.finished) == 1
+        bench.context.recoveries.release()
+    assert_whole(ending.result(), 0)
+    assert bench.context.recoveries.locked() is False
+
+
+@in_virtual_time
 async def test_rows_are_recovered_however_often_updates_interrupt_it() -> None:
     """After a restart a recovery may meet update after update."""
     policy = Watched(stop_at=[60])
