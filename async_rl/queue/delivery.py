@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from typing import Final
 
 import msgspec
 
-from async_rl.errors import InvariantError
+from async_rl.errors import DataError, InvariantError
 from async_rl.queue.outstanding import OutstandingGroups, ReadyGroup
 from async_rl.queue.packing import Packer, TakenBatch
 from async_rl.queue.spool import Spool, SpoolRef
 from async_rl.runtime.threads import run_uncancellable
+
+MAX_DAMAGED_GROUPS: Final = 64
+"""The run ends after so many damaged groups without a batch in between."""
 
 
 class TakenGroups(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +42,8 @@ class BatchDelivery:
         self._batches = batches
         self._executor = executor
         self._packing = False
+        self._num_damaged = 0
+        """Damaged groups since the last batch."""
         self._taken: dict[str, TakenGroups] = {}
         for ref in batches.recover_frames().intact:
             batches.free_frame(ref)
@@ -56,6 +62,9 @@ class BatchDelivery:
 
         Returns:
             None when some groups cannot be trained on; these are dropped.
+
+        Raises:
+            DataError: Too many groups in a row are damaged.
         """
         stored = [self._groups.stored_group(group_id) for group_id in group_ids]
         self._packing = True
@@ -73,7 +82,15 @@ class BatchDelivery:
                 self._batches.free_frame(packed.ref)
             raise cancelled
         if packed.batch is None or packed.ref is None:
+            self._num_damaged += sum(reason == "corrupt" for reason in packed.unusable.values())
+            if self._num_damaged >= MAX_DAMAGED_GROUPS:
+                raise DataError(
+                    f"{self._num_damaged} finished groups in a row cannot be read back from the spool; the "
+                    f"last one: {packed.flaw}; check this machine's disk and memory, and that only one job "
+                    "writes into the run folder"
+                )
             return None
+        self._num_damaged = 0
         groups = self._groups.take_groups(packed.batch, packed.too_stale)
         self._taken[packed.batch.batch_id] = TakenGroups(ref=packed.ref, groups=groups)
         return packed.batch

@@ -78,6 +78,8 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     batch: TakenBatch | None = None
     ref: SpoolRef | None = None
     unusable: Mapping[str, str] = {}
+    flaw: str = ""
+    """What is wrong with the last one that is damaged."""
     too_stale: tuple[str, ...] = ()
     """Trajectories of groups in the batch that are left out: all of their tokens are too old."""
 
@@ -135,14 +137,14 @@ class Packer:
             SpoolFull: When the disk has no space for the batch.
         """
         oldest = version - self._max_staleness if self._staleness_policy == "mask_tokens" else None
-        groups, unusable, too_stale = [], {}, []
+        groups, unusable, too_stale, flaw = [], {}, [], ""
         for entry in stored:
             try:
                 group = self._spool.read_frame(entry.ref, Group)
                 self._check_model(group)
             except (CorruptFrame, AlignmentError) as error:
                 log.warning("group %s cannot be trained on: %s", entry.group_id, error)
-                unusable[entry.group_id] = "corrupt"
+                unusable[entry.group_id], flaw = "corrupt", str(error)
                 continue
             wanted = [t for t in group.trajectories if t.trajectory_id in entry.trajectory_ids]
             if entry.ceiling is not None:
@@ -154,7 +156,7 @@ class Packer:
             too_stale += [t.trajectory_id for t in wanted if t.trajectory_id not in kept]
             groups.append(msgspec.structs.replace(group, trajectories=tuple(usable)))
         if unusable:
-            return Packed(unusable=unusable)
+            return Packed(unusable=unusable, flaw=flaw)
         trajectories = [t for group in groups for t in group.trajectories]
         ages = tuple(self._age(version, t, oldest) for t in trajectories)
         batch_id = f"batch-{version:08d}"

@@ -338,6 +338,14 @@ MUTANTS: Final = (
         (f"{MISBEHAVING}::test_a_run_goes_on_when_some_attempts_misbehave[ReturnsNumber]",),
     ),
     Mutant(
+        "damaged-groups-are-not-counted",
+        "A run whose finished groups cannot be read back goes on forever without a step.",
+        "async_rl/queue/delivery.py",
+        "            if self._num_damaged >= MAX_DAMAGED_GROUPS:\n",
+        "            if False:\n",
+        (QUEUE,),
+    ),
+    Mutant(
         "split-stop-strings-are-missed",
         "A turn goes on after a stop string that an interruption has split.",
         "async_rl/rollout/session/stop_strings.py",
@@ -354,12 +362,12 @@ MUTANTS: Final = (
         (SESSION,),
     ),
     Mutant(
-        "polling-loops-are-awaited",
-        "An agent loop that takes each cancellation for a timeout keeps its group from ending.",
+        "swallowed-cancellations-are-not-reported",
+        "The author of an agent loop is not told that it returns in place of ending when it is cancelled.",
         "async_rl/runtime/supervision.py",
-        "                driven.drop()\n",
-        "",
-        ("tests/unit/test_supervision.py::test_user_code_ends_when_it_swallows_every_cancellation",),
+        "            if not (ended and task.cancelled()):\n",
+        "            if not ended:\n",
+        ("tests/unit/test_supervision.py::test_user_code_ends_when_it_swallows_its_cancellation",),
     ),
     Mutant(
         "half-written-position-is-lost",

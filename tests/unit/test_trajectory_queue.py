@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from async_rl.codec import read_frame
-from async_rl.errors import CorruptFrame, InvariantError, SpoolFull
+from async_rl.errors import CorruptFrame, DataError, InvariantError, SpoolFull
 from async_rl.observability.metrics import Metrics, value_of
+from async_rl.queue import delivery
 from async_rl.queue.ledger import Ledger
 from async_rl.queue.packing import TakenBatch
 from async_rl.queue.spool import Spool, SpoolRef
@@ -458,6 +459,22 @@ async def test_a_group_is_dropped_when_masking_leaves_too_few_of_it(tmp_path: Pa
     run.queue.close()
 
 
+async def test_branches_are_no_siblings_when_masking_leaves_one_attempt(tmp_path: Path) -> None:
+    run = Run(tmp_path, staleness_policy="mask_tokens", min_group_size=2, groups_per_batch=1)
+    run.queue.advance_version(3)
+    run.queue.dispatch_group("a", "task", run.next, ["a-0", "a-1"], 0)
+    run.next += 1
+    run.queue.add_branches("a-0", ["a-0.1"])
+    ages = {"a-0": ((4, 3),), "a-0.1": ((5, 3),), "a-1": ((4, 0),)}
+    tree = tuple(make_trajectory(name, "a", sampled=spans) for name, spans in ages.items())
+    await run.queue.put_group(Group(group_id="a", task_id="task", trajectories=tree))
+    await mixed(run, "b", ((4, 3),), ((5, 3),))
+    batch = await run.take(3)
+    assert batch.group_ids == ("b",)
+    assert run.queue.statistics().dropped == {"too_stale": 3}
+    run.queue.close()
+
+
 async def test_what_was_masked_away_stays_dropped_when_the_batch_comes_again(tmp_path: Path) -> None:
     """After a crash the trainer may take the group at an older version: settled is settled."""
     first = Run(tmp_path, staleness_policy="mask_tokens", groups_per_batch=1)
@@ -555,6 +572,21 @@ async def test_a_damaged_frame_is_dropped_and_the_next_group_takes_its_place(run
     assert batch.group_ids == ("b", "c")
     assert run.queue.statistics().dropped == {"corrupt": 2}
     assert run.ledger.data_position().pending == (0,)
+
+
+async def test_the_run_ends_with_the_cause_when_nothing_written_can_be_read_back(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "MAX_DAMAGED_GROUPS", 3)
+    await run.ready("a", "b", "c")
+    damage(run.frame_of("a"))
+    assert (await run.take()).group_ids == ("b", "c")  # a batch begins the count again
+    run.queue.advance_version(1)
+    await run.ready("d", "e", "f", "g")
+    for name in "defg":
+        damage(run.frame_of(name))
+    with pytest.raises(DataError, match=r"groups in a row cannot be read back .* the last one: .*; check"):
+        await run.queue.next_batch(1)
 
 
 @pytest.mark.case(28)
