@@ -9,8 +9,13 @@ traceback.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 from async_rl import __version__
 from async_rl.cli.commands import COMMANDS
@@ -30,13 +35,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parse(arguments)
     raise_descriptor_limit()
     try:
-        code: int = parsed.run_command(parsed)
+        with _cleaning_up_on_sigterm():
+            code: int = parsed.run_command(parsed)
     except AsyncRLError as error:
         print(f"async-rl: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     return code
+
+
+@contextmanager
+def _cleaning_up_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM unwind the command, as Ctrl-C does, so that it ends its servers and removes its files."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may install handlers
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

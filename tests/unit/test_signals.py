@@ -4,7 +4,11 @@ import asyncio
 import ctypes
 import os
 import signal
+from types import SimpleNamespace
 
+import pytest
+
+from async_rl.cli import main as cli
 from async_rl.runtime.signals import signal_handlers_kept
 
 LIBC = ctypes.CDLL(None)
@@ -38,3 +42,25 @@ async def test_a_signal_arrives_when_a_library_replaces_its_handler_during_the_b
         await arrived.wait()
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
+
+
+def test_sigterm_unwinds_any_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaned = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append("its servers and files")
+
+    command = SimpleNamespace(
+        name="serve", summary="serves", details="", add_options=id, run=lambda parsed: asyncio.run(work())
+    )
+    monkeypatch.setattr(cli, "COMMANDS", [command])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve"])
+    assert ended.value.code == 143
+    assert cleaned
+    assert signal.getsignal(signal.SIGTERM) is before
