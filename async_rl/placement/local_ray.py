@@ -67,8 +67,11 @@ async def connect_ray(config: Config, scratch: Path, *, limit_s: float = _LIMIT_
     """
     try:
         # A local start has a time limit of its own.
-        async with signal_handlers_kept(), asyncio.timeout(limit_s if config.placement.joins else None):
-            await call_until_cancelled(lambda: _connect_ray(config, scratch), name="ray.init", thread=_THREAD)
+        with signal_handlers_kept():
+            async with asyncio.timeout(limit_s if config.placement.joins else None):
+                await call_until_cancelled(
+                    lambda: _connect_ray(config, scratch), name="ray.init", thread=_THREAD
+                )
     except asyncio.CancelledError:
         _kill_processes(scratch)
         raise
@@ -81,7 +84,7 @@ async def connect_ray(config: Config, scratch: Path, *, limit_s: float = _LIMIT_
 
 async def disconnect_ray() -> None:
     """Disconnect from Ray, and end the processes that it has started on this machine."""
-    async with signal_handlers_kept():
+    with signal_handlers_kept():
         await asyncio.get_running_loop().run_in_executor(_THREAD, ray.shutdown)
 
 

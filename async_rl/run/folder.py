@@ -75,22 +75,21 @@ def run_in_folder(
                 result = asyncio.run(_until_signal(job, path, on_stop, signals))
             except asyncio.CancelledError:
                 print(f"async-rl: aborted by {signals[0].name}{where}", file=sys.stderr)
-                return _code_of(signals)
+                return _exit_code(128 + signals[0])
             except Exception as error:
                 if signals and was_stopped_at_start(error):
                     print(f"async-rl: {signals[0].name} ended the start{where}", file=sys.stderr)
-                    return _code_of(signals)
+                    return _exit_code(128 + signals[0])
                 cause = first_error(error)
                 log.error("the run failed: %s", describe_error(cause), exc_info=error)
                 print(f"async-rl: {describe_error(cause)}{where}", file=sys.stderr)
-                return cause.exit_code if isinstance(cause, AsyncRLError) else 1
+                return _exit_code(cause.exit_code if isinstance(cause, AsyncRLError) else 1)
         code = finish(path, result)
-    return _code_of(signals) if signals else code
+    return _exit_code(128 + signals[0]) if signals else code
 
 
-def _code_of(signals: list[signal.Signals]) -> int:
-    """Return the exit code after signals, also for calls that were left when a start ended."""
-    code = 128 + signals[0]
+def _exit_code(code: int) -> int:
+    """Return the exit code of a job that was cut short, also if calls of its start still run."""
     exit_despite_threads(code)
     return code
 

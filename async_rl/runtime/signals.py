@@ -5,37 +5,33 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
-
-from async_rl.runtime.supervision import Nursery
 
 _INTERVAL_S: Final = 0.02
 """How long a replaced handler may stay: no event tells when a library replaces it."""
 
 
-@asynccontextmanager
-async def signal_handlers_kept() -> AsyncIterator[None]:
+@contextmanager
+def signal_handlers_kept() -> Iterator[None]:
     """Install this process's handler of SIGTERM again and again during the block, and once after it.
 
     Ray's native library installs a crash handler for SIGTERM while it connects (it aborts the process) and
     the default action while it disconnects. Both happen below Python, which still knows its own handler.
     """
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(_INTERVAL_S, lambda: keep())
 
-    async def keep() -> None:
-        while True:
-            _install_again()
-            await asyncio.sleep(_INTERVAL_S)
+    def keep() -> None:
+        nonlocal timer
+        _install_again()
+        timer = loop.call_later(_INTERVAL_S, keep)
 
     try:
-        async with Nursery() as nursery:
-            keeping = nursery.start_task("signal handlers", keep())
-            try:
-                yield
-            finally:
-                keeping.cancel()
+        yield
     finally:
+        timer.cancel()
         _install_again()
 
 

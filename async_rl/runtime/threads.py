@@ -81,11 +81,11 @@ async def call_until_cancelled(function: Callable[[], R], *, name: str, thread: 
         name: The thread's name, for stack dumps.
         thread: Where to call it: an executor with daemon threads; None for a thread of its own.
     """
-    call = asyncio.get_running_loop().run_in_executor(thread or _OwnThread(name), function)
+    call: Future[R] = (thread or _OwnThread(name)).submit(function)
     try:
-        return await call
+        return await asyncio.wrap_future(call)
     except asyncio.CancelledError:
-        _left_running.append(name)
+        _left_running.append(call)
         raise
 
 
@@ -97,12 +97,12 @@ def exit_despite_threads(code: int) -> None:
         sys.stderr.flush()
         os._exit(code)
 
-    if _left_running:
+    if not all(call.done() for call in _left_running):
         atexit.register(end)  # runs before all earlier ones, such as Ray's, which would wait for the call
 
 
-_left_running: list[str] = []
-"""Names of calls whose callers were cancelled."""
+_left_running: list[Future[Any]] = []
+"""Calls whose callers were cancelled."""
 
 
 class LastingThread(Executor):

@@ -30,7 +30,7 @@ async def test_a_signal_arrives_when_a_library_replaces_its_handler_during_the_b
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, arrived.set)
     try:
-        async with signal_handlers_kept():
+        with signal_handlers_kept():
             replace_handler()
             while native_handler() == signal.SIG_IGN:  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0)
