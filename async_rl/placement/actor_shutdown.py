@@ -48,7 +48,7 @@ async def end_actor(actor: Any, process: Process | None, *, grace_s: float = 0.0
             log.warning("process %d is lost with its node %s", process.pid, process.host)
             return
     except (RayError, TimeoutError) as error:
-        log.warning("cannot reach node %s: %r", process.host, error)
+        log.warning("cannot reach node %s: %s: %s", process.host, type(error).__name__, error)
     if not gone:
         log.warning("process %d of node %s may still run", process.pid, process.host)
 

@@ -21,6 +21,7 @@ from async_rl.engines.sglang.server import SGLangServer
 from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.shared_devices import Device
 from async_rl.runtime.loading import add_import_folder, load_object
+from async_rl.runtime.package_warnings import hide_package_warnings
 from async_rl.runtime.processes import Process, die_with_parent, this_process
 from async_rl.weights.weight_folder import WeightFolder
 
@@ -56,6 +57,7 @@ class NodeActor:
         enter_driver_folder(setup, node_address())
         for folder in setup.import_folders:
             add_import_folder(Path(folder))
+        hide_package_warnings()
         if log_path is not None:
             redirect_output(log_path)
         use_interface_of(node_address())

@@ -328,7 +328,7 @@ class RayCluster(Cluster):
             async with asyncio.timeout(_STOP_LIMIT_S):
                 await self._engine_actors[engine_id].stop_server.remote()
         except (RayError, TimeoutError) as error:
-            log.warning("engine %s could not be stopped gracefully: %r", engine_id, error)
+            log.warning("engine %s could not be stopped gracefully: %s", engine_id, last_line(error))
             return False
         return True
 

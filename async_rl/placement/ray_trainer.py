@@ -203,5 +203,5 @@ def cause_of(error: Exception, otherwise: AsyncRLError) -> AsyncRLError:
 
 
 def last_line(error: Exception) -> str:
-    """Return the last line of Ray's long messages, which has the cause."""
-    return str(error).strip().splitlines()[-1]
+    """Return the last line of Ray's long messages, which has the cause; the error's type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -27,6 +27,7 @@ from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml, versions
 from async_rl.errors import AsyncRLError, ConfigError, StallError
 from async_rl.runtime.files import replace_file
+from async_rl.runtime.package_warnings import hide_package_warnings
 from async_rl.runtime.processes import private_files
 from async_rl.runtime.supervision import first_error, service_of, was_stopped_at_start
 from async_rl.runtime.threads import exit_despite_threads
@@ -238,7 +239,10 @@ def _locked(folder: Path, taken: str, config: Config) -> Iterator[None]:
 
 @contextmanager
 def logging_to(path: Path, level: str) -> Iterator[None]:
-    """Log our records from `level` on, and warnings of other packages, to a file during the block."""
+    """Log our records from `level` on, and what other packages log as a warning, to a file during the block.
+
+    Python's warnings about the user's code are logged, too; those about installed packages are not.
+    """
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(_LINE))
     root, ours = logging.getLogger(), logging.getLogger("async_rl")
@@ -247,6 +251,7 @@ def logging_to(path: Path, level: str) -> Iterator[None]:
     root.setLevel(logging.WARNING)
     ours.setLevel(level.upper())
     logging.captureWarnings(True)
+    hide_package_warnings()
     try:
         yield
     finally:

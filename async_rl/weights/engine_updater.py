@@ -209,7 +209,14 @@ class EngineUpdater:
             engine_times = EngineUpdateTimes(
                 engine.engine_id, held.interrupt_s, transferred - begin, self._clock() - transferred
             )
-            log.info("weight version %d: %s", version, engine_times)
+            log.info(
+                "weight version %d: engine %s was interrupted in %.3f s, loaded in %.3f, verified in %.3f",
+                version,
+                engine_times.engine_id,
+                engine_times.interrupt_s,
+                engine_times.transfer_s,
+                engine_times.verify_s,
+            )
             times.append(engine_times)
 
     async def _send_buckets(self, sender: BucketSender) -> None:

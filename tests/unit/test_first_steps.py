@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +34,7 @@ from async_rl.observability.formatting import abbreviate_ids
 from async_rl.observability.page.charts import sections
 from async_rl.observability.page.html_report import write_report
 from async_rl.observability.records import StepRecord, TrajectoryCounts
+from async_rl.run.folder import logging_to
 from async_rl.runtime import yaml12
 from tests.support.finished_run import records, write_run_folder
 from tests.support.run_config import write_run, write_weights
@@ -481,3 +484,23 @@ def test_ticks_of_the_reward_curve_are_at_steps(last: int) -> None:
     ticks = reward_chart(steps, width=90, colour=False).plain.splitlines()[-1].split()
     assert 2 <= len(ticks) <= 10
     assert {int(tick) for tick in ticks} <= set(range(1, last + 1))
+
+
+# -- logs ----------------------------------------------------------------------------------------------------
+
+
+def test_a_log_has_sentences_and_no_representations_of_objects(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "async_rl"):
+        assert main(["plan", str(QUICKSTART), "--versions", "2", "--warmup", "1"]) == 0
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("was interrupted in " in message for message in messages)
+    assert [message for message in messages if re.search(r"\w\(\w+=|<\w+\.\w+ object", message)] == []
+
+
+def test_warnings_about_packages_stay_out_of_the_log_and_others_do_not(tmp_path: Path) -> None:
+    log = tmp_path / "driver.log"
+    with logging_to(log, "info"):
+        for place in ("lib/site-packages/torch/c10d.py", "my_loop/loop.py"):
+            warnings.showwarning(UserWarning(f"said in {place}"), UserWarning, f"/home/me/{place}", 12)
+    assert "said in my_loop/loop.py" in log.read_text()
+    assert "site-packages" not in log.read_text()

@@ -19,6 +19,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "async_rl/engines/sglang/cpu_launcher.py": {
         "_launch_fused_gate_sigmoid_mul": "SGLang has no hook there; the launcher replaces it on a CPU",
         "_create_c10d_store": "torch has no public API for it",
+        "_freeze_gc_after_server_warmup": "SGLang has no option for it; it fails without a warm-up",
     },
     "async_rl/engines/sglang/narrow_launcher.py": {
         "_get_local_slice": "SGLang has no hook there; the launcher narrows what it captures",

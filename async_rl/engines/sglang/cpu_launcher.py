@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.metadata
+import logging
 import multiprocessing
 import os
 import socket
@@ -148,6 +149,9 @@ def main(arguments: list[str]) -> None:
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *_, **__: None
 
+    # It warns of each of the twenty models that need a GPU's kernels.
+    logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
+
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server
     from sglang.srt.server_args import prepare_server_args
@@ -155,6 +159,9 @@ def main(arguments: list[str]) -> None:
 
     plain = http_server.msgspec_to_builtins
     http_server.msgspec_to_builtins = lambda information: _without_keys(plain(information))
+    if "--skip-server-warmup" in arguments:
+        # Without a warm-up it asks before the server listens: it has no effect but a traceback in the log.
+        http_server._freeze_gc_after_server_warmup = lambda _: None
     try:
         run_server(prepare_server_args(arguments))
     finally:

@@ -218,6 +218,8 @@ class SGLangServer:
         # information for up to a minute, while its calls wait.
         environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        # SGLang and what it imports warn of kernels and packages that they could use.
+        environment = {"PYTHONWARNINGS": "ignore"} | environment
         if self._saves_memory:
             environment |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
         if self._device == "cpu":

@@ -116,7 +116,11 @@ class LinkListener:
                 writer.write(_proof(self.key, b"driver", challenge))
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            log.warning("a connection to the driver's port for a rollout worker was refused: %r", error)
+            log.warning(
+                "a connection to the driver's port for a rollout worker was refused: %s: %s",
+                type(error).__name__,
+                error,
+            )
             writer.close()
             return
         if self.is_connected:
