@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,10 +35,11 @@ from async_rl.errors import EngineError
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import FIGURES
 from async_rl.queue.journal import Journal
+from async_rl.rollout.session.tokens import GrowingArray
 from async_rl.run.orchestrator import Cluster, Orchestrator, RunInputs
 from async_rl.simulation.users import SimulatedChat
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
-from async_rl.types import Context, Sampled, Task, TrainBatch
+from async_rl.types import Context, Float32Array, Int32Array, Sampled, Task, TrainBatch, VersionSpan
 
 FACTS = EngineFacts(
     num_layers=4, moe_layers=(0, 1, 2, 3), num_experts=16, top_k=2, vocab_size=512, context_length=4096
@@ -260,6 +262,105 @@ def resume(folder: Path, counts: list[int], tokens: int, repetitions: int) -> li
     return rows
 
 
+class GrowingCall:
+    """A running engine call, as a transcript keeps it."""
+
+    engine_id = "engine-0"
+    since_version = 0
+
+    def __init__(self, tokens: int) -> None:
+        self._token_ids, self._log_probs = GrowingArray(np.int32), GrowingArray(np.float32)
+        self.add_tokens(tokens)
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """Returns a view of the tokens."""
+        return self._token_ids.values
+
+    @property
+    def log_probs(self) -> Float32Array:
+        """Returns a view of their log-probs."""
+        return self._log_probs.values
+
+    def add_tokens(self, count: int) -> None:
+        """Adds what an engine delivers."""
+        self._token_ids.extend(np.arange(count))
+        self._log_probs.extend(np.full(count, -0.5))
+        self.versions = [VersionSpan(start=0, end=len(self._token_ids), weight_version=0)]
+
+
+async def longest_turn(work: Awaitable[None]) -> np.ndarray:
+    """Returns the longest time in which the event loop ran nothing else: by the clock and of the processor.
+
+    In milliseconds. Other load affects the first; the second is without waits for the interpreter lock.
+    """
+    gap, running = np.zeros(2), True
+
+    async def beat() -> None:
+        nonlocal gap
+        last = np.array([time.perf_counter(), time.thread_time()])
+        while running:
+            await asyncio.sleep(0)
+            now = np.array([time.perf_counter(), time.thread_time()])
+            gap, last = np.maximum(gap, now - last), now
+
+    beating = asyncio.ensure_future(beat())
+    await asyncio.sleep(0)
+    await work
+    running = False
+    await beating
+    return 1e3 * gap
+
+
+def block(folder: Path, calls: int, tokens: int, repetitions: int) -> list[Row]:
+    """Measures how long the event loop is blocked by ticks and by a compaction."""
+
+    async def measure() -> list[Row]:
+        journal = Journal(folder / f"journal-of-{tokens}")
+        journal.restore((), newest_version=0)
+        before = resident_bytes()
+        running = []
+        for number in range(calls):
+            running.append(GrowingCall(tokens - 50 * repetitions))
+            journal.open_entry(f"{number:032x}").call = running[-1]
+        per_token = (resident_bytes() - before) / sum(len(call.token_ids) for call in running)
+        begin = time.perf_counter()
+        # All of it is new, and the file is large after that: it is written twice.
+        twice = await longest_turn(journal.write_in_thread())
+        twice_s = time.perf_counter() - begin
+        ticks = []
+        for _ in range(repetitions):
+            for call in running:
+                call.add_tokens(50)
+            ticks.append(await longest_turn(journal.write_in_thread()))
+        idle = await longest_turn(asyncio.to_thread(time.sleep, twice_s))
+        journal.close()
+        what = f"{calls:,} calls of {tokens:,} tokens"
+        reference = f"nothing written: {idle[0]:.1f} ms, {idle[1]:.1f} ms"
+        return [
+            Row(what=f"{what}: memory", measured=f"{per_token:.1f} B a token", reference="8 B"),
+            *(
+                Row(
+                    what=f"{what}: longest turn of the event loop, {written}",
+                    measured="{:.1f} ms, {:.1f} ms of processor time".format(*times),
+                    reference=reference,
+                    target="<= 10 ms",
+                )
+                for written, times in (
+                    ("50 tokens of each written", np.median(ticks, axis=0)),
+                    ("all written, and compacted", twice),
+                )
+            ),
+        ]
+
+    return asyncio.run(measure())
+
+
+def resident_bytes() -> int:
+    """Returns the resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def sampled(count: int) -> Sampled:
     """Returns the tokens of one call."""
     return Sampled(
@@ -306,6 +407,7 @@ def main() -> None:
         rows = compare(folder, 3 if options.quick else 15, 6 if options.quick else 12)
         rows.append(pace(folder, 1 if options.quick else 3, 1 if options.quick else 3))
         rows += resume(folder, [256, 2048], 1000, 5 if options.quick else 20)
+        rows += block(folder, 8192, 2048 if options.quick else 16384, 5 if options.quick else 10)
     finally:
         shutil.rmtree(folder)
     show(rows)

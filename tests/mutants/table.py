@@ -274,6 +274,22 @@ MUTANTS: Final = (
         ("tests/simulation/test_recovery.py",),
     ),
     Mutant(
+        "journal-visits-all-entries-at-once",
+        "A tick visits all that is in flight in one turn of the event loop.",
+        "async_rl/queue/journal.py",
+        "for _ in range(min(_ENTRIES_PER_TURN, len(self._unvisited))):",
+        "for _ in range(len(self._unvisited)):",
+        ("tests/unit/test_journal.py",),
+    ),
+    Mutant(
+        "compaction-that-was-cut-short-is-forgotten",
+        "The last write of a process leaves a begun compaction as it is; its entries are in no file.",
+        "async_rl/queue/journal.py",
+        "            self._end_pass()  # one that was cut short\n",
+        "            pass\n",
+        ("tests/unit/test_journal.py",),
+    ),
+    Mutant(
         "slabs-of-smaller-batches-stay",
         "A batch that needs a larger slab leaves the free ones on the disk.",
         "async_rl/queue/trajectory_queue.py",

@@ -12,9 +12,12 @@ import pytest
 
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
+from async_rl.queue import journal as journal_module
 from async_rl.queue.journal import Journal, JournalEntry
-from async_rl.queue.journal_file import read_journal
-from async_rl.types import Sampled
+from async_rl.queue.journal_file import JournalRecord, read_journal
+from async_rl.rollout.session.tokens import GrowingArray
+from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.types import Sampled, VersionSpan
 
 
 def sampled(count: int) -> Sampled:
@@ -110,7 +113,8 @@ def test_nothing_is_written_when_a_thread_comes_after_the_end(tmp_path: Path) ->
     grow(entry, 50)
     journal.write_entries()
     grow(entry, 50)
-    journal._gather()  # a tick whose thread has not begun
+    journal._begin_pass(compact=False)
+    journal._visit_entries()  # a tick whose thread has not begun
     journal.close()
     journal._append()
     assert tokens(tmp_path, "t") == 50
@@ -122,4 +126,108 @@ def test_only_the_user_may_read_it(tmp_path: Path) -> None:
     (path,) = folder.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
+    journal.close()
+
+
+class Call:
+    """A running engine call with tokens in arrays, as a transcript keeps them."""
+
+    engine_id = "engine-0"
+    since_version = 0
+
+    def __init__(self, count: int) -> None:
+        self.ids, self.probs = GrowingArray(np.int32), GrowingArray(np.float32)
+        self.take(count)
+
+    token_ids = property(lambda self: self.ids.values)
+    log_probs = property(lambda self: self.probs.values)
+
+    def take(self, count: int) -> None:
+        self.ids.extend(range(len(self.ids), len(self.ids) + count))
+        self.probs.extend([-0.5] * count)
+        self.versions = [VersionSpan(start=0, end=len(self.ids), weight_version=0)]
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@in_virtual_time
+async def test_each_turn_of_the_loop_does_little_when_much_is_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compact: bool
+) -> None:
+    journal = open_journal(tmp_path)
+    entries = [journal.open_entry(f"t{number}") for number in range(1000)]
+    calls = []
+    for entry in entries:
+        entry.call = Call(100)
+        calls.append(entry.call)
+    monkeypatch.setattr(journal_module, "_COMPACT_BYTES", 1000 if compact else 1 << 30)
+    records: list[JournalRecord] = []
+    encoded: list[int] = []
+    encode = journal_module.encode_records
+
+    def encode_in_thread(part: list[JournalRecord]) -> list[bytes]:
+        records.extend(part)
+        encoded.append(len(part))
+        return encode(part)
+
+    monkeypatch.setattr(journal_module, "encode_records", encode_in_thread)
+    for call in calls:
+        call.take(1)
+    await journal.write_in_thread()
+    assert max(encoded) <= 64  # visited between two awaits
+    assert sum(encoded) == len(entries) * (2 if compact else 1)
+    for entry, record in zip(entries, records[-1000:], strict=True):
+        assert entry.call is not None
+        (piece,) = record.open  # nothing of its tokens was copied on the way to the thread
+        assert np.shares_memory(piece.token_ids, entry.call.token_ids)
+        assert np.shares_memory(piece.rollout_log_probs, entry.call.log_probs)
+    assert {state.num_tokens for state in read_journal(tmp_path)[0].values()} == {101}
+    journal.close()
+
+
+@in_virtual_time
+async def test_a_compaction_goes_on_when_a_write_is_cut_short(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    for number in range(300):
+        grow(journal.open_entry(f"t{number}"), 4)
+    journal.write_entries()
+    journal._begin_pass(compact=True)
+    journal._visit_entries()
+    journal._append()  # the next file has some of the entries, and the process is stopped
+    assert len(names(tmp_path)) == 2
+    assert {state.num_tokens for state in read_journal(tmp_path)[0].values()} == {4}
+    grow(journal.open_entry("new"), 5)
+    journal.remove_entries(["t299"])
+    journal.write_entries()
+    assert len(names(tmp_path)) == 1
+    assert len(read_journal(tmp_path)[0]) == 300
+    assert tokens(tmp_path, "new") == 5
+    journal._begin_pass(compact=True)
+    journal._visit_entries()
+    journal._append()
+    journal.close()
+    assert len(names(tmp_path)) == 1  # the part of the next file is gone
+
+
+def test_free_space_is_released_before_the_disk_is_reported_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = open_journal(tmp_path)
+    grow(journal.open_entry("t"), 50)
+    released: list[int] = []
+    write = os.write
+
+    def write_if_released(file: int, data: Any) -> int:
+        if not released:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    def make_space() -> int:
+        released.append(4096)
+        return 4096
+
+    monkeypatch.setattr(os, "write", write_if_released)
+    journal.make_space = make_space
+    journal.write_entries()
+    assert released == [4096]
+    assert tokens(tmp_path, "t") == 50
     journal.close()

@@ -10,14 +10,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, Protocol, Self
+from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from async_rl.types import Int32Array, Segment
 
+Scalar = TypeVar("Scalar", np.int32, np.float32)
+
 _INCOMPLETE: Final = "\N{REPLACEMENT CHARACTER}"
 """How tokenizers decode the bytes of an incomplete character."""
+
+
+class GrowingArray(Generic[Scalar]):
+    """A one-dimensional array that grows, with at most half of its size to spare.
+
+    Invariant: elements never change, so that a view of `values` stays what it was, for any thread.
+
+    Example:
+        >>> log_probs = GrowingArray(np.float32)
+        >>> log_probs.extend([-0.5, -0.25])
+        >>> log_probs.values  # [2] float32
+    """
+
+    def __init__(self, dtype: type[Scalar], capacity: int = 16) -> None:
+        """Start empty, with memory for `capacity` elements."""
+        self._buffer: npt.NDArray[Scalar] = np.empty(capacity, dtype)
+        self._length = 0
+
+    def __len__(self) -> int:
+        """Return the number of elements."""
+        return self._length
+
+    @property
+    def values(self) -> npt.NDArray[Scalar]:
+        """A view of all elements."""
+        return self._buffer[: self._length]
+
+    def extend(self, values: Sequence[Any] | np.ndarray) -> None:
+        """Append elements."""
+        end = self._length + len(values)
+        if end > len(self._buffer):
+            grown = np.empty(max(end, len(self._buffer) * 3 // 2), self._buffer.dtype)
+            grown[: self._length] = self.values
+            self._buffer = grown
+        self._buffer[self._length : end] = values
+        self._length = end
+
+    def truncate(self, length: int) -> None:
+        """Remove all elements from `length` on."""
+        self._buffer, self._length = self._buffer[:length].copy(), length  # views of the others stay
 
 
 class TokenLog:
@@ -40,8 +83,7 @@ class TokenLog:
             max_tokens: The most tokens of a trajectory, which bounds the first allocation.
         """
         self.segments = segments
-        self._buffer = np.empty(min(1024, max_tokens), np.int32)
-        self._length = 0
+        self._token_ids = GrowingArray(np.int32, min(1024, max_tokens))
         self.num_interruptions = 0
         self.num_resumes = 0
         self.num_failovers = 0
@@ -50,27 +92,21 @@ class TokenLog:
 
     def __len__(self) -> int:
         """Return the number of tokens."""
-        return self._length
+        return len(self._token_ids)
 
     @property
     def token_ids(self) -> Int32Array:
-        """A view of all tokens, `[T] int32`; it goes stale when the buffer grows."""
-        return self._buffer[: self._length]
+        """A view of all tokens so far, `[T] int32`."""
+        return self._token_ids.values
 
     def append_segment(self, segment: Segment) -> None:
         """Append a segment and its tokens."""
-        end = self._length + len(segment.token_ids)
-        if end > len(self._buffer):
-            grown = np.empty(max(end, 2 * len(self._buffer)), np.int32)
-            grown[: self._length] = self._buffer[: self._length]
-            self._buffer = grown
-        self._buffer[self._length : end] = segment.token_ids
-        self._length = end
+        self._token_ids.extend(segment.token_ids)
         self.segments.append(segment)
 
     def inherit_tokens(self, parent: TokenLog) -> None:
         """Copy the tokens of a parent, whose segments this log has already."""
-        self._buffer, self._length = parent.token_ids.copy(), len(parent)
+        self._token_ids.extend(parent.token_ids)
 
 
 class TokenListener(Protocol):

@@ -22,7 +22,6 @@ returns. Rows that no call returned are recovered by a prefill without new token
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Final, Literal
@@ -43,11 +42,12 @@ from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.restore import RestoredTurns
 from async_rl.rollout.session.routing_rows import RoutingRows
 from async_rl.rollout.session.stop_strings import StopStringAtSeam
-from async_rl.rollout.session.tokens import TokenListener, TokenLog, TokenWriter
+from async_rl.rollout.session.tokens import GrowingArray, TokenListener, TokenLog, TokenWriter
 from async_rl.runtime.waits import waiting
 from async_rl.types import (
     Context,
     FinishReason,
+    Float32Array,
     Int32Array,
     RoutingTrace,
     Sampled,
@@ -78,10 +78,20 @@ class _RunningCall:
     def __init__(self, engine_id: str, since_version: int) -> None:
         self.engine_id = engine_id
         self.since_version = since_version
-        self.token_ids: list[int] = []
-        self.log_probs: list[float] = []
+        self._token_ids = GrowingArray(np.int32)
+        self._log_probs = GrowingArray(np.float32)
         self.versions: list[VersionSpan] = []
         self.finish: Finish | None = None
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """A view of the tokens so far, `[n] int32`."""
+        return self._token_ids.values
+
+    @property
+    def log_probs(self) -> Float32Array:
+        """A view of their log-probs, `[n] float32`, nats."""
+        return self._log_probs.values
 
     def add_chunk(self, chunk: Chunk) -> None:
         """Keep tokens that the engine delivered.
@@ -89,22 +99,19 @@ class _RunningCall:
         Only the engine's finish reports which weights sampled them. Until then they count as old as the call,
         because a token may have been in transit while the weights changed.
         """
-        self.token_ids += chunk.token_ids
-        self.log_probs += chunk.log_probs
+        self._token_ids.extend(chunk.token_ids)
+        self._log_probs.extend(chunk.log_probs)
         self._set_versions()
 
     def cut_non_finite(self) -> None:
         """Discard everything from the first log-prob on that is not finite."""
-        fit = next((i for i, value in enumerate(self.log_probs) if not math.isfinite(value)), None)
-        if fit is not None:
-            del self.token_ids[fit:], self.log_probs[fit:]
-            self._set_versions()
+        bad = np.flatnonzero(~np.isfinite(self.log_probs))
+        if len(bad):
+            self._truncate(int(bad[0]))
 
     def clear(self) -> None:
         """Discard an invalid answer."""
-        self.token_ids.clear()
-        self.log_probs.clear()
-        self.versions.clear()
+        self._truncate(0)
         self.finish = None
 
     @property
@@ -115,8 +122,13 @@ class _RunningCall:
             return self.versions
         return finish.version_spans
 
+    def _truncate(self, length: int) -> None:
+        self._token_ids.truncate(length)
+        self._log_probs.truncate(length)
+        self._set_versions()
+
     def _set_versions(self) -> None:
-        num = len(self.token_ids)
+        num = len(self._token_ids)
         self.versions = [VersionSpan(start=0, end=num, weight_version=self.since_version)] if num else []
 
 
@@ -317,7 +329,7 @@ class Transcript(TokenWriter):
                 f"engine {engine_id} reports weight versions {call.spans} for "
                 f"{len(call.token_ids)} sampled tokens"
             )
-        elif not all(math.isfinite(value) for value in call.log_probs):
+        elif not np.isfinite(call.log_probs).all():
             problem = f"engine {engine_id} returned log-probs that are not finite"
         else:
             return True
@@ -351,8 +363,8 @@ class Transcript(TokenWriter):
                 continue
             self.tokens.append_segment(
                 Sampled(
-                    token_ids=np.array(call.token_ids[span.start : span.end], np.int32),
-                    rollout_log_probs=np.array(call.log_probs[span.start : span.end], np.float32),
+                    token_ids=call.token_ids[span.start : span.end].copy(),
+                    rollout_log_probs=call.log_probs[span.start : span.end].copy(),
                     weight_version=span.weight_version,
                     engine_id=lease.engine.engine_id,
                     finish_reason=reason,
