@@ -306,35 +306,41 @@ class InvariantChecker:
         if (trained & (versions < 0)).any():
             self.fail(f"trajectory {name}: trained on tokens that were never sampled")
         digest = 0
-        for token, seen, log_prob, counts in zip(
+        undone = np.zeros(len(tokens), np.bool_) if batch.undone is None else batch.undone[part]
+        for token, seen, log_prob, counts, is_undone in zip(
             tokens.tolist(),
             versions.tolist(),
             batch.rollout_log_probs[part].tolist(),
             trained.tolist(),
+            undone.tolist(),
             strict=True,
         ):
             times[digest, token] += counts
             if times[digest, token] > len(self._said.get((digest, token), ())):
                 self.fail(f"trajectory {name}: token {token} is trained more often than it was sampled")
                 return
-            if seen >= 0 and not self._was_said(name, digest, token, seen, log_prob):
+            if seen >= 0 and not self._was_said(name, digest, token, seen, log_prob, undone=is_undone):
                 known = self._said.get((digest, token))
                 self.fail(
-                    f"trajectory {name}: no engine said token {token} at version {seen} with log-prob "
-                    f"{log_prob} there; known: {known}"
+                    f"trajectory {name}: no engine said token {token} at version {seen} "
+                    f"{'(undone) ' if is_undone else ''}with log-prob {log_prob} there; known: {known}"
                 )
                 return
             digest = zlib.crc32(token.to_bytes(8, "little"), digest)
 
-    def _was_said(self, name: str, digest: int, token: int, version: int, log_prob: float) -> bool:
+    def _was_said(
+        self, name: str, digest: int, token: int, version: int, log_prob: float, *, undone: bool
+    ) -> bool:
         """Tokens may count as older than they are: by versions that a checkpoint did not reach as its own,
-        once it was restored, and of a call that ended without an account as old as the call.
+        once it was restored, which must then be marked, and of a call that ended without an account as old as
+        the call.
         """
         return any(
             log_prob == spoken
             and (
-                version == said
-                or (version < said and (version in self._rollbacks or self._is_unaccounted(name)))
+                (version == said and not undone)
+                or (version < said and version in self._rollbacks and undone)
+                or (version < said and self._is_unaccounted(name))
             )
             for said, spoken in self._said.get((digest, token), ())
         )
