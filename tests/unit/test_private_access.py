@@ -107,6 +107,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "_header": "damages a frame and repairs its checksums",
     },
     "tests/unit/test_journal.py": {
+        "_COMPACT_BYTES": "makes a small file large enough to compact",
         "_begin_pass": "takes a step of a compaction in the test's own order",
         "_visit_entries": "takes a step of a compaction in the test's own order",
         "_append": "takes a step of the journal's thread in the test's own order",
