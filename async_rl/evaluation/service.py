@@ -207,7 +207,7 @@ class EvaluationService:
         for engine in engines:
             pool.add_engine(engine)
             pool.serve_engine(engine.engine_id, version)
-        answers = self._open_archive(version)
+        answers = await asyncio.to_thread(self._open_archive, version)
         try:
             async with services(mirror=lambda: self._mirror_failures(pool)):
                 return await self._evaluator.evaluate_sets(pool, version, answers)

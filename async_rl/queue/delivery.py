@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import Final
@@ -95,14 +96,24 @@ class BatchDelivery:
         self._taken[packed.batch.batch_id] = TakenGroups(ref=packed.ref, groups=groups)
         return packed.batch
 
-    def settle_batch(self, batch: TakenBatch, step: int) -> None:
+    async def settle_batch(self, batch: TakenBatch, step: int) -> asyncio.CancelledError | None:
         """Record that a step has trained a batch, and free its frames.
+
+        Returns:
+            A cancellation that arrived meanwhile. The batch is settled: the caller raises it when its own
+            state says so.
 
         Raises:
             InvariantError: When the batch was settled before.
+            AsyncRLError: When the ledger cannot be written; the batch may or may not be settled.
         """
-        taken = self._taken.pop(batch.batch_id, None)
+        taken = self._taken.get(batch.batch_id)
         if taken is None:
             raise InvariantError(f"batch {batch.batch_id} is settled already, or was never taken")
-        self._groups.settle_trained(batch, step, taken.groups)
+        self._groups.record_trained(batch, step)
+        # Before a slab can be reused, and before a checkpoint claims the step.
+        _, cancelled = await run_uncancellable(self._executor, self._groups.flush_ledger)
+        del self._taken[batch.batch_id]
+        self._groups.free_trained(batch, taken.groups)
         self._batches.free_frame(taken.ref)
+        return cancelled

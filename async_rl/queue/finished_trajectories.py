@@ -180,14 +180,18 @@ class FinishedTrajectories:
         if not pending:
             return []
         stored, cancelled = await run_uncancellable(self._executor, lambda: self._store(pending))
+        settled = [name for name in stored if name not in self._pending]
         recorded = self._record_stored(stored)
+        if settled:
+            _, late = await run_uncancellable(self._executor, lambda: self._files.delete(settled))
+            cancelled = cancelled or late
         if cancelled is not None:
             raise cancelled
         return recorded
 
     def store_pending_now(self) -> list[str]:
         """Do the same in the calling thread, when no other thread works any more."""
-        return self._record_stored(self._store(list(self._pending.values())))
+        return self._record_stored(self._store(list(self._pending.values())))  # none is settled meanwhile
 
     def record_group(self, trajectories: Iterable[Trajectory], stored: Collection[str]) -> None:
         """Record the trajectories of a group that has ended; none of them is pending any more.
@@ -205,6 +209,10 @@ class FinishedTrajectories:
         """Forget settled trajectories and delete their files."""
         for name in trajectory_ids:
             self._pending.pop(name, None)
+        self._files.delete(files)
+
+    def delete_files(self, files: Collection[str]) -> None:
+        """Delete the files of trajectories whose group is queued. From any thread."""
         self._files.delete(files)
 
     def recover_files(self, groups: Iterable[GroupRecord]) -> None:
@@ -258,9 +266,8 @@ class FinishedTrajectories:
         return stored
 
     def _record_stored(self, stored: Sequence[str]) -> list[str]:
-        """Record stored trajectories in the ledger, and delete those that were settled meanwhile."""
+        """Record stored trajectories in the ledger, except those that were settled meanwhile."""
         current = [name for name in stored if name in self._pending]
-        self._files.delete([name for name in stored if name not in self._pending])
         for name in current:
             self._record(self._pending.pop(name), name)
         return current

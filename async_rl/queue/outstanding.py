@@ -282,11 +282,17 @@ class OutstandingGroups:
             self.observe_wait("queue", group.since)
         return groups
 
-    def settle_trained(self, batch: TakenBatch, step: int, groups: Sequence[ReadyGroup]) -> None:
-        """Record that a step has trained a batch, and free the frames of its groups."""
+    def record_trained(self, batch: TakenBatch, step: int) -> None:
+        """Record that a step has trained a batch; the next flush writes it."""
         self._ledger.train_groups(batch.group_ids, step, batch.batch_id)
         self._observer.trained(batch.trajectory_ids, step)
-        self._ledger.flush()  # before a slab can be reused, and before a checkpoint claims the step
+
+    def flush_ledger(self) -> None:
+        """Write all changes of the ledger. From any thread."""
+        self._ledger.flush()
+
+    def free_trained(self, batch: TakenBatch, groups: Sequence[ReadyGroup]) -> None:
+        """Free the frames of a batch's groups, after it was written that they are trained."""
         for group in groups:
             self._spool.free_frame(group.ref)
         for length in batch.sampled_lengths:

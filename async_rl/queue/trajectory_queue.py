@@ -27,6 +27,7 @@ cancelled `put_group` or `next_batch` has either happened completely or not at a
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +88,7 @@ class TrajectoryQueue:
         ...     queue.dispatch_group(group_id, task_id, position, trajectory_ids, version)
         >>> await queue.put_group(group)
         >>> batch = await queue.next_batch(version)
-        >>> queue.settle_batch(batch, step)
+        >>> await queue.settle_batch(batch, step)
         >>> queue.advance_version(step)
     """
 
@@ -268,9 +269,12 @@ class TrajectoryQueue:
             files = self._groups.queue_group(group, ref)
             if cancelled is None:
                 _, cancelled = await run_uncancellable(self._threads, self._ledger.flush)
+            if cancelled is None:
+                _, cancelled = await run_uncancellable(
+                    self._threads, lambda: self.finished.delete_files(files)
+                )
             if cancelled is not None:
                 raise cancelled  # `restore_groups` deletes the files, which belong to no group in flight
-            self.finished.discard((), files)
 
     async def _write_group(self, group: Group) -> tuple[SpoolRef, BaseException | None]:
         trajectory_ids = {trajectory.trajectory_id for trajectory in group.trajectories}
@@ -361,14 +365,19 @@ class TrajectoryQueue:
                 await self._changes.wait_for_change("batch", self._admission.why_no_batch)
         return None
 
-    def settle_batch(self, batch: TakenBatch, step: int) -> None:
+    async def settle_batch(self, batch: TakenBatch, step: int) -> asyncio.CancelledError | None:
         """Record that a step has trained a batch: its trajectories are trained, its frames are freed.
+
+        Returns:
+            A cancellation that arrived meanwhile. The batch is settled: the caller raises it when its own
+            state says so.
 
         Raises:
             InvariantError: When the batch was settled before.
         """
-        self._delivery.settle_batch(batch, step)
+        cancelled = await self._delivery.settle_batch(batch, step)
         self._changes.notify_all()
+        return cancelled
 
     def record_publication(self, version: int) -> None:
         """Record that engines receive a new version."""

@@ -122,7 +122,7 @@ class LiveStatus:
         while True:
             counts = queue.statistics()
             m.queue_bytes.set(counts.bytes)
-            disk = shutil.disk_usage(self._dir)
+            disk = await asyncio.to_thread(shutil.disk_usage, self._dir)
             m.disk_free_bytes.set(disk.free)
             m.disk_size_bytes.set(disk.total)
             if progress is not None:

@@ -117,7 +117,7 @@ class TrainLoop(ABC):
         self.unsettled = True
         result = await self._train_batch(batch, step)
         _require_finite(result)
-        self._queue.settle_batch(batch, step)
+        cancelled = await self._queue.settle_batch(batch, step)
         self.step, self.unsettled = step, False
         self._queue.record_publication(step)
         progressed()
@@ -130,6 +130,8 @@ class TrainLoop(ABC):
             sync_hidden_s=self._sync_hidden_s(begin, now),
         )
         self._run_log.hold_step(done, self._queue)
+        if cancelled is not None:
+            raise cancelled
         return done
 
     def _sync_hidden_s(self, begin: float, end: float) -> float:

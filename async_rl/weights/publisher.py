@@ -45,7 +45,7 @@ class WeightPublisher:
         for folder in sorted(self.directory.glob("version_*")):
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         for file in sorted(self.directory.glob("*delta_*")):
-            file.unlink()
+            await asyncio.to_thread(file.unlink)
 
     def adopt_files(self, version: int, path: Path) -> None:
         """Use existing files of a version, such as the model that version 0 is."""

@@ -492,6 +492,14 @@ MUTANTS: Final = (
         (REFUSALS,),
     ),
     Mutant(
+        "steps-are-settled-on-the-event-loop",
+        "SQLite writes on the event loop, which stops all calls for as long as the disk takes.",
+        "async_rl/queue/delivery.py",
+        "        _, cancelled = await run_uncancellable(self._executor, self._groups.flush_ledger)",
+        "        cancelled = None if self._groups.flush_ledger() is None else None",
+        ("tests/simulation/test_loop_thread.py",),
+    ),
+    Mutant(
         "endpoint-keeps-every-request",
         "The memory of a conversation over OpenAI's API grows with the square of its turns.",
         "async_rl/openai_api/history.py",

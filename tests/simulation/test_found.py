@@ -39,13 +39,13 @@ def test_no_checkpoint_claims_a_step_when_the_disk_was_full_as_it_was_settled(
 ) -> None:
     settled = 0
 
-    def settle(self: TrajectoryQueue, batch: Any, step: int) -> None:
+    async def settle(self: TrajectoryQueue, batch: Any, step: int) -> Any:
         nonlocal settled
         settled += 1
         with pytest.MonkeyPatch.context() as patch:
             if settled == 3:
                 patch.setattr(Ledger, "flush", refuse)
-            original(self, batch, step)
+            return await original(self, batch, step)
 
     def refuse(self: Ledger) -> None:
         raise AsyncRLError("the ledger cannot be written; is the disk full?")

@@ -249,7 +249,7 @@ class World:
         self.batches.append(batch)
         await asyncio.sleep(self.step_s)
         self.version += 1
-        self.queue.settle_batch(batch, self.version)
+        await self.queue.settle_batch(batch, self.version)
         for engine in self.engines:
             self.pool.hold_engine(engine.engine_id)
         for engine in self.engines:

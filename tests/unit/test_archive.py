@@ -114,7 +114,7 @@ async def test_the_queue_tells_what_becomes_of_each(path: Path, tmp_path: Path) 
     assert ids(reader, "status = 'queued'") == ["b", "a"]
     batch = await queue.next_batch(0)
     assert batch is not None
-    queue.settle_batch(batch, 1)
+    await queue.settle_batch(batch, 1)
     queue.drop_group("h", "no_signal")
     archive.close()
     assert ids(reader, "status = 'trained' AND step = 1") == ["b", "a"]

@@ -141,7 +141,7 @@ async def test_a_group_goes_through_the_whole_queue(run: Run) -> None:
     packed = read_frame(batch.path, TrainBatch)
     assert packed.trajectory_ids == batch.trajectory_ids
     assert np.diff(packed.offsets).tolist() == list(batch.lengths)
-    run.queue.settle_batch(batch, 1)
+    await run.queue.settle_batch(batch, 1)
     counts = run.queue.statistics()
     assert (counts.trained, counts.queued, counts.in_flight, counts.dropped) == (4, 2, 0, {})
     assert (counts.groups_ready, counts.bytes) == (1, 64 << 10)
@@ -152,9 +152,9 @@ async def test_a_group_goes_through_the_whole_queue(run: Run) -> None:
 async def test_a_batch_cannot_be_settled_twice(run: Run) -> None:
     await run.ready("a", "b")
     batch = await run.take()
-    run.queue.settle_batch(batch, 1)
+    await run.queue.settle_batch(batch, 1)
     with pytest.raises(InvariantError, match="settled already"):
-        run.queue.settle_batch(batch, 1)
+        await run.queue.settle_batch(batch, 1)
 
 
 async def test_admission_opens_when_engines_serve_the_next_version_and_not_before(run: Run) -> None:
@@ -168,7 +168,7 @@ async def test_admission_opens_when_engines_serve_the_next_version_and_not_befor
             "serve version 0"
         )
         batch = await run.take(0)
-        run.queue.settle_batch(batch, 1)
+        await run.queue.settle_batch(batch, 1)
         await settled()
         assert not admitted.done()
         run.queue.advance_version(1)
@@ -197,7 +197,7 @@ async def test_admission_closes_when_the_spool_could_not_hold_another_group(tmp_
         admitted = nursery.start_task("feeder", run.queue.wait_for_admission())
         await settled()
         assert waited() == {"admission": f"the spool holds {run.spool.used_bytes} of 393216 bytes"}
-        run.queue.settle_batch(await run.take(), 1)
+        await run.queue.settle_batch(await run.take(), 1)
         run.queue.advance_version(1)
         assert await admitted
     run.queue.close()
@@ -227,7 +227,7 @@ async def test_put_waits_for_a_step_when_the_spool_is_full(tmp_path: Path) -> No
         await until(lambda: "capacity" in waited())
         assert waited()["capacity"] == f"a step must free some of {run.spool.used_bytes} bytes in the spool"
         assert run.queue.statistics().groups_in_flight == 1
-        run.queue.settle_batch(batch, 1)
+        await run.queue.settle_batch(batch, 1)
         await put
     assert run.queue.statistics().groups_ready == 1
     run.queue.close()
@@ -246,7 +246,7 @@ async def test_put_fails_clearly_when_the_spool_is_too_small_for_one_batch(tmp_p
 async def test_put_fails_as_clearly_when_a_step_was_settled_before(tmp_path: Path) -> None:
     run = Run(tmp_path, max_bytes=256 << 10)
     await run.ready("a", "b")
-    run.queue.settle_batch(await run.take(), 1)
+    await run.queue.settle_batch(await run.take(), 1)
     await run.ready("c", tokens=6000)
     run.dispatch("d")
     with pytest.raises(SpoolFull, match="raise it"):
@@ -260,7 +260,7 @@ async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Pa
     run.dispatch("old", version=0)
     await run.ready("a", version=0)
     await run.ready("b", version=0)
-    run.queue.settle_batch(await run.take(0), 1)
+    await run.queue.settle_batch(await run.take(0), 1)
     run.queue.advance_version(1)
     await run.ready("c", "d", version=1)
     async with named_waits() as waited, Nursery() as nursery:
@@ -308,7 +308,7 @@ async def test_a_restart_admits_no_more_than_the_bound_allows(tmp_path: Path) ->
     first.queue.close()
     second = first.again()
     assert not second.queue.admits
-    second.queue.settle_batch(await second.take(0), 1)
+    await second.queue.settle_batch(await second.take(0), 1)
     assert not second.queue.admits
     second.queue.advance_version(1)
     for name in "ef":
@@ -330,7 +330,7 @@ async def test_late_groups_are_dropped_and_counted_when_batches_do_not_wait(tmp_
     assert counts.dropped == {"too_stale": 2}
     assert value_of(metrics.trajectories_dropped_total.labels(reason="too_stale")) == 2
     assert value_of(metrics.trajectories_dispatched_total) == 6
-    run.queue.settle_batch(batch, 2)
+    await run.queue.settle_batch(batch, 2)
     assert value_of(metrics.trajectories_trained_total) == 4
     assert run.spool.used_bytes == 0
     run.queue.close()
@@ -441,7 +441,7 @@ async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_mask
     packed = read_frame(batch.path, TrainBatch)
     assert packed.weight_versions[packed.loss_mask].min() == 2
     assert packed.loss_mask.sum() == batch.num_sampled_tokens - batch.num_masked_tokens
-    run.queue.settle_batch(batch, 4)
+    await run.queue.settle_batch(batch, 4)
     counts = run.queue.statistics()
     assert (counts.trained, counts.dropped) == (4, {"too_stale": 1})
     run.ledger.audit()
@@ -485,7 +485,7 @@ async def test_what_was_masked_away_stays_dropped_when_the_batch_comes_again(tmp
     second = first.again(step=2)
     batch = await second.take(2)
     assert batch.trajectory_ids == ("a-1",)
-    second.queue.settle_batch(batch, 3)
+    await second.queue.settle_batch(batch, 3)
     counts = second.queue.statistics()
     assert (counts.trained, counts.dropped) == (1, {"too_stale": 1})
     second.ledger.audit()
@@ -497,7 +497,7 @@ async def test_lengths_of_all_that_ended_are_compared_with_those_of_what_was_tra
     run = Run(tmp_path, groups_per_batch=50, max_staleness=3)
     names = [f"g{i}" for i in range(50)]
     await run.ready(*names)
-    run.queue.settle_batch(await run.take(), 1)
+    await run.queue.settle_batch(await run.take(), 1)
     assert run.queue.length_ks == 0.0
     ids = [f"lost-{i}" for i in range(100)]
     run.queue.dispatch_group("lost", "task", 50, ids, 0, Work(0, **dict.fromkeys(ids, 1000)))
@@ -514,7 +514,7 @@ async def test_lengths_that_an_earlier_process_saw_end_are_counted_with_what_is_
     first = Run(tmp_path, groups_per_batch=50)
     await first.ready(*(f"g{i}" for i in range(50)))
     second = first.again()
-    second.queue.settle_batch(await second.take(), 1)
+    await second.queue.settle_batch(await second.take(), 1)
     assert second.queue.length_ks == 0.0
     for run in (first, second):
         run.queue.close()
@@ -537,7 +537,7 @@ async def test_a_group_is_trained_without_those_that_failed(run: Run) -> None:
     await run.ready("b")
     batch = await run.take()
     assert len(batch.trajectory_ids) == 4
-    run.queue.settle_batch(batch, 1)
+    await run.queue.settle_batch(batch, 1)
     assert run.queue.statistics().dropped == {"error": 1}
 
 
@@ -561,7 +561,7 @@ async def test_a_ready_group_can_be_dropped_and_a_taken_one_cannot(run: Run) -> 
     batch = await run.take()
     with pytest.raises(InvariantError, match="the trainer has"):
         run.queue.drop_group("a", "error")
-    run.queue.settle_batch(batch, 1)
+    await run.queue.settle_batch(batch, 1)
     assert run.spool.used_bytes == 0
 
 
@@ -638,7 +638,7 @@ async def test_the_last_batches_are_handed_out_when_the_data_has_ended(run: Run)
     run.dispatch("d")
     run.queue.end_data()
     assert not await run.queue.wait_for_admission()
-    run.queue.settle_batch(await run.take(0), 1)
+    await run.queue.settle_batch(await run.take(0), 1)
     async with Nursery() as nursery:
         taken = nursery.start_task("trainer", run.queue.next_batch(1))
         await settled()
@@ -720,7 +720,7 @@ async def test_finished_work_is_kept_when_the_driver_dies(tmp_path: Path) -> Non
     assert second.batch_frames() == ()
     batch = await second.take(0)
     assert batch.trajectory_ids == taken.trajectory_ids
-    second.queue.settle_batch(batch, 1)
+    await second.queue.settle_batch(batch, 1)
 
     third = second.again(step=0)  # the checkpoint of step 1 was not written
     assert third.position.pending == (0, 1)
@@ -777,7 +777,7 @@ async def test_restored_groups_are_consumed_within_the_bound_when_the_trainer_we
 async def test_slabs_of_earlier_batches_are_gone_when_batches_grow(run: Run) -> None:
     for version in range(4):
         await run.ready(f"a{version}", f"b{version}", version=version, tokens=20_000 * 2**version)
-        run.queue.settle_batch(await run.take(version), version + 1)
+        await run.queue.settle_batch(await run.take(version), version + 1)
         run.queue.advance_version(version + 1)
     slabs = list((run.spool.directory / "batches").iterdir())
     assert len(slabs) == 1
@@ -787,7 +787,7 @@ async def test_a_group_takes_the_space_of_free_batches_when_the_disk_is_full(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run.ready("a", "b")
-    run.queue.settle_batch(await run.take(), 1)
+    await run.queue.settle_batch(await run.take(), 1)
     run.queue.advance_version(1)
     fallocate = os.posix_fallocate
 

@@ -69,7 +69,7 @@ async def test_branches_are_members_of_the_group_from_the_end_of_their_trunk_on(
     await queue.put_group(Group(group_id="g", task_id="t", trajectories=tuple(leaves)))
     batch = await queue.next_batch(1)
     assert batch is not None
-    queue.settle_batch(batch, 2)
+    await queue.settle_batch(batch, 2)
     assert queue.statistics().trained == 3
     queue.close()
 
