@@ -111,8 +111,8 @@ MUTANTS: Final = (
         "settled-batch-is-still-taken",
         "A settled batch still counts as taken: a group that does not fit waits for it forever.",
         "async_rl/queue/delivery.py",
-        "taken = self._taken.pop(batch.batch_id, None)",
-        "taken = self._taken.get(batch.batch_id)",
+        "        del self._taken[batch.batch_id]\n",
+        "",
         (QUEUE,),
     ),
     Mutant(
@@ -136,9 +136,9 @@ MUTANTS: Final = (
     Mutant(
         "settled-after-the-frame-is-freed",
         "The ledger is not written when a step is settled: a crash finds freed frames queued.",
-        "async_rl/queue/outstanding.py",
-        "self._ledger.flush()  # before a slab can be reused",
-        "pass  # before a slab can be reused",
+        "async_rl/queue/delivery.py",
+        "        _, cancelled = await run_uncancellable(self._executor, self._groups.flush_ledger)",
+        "        cancelled = None",
         (PLAIN,),
         "disagree|knows nothing|which is not there|in one frame",
     ),
