@@ -241,7 +241,8 @@ class _Droppable(Awaitable[T]):
     """Awaits a coroutine until it ends, or until it is dropped and its task is cancelled once more."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
-        self._work = work
+        self.work = work
+        """The coroutine, which a look at where tasks wait goes on into."""
         self.dropped = False
 
     def drop(self) -> None:
@@ -249,7 +250,7 @@ class _Droppable(Awaitable[T]):
         self.dropped = True
 
     def __await__(self) -> Generator[Any, Any, T]:
-        resume: Callable[[], Any] = partial(self._work.send, None)
+        resume: Callable[[], Any] = partial(self.work.send, None)
         while True:
             try:
                 awaited = resume()
@@ -261,9 +262,9 @@ class _Droppable(Awaitable[T]):
             except BaseException as error:
                 if self.dropped:
                     raise
-                resume = partial(self._work.throw, error)
+                resume = partial(self.work.throw, error)
             else:
-                resume = partial(self._work.send, value)
+                resume = partial(self.work.send, value)
 
 
 class _TaskGroup(asyncio.TaskGroup):

@@ -15,7 +15,7 @@ import gc
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from types import AsyncGeneratorType, CoroutineType, FrameType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, Final
 
 import msgspec
@@ -89,6 +89,9 @@ def _waiting(awaited: object) -> Iterator[FrameType]:
         elif isinstance(awaited, AsyncGeneratorType) and awaited.ag_frame is not None:
             yield awaited.ag_frame
             awaited = awaited.ag_await
+        elif isinstance(awaited, GeneratorType) and awaited.gi_frame is not None:
+            # The await of an object: user code that is contained, or an awaitable that delegates.
+            awaited = getattr(awaited.gi_frame.f_locals.get("self"), "work", awaited.gi_yieldfrom)
         else:  # `async for` waits for an object that does not tell its generator
             inner = [
                 o for o in gc.get_referents(awaited) if isinstance(o, AsyncGeneratorType | CoroutineType)
