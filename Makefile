@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup tools quickstart test test-long mutants check bench simulate monitor prometheus docs chaos gpu-proof
+.PHONY: help setup tools quickstart test test-long mutants check bench simulate soak monitor prometheus docs chaos gpu-proof
 BIN := .venv/bin
 
 help:  ## List the targets.
@@ -43,6 +43,9 @@ SEED_START ?= 0
 
 simulate: setup  ## Run SEEDS=2000 seeds of the simulation from SEED_START=0 on; SEEDS=1 prints one in detail.
 	@$(BIN)/python -m async_rl.simulation --seeds $(SEEDS) --start $(SEED_START)
+
+soak: setup  ## Run 200,000 trajectories and every fault 50 times in virtual time; nothing may grow (SHORT=1).
+	@$(BIN)/python -m async_rl.simulation.soak --seed $(or $(SEED),0) $(if $(SHORT),--short)
 
 monitor: runs/.prometheus  ## Start Prometheus and Grafana in Docker, on loopback; see monitoring/README.md.
 	@docker compose version >/dev/null 2>&1 || { echo "make monitor: needs Docker with compose. Without it," \

@@ -226,6 +226,9 @@ class _PrefixCache:
         while len(self._pages) > _MAX_PAGES:
             self._pages.popitem(last=False)
 
+    def __len__(self) -> int:
+        return len(self._pages)
+
     def clear(self) -> None:
         """Forget all prefixes."""
         self._pages.clear()
@@ -252,6 +255,7 @@ class SimulatedEngine:
         context_length: int = 1 << 20,
         update_s: float = 0.0,
         facts: EngineFacts | None = None,
+        chunk_tokens: int = 1,
     ) -> None:
         """Start idle, at weight version 0.
 
@@ -263,12 +267,14 @@ class SimulatedEngine:
             context_length: Longest call, prompt and answer.
             update_s: How long a weight update takes.
             facts: The model's dimensions, for the shape of its routing; None takes the config's.
+            chunk_tokens: Tokens of a chunk, like the `stream_interval` of SGLang.
         """
         self._engine_id = engine_id
         self._config = config
         self._seed = seed
         self._policy = policy or _uniform_policy(config)
         self._update_s = update_s
+        self._chunk_tokens = chunk_tokens
         self.facts = facts or EngineFacts(
             num_layers=config.num_layers,
             moe_layers=tuple(range(config.num_layers)),
@@ -297,6 +303,11 @@ class SimulatedEngine:
     def engine_id(self) -> str:
         """Implements `Engine.engine_id`."""
         return self._engine_id
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages in the prefix cache."""
+        return len(self._prefix_cache)
 
     # -- generation ---------------------------------------------------------------------------------------
 
@@ -340,11 +351,11 @@ class SimulatedEngine:
                     return
                 if call.retractions > retractions:
                     break
-                if not await call.sleep(self._config.decode_step_s) or self._paused:
+                if not await call.sleep(self._chunk_tokens * self._config.decode_step_s) or self._paused:
                     if call.aborted:
                         return
                     continue
-                chunks = await self._deliver(call, self._sample(call))
+                chunks = await self._deliver(call, self._sample_chunk(call))
                 if call.is_over:
                     self._finish_call(call)  # before the last chunk is fetched: an update may come in between
                 for chunk in chunks:
@@ -386,7 +397,8 @@ class SimulatedEngine:
                         f"{call.request.request_id} after {call.num_sampled - 1} tokens"
                     )
             case "nan":
-                return (Chunk(token_ids=chunk.token_ids, log_probs=[math.nan]),)
+                log_probs = [*chunk.log_probs[:-1], math.nan]
+                return (Chunk(token_ids=chunk.token_ids, log_probs=log_probs),)
             case "repeat":
                 return (chunk,)
             case "lose":
@@ -404,6 +416,17 @@ class SimulatedEngine:
                 call.row_versions = [*found, *([self._version] * missing)]
                 return True
         return False
+
+    def _sample_chunk(self, call: SimulatedCall) -> Chunk:
+        """Draw the tokens of the next chunk, which ends with the call."""
+        chunk = self._sample(call)
+        for _ in range(1, self._chunk_tokens):
+            if call.is_over:
+                break
+            more = self._sample(call)
+            chunk.token_ids.extend(more.token_ids)
+            chunk.log_probs.extend(more.log_probs)
+        return chunk
 
     def _sample(self, call: SimulatedCall) -> Chunk:
         """Draw the next token; the token before it is fed, which gives it a row."""

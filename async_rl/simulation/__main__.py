@@ -11,22 +11,19 @@ import argparse
 import os
 import re
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Final
 
 from async_rl.config import changed_fields
 from async_rl.simulation.cancellation_sweep import Place, Sweep, sweep
 from async_rl.simulation.faults import fault_table
 from async_rl.simulation.scenario import Scenario, branching, draw, peaceful, sharing, with_workers
+from async_rl.simulation.scratch import scratch
 from async_rl.simulation.simulate import SeedOutcome, simulate
-
-_MEMORY: Final = Path("/dev/shm")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def sweep_seed(seed: int) -> Sweep:
     """Cancel a seed's run at each of its awaits."""
-    with _scratch() as folder:
+    with scratch() as folder:
         return sweep(draw(seed), Path(folder))
 
 
@@ -101,12 +98,6 @@ def _sweep(seeds: range, jobs: int) -> int:
             real_s = time.perf_counter() - begin_s
             print(f"seed {seed}: {len(met)} awaits, {num_runs} runs, {failed} violations, {real_s:.0f} s")
     return int(bool(failed))
-
-
-def _scratch() -> tempfile.TemporaryDirectory[str]:
-    """A folder in memory, where there is such a place."""
-    memory = _MEMORY if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) else None
-    return tempfile.TemporaryDirectory(prefix="async_rl_simulation_", dir=memory)
 
 
 def run_seed(seed: int) -> SeedOutcome:
@@ -136,7 +127,7 @@ def run_worker_seed(seed: int) -> SeedOutcome:
 
 def _run(scenario: Scenario) -> SeedOutcome:
     seed = scenario.seed
-    with _scratch() as folder:
+    with scratch() as folder:
         try:
             return simulate(seed, Path(folder), scenario=scenario)
         except Exception:  # of the simulation itself; one seed must not end the others

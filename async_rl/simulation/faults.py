@@ -54,11 +54,11 @@ FAMILIES: Final[dict[Family, str]] = {
     "memory": "`FaultyEngine.inject`: an engine's next release or return of device memory",
     "trainer": "`SimulatedTrainer.faults`",
     "offload": "`SimulatedTrainer.faults`",
-    "disk": "`_Simulation._inject`",
-    "clock": "`_Simulation._inject`",
+    "disk": "`Simulation._inject`",
+    "clock": "`Simulation._inject`",
     "worker": "`SimulatedCluster.inject`",
     "user": "`users.TurnsLoop`, `users.reward`: a task's `metadata['trouble']`",
-    "driver": "`_Simulation._die`: a `Death`",
+    "driver": "`Simulation._die`: a `Death`",
 }
 """Where the faults of a family are injected."""
 

@@ -97,6 +97,7 @@ class FaultyEngine(SimulatedEngine):
             seed=scenario.seed + index,
             facts=FACTS,
             update_s=scenario.speeds.update_s,
+            chunk_tokens=scenario.speeds.chunk_tokens,
         )
         self._speed = config
         self._model_path = str(Path(scenario.config.model.path).absolute())

@@ -4,9 +4,13 @@ It trusts nothing that the program computes: tokens are compared with those that
 text, rows with those that the engine computes for (position, token, version), the ledger's tables with the
 batches that the trainer saw. See `docs/design/simulation.md` for the list.
 
-It keeps two digests. `trace` covers every event and every turn of a task, with its virtual time. `decisions`
-covers only what was admitted, sampled, trained and settled, and by which versions. It hashes no name of a
-task, class, module, metric or message, so that it is the same before and after a renaming.
+Its memory is bounded by what is in flight: it forgets a token when it is too old to be trained, and keeps one
+bit of each trajectory and position that are settled for good.
+
+It keeps two digests, unless it is built without. `trace` covers every event and every turn of a task, with
+its virtual time. `decisions` covers only what was admitted, sampled, trained and settled, and by which
+versions. It hashes no name of a task, class, module, metric or message, so that it is the same before and
+after a renaming.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from async_rl import codec
 from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, check_partition
 from async_rl.engines.simulated import routing_rows
 from async_rl.errors import CorruptFrame
+from async_rl.simulation.compact_set import CompactSet
 from async_rl.simulation.faults import ENGINE_FAULTS, FaultKind
 from async_rl.simulation.scenario import FACTS, Scenario
 from async_rl.types import BoolArray, ExpertIdArray, Int32Array, TrainBatch, root_of
@@ -44,6 +49,9 @@ _LINK_SLACK_S: Final = 2.0
 
 _RETRIED: Final = frozenset({"too_stale", "sibling_failed"})
 """Reasons for which the task of a whole group may be dispatched once more."""
+_AHEAD: Final = 8
+"""Versions after the newest that a wrong row may claim."""
+
 _INVERSE_OF_7: Final = pow(7, -1, FACTS.num_experts)
 
 _connect = sqlite3.connect  # the disk of the simulation is not in our way
@@ -63,9 +71,15 @@ class InvariantChecker:
         ['step 4 trains trajectory ... twice']
     """
 
-    def __init__(self, scenario: Scenario) -> None:
-        """Start with nothing seen."""
+    def __init__(self, scenario: Scenario, *, digests: bool = True) -> None:
+        """Start with nothing seen.
+
+        Args:
+            scenario: The run.
+            digests: Whether to compute `trace` and `decisions`, which takes a third of the time.
+        """
         self._config = scenario.config
+        self._digests = digests
         self.in_peace = not (scenario.injections or scenario.deaths)
         self.violations: list[str] = []
         self.met_faults: Counter[FaultKind] = Counter()
@@ -79,14 +93,28 @@ class InvariantChecker:
         self._decisions = hashlib.blake2b(digest_size=8)
         self._numbers: dict[str, dict[str | None, int]] = defaultdict(dict)
         """The names that decisions are about, by kind, each numbered by its first appearance."""
-        self._said: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
-        self._heads: dict[str, list[int]] = {}
+        self._said: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        self._said_at: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        """The keys of `_said` by weight version, to forget them."""
+        self._heads: dict[str, dict[str, list[int]]] = defaultdict(dict)
+        """The tokens that the next call of a trajectory must continue, by root and name."""
         self._unaccounted: Counter[str] = Counter()
         """Calls of a trajectory that have begun and not ended with their engine's account of versions."""
         self._steps: dict[int, frozenset[str]] = {}
+        """What was trained in the steps that a restart may undo, or that the ledger still lists."""
+        self._trained = CompactSet()
+        """What was trained in all other steps."""
         self._rollbacks: list[int] = []
         self._fates: dict[str, tuple[int, set[str]]] = {}
-        self._seen: set[str] = set()
+        """Position and ends of the groups in the ledger."""
+        self._names: set[str] = set()
+        """The trajectories in the ledger."""
+        self._seen = CompactSet()
+        self._used = CompactSet()
+        """The positions used up by groups that have left the ledger."""
+        self._held = CompactSet()
+        """The positions of which such a group was trained."""
+        self._num_positions = 0
         self._newest = self._saved = 0
         self.tokens_said = 0
         self.served_s = 0.0
@@ -102,13 +130,19 @@ class InvariantChecker:
             return
         line = f"{self.now():11.4f}  {event}"
         self.events.append(line)
-        self._trace.update(line.encode())
+        if self._digests:
+            self._trace.update(line.encode())
 
     def turn(self, number: int) -> None:
         """A task had its turn."""
-        if self.deaf:
+        if self.deaf or not self._digests:
             return
         self._trace.update(struct.pack("<dq", self.now(), number))
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Sampled tokens that it remembers, because they may still be trained."""
+        return len(self._said)
 
     @property
     def trace(self) -> str:
@@ -122,7 +156,7 @@ class InvariantChecker:
             what: The kind of decision. It is hashed as it is written here, so a renaming leaves it alone.
             values: Numbers, and arrays as bytes. A name goes through `_numbered` first.
         """
-        if self.deaf:
+        if self.deaf or not self._digests:
             return
         self._decisions.update(msgspec.msgpack.encode((what, values)))
 
@@ -133,6 +167,8 @@ class InvariantChecker:
 
     def _numbered(self, kind: str, *names: str | None) -> list[int]:
         """Names as numbers: their wording does not count. `trajectory 7` is the same as `7`."""
+        if not self._digests:
+            return []
         numbers = self._numbers[kind]
         return [numbers.setdefault(name and name.split(" ")[-1], len(numbers)) for name in names]
 
@@ -166,8 +202,18 @@ class InvariantChecker:
     def says(self, digest: int, token: int, version: int, log_prob: float) -> None:
         """An engine has drawn a token after the text of a digest."""
         self.tokens_said += 1
-        self.decided("sample", digest, token, version, log_prob)
-        self._said[digest, token].append((version, float(np.float32(log_prob))))
+        if self._digests:
+            self.decided("sample", digest, token, version, log_prob)
+        self._said.setdefault((digest, token), []).append((version, float(np.float32(log_prob))))
+        self._said_at[version].append((digest, token))
+
+    def _forget_tokens(self, below: int) -> None:
+        """Forget the tokens that were sampled before a version: they are too old to be trained."""
+        for version in [version for version in self._said_at if version < below]:
+            for key in self._said_at.pop(version):
+                left = [said for said in self._said.pop(key, ()) if said[0] >= below]
+                if left:
+                    self._said[key] = left
 
     def call_begins(
         self, engine_id: str, request: GenerateRequest, version: int, verified: int | None
@@ -176,13 +222,15 @@ class InvariantChecker:
         name = _task_name()
         self.note(f"{name}: {engine_id} gets {len(request.input_ids)} tokens at version {version}")
         who = *self._numbered("trajectory", name), *self._numbered("engine", engine_id)
-        self.decided("call", *who, version, request.max_new_tokens, request.input_ids.tobytes())
+        if self._digests:
+            self.decided("call", *who, version, request.max_new_tokens, request.input_ids.tobytes())
         if verified != version:
             self.fail(f"{engine_id} serves version {version}, verified is {verified}")
         self._unaccounted[name] += request.max_new_tokens > 0
-        tokens, head = request.input_ids.tolist(), self._heads.get(name)
+        head = self._heads.get(root_of(name), {}).get(name)
         if head is None:
             return
+        tokens = request.input_ids.tolist()
         # A call for rows alone leaves out the last token, which predicts nothing.
         kept = head[: len(tokens)] if request.max_new_tokens == 0 else head
         if tokens[: len(kept)] != kept:
@@ -214,7 +262,7 @@ class InvariantChecker:
         self.decided("call ends", *self._numbered("trajectory", name), *ended)
         self._unaccounted[name] -= finish is not None
         self.note(f"{name}: the call {how} after {len(sampled)} tokens, {len(kept)} kept")
-        self._heads[name] = [*request.input_ids.tolist(), *kept]
+        self._heads[root_of(name)][name] = [*request.input_ids.tolist(), *kept]
 
     def attempt_begins(self) -> None:
         """The agent loop of a trajectory starts from its prompt."""
@@ -224,8 +272,7 @@ class InvariantChecker:
         self.decided("admit", *self._numbered("trajectory", root))
         # What an earlier incarnation journalled of a call that ran is as old as the call, however it ended
         # later.
-        for name in [name for name in self._heads if root_of(name) == root]:
-            del self._heads[name]
+        for name in self._heads.pop(root, ()):
             self._unaccounted[name] += 1
 
     def attempt_cancelled(self, remaining_s: float) -> None:
@@ -257,18 +304,16 @@ class InvariantChecker:
         self.note(f"checkpoint {step}")
         self.decided("save", step)
         self._saved = step
+        if self._config.rollout.staleness_policy != "mask_tokens":  # under it a batch has older tokens too
+            self._forget_tokens(step - self._config.rollout.max_staleness)
 
     def trains(self, batch: TrainBatch, version: int, step: int) -> None:
         """The trainer, at a version, consumes a batch in a step."""
         if self.deaf:
             return
         self.note(f"step {step}: {batch.num_trajectories} trajectories, {batch.num_tokens} tokens")
-        arrays = (
-            *(batch.group_index, batch.rewards, batch.offsets, batch.token_ids, batch.loss_mask),
-            *(batch.rollout_log_probs, batch.weight_versions, batch.routed_experts, batch.routing_valid),
-        )
-        self.decided("train", step, version, *self._numbered("trajectory", *batch.trajectory_ids))
-        self.decided("batch", *(b"" if array is None else array.tobytes() for array in arrays))
+        if self._digests:
+            self._decide_batch(batch, version, step)
         if (batch.trainer_version, step) != (version, version + 1):
             self.fail(f"step {step} of a trainer at {version}, the batch is for {batch.trainer_version}")
         names = frozenset(batch.trajectory_ids)
@@ -277,6 +322,8 @@ class InvariantChecker:
         for done, trained in self._steps.items():
             if twice := sorted(trained & names):
                 self.fail(f"step {step} trains again what step {done} has: {twice}")
+        if twice := sorted(name for name in names if name in self._trained):
+            self.fail(f"step {step} trains again what an earlier checkpoint has: {twice}")
         self._steps[step] = names
         self._check_trees(batch)
         groups = len(np.unique(batch.group_index))
@@ -288,6 +335,15 @@ class InvariantChecker:
             self._check_tokens(name, batch, part, version, times)
             if batch.routed_experts is not None and batch.routing_valid is not None:
                 self._check_rows(name, batch, part, batch.routed_experts[part], batch.routing_valid[part])
+
+    def _decide_batch(self, batch: TrainBatch, version: int, step: int) -> None:
+        """Add a batch to the digest of decisions."""
+        arrays = (
+            *(batch.group_index, batch.rewards, batch.offsets, batch.token_ids, batch.loss_mask),
+            *(batch.rollout_log_probs, batch.weight_versions, batch.routed_experts, batch.routing_valid),
+        )
+        self.decided("train", step, version, *self._numbered("trajectory", *batch.trajectory_ids))
+        self.decided("batch", *(b"" if array is None else array.tobytes() for array in arrays))
 
     def _check_tokens(
         self, name: str, batch: TrainBatch, part: slice, version: int, times: Counter[tuple[int, int]]
@@ -380,7 +436,7 @@ class InvariantChecker:
         if valid[-1]:
             self.fail(f"trajectory {name}: the last token was never fed, but has a row")
         rows, valid = experts[:-1], valid[:-1]
-        versions = _versions_of(rows, tokens)
+        versions = _versions_of(rows, tokens, self._newest)
         if not np.array_equal(routing_rows(tokens, versions, FACTS)[valid], rows[valid]):
             self.fail(f"trajectory {name}: rows that no engine computes for these tokens and positions")
             return
@@ -448,11 +504,21 @@ class InvariantChecker:
             self.fail(f"the ledger knows nothing of the steps {unsettled}")
         for group in self._fates.keys() - fates.keys():  # settled since, and folded into a count
             position, ends = self._fates[group]
-            self._fates[group] = position, ends - {"in_flight", "queued"} | {"folded"}
-        self._fates |= fates
+            self._used.add(position)
+            if "trained" in ends:
+                if position in self._held:
+                    self.fail(f"position {position} was trained twice, at last in group {group}")
+                self._held.add(position)
+        self._fates = fates
         names = {row[0] for row in rows}
-        self._seen |= names
-        unseen = folded - len(self._seen - names)
+        self._seen.update(names - self._names)
+        for name in self._names - names:
+            self._heads.pop(f"trajectory {name}", None)
+            self._unaccounted.pop(f"trajectory {name}", None)
+        self._names = names
+        for step in [step for step in self._steps if step <= self._saved and step not in trained]:
+            self._trained.update(self._steps.pop(step))
+        unseen = folded - (len(self._seen) - len(names))
         if unseen < 0:
             self.fail(f"{-unseen} trajectories are gone from the ledger")
         self._check_positions(pending, unseen // self._config.rollout.group_size)
@@ -473,19 +539,24 @@ class InvariantChecker:
         holders: dict[int, list[str]] = defaultdict(list)
         used: set[int] = set()
         for group, (position, ends) in self._fates.items():
+            self._num_positions = max(self._num_positions, position + 1)
             if ends & _HOLDING:
                 holders[position].append(group)
-            if ends != {"restart"}:
+            if ends != {"restart"} and position not in self._used:
                 used.add(position)
         for position, groups in holders.items():
             if len(groups) > 1:
                 self.fail(f"position {position} is held by the groups {groups}")
+            if position in self._held:
+                self.fail(f"position {position} was trained, and is held by group {groups[0]}")
             if position in pending:
                 self.fail(f"position {position} is pending, but group {groups[0]} has it")
-        end = max((position for position, _ in self._fates.values()), default=-1) + 1
-        skipped = [position for position in range(end) if position not in used | pending]
-        if len(skipped) > unseen:
-            self.fail(f"of the positions {skipped} more than {unseen} were skipped")
+        waiting = {
+            at for at in pending if at < self._num_positions and at not in used and at not in self._used
+        }
+        skipped = self._num_positions - len(self._used) - len(used) - len(waiting)
+        if skipped > unseen:
+            self.fail(f"{skipped} positions were skipped, expected at most {unseen}")
 
     def check_folder(self, run_dir: Path) -> None:
         """What lies in the folder of a run that has ended is what its ledger knows of, and no more."""
@@ -510,10 +581,15 @@ class InvariantChecker:
             self.fail(f"published versions are left: {sorted(path.name for path in versions)}")
 
 
-def _versions_of(rows: ExpertIdArray, tokens: Int32Array) -> Int32Array:
-    """The version of each row, read from its first expert; see `routing_rows`."""
+def _versions_of(rows: ExpertIdArray, tokens: Int32Array, newest: int) -> Int32Array:
+    """The version of each row, read from its first expert; see `routing_rows`.
+
+    A row encodes it modulo the number of experts, so it is the last such version up to a
+    few after the newest.
+    """
     first = rows[:, 0, 0].astype(np.int64) - 3 * np.arange(len(tokens)) - 5 * tokens.astype(np.int64)
-    return (first * _INVERSE_OF_7 % FACTS.num_experts).astype(np.int32)
+    end = newest + _AHEAD
+    return (end - (end - first * _INVERSE_OF_7) % FACTS.num_experts).astype(np.int32)
 
 
 def _num_alike(one: Int32Array, other: Int32Array) -> int:

@@ -75,6 +75,8 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     """Mean delay of what an engine says, drawn for each chunk; 0 for none."""
     thread_s: float
     """Mean of both parts of a thread's work; 0 for none."""
+    chunk_tokens: int = 1
+    """Tokens that an engine sends at once."""
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +104,7 @@ def draw(seed: int) -> Scenario:
     scenario = Scenario(
         seed=seed,
         config=_config(rng, seed),
-        tasks=tuple(_task(rng, index) for index in range(rng.randint(3, 24))),
+        tasks=tuple(draw_task(rng, index) for index in range(rng.randint(3, 24))),
         speeds=speeds,
         injections=_injections(rng),
         deaths=_deaths(rng),
@@ -278,7 +280,7 @@ def _transport(drawn: str, seed: int) -> str:
     return "delta" if random.Random(f"delta {seed}").random() < 0.25 else drawn
 
 
-def _task(rng: random.Random, index: int) -> Task:
+def draw_task(rng: random.Random, index: int) -> Task:
     """A prompt as token ids in words, and a script of what the agent loop and its tools do."""
     prompt = " ".join(str(rng.randrange(5, FACTS.vocab_size)) for _ in range(rng.randint(3, 40)))
     turns = [

@@ -53,16 +53,6 @@ from async_rl.simulation.simulated_disk import Disk
 from async_rl.simulation.users import SimulatedChat, attempt_begins, attempt_cancelled, count_fault
 from async_rl.simulation.virtual_time import NumberedTask, VirtualTimeLoop
 
-_MAX_INCARNATIONS: Final = 24
-_MAX_INCARNATION_S: Final = 3000.0
-"""Virtual seconds within which an incarnation must end: many times the sum of all timeouts."""
-
-_MAX_INCARNATION_STEPS: Final = 400_000
-"""Callbacks of the loop, so that an incarnation that goes round in circles without time passing is seen."""
-
-_LOOK_EVERY: Final = 8
-"""Steps between two looks at what is in memory."""
-
 _DOWNTIME_S: Final = 1.0
 
 Ended = Literal[
@@ -118,21 +108,34 @@ def simulate(
         after_turn: Called after each turn of a task of the first incarnation, with the number of its
         callback.
     """
-    return _Simulation(scenario or draw(seed), folder, after_turn).run()
+    return Simulation(scenario or draw(seed), folder, after_turn).run()
 
 
-class _Simulation:
+class Simulation:
+    """Incarnations of a driver, one after the other; `async_rl.simulation.soak` makes a long one of it."""
+
+    max_incarnations = 24
+    max_incarnation_s = 3000.0
+    """Virtual seconds within which an incarnation must end: many times the sum of all timeouts."""
+    max_incarnation_steps = 400_000
+    """Callbacks of the loop, so that an incarnation that loops without time passing is noticed."""
+    look_every = 8
+    """Steps between two looks at what is in memory."""
+
     def __init__(
         self,
         scenario: Scenario,
         folder: Path,
-        after_turn: Callable[[int, asyncio.Task[Any]], None] | None,
+        after_turn: Callable[[int, asyncio.Task[Any]], None] | None = None,
+        *,
+        digests: bool = True,
     ) -> None:
+        """Start with an empty folder; see `simulate`."""
         self._scenario = scenario
         self._after_turn = after_turn
         self._config = scenario.config
         self._folder = folder
-        self._checker = InvariantChecker(scenario)
+        self._checker = InvariantChecker(scenario, digests=digests)
         self._disk = Disk()
         self._disk.die = self._kill_on_disk
         self._threads = random.Random(f"threads {scenario.seed}")
@@ -146,18 +149,19 @@ class _Simulation:
         self._clearing = self._killed = False
 
     def run(self) -> SeedOutcome:
+        """Run all incarnations."""
         begin_s = time.perf_counter()
         with self._disk.mounted(), _silence():
             self._run_dir.mkdir()
-            for incarnation in range(_MAX_INCARNATIONS):
+            for incarnation in range(self.max_incarnations):
                 deaths = self._scenario.deaths
-                self._run_incarnation(incarnation, deaths[incarnation] if incarnation < len(deaths) else None)
+                self.run_incarnation(incarnation, deaths[incarnation] if incarnation < len(deaths) else None)
                 if self._checker.violations or self._ended == "finished":
                     break
                 self._disk.full = False
             else:
                 self._checker.fail(
-                    f"after {_MAX_INCARNATIONS} incarnations there is no end: {self._incarnations}"
+                    f"after {self.max_incarnations} incarnations there is no end: {self._incarnations}"
                 )
         return SeedOutcome(
             seed=self._scenario.seed,
@@ -175,7 +179,8 @@ class _Simulation:
 
     # -- one incarnation ---------------------------------------------------------------------------------
 
-    def _run_incarnation(self, incarnation: int, death: Death | None) -> None:
+    def run_incarnation(self, incarnation: int, death: Death | None) -> None:
+        """Run one incarnation until it ends or `death` ends it."""
         self._checker.note(f"incarnation {incarnation}")
         self._death, self._incarnation_steps, self._ended = death, 0, "failed"
         self._disk.die_at = None
@@ -193,7 +198,7 @@ class _Simulation:
         for name in ("checkpoints", "logs"):
             (self._run_dir / name).mkdir(parents=True, exist_ok=True)
         self._stop = asyncio.Event()
-        self._cluster = SimulatedCluster(self._scenario, self._checker, incarnation, self._look_into_ledger)
+        self._cluster = SimulatedCluster(self._scenario, self._checker, incarnation, self.before_step)
         self._orchestrator = Orchestrator(
             self._config,
             self._run_dir,
@@ -217,7 +222,7 @@ class _Simulation:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        attempt_begins.set(self._checker.attempt_begins)
+        attempt_begins.set(self.attempt_begins)
         attempt_cancelled.set(self._checker.attempt_cancelled)
         count_fault.set(self._checker.count)
         self._cause = ""
@@ -304,8 +309,8 @@ class _Simulation:
         self._steps += 1
         self._incarnation_steps += 1
         if (
-            self._incarnation_steps > _MAX_INCARNATION_STEPS
-            or self._loop.time() - self._born_s > _MAX_INCARNATION_S
+            self._incarnation_steps > self.max_incarnation_steps
+            or self._loop.time() - self._born_s > self.max_incarnation_s
         ):
             self._halt_stuck()
         if self._clearing:
@@ -325,7 +330,7 @@ class _Simulation:
         death = self._death
         if death is not None and death.kind != "kill_on_disk" and self._incarnation_steps == death.after:
             self._die(death)
-        if self._incarnation_steps % _LOOK_EVERY == 0:
+        if self._incarnation_steps % self.look_every == 0:
             self._look()
             self._cluster.look_at_devices()
         if self._checker.violations:
@@ -440,7 +445,12 @@ class _Simulation:
 
     # -- what the run is given ----------------------------------------------------------------------------
 
-    def _look_into_ledger(self) -> None:
+    def attempt_begins(self) -> None:
+        """The agent loop of a trajectory starts from its prompt, in the trajectory's task."""
+        self._checker.attempt_begins()
+
+    def before_step(self) -> None:
+        """Compare the ledger with what was seen, before each step and checkpoint of the trainer."""
         self._checker.check_ledger(self._run_dir, settled=self._cluster.trainer.step)
 
     def _thread_s(self) -> tuple[float, float]:

@@ -1,0 +1,573 @@
+"""A long run in virtual time with every fault and many restarts, in which nothing may grow: `make soak`.
+
+```
+ versions   0 ───────────── restarts ─────────────► ──────────────── one long incarnation ────────────► end
+ driver     killed · killed on disk · cancelled · stopped, `endings_each`      not touched
+ faults     all                                                    those that restart nothing
+ config     in process · in rollout workers · on shared devices                            in process
+ growth     of the process, between incarnations                    of an incarnation, at every few versions
+```
+
+The program, its files and its numbers of slots are real, as in `make simulate` (docs/design/simulation.md).
+The faults are those of `async_rl.simulation.faults`; each is injected until it has taken effect
+`faults_each` times.
+
+Memory is counted exactly: Python runs with `PYTHONMALLOC=malloc`, and glibc reports what is allocated.
+Exit codes: 0 all checks hold, 1 one does not, 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import math
+import os
+import random
+import shutil
+import sys
+import time
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+from msgspec.structs import replace
+
+from async_rl.config import Config, parse_config
+from async_rl.observability.records import TrajectoryCounts
+from async_rl.simulation import growth
+from async_rl.simulation.faults import FAULTS, FaultKind, Setting, fault_table
+from async_rl.simulation.growth import Growth, regress
+from async_rl.simulation.scenario import FACTS, Death, Ending, Injection, Scenario, Speeds, draw_task
+from async_rl.simulation.scratch import scratch
+from async_rl.simulation.simulate import Simulation
+
+_CALLBACKS_PER_VERSION: Final = 4000
+"""Roughly: injections and deaths fall at any moment of a version."""
+
+_STUCK_S: Final = 3000.0
+_STUCK_STEPS: Final = 2_000_000
+"""Virtual seconds and callbacks within which a version must come."""
+
+_ENDS_INCARNATION: Final = frozenset(
+    {"step_is_nan", "step_fails", "checkpoint_fails", "publish_fails", "disk_full", "corrupt_frame"}
+)
+"""Faults after which driver or trainer start anew, which would end the long incarnation."""
+
+_MIN_SAMPLES: Final = 20
+"""Fewer say nothing of a slope."""
+
+_LEVELS: Final = ("in_flight", "queued", "kept_tokens", "cached_pages")
+"""What rises and falls and takes memory in proportion: trajectories, and the simulated world itself."""
+
+_SETTINGS: Final[tuple[Setting, ...]] = ("any", "any", "workers", "any", "shared")
+"""Settings of the incarnations in turn, while there are restarts."""
+
+Lifetime = Literal["process", "incarnation"]
+
+
+class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is done."""
+
+    versions: int
+    faults_each: int
+    """How often each fault must take effect."""
+    endings_each: int
+    """How often the driver must end in each way: killed, killed on disk, cancelled, stopped."""
+    restart_share: float
+    """Share of the versions with restarts, before the long incarnation."""
+    sample_every: int
+    """Versions between two samples of the long incarnation; even, as every 2nd one writes a checkpoint."""
+    max_bytes_per_trajectory: float
+    """A leak of this size fails the soak: the upper end of the interval must be below."""
+    seed: int = 0
+    groups_per_batch: int = 25
+    group_size: int = 8
+    max_staleness: int = 2
+    engines: int = 8
+    slots: int = 64
+    """Of one engine."""
+
+
+FULL: Final = SoakPlan(
+    versions=1010,
+    faults_each=50,
+    endings_each=25,
+    restart_share=0.5,
+    sample_every=4,
+    max_bytes_per_trajectory=50.0,
+)
+SHORT: Final = SoakPlan(
+    versions=80,
+    faults_each=1,
+    endings_each=1,
+    restart_share=0.2,
+    sample_every=2,
+    max_bytes_per_trajectory=100.0,
+)
+
+
+class _Samples:
+    """Samples of what is held, with the work done at each."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[float]] = {}
+
+    def add(self, **values: float) -> None:
+        """Add one sample."""
+        for name, value in values.items():
+            self.columns.setdefault(name, []).append(value)
+
+    def __len__(self) -> int:
+        return len(self.columns.get("version", ()))
+
+    def regress(self, held: str, work: str) -> Growth:
+        """Regress what is held on the work done, without the first fifth: the warm-up."""
+        if len(self) < _MIN_SAMPLES:
+            return Growth(slope=math.nan, half_width=math.inf, samples=len(self))
+        kept = {name: values[len(self) // 5 :] for name, values in self.columns.items()}
+        levels = [kept[name] for name in _LEVELS if name in kept]
+        return regress(kept[work], kept[held], [int(segment) for segment in kept["segment"]], *levels)
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the verdict."""
+
+    name: str
+    holds: bool
+    found: str
+    expected: str
+
+
+def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
+    """Return the config of an incarnation: the setting decides where loops run and who owns the devices."""
+    transports = ("disk", "tensor", "distributed", "delta")
+    tree: dict[str, Any] = {
+        "run": {
+            "name": "soak",
+            "seed": plan.seed,
+            "max_steps": plan.versions,
+            "keep_trajectories": 0,
+            "drain_s": 0.5,
+        },
+        "model": {"path": "model"},
+        "data": {"path": "tasks"},
+        "engine": {
+            "kind": "simulated",
+            "num_engines": plan.engines,
+            "max_running_requests": plan.slots,
+            "decode_step_s": 0.02,
+            "mean_new_tokens": 16.0,
+            "vocab_size": FACTS.vocab_size,
+            "stall_s": 5.0,
+            "probe_s": 2.0,
+            "probe_timeout_s": 1.0,
+            "restart_delay_s": 0.1,
+            "restart_delay_max_s": 5.0,
+            "max_restarts": 1_000_000,
+            "max_outage_s": 300.0,
+        },
+        "rollout": {
+            "agent_loop": "async_rl.simulation.users:TurnsLoop",
+            "reward": "async_rl.simulation.users:reward",
+            "group_size": plan.group_size,
+            "max_concurrent_trajectories": plan.engines * plan.slots,
+            "max_staleness": plan.max_staleness,
+            "max_context_tokens": 256,
+            "max_new_tokens": 64,
+            "trajectory_timeout_s": 60.0,
+            "tool_timeout_s": 1.0,
+            "reward_timeout_s": 2.0,
+            "max_failed_share": 1.0,
+            "num_workers": 2 if setting == "workers" else 0,
+        },
+        "queue": {"journal_s": 0.5},
+        "weights": {
+            "transport": "disk" if setting == "shared" else transports[number % len(transports)],
+            "interrupt": "abort",
+            "timeout_s": 10.0,
+            "overlap": setting != "shared" and number % 2 == 1,
+            "bucket_bytes": 1 << 20,
+            "full_every": 10,
+        },
+        "placement": {"shared": setting == "shared"},
+        "trainer": {
+            "groups_per_batch": plan.groups_per_batch,
+            "checkpoint_every": 2,
+            "keep_checkpoints": 2,
+            "max_restarts": 1_000_000,
+        },
+    }
+    return parse_config(tree)
+
+
+def soak_scenario(plan: SoakPlan) -> Scenario:
+    """Return tasks and speeds of the soak; faults and deaths come as it goes."""
+    rng = random.Random(f"soak {plan.seed}")
+    troubles = [kind for kind, row in FAULTS.items() if row.family == "user" and kind != "slow_tool"]
+    tasks = []
+    for index in range(2000):
+        task = draw_task(rng, index)
+        trouble = troubles[index // 50 % len(troubles)] if index % 50 == 0 else None
+        turns = task.metadata["turns"][:2]
+        tasks.append(replace(task, metadata={"turns": turns, "trouble": trouble}))
+    return Scenario(
+        seed=plan.seed,
+        config=soak_config(plan, "any", 0),
+        tasks=tuple(tasks),
+        speeds=Speeds(
+            train_s=0.8, update_s=0.1, restart_s=1.0, latency_s=0.004, thread_s=0.005, chunk_tokens=8
+        ),
+        injections=(),
+        deaths=(),
+    )
+
+
+class Soak(Simulation):
+    """One soak; see the module.
+
+    Example:
+        >>> with scratch() as folder:
+        ...     soak = Soak(SHORT, folder)
+        ...     soak.run()
+        ...     assert all(check.holds for check in soak.checks())
+    """
+
+    max_incarnations = 100_000
+    look_every = 512
+
+    def __init__(
+        self,
+        plan: SoakPlan,
+        folder: Path,
+        *,
+        leak_bytes: int = 0,
+        leak: Lifetime = "process",
+        show: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Prepare the soak.
+
+        Args:
+            plan: How much is done.
+            folder: Empty; run folders are made in it.
+            leak_bytes: Planted for each attempt, to prove that a leak is found.
+            leak: Until when the planted leak is held.
+            show: Shows progress.
+        """
+        super().__init__(soak_scenario(plan), folder, digests=False)
+        self._checker.in_peace = False
+        self._plan = plan
+        self._rng = random.Random(f"soak faults {plan.seed}")
+        self._setting: Setting = "any"
+        self._injected: Counter[FaultKind] = Counter()
+        self._met_before: Counter[FaultKind] = Counter()
+        self._version = self._begin_version = self._due_version = 0
+        self._leak_bytes, self._leak = leak_bytes, leak
+        self._planted: dict[int, list[bytes]] = {}
+        self._show = show
+        self.attempts = 0
+        self.steps_done = 0
+        """Steps of the trainer, those that a restart undid included."""
+        self.between, self.within = _Samples(), _Samples()
+        self.counts: TrajectoryCounts | None = None
+        self._begin_cpu_s = time.process_time()
+
+    # -- incarnations -------------------------------------------------------------------------------------
+
+    def run_incarnation(self, incarnation: int, death: Death | None) -> None:
+        """Run one incarnation in its setting, clear away its folder if it was killed, and take a sample."""
+        plan = self._plan
+        self._setting = self._next_setting(incarnation)
+        self._config = soak_config(plan, self._setting, incarnation)
+        self._scenario = replace(self._scenario, config=self._config)
+        self._injections.clear()
+        self._injected.clear()
+        self._met_before = self._checker.met_faults.copy()
+        self._begin_version, self._due_version = self._version, self._version + self._rng.randint(1, 3)
+        if self._setting != "any":  # its own faults take a while to take effect
+            self._due_version += 3
+        self.max_incarnation_s, self.max_incarnation_steps = _STUCK_S, _STUCK_STEPS
+        folder = self._run_dir
+        super().run_incarnation(incarnation, death)
+        if folder != self._run_dir:
+            shutil.rmtree(folder)
+        if self._leak == "incarnation":
+            self._planted.clear()
+        del self._orchestrator, self._cluster, self._loop, self._task, self._stop
+        gc.collect()
+        self.between.add(
+            segment=0,
+            version=self._version,
+            trajectories=self.attempts,
+            memory=growth.allocated_bytes(),
+            resident=growth.resident_bytes(),
+            descriptors=growth.open_descriptors(),
+            threads=growth.num_threads(),
+            disk=growth.disk_bytes(self._run_dir),
+        )
+
+    def _next_setting(self, incarnation: int) -> Setting:
+        """Return the next setting in turn; at last only those whose own faults have not all happened."""
+        if not self._restarting:
+            return "any"
+        met = self._checker.met_faults
+        few = {row.only for kind, row in FAULTS.items() if met[kind] < self._goal(kind)}
+        endings = any(met[kind] < self._goal(kind) for kind in get_args(Ending))
+        settings = [one for one in _SETTINGS if endings or one in few] or ["any"]
+        return settings[incarnation % len(settings)]
+
+    def _goal(self, kind: FaultKind) -> int:
+        """How often a fault must take effect."""
+        return self._plan.endings_each if FAULTS[kind].family == "driver" else self._plan.faults_each
+
+    @property
+    def _restarting(self) -> bool:
+        """Whether restarts go on: until all that comes with them has happened, if that is possible."""
+        share = self._version / self._plan.versions
+        return share < 0.8 and any(
+            self._checker.met_faults[kind] < self._goal(kind)
+            for kind, row in FAULTS.items()
+            if row.family == "driver" or row.only != "any" or kind in _ENDS_INCARNATION
+        )
+
+    # -- versions -----------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Check the ledger; at each new version plan faults and an ending, and sample."""
+        super().before_step()
+        version = self._cluster.trainer.step
+        if version == self._version or self._checker.deaf:
+            return
+        self._version = version
+        self.steps_done += 1
+        self.max_incarnation_s = self._loop.time() - self._born_s + _STUCK_S
+        self.max_incarnation_steps = self._incarnation_steps + _STUCK_STEPS
+        queue = self._orchestrator.queue
+        assert queue is not None
+        self.counts = queue.statistics().counts
+        self._plan_faults()
+        if self._restarting and self._death is None and version >= self._due_version:
+            self._plan_ending()
+        if not self._restarting and version % self._plan.sample_every == 0:
+            self._sample()
+        self._show(self._progress())
+
+    def _plan_faults(self) -> None:
+        """Inject the faults that are behind schedule, at moments until the next version."""
+        plan, met = self._plan, self._checker.met_faults
+        goal = plan.faults_each * min(1.0, 1.2 * self._version / plan.versions / plan.restart_share)
+        long_goal = plan.faults_each * min(1.0, 1.15 * self._version / plan.versions)
+        for kind, row in FAULTS.items():
+            if row.family in ("user", "driver") or row.only not in ("any", self._setting):
+                continue
+            if kind in _ENDS_INCARNATION and not self._restarting:
+                continue
+            limited = kind in _ENDS_INCARNATION or row.only != "any"
+            pending = self._injected[kind] - (met[kind] - self._met_before[kind])
+            if met[kind] + pending >= (goal if limited else long_goal) or pending > 2:
+                continue
+            self._injected[kind] += 1
+            injection = Injection(
+                step=self._steps + self._rng.randrange(_CALLBACKS_PER_VERSION),
+                kind=kind,
+                engine=self._rng.randrange(plan.engines),
+                amount=self._rng.uniform(0.001, 0.999),
+            )
+            insort(self._injections, injection, key=lambda injection: injection.step)
+
+    def _plan_ending(self) -> None:
+        kinds = [kind for kind in get_args(Ending) if self._checker.met_faults[kind] < self._goal(kind)]
+        kind: Ending = self._rng.choice(kinds or ["stop"])
+        after = self._rng.randrange(1, _CALLBACKS_PER_VERSION)
+        self._death = Death(kind=kind, after=self._incarnation_steps + after)
+        if kind == "kill_on_disk":
+            self._disk.die_at = self._disk.operations + self._rng.randrange(1, 200)
+
+    def _sample(self) -> None:
+        assert self.counts is not None
+        gc.collect()
+        self.within.add(
+            segment=len(self._incarnations),
+            version=self._version,
+            trajectories=self.attempts,
+            memory=growth.allocated_bytes(),
+            resident=growth.resident_bytes(),
+            descriptors=growth.open_descriptors(),
+            threads=growth.num_threads(),
+            in_flight=self.counts.in_flight,
+            queued=self.counts.queued,
+            kept_tokens=self._checker.num_kept_tokens,
+            cached_pages=sum(engine.num_cached_pages for engine in self._cluster.engines),
+            tasks=len(asyncio.all_tasks(self._loop)),
+            disk=growth.disk_bytes(self._run_dir),
+        )
+
+    def attempt_begins(self) -> None:
+        """Count an attempt; plant the leak that the soak must find."""
+        super().attempt_begins()
+        if self._checker.deaf:
+            return
+        self.attempts += 1
+        if self._leak_bytes:
+            held = self._planted.setdefault(len(self._incarnations), [])
+            held.append(bytes(self._leak_bytes - sys.getsizeof(b"")))
+
+    # -- what came of it ----------------------------------------------------------------------------------
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of the driver."""
+        return max(0, len(self._incarnations) - 1)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time so far."""
+        return time.process_time() - self._begin_cpu_s
+
+    def _progress(self) -> str:
+        plan, met = self._plan, self._checker.met_faults
+        fewest = min(met[kind] for kind, row in FAULTS.items() if row.family != "driver")
+        cpu_s = self.cpu_s
+        return (
+            f"version {self._version} of {plan.versions} · {self.attempts:,} attempts"
+            f" · {self.restarts} restarts · each fault {fewest} of {plan.faults_each} times"
+            f" · {growth.resident_bytes() / 1e6:.0f} MB · {cpu_s:.0f} s CPU"
+        )
+
+    def checks(self) -> list[Check]:
+        """Return the lines of the verdict."""
+        plan, checker = self._plan, self._checker
+        counts = self.counts
+        dispatched, trained = (counts.dispatched, counts.trained) if counts else (0, 0)
+        lost = counts.unaccounted if counts else 0
+        need = (plan.versions - 10) * plan.groups_per_batch * plan.group_size
+        twice = sum("again" in text or "twice" in text for text in checker.violations)
+        stale = sum("is trained at" in text for text in checker.violations)
+        few = {
+            kind: checker.met_faults[kind] for kind in FAULTS if checker.met_faults[kind] < self._goal(kind)
+        }
+        checks = [
+            _at_most("violations of invariants", len(checker.violations), 0),
+            _at_most("trajectories lost", abs(lost), 0),
+            _at_most("trajectories trained twice", twice, 0),
+            _at_most("trajectories trained beyond max_staleness", stale, 0),
+            Check(
+                name="trajectories",
+                holds=dispatched >= need,
+                found=f"{dispatched:,} ({trained:,} trained)",
+                expected=f"≥ {need:,}",
+            ),
+            _at_least("weight versions", self._version, plan.versions - 1),
+            _at_least("restarts of the driver", self.restarts, 4 * plan.endings_each),
+            Check(
+                name="faults that happened too rarely",
+                holds=not few,
+                found=", ".join(f"{kind} {number}" for kind, number in few.items()) or "none",
+                expected=f"each ≥ {plan.faults_each}, of the driver {plan.endings_each}",
+            ),
+        ]
+        per_version = plan.max_bytes_per_trajectory * plan.groups_per_batch * plan.group_size
+        for samples, where in ((self.within, "within an incarnation"), (self.between, "over restarts")):
+            rows = (
+                ("memory", "trajectories", "memory, B per trajectory", plan.max_bytes_per_trajectory),
+                ("memory", "version", "memory, B per version", per_version),
+                ("descriptors", "version", "descriptors per version", 0.2),
+                ("threads", "version", "threads per version", 0.02),
+                ("tasks", "version", "tasks per version", 2.0),
+                ("disk", "version", "disk, B per version", per_version),
+            )
+            for held, work, name, limit in rows:
+                if samples is self.within or (held in samples.columns and len(samples) >= _MIN_SAMPLES):
+                    checks.append(_growth(f"{name}, {where}", samples.regress(held, work), limit))
+        return checks
+
+    def report(self) -> list[str]:
+        """Return the table of faults, the ends of incarnations and the verdict."""
+        checks = self.checks()
+        ends = Counter(incarnation.split(": ")[0] for incarnation in self._incarnations)
+        lines = [*fault_table(self._checker.met_faults), ""]
+        lines.append(
+            f"incarnations: {', '.join(f'{number} {end}' for end, number in ends.most_common())}; "
+            f"{self._checker.tokens_said:,} tokens, {self._steps:,} callbacks, "
+            f"{self._now_s / 3600:.1f} virtual hours, "
+            f"{self.cpu_s:.0f} s CPU ({1e3 * self.cpu_s / max(1, self.attempts):.2f} ms per attempt)"
+        )
+        lines += ["", f"{'':<5}{'check':<48}{'found':>28}  expected"]
+        for check in checks:
+            lines.append(
+                f"{'ok' if check.holds else 'FAIL':<5}{check.name:<48}{check.found:>28}  {check.expected}"
+            )
+        failed = sum(not check.holds for check in checks)
+        lines += [
+            "",
+            "the soak holds" if not failed else f"the soak FAILED: {failed} of {len(checks)} checks",
+        ]
+        return lines
+
+
+def _at_most(name: str, found: int, limit: int) -> Check:
+    return Check(name=name, holds=found <= limit, found=f"{found:,}", expected=f"≤ {limit:,}")
+
+
+def _at_least(name: str, found: int, limit: int) -> Check:
+    return Check(name=name, holds=found >= limit, found=f"{found:,}", expected=f"≥ {limit:,}")
+
+
+def _growth(name: str, growth: Growth, limit: float) -> Check:
+    """Flat means: with 95% confidence it grows by less than the limit."""
+    found = f"{growth.slope:+.3g} ± {growth.half_width:.2g}"
+    return Check(name=name, holds=growth.upper < limit, found=found, expected=f"< {limit:g}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a soak and print its verdict; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m async_rl.simulation.soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--short", action="store_true", help="the version of CI, under a minute")
+    parser.add_argument("--seed", type=int, default=0, help="of tasks and faults")
+    parser.add_argument("--versions", type=int, help="how many, in the place of the plan's")
+    parser.add_argument(
+        "--leak-bytes", type=int, default=0, help="plant a leak of so many bytes per trajectory"
+    )
+    parser.add_argument("--leak", choices=get_args(Lifetime), default="process", help="how long it is held")
+    options = parser.parse_args(arguments)
+    if os.environ.get("PYTHONMALLOC") != "malloc" and sys.platform == "linux":
+        os.environ["PYTHONMALLOC"] = "malloc"  # read at the start of the interpreter
+        command = [sys.executable, "-m", "async_rl.simulation.soak"]
+        os.execv(sys.executable, [*command, *(sys.argv[1:] if arguments is None else arguments)])
+    plan = replace(SHORT if options.short else FULL, seed=options.seed)
+    if options.versions is not None:
+        plan = replace(plan, versions=options.versions)
+    with scratch() as folder:
+        soak = Soak(
+            plan, Path(folder), leak_bytes=options.leak_bytes, leak=options.leak, show=_progress_printer()
+        )
+        outcome = soak.run()
+    print()
+    print("\n".join(soak.report()))
+    for violation in outcome.violations:
+        print(f"VIOLATION {violation}\n" + "\n".join(outcome.events))
+    return int(not all(check.holds for check in soak.checks()))
+
+
+def _progress_printer() -> Callable[[str], None]:
+    """Show a line on a terminal; elsewhere print one every 10 seconds."""
+    terminal, last_s = sys.stdout.isatty(), -10.0
+
+    def show(line: str) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s > (0.2 if terminal else 10.0):
+            last_s = time.monotonic()
+            print(f"\r\033[K{line}" if terminal else line, end="" if terminal else "\n", flush=True)
+
+    return show
+
+
+if __name__ == "__main__":
+    sys.exit(main())
