@@ -75,6 +75,8 @@ class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
     versions: int
     faults_each: int
     """How often each fault must take effect."""
+    rare: tuple[FaultKind, ...] = ()
+    """Faults that need not happen: they depend on a coincidence that a short soak may not have."""
     endings_each: int
     """How often the driver must end in each way: killed, killed on disk, cancelled, stopped."""
     restart_share: float
@@ -106,7 +108,8 @@ SHORT: Final = SoakPlan(
     endings_each=1,
     restart_share=0.2,
     sample_every=2,
-    max_bytes_per_trajectory=100.0,
+    max_bytes_per_trajectory=200.0,
+    rare=("split_stop",),
 )
 
 
@@ -447,7 +450,9 @@ class Soak(Simulation):
         twice = sum("again" in text or "twice" in text for text in checker.violations)
         stale = sum("is trained at" in text for text in checker.violations)
         few = {
-            kind: checker.met_faults[kind] for kind in FAULTS if checker.met_faults[kind] < self._goal(kind)
+            kind: checker.met_faults[kind]
+            for kind in FAULTS
+            if checker.met_faults[kind] < self._goal(kind) and kind not in plan.rare
         }
         checks = [
             _at_most("violations of invariants", len(checker.violations), 0),
