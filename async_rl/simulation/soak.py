@@ -91,7 +91,7 @@ class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 2
     engines: int = 8
     slots: int = 64
-    """Of one engine."""
+    """Calls that one engine decodes together."""
 
 
 FULL: Final = SoakPlan(
