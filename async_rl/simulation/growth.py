@@ -6,9 +6,9 @@ import ctypes
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import msgspec
 import numpy as np
@@ -98,7 +98,7 @@ class _MallInfo(ctypes.Structure):
     )
 
 
-def _allocator() -> ctypes._NamedFuncPointer | None:
+def _allocator() -> Callable[[], Any] | None:
     """Return glibc's account of its memory; None without it, or where Python has an allocator of its own."""
     if os.environ.get("PYTHONMALLOC") != "malloc":
         return None
@@ -107,7 +107,7 @@ def _allocator() -> ctypes._NamedFuncPointer | None:
     except (OSError, AttributeError):
         return None
     mallinfo.restype = _MallInfo
-    return mallinfo
+    return cast(Callable[[], Any], mallinfo)
 
 
 _mallinfo = _allocator()
