@@ -108,7 +108,7 @@ SHORT: Final = SoakPlan(
     endings_each=1,
     restart_share=0.2,
     sample_every=2,
-    max_bytes_per_trajectory=200.0,
+    max_bytes_per_trajectory=400.0,
     rare=("split_stop",),
 )
 
@@ -534,7 +534,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--short", action="store_true", help="the version of CI, under a minute")
+    parser.add_argument("--short", action="store_true", help="the version of CI, about a minute")
     parser.add_argument("--seed", type=int, default=0, help="of tasks and faults")
     parser.add_argument("--versions", type=int, help="how many, in the place of the plan's")
     parser.add_argument(
