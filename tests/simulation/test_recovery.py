@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sqlite3
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -22,6 +23,7 @@ from async_rl.codec import read_frame
 from async_rl.config import apply_override, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engines.model_facts import load_facts
+from async_rl.engines.simulated import SimulatedCall
 from async_rl.errors import SpoolFull
 from async_rl.observability.metrics import Metrics
 from async_rl.queue.journal_file import JournalledTrajectory, read_journal
@@ -72,12 +74,14 @@ class Incarnation(NamedTuple):
     folder: Path
     cluster: LocalCluster
     metrics: Metrics
-    calls: tuple[tuple[int, ...], ...]
-    """Texts that were being sampled when it was killed."""
+    by_tick: list[dict[str, list[int]]]
+    """What engines had sampled before each tick of the journal: the text of each trajectory's last call."""
     error: BaseException | None
     journal: dict[str, JournalledTrajectory]
     accounts: Conservation
     unfinished: frozenset[str]
+    num_undone: int
+    """Trajectories of the steps after its newest checkpoint."""
     trained: dict[str, tuple[list[int], list[float]]]
     """Tokens and log-probs by trajectory."""
 
@@ -98,7 +102,8 @@ class World:
         self.root = folder
         self.folder = folder / "incarnation-0"
         self.incarnations: list[Incarnation] = []
-        self.num_ids = 0
+        self.num_ids: Counter[str] = Counter()
+        self.callers: dict[str, str] = {}
         tree: dict[str, Any] = {
             "run": {"max_steps": 6},
             "model": {"path": str(folder / "model")},
@@ -119,11 +124,18 @@ class World:
         for override in overrides:
             apply_override(tree, override)
         self.config = parse_config(tree)
+        self.trajectories_per_step = self.config.trainer.groups_per_batch * self.config.rollout.group_size
         Scores.texts = Counter()
 
     def new_id(self) -> str:
-        self.num_ids += 1
-        return f"{self.num_ids:032x}"
+        """Engines draw tokens by the id of a call, which must not depend on the order of tasks."""
+        task = asyncio.current_task()
+        assert task is not None
+        caller = task.get_name()
+        self.num_ids[caller] += 1
+        name = uuid.uuid5(uuid.NAMESPACE_OID, f"{caller}, id {self.num_ids[caller]}").hex
+        self.callers[name] = caller.removeprefix("trajectory ")
+        return name
 
     def live(
         self,
@@ -134,24 +146,36 @@ class World:
         (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         cluster, metrics = LocalCluster(self.config, step_s=0.4), Metrics()
         trained = watch(cluster.trainer)
-        calls: list[tuple[int, ...]] = []
+        lengths: dict[SimulatedCall, int] = {}  # of all calls, as of the callback before
+        by_tick: list[dict[str, list[int]]] = [{}]
         killed = False
         here = self.folder
 
         def after_step(_: Any) -> None:
             nonlocal killed
-            if not killed and kill(loop.time(), cluster):
+            if killed:
+                return
+            if loop.time() >= len(by_tick) * TICK_S:
+                by_tick.append(
+                    {
+                        self.callers[call.request.request_id]: call.tokens[:num_tokens]
+                        for call, num_tokens in lengths.items()
+                        if num_tokens > len(call.request.input_ids)
+                    }
+                )
+            calls = [*lengths, *(call for engine in cluster.engines for call in engine._calls)]
+            lengths.update((call, len(call.tokens)) for call in calls)
+            if kill(loop.time(), cluster):
                 killed = True
                 self.folder = self.root / f"incarnation-{len(self.incarnations) + 1}"
                 shutil.copytree(here, self.folder)
-                calls.extend(tuple(call.tokens) for engine in cluster.engines for call in engine._calls)
                 raise Killed
 
         loop = loop_class(after_step=after_step)
         chat = cast(ChatFormat, SimulatedChat())
         inputs = RunInputs(TASKS, chat, load_facts(self.config.model.path), self.new_id)
         run = Orchestrator(self.config, here, asyncio.Event(), cluster, metrics, loop.time, inputs)
-        main = loop.create_task(run.run())
+        main = loop.create_task(run.run(), name=f"incarnation {len(self.incarnations)}")
         error: BaseException | None = None
         try:
             loop.run_until_complete(main)
@@ -163,15 +187,18 @@ class World:
             error = first_error(group)
         loop.close()
         ledger = Ledger(self.folder / "ledger.sqlite")
+        checkpoints = (self.folder / "checkpoints").rglob("latest.json")
+        saved = max((json.loads(path.read_text())["step"] for path in checkpoints), default=0)
         incarnation = Incarnation(
             folder=self.folder,
             cluster=cluster,
             metrics=metrics,
-            calls=tuple(calls),
+            by_tick=by_tick,
             error=error,
             journal=read_journal(self.folder / "journal")[0],
             accounts=ledger.audit(),
             unfinished=ledger.in_flight.difference(*(group.stored for group in ledger.outstanding())),
+            num_undone=ledger.counts().trained - self.trajectories_per_step * saved,
             trained=trained,
         )
         ledger.close()
@@ -220,7 +247,14 @@ def assert_kept(world: World) -> None:
                     assert tokens[: len(begin)] == begin
 
 
-def assert_settled_once(world: World) -> None:
+def assert_journalled(incarnation: Incarnation, tick: int) -> None:
+    """Whatever engines had sampled before a tick of an unfinished trajectory is in the journal."""
+    known = incarnation.by_tick[tick]
+    for name in known.keys() & incarnation.unfinished:
+        assert tokens_of(incarnation.journal[name])[: len(known[name])] == known[name]
+
+
+def assert_settled_once(world: World, given_up: int = 0) -> None:
     last = world.incarnations[-1]
     lines = (last.folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, world.config.run.max_steps + 1))
@@ -228,7 +262,9 @@ def assert_settled_once(world: World) -> None:
     assert last.cluster.trainer.step == world.config.run.max_steps
     accounts = last.accounts
     assert accounts.trained == world.config.run.max_steps * 4
-    assert set(accounts.dropped) <= {"restart"}  # what was trained after the checkpoint
+    # Nothing else is dropped than the steps after a checkpoint.
+    restarted = given_up + sum(incarnation.num_undone for incarnation in world.incarnations[:-1])
+    assert accounts.dropped == ({"restart": restarted} if restarted else {})
     steps: dict[int, tuple[str, ...]] = {}
     for incarnation in world.incarnations:  # a later incarnation trains a step after its checkpoint again
         for batch in incarnation.cluster.trainer.batches:
@@ -245,19 +281,17 @@ def test_sampling_goes_on_from_the_tokens_seen_when_the_driver_was_killed(
     world = World(tmp_path)
     first = world.live(at(moment))
     left = first.left
-    # Of each text that was being sampled, no more is lost than came since the last tick.
-    begun = [tokens_of(state) for state in left.values()]
-    assert len(first.calls) >= 7
-    for text in first.calls:
-        seen = max((len(begin) for begin in begun if list(text[: len(begin)]) == begin), default=0)
-        assert len(text) - seen <= TICK_S / TOKEN_S + 1
+    last_tick = int(moment / TICK_S)
+    assert len(first.by_tick) == last_tick + 1
+    assert len(first.by_tick[last_tick].keys() & first.unfinished) >= 7
+    assert_journalled(first, last_tick)
     sampled = sum(state.num_sampled_tokens for state in left.values())
     assert sampled > 50
     second = world.live()
     assert second.counted("resumed_tokens_total") == sampled
     assert second.counted("resume_discarded_tokens_total") == 0
     assert second.counted("trajectories_dispatched_total") == second.accounts.dispatched
-    assert set(second.accounts.dropped) <= {"restart"}  # a step after the checkpoint
+    assert second.accounts.dropped == {}
     trained = second.trained
     resumed = [name for name in left if name in trained]
     assert resumed
@@ -281,7 +315,9 @@ def test_nothing_is_lost_when_the_driver_is_killed_again_and_again(
         tmp_path, "rollout.max_concurrent_trajectories=3", *([] if journal else ["queue.journal_s=null"])
     )
     for moment in moments:
-        world.live(at(moment))
+        killed = world.live(at(moment))
+        if journal:
+            assert_journalled(killed, -1)
     world.live()
     if journal:
         assert_kept(world)
@@ -292,7 +328,14 @@ def test_the_bound_holds_for_resumed_work_when_the_checkpoint_lacks_the_versions
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path, "trainer.checkpoint_every=3", "rollout.max_staleness=1", "run.max_steps=8")
-    first = world.live(lambda now, cluster: cluster.trainer.step == 5 and cluster.engines[0]._version == 5)
+
+    def a_tick_has_journalled_tokens_of_the_newest_weights(now: float, cluster: LocalCluster) -> bool:
+        calls = [call for engine in cluster.engines for call in engine._calls]
+        longest = max((call.sampled_versions.count(5) for call in calls), default=0)
+        return cluster.trainer.step == 5 and longest > TICK_S / TOKEN_S + 1
+
+    first = world.live(a_tick_has_journalled_tokens_of_the_newest_weights)
+    assert_journalled(first, -1)
     sampled = [s for state in first.left.values() for s in state.segments if isinstance(s, Sampled)]
     assert max(segment.weight_version for segment in sampled) > 3
     second = world.live()  # the trainer refuses what is too old, and labels that are ahead of it
@@ -321,14 +364,14 @@ def test_a_sibling_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
     world = World(tmp_path, "rollout.max_concurrent_trajectories=4")
 
     def one_is_kept(now: float, cluster: LocalCluster) -> bool:
-        if not list((world.folder / "spool" / "ended").glob("0*")):
+        if not list((world.folder / "spool" / "ended").glob("*")):
             return False
         with closing(sqlite3.connect(world.folder / "ledger.sqlite")) as ledger:
             ((number,),) = ledger.execute("SELECT count(*) FROM trajectories WHERE frame IS NOT NULL")
         return number > 0
 
     first = world.live(one_is_kept)
-    kept = next((first.folder / "spool" / "ended").glob("0*"))
+    kept = next((first.folder / "spool" / "ended").glob("*"))
     ended = read_frame(kept, Trajectory)
     text = SimulatedChat().decode(ended.token_ids[first.journal[kept.name].turns[1].start :])
     assert Scores.texts[text] == 1
@@ -362,7 +405,8 @@ def test_one_error_says_what_to_do_when_the_disk_is_full_and_nothing_done_is_los
     first = world.live(fill)
     assert isinstance(first.error, SpoolFull)
     assert "the disk is full; free some and start the run again" in str(first.error)
-    assert sum(state.num_sampled_tokens for state in first.left.values()) > 50
+    assert_journalled(first, 8)  # the last tick before, at 2.0 s
+    assert sum(state.num_sampled_tokens for state in first.left.values()) > 100
     full = False
     monkeypatch.undo()
     world.live()
@@ -379,7 +423,7 @@ def test_a_group_is_given_up_when_its_task_is_no_longer_in_the_data(
     second = world.live()
     assert second.accounts.dropped == {"restart": first.accounts.in_flight}
     assert second.counted("resumed_tokens_total") == 0
-    assert_settled_once(world)
+    assert_settled_once(world, given_up=first.accounts.in_flight)
 
 
 class Straggles:

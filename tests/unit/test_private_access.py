@@ -82,7 +82,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "tests/simulation/test_recovery.py": {
         "_thread_name_prefix": "an executor has no public name",
         "_calls": "the calls that a crash cuts off",
-        "_version": "the version that a simulated engine serves",
     },
     "tests/simulation/test_stalls.py": {
         "_settle_group": "injects a fault between two steps of the manager",
