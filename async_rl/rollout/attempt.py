@@ -89,6 +89,7 @@ async def run_agent_loop(
     """
     name = task.agent_loop or rollout.agent_loop
     loop = await loops.entered_loop(name)
+    session.begin_limit()
     returned: Any = None
     try:
         async with (

@@ -117,10 +117,11 @@ class InvariantChecker:
         self._num_positions = 0
         self._newest = self._saved = 0
         self.tokens_said = 0
-        self.served_s = 0.0
-        """Seconds during which some engine served."""
-        self._begun_s: dict[str, float] = {}
-        """Of these, before the present attempt of a trajectory."""
+        self._served_s = 0.0
+        self._serving_since_s: float | None = None
+        """When `_served_s` was counted last; None if no engine has served since."""
+        self._ends_s: dict[str, float] = {}
+        """`served_s` at which the present attempt of a trajectory reaches its limit."""
 
     # -- the trace ----------------------------------------------------------------------------------------
 
@@ -264,11 +265,22 @@ class InvariantChecker:
         self.note(f"{name}: the call {how} after {len(sampled)} tokens, {len(kept)} kept")
         self._heads[root_of(name)][name] = [*request.input_ids.tolist(), *kept]
 
-    def attempt_begins(self) -> None:
-        """The agent loop of a trajectory starts from its prompt."""
+    @property
+    def served_s(self) -> float:
+        """Seconds during which some engine served, until now: the clock may have jumped since a turn."""
+        since_s = self._serving_since_s
+        return self._served_s + (0.0 if since_s is None else self.now() - since_s)
+
+    def engines_serve(self, serve: bool) -> None:
+        """Some engine serves from now on, or none does."""
+        self._served_s = self.served_s
+        self._serving_since_s = self.now() if serve else None
+
+    def attempt_begins(self, remaining_s: float) -> None:
+        """The agent loop of a trajectory starts from its prompt, with so much time."""
         root = _task_name()
         self.note(f"{root} starts")
-        self._begun_s[root] = self.served_s
+        self._ends_s[root] = self.served_s + remaining_s
         self.decided("admit", *self._numbered("trajectory", root))
         # What an earlier incarnation journalled of a call that ran is as old as the call, however it ended
         # later.
@@ -278,9 +290,10 @@ class InvariantChecker:
     def attempt_cancelled(self, remaining_s: float) -> None:
         """The agent loop of a trajectory is cancelled: not by its limit while engines were held."""
         limit_s, root = self._config.rollout.trajectory_timeout_s, _task_name()
-        served_s = self.served_s - self._begun_s[root]
+        early_s = self._ends_s[root] - self.served_s
         slack_s = _LINK_SLACK_S if self._config.rollout.num_workers else _ROUNDING_S
-        if remaining_s <= 0.0 and served_s < limit_s - slack_s:
+        if remaining_s <= 0.0 and early_s > slack_s:
+            served_s = limit_s - early_s
             self.fail(
                 f"{root} reached its limit of {limit_s} s in {served_s:.2f} s in which an engine served"
             )

@@ -192,7 +192,7 @@ class Simulation:
             after_step=self._after_step,
         )
         self._loop, self._born_s = loop, self._now_s
-        self._engines_served, self._looked_s = False, self._now_s
+        self._checker.engines_serve(False)
         self._checker.now = loop.time
         loop.set_exception_handler(self._unhandled)
         for name in ("checkpoints", "logs"):
@@ -317,11 +317,7 @@ class Simulation:
             return
         if self._killed:
             raise _Halt
-        now_s = self._loop.time()
-        if self._engines_served:
-            self._checker.served_s += now_s - self._looked_s
-        self._looked_s = now_s
-        self._engines_served = bool(self._orchestrator.pool.engines(EngineState.SERVING))
+        self._checker.engines_serve(bool(self._orchestrator.pool.engines(EngineState.SERVING)))
         self._checker.turn(task.number if task is not None else 0)
         if self._after_turn is not None and task is not None and not self._incarnations:
             self._after_turn(self._incarnation_steps, task)
@@ -445,9 +441,9 @@ class Simulation:
 
     # -- what the run is given ----------------------------------------------------------------------------
 
-    def attempt_begins(self) -> None:
+    def attempt_begins(self, remaining_s: float) -> None:
         """The agent loop of a trajectory starts from its prompt, in the trajectory's task."""
-        self._checker.attempt_begins()
+        self._checker.attempt_begins(remaining_s)
 
     def before_step(self) -> None:
         """Compare the ledger with what was seen, before each step and checkpoint of the trainer."""

@@ -408,9 +408,9 @@ class Soak(Simulation):
             disk=growth.disk_bytes(self._run_dir),
         )
 
-    def attempt_begins(self) -> None:
+    def attempt_begins(self, remaining_s: float) -> None:
         """Count an attempt; plant the leak that the soak must find."""
-        super().attempt_begins()
+        super().attempt_begins(remaining_s)
         if self._checker.deaf:
             return
         self.attempts += 1

@@ -21,8 +21,9 @@ from async_rl.runtime.threads import call_in_thread
 from async_rl.simulation.invariant_checker import reward_source
 from async_rl.types import Completion, Int32Array, StopReason, Task
 
-attempt_begins: ContextVar[Callable[[], None]] = ContextVar("attempt_begins")
-"""Told when the loop of a trajectory starts from its prompt, in the trajectory's task."""
+attempt_begins: ContextVar[Callable[[float], None]] = ContextVar("attempt_begins")
+"""Told when the loop of a trajectory starts from its prompt, with its session's remaining seconds, in the
+trajectory's task."""
 
 attempt_cancelled: ContextVar[Callable[[float], None]] = ContextVar("attempt_cancelled")
 """Told when that loop is cancelled, with its session's remaining seconds."""
@@ -94,7 +95,7 @@ class TurnsLoop:
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """Run the loop on a task."""
-        attempt_begins.get()()
+        attempt_begins.get()(session.remaining_s)
         try:
             return await self._play(task, session)
         except asyncio.CancelledError:

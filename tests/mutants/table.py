@@ -19,6 +19,7 @@ PAYLOAD_GATE: Final = "tests/unit/test_payload_gate.py"
 ROUTING: Final = "tests/unit/test_routing.py"
 REFUSALS: Final = "tests/unit/test_back_pressure.py"
 SIGNALS: Final = "tests/unit/test_signals.py"
+AGENT_LOOPS: Final = "tests/unit/test_agent_loops.py"
 CLOCK: Final = "tests/unit/test_serving_clock.py"
 WORKERS: Final = "tests/unit/test_rollout_workers.py"
 TRAIN: Final = "tests/unit/test_train.py"
@@ -1134,6 +1135,14 @@ MUTANTS: Final = (
         "        end_s = self._end_s + self._clock.held_s\n",
         "        end_s = self._end_s\n",
         (f"{CLOCK}::test_a_limit_is_extended_by_the_pauses_when_there_are_several",),
+    ),
+    Mutant(
+        "entering-counts",
+        "The time in which an agent loop is entered counts against `session.remaining_s`.",
+        "async_rl/rollout/attempt.py",
+        "    loop = await loops.entered_loop(name)\n    session.begin_limit()\n",
+        "    session.begin_limit()\n    loop = await loops.entered_loop(name)\n",
+        (f"{AGENT_LOOPS}::test_the_time_in_which_a_loop_is_entered_does_not_count_against_its_limit",),
     ),
     Mutant(
         "workers-count-held-time",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from async_rl.simulation.faults import FaultKind
-from async_rl.simulation.invariant_checker import InvariantChecker
+from async_rl.simulation.invariant_checker import InvariantChecker, reward_source
 from async_rl.simulation.scenario import Ending, draw
 from async_rl.simulation.simulate import simulate
 from async_rl.types import TrainBatch
@@ -87,3 +87,21 @@ def test_the_checker_reports_it_when_a_token_is_too_old(too_much: int) -> None:
     checker.trains(batch_of(version, 0), version, version + 1)
     late = f"trajectory a: a token of version 0 is trained at {version}"
     assert (late in checker.violations) == bool(too_much)
+
+
+@pytest.mark.parametrize(("held", "waited_s"), [(False, 0.0), (False, 1.5), (True, 0.0)])
+def test_the_checker_reports_it_when_a_loop_reaches_its_limit_while_engines_are_held(
+    held: bool, waited_s: float
+) -> None:
+    scenario = draw(3002)  # the clock jumped, then the loop raised CancelledError before a turn of any task
+    limit_s = scenario.config.rollout.trajectory_timeout_s
+    checker = InvariantChecker(scenario)
+    source = reward_source.set("trajectory a")
+    checker.engines_serve(True)
+    checker.attempt_begins(limit_s - waited_s)
+    checker.engines_serve(not held)
+    checker.now = lambda: limit_s - waited_s
+    checker.attempt_cancelled(0.0)
+    reward_source.reset(source)
+    early = f"trajectory a reached its limit of {limit_s} s in 0.00 s in which an engine served"
+    assert checker.violations == ([early] if held else [])

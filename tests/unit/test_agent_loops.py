@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from async_rl.config import RolloutConfig
-from async_rl.errors import EnvironmentNotReady
+from async_rl.errors import AgentLoopError, EnvironmentNotReady
+from async_rl.queue.journal import JournalEntry
+from async_rl.rollout.attempt import run_agent_loop
 from async_rl.rollout.loops import AgentLoops
+from async_rl.rollout.session.api import Session
+from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import Transcript
+from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.supervision import first_error
+from async_rl.simulation.virtual_time import in_virtual_time
+from async_rl.types import Task
+from tests.support.sessions import Bench
 
 _noted: list[str] = []
 
@@ -34,6 +44,17 @@ class Holding:
         _noted.append(f"leave {self.name}")
 
     async def run(self, task: Any, session: Any) -> None: ...
+
+
+class SlowToEnter:
+    async def __aenter__(self) -> SlowToEnter:
+        await asyncio.sleep(100)
+        return self
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    async def run(self, task: Task, session: Session) -> None:
+        _noted.append(f"{session.remaining_s:.0f} s remain")
 
 
 class Plain:
@@ -91,3 +112,18 @@ async def test_loop_is_left_when_the_run_is_cancelled(noted: list[str]) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert noted == ["enter a", "leave a"]
+
+
+@in_virtual_time
+async def test_the_time_in_which_a_loop_is_entered_does_not_count_against_its_limit() -> None:
+    rollout = RolloutConfig(
+        max_context_tokens=64, trajectory_timeout_s=60.0, agent_loop=f"{__name__}:SlowToEnter"
+    )
+    clock = ServingClock(asyncio.get_running_loop().time)
+    context = replace(Bench().context, rollout=rollout, serving_clock=clock)
+    task = Task(task_id="t", messages=[])
+    session = RolloutSession(context, task, Transcript(context, JournalEntry("0" * 32)), group_id="g")
+    async with AgentLoops(rollout) as loops:
+        with pytest.raises(AgentLoopError, match="without a turn"):
+            await run_agent_loop(task, session, loops, rollout)
+    assert _noted == ["60 s remain"]

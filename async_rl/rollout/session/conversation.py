@@ -17,6 +17,7 @@ sampled a token is trained on it, so that no token is trained twice.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, cast
@@ -51,10 +52,11 @@ Writer = TypeVar("Writer", bound=TokenWriter)
 class SessionTree:
     """What a session shares with its branches."""
 
-    def __init__(self, max_branches: int, deadline_s: float) -> None:
+    def __init__(self, max_branches: int) -> None:
         """Start with no session open."""
         self.max_branches = max_branches
-        self.deadline_s = deadline_s
+        self.deadline_s = math.inf
+        """When the agent loop reaches its limit, on the serving clock; the limit begins with the loop."""
         self.num_branches = 0
         self.has_ended = False
         """Whether the attempt has ended, so that no session opens any more."""
@@ -110,7 +112,7 @@ class Conversation(Generic[Writer]):
         self._context = context
         self._tokens = writer.tokens
         if tree is None:
-            tree = SessionTree(rollout.max_branches, self.serving_clock.now() + rollout.trajectory_timeout_s)
+            tree = SessionTree(rollout.max_branches)
             tree.open[self.trajectory_id] = self
         self._tree = tree
         self._pending: tuple[list[dict[str, Any]], Int32Array] | None = None
@@ -505,6 +507,10 @@ class Conversation(Generic[Writer]):
             self._turn_task.cancel()
 
     # -- for the rollout code --------------------------------------------------------------------------
+
+    def begin_limit(self) -> None:
+        """Count `remaining_s` from now, when the agent loop is called."""
+        self._tree.deadline_s = self.serving_clock.now() + self._context.rollout.trajectory_timeout_s
 
     def has_exceeded(self, error: BaseException) -> bool:
         """Return whether an error says that a budget of this trajectory is used up."""
