@@ -35,6 +35,7 @@ from async_rl.engine_protocol import (
 )
 from async_rl.errors import (
     AlignmentError,
+    EngineBusy,
     EngineError,
     EngineTimeout,
     EnvironmentNotReady,
@@ -57,7 +58,7 @@ _MAX_PAGES = 1 << 16
 _EOS = 2
 """Stops a call whose request has no stop token."""
 
-CallFault = Literal["die", "hang", "wrong_rows", "nan", "lose", "repeat"]
+CallFault = Literal["die", "hang", "wrong_rows", "nan", "lose", "repeat", "busy"]
 UpdateFault = Literal["refuse_flush", "partial_update"]
 MemoryFault = Literal["refuse_memory", "hang_memory"]
 _CALL_FAULTS = frozenset(get_args(CallFault))
@@ -74,6 +75,7 @@ class Fault(msgspec.Struct, frozen=True):
     nan: a log-prob is not a number.
     lose: a chunk is never delivered, and what comes after it does not fit the engine's count.
     repeat: a chunk comes twice, and once too often for the engine's count.
+    busy: the call is refused because the engine has too many.
     refuse_flush: an update loads the weights and is refused the flush at first.
     partial_update: an update fails halfway; the engine still reports the old version.
     refuse_memory: device memory is released or taken, and the answer is an error.
@@ -327,7 +329,10 @@ class SimulatedEngine:
             )
         if self.missing:
             self._die_with(f"a call, without {self.missing}")
-        call = SimulatedCall(request, self._next_fault(_CALL_FAULTS))
+        fault = self._next_fault(_CALL_FAULTS)
+        if fault is not None and fault.kind == "busy":
+            raise EngineBusy(f"{self._engine_id} has too many calls")
+        call = SimulatedCall(request, fault)
         self._calls[call] = None
         self._idle.clear()
         self._queue.append(call)

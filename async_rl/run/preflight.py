@@ -167,10 +167,10 @@ def check_trainer(config: Config, worker: str, key: str) -> None:
         ConfigError: The path is wrong, the weights are incomplete, or the package refuses the config.
     """
     require_module(worker, key)
-    check_weights(config.model.path, load_facts(config.model.path))
     package = sys.modules.get(worker.partition(":")[0].rpartition(".")[0])
     if package is not None and hasattr(package, "check"):
         package.check(config)
+    check_weights(config.model.path, load_facts(config.model.path))
 
 
 def require_module(path: str, key: str) -> None:

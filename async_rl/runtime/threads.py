@@ -81,9 +81,17 @@ async def call_until_cancelled(function: Callable[[], R], *, name: str, thread: 
         name: The thread's name, for stack dumps.
         thread: Where to call it: an executor with daemon threads; None for a thread of its own.
     """
-    call: Future[R] = (thread or _OwnThread(name)).submit(function)
+    call: Future[None] = Future()
+
+    def work() -> R:
+        call.set_running_or_notify_cancel()
+        try:
+            return function()
+        finally:
+            call.set_result(None)
+
     try:
-        return await asyncio.wrap_future(call)
+        return await asyncio.get_running_loop().run_in_executor(thread or _OwnThread(name), work)
     except asyncio.CancelledError:
         _left_running.append(call)
         raise
@@ -97,11 +105,11 @@ def exit_despite_threads(code: int) -> None:
         sys.stderr.flush()
         os._exit(code)
 
-    if not all(call.done() for call in _left_running):
+    if any(call.running() for call in _left_running):
         atexit.register(end)  # runs before all earlier ones, such as Ray's, which would wait for the call
 
 
-_left_running: list[Future[Any]] = []
+_left_running: list[Future[None]] = []
 """Calls whose callers were cancelled."""
 
 

@@ -376,7 +376,7 @@ def test_an_evaluation_is_missing_and_the_next_one_is_not_when_its_engine_dies(t
     def called(engine: SimulatedEngine, evaluates: bool) -> None:
         if evaluates and not died:
             died.append(engine.engine_id)
-            engine.faults.append(Fault("die", after_tokens=2))
+            engine.faults.append(Fault("die", after_tokens=0))
 
     world.called = called  # type: ignore[method-assign]
     check(world, world.run())

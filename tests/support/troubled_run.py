@@ -27,6 +27,7 @@ TROUBLE: dict[CallFault, bytes] = {
     "die": b"async_rl_engine_quarantined_total{",
     "wrong_rows": b"async_rl_replay_rejected_total{",
     "hang": b"async_rl_engine_stalls_total{",
+    "busy": b"async_rl_engine_busy_total{",
 }
 """Engine faults and the metrics that count them."""
 

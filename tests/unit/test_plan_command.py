@@ -130,7 +130,7 @@ def test_a_flag_counts_more_than_a_past_run(tmp_path: Path, capsys: pytest.Captu
         (["--sigma", "-1"], "sigma is -1.0, expected at least 0"),
         (["--mean-tokens", "0"], "mean_tokens is 0.0, expected more than 0"),
         (["--versions", "0"], "versions is 0, expected at least 1"),
-        (["--from", "/nowhere"], "name a run folder"),
+        (["--from", "/nowhere"], "there is no run folder '/nowhere'"),
         (["rollout.max_stalness=2"], "did you mean 'max_staleness'"),
     ],
 )
