@@ -15,6 +15,7 @@ exception group. `first_error` returns the cause inside the group, `service_of` 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
@@ -183,7 +184,8 @@ async def contained(
 
     Args:
         work: The user's coroutine.
-        limit_s: How long it may take to clean up after a cancellation; then it is never resumed again.
+        limit_s: How long it may take to clean up after a cancellation; then it is never resumed again, nor
+            freed.
         on_cancel: Called before it is cancelled, to take away what it could go on with.
         on_ignored: Called when it did not end by its cancellation: it returned, raised something else, or
             took longer than `limit_s`.
@@ -213,6 +215,8 @@ async def contained(
                 driven.drop()
                 task.cancel()
                 await _wait_through_cancellations(task, None)
+                # Freeing it would resume it once more, and code that catches everything might never return.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
             if not (ended and task.cancelled()):
                 on_ignored()
         if not task.cancelled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -284,11 +285,35 @@ async def test_user_code_ends_when_it_swallows_its_cancellation() -> None:
     assert await cancelled_after(5, swallowing()) == (1.0, ["cancelled", "ignored"])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @in_virtual_time
 async def test_user_code_ends_when_it_swallows_every_cancellation() -> None:
     assert await cancelled_after(5, polling()) == (6.0, ["cancelled", "ignored"])
-    gc.collect()  # says on stderr that the coroutine ignores its end
+    gc.collect()  # does not resume it once more
+
+
+def test_a_process_ends_after_user_code_that_catches_everything_was_left() -> None:
+    program = """
+import asyncio
+from async_rl.runtime.supervision import contained
+
+async def poll():
+    while True:
+        try:
+            await asyncio.wait_for(asyncio.Event().wait(), 0.01)
+        except BaseException:  # also that there is no event loop any more
+            continue
+
+async def main():
+    task = asyncio.create_task(contained(poll(), limit_s=0.01))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=30, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @in_virtual_time
