@@ -179,6 +179,7 @@ def test_a_request_is_what_the_page_says() -> None:
     assert shown.keys() == request_of(make_task(), [completion], ["x"], group=False).keys()
 
 
+@pytest.mark.needs("namespaces")
 async def test_the_programs_tests_of_the_page_pass() -> None:
     for line in blocks(PAGE, "json", "## Rewards")[1].splitlines():
         row = json.loads(line)
