@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,58 @@ def test_keys_are_the_configs_when_it_names_others(tmp_path: Path):
     config = DataConfig(path=str(path), messages_key="q", answer_key="a", id_key="key")
     (task,) = load_tasks(config)
     assert (task.task_id, task.answer, task.metadata) == ("x", 1, {"answer": "kept"})
+
+
+NAMED_FIELDS: dict[str, tuple[Any, Callable[[Task], Any]]] = {
+    "messages_key": (MESSAGES, lambda task: task.messages),
+    "answer_key": ("4", lambda task: task.answer),
+    "id_key": ("x", lambda task: task.task_id.rpartition("/")[2]),
+    "agent_loop_key": ("mine:Loop", lambda task: task.agent_loop),
+    "reward_key": ("mine:reward", lambda task: task.reward),
+    "data_source_key": ("gsm8k", lambda task: task.data_source),
+    "tools_key": ([{"type": "function", "function": {"name": "f"}}], lambda task: task.tools),
+    "metadata_key": ({"level": 3}, lambda task: task.metadata),
+}
+
+
+def tasks_of(section: str, path: Path, **settings: Any) -> list[Task]:
+    """The tasks of one file, which a section of the config names together with other settings."""
+    if section == "data":
+        return list(load_tasks(DataConfig(path=str(path), **settings)))
+    if section == "datasets":
+        return list(load_tasks(DataConfig(datasets=[DatasetConfig(path=str(path), **settings)])))
+    source = SourceConfig(path=str(path), **settings)
+    (found,) = load_validation(DataConfig(path="x", validation=[source]))
+    return list(found.tasks)
+
+
+@pytest.mark.parametrize("section", ["data", "datasets", "validation"])
+@pytest.mark.parametrize("key", NAMED_FIELDS)
+def test_a_field_is_read_from_the_key_that_its_section_names(tmp_path: Path, section: str, key: str):
+    value, field = NAMED_FIELDS[key]
+    path = write_jsonl(tmp_path, {"messages": "hi", "own": value})
+    (plain,), (named,) = tasks_of(section, path), tasks_of(section, path, **{key: "own"})
+    assert field(named) == value != field(plain)
+
+
+@pytest.mark.parametrize("section", ["data", "datasets", "validation"])
+def test_a_section_names_the_schema_of_its_file(tmp_path: Path, section: str):
+    verl = {"prompt": MESSAGES, "reward_model": {"ground_truth": "4"}, "data_source": "gsm8k"}
+    path = write_jsonl(tmp_path, verl)
+    (found,), (plain,) = tasks_of(section, path), tasks_of(section, path, schema="plain")
+    assert (found.answer, plain.answer) == ("4", None)
+
+
+@pytest.mark.parametrize("section", ["datasets", "validation"])
+def test_a_file_has_the_name_that_its_section_gives_it(tmp_path: Path, section: str):
+    path = write_jsonl(tmp_path, {"id": 1, "messages": "hi"})
+    source = {"path": str(path), "name": "mine"}
+    if section == "datasets":
+        config = DataConfig(datasets=[DatasetConfig(**source), *several(tmp_path, None).datasets])
+        assert load_tasks(config)[0].task_id == "mine/1"
+    else:
+        (found,) = load_validation(DataConfig(path="x", validation=[SourceConfig(**source)]))
+        assert found.name == "mine"
 
 
 def test_tasks_are_equal_when_the_same_rows_are_parquet(tmp_path: Path):
