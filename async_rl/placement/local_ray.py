@@ -139,9 +139,7 @@ def _connect_ray(config: Config, scratch: Path) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-    except (
-        Exception
-    ) as error:  # Ray raises built-in exceptions too, for example when a node is not up in half a minute
+    except Exception as error:  # Ray raises built-in ones too, when a node is not up in half a minute
         raise EnvironmentNotReady(
             f"could not {_intent(config)}: {str(error).rstrip('.')}. Check whether the machine is "
             "overloaded, check placement.ray_address and `ray status`; a cluster that requires a token "

@@ -45,6 +45,7 @@ class StopStringAtSeam:
             text = self._raw_text(self._before + self._after)
             if any(0 <= text.find(stop) <= self._seam for stop in self._stop):
                 return count
-            if len(text) - self._seam >= self._longest:
-                self._stop = ()  # whatever begins before the seam has ended
+            ended = len(text) - self._seam >= self._longest  # whatever begins before the seam
+            if ended or len(self._after) >= self._longest * _MAX_TOKENS_PER_CHARACTER:
+                self._stop = ()
         return None

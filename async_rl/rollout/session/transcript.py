@@ -268,7 +268,7 @@ class Transcript(TokenWriter):
             request = self._request(lease, prompt, budget, sampling)
             began_s = clock()
             reason: FinishReason = "failover"
-            refused = left = False
+            refused = cut = False
             try:
                 async with aclosing(lease.generate(request)) as stream:
                     async for event in stream:
@@ -283,7 +283,7 @@ class Transcript(TokenWriter):
                                 listener.add_tokens(event.token_ids)
                             if end is not None:
                                 # Leaving the stream aborts the call, which would sample on.
-                                left, reason = True, "stop"
+                                cut, reason = True, "stop"
                                 break
                         else:
                             call.finish = event
@@ -293,7 +293,7 @@ class Transcript(TokenWriter):
             except EngineError:
                 reason = "failover"
             else:
-                if not self._check_answer(call, lease, left=left):
+                if not self._check_answer(call, lease, cut=cut):
                     reason = "failover"
             finally:
                 # Also on cancellation: sampled tokens are a segment before any other task runs.
@@ -313,16 +313,16 @@ class Transcript(TokenWriter):
                 metrics.resumes_total.inc(count)
         return reason, ours
 
-    def _check_answer(self, call: _RunningCall, lease: Lease, *, left: bool) -> bool:
+    def _check_answer(self, call: _RunningCall, lease: Lease, *, cut: bool) -> bool:
         """Return whether an answer is valid; discard an invalid one and report its engine.
 
         Args:
             call: The call, which has ended.
             lease: Its engine.
-            left: Whether we left it before its finish.
+            cut: Whether we left it at a stop string, before its finish.
         """
         engine_id = lease.engine.engine_id
-        if call.finish is None and not left:
+        if call.finish is None and not cut:
             problem = f"engine {engine_id} ended a stream without a finish"
         elif not check_partition(call.spans, len(call.token_ids)):
             problem = (
