@@ -26,9 +26,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.codec import encode, encoded_size
+from async_rl.codec import encode, encoded_size, read_frame
 from async_rl.engine_protocol import EngineFacts
-from async_rl.queue.spool import FrameReader, Spool
+from async_rl.queue.spool import Spool
 from async_rl.routing import make_trace
 from async_rl.staleness import Backlog
 from async_rl.types import Context, Group, Outcome, Sampled, Trajectory
@@ -144,11 +144,10 @@ def row(what: str, size: str, ours: np.ndarray, reference: str, other: np.ndarra
 
 def read_frames(connection: Connection) -> None:
     """Reads the requested frames in the other process and replies when done."""
-    reader = FrameReader()
     while (message := connection.recv()) is not None:
         kind, content, verify = message
         if kind == "frame":
-            group = reader.read_frame(content, Group, verify=verify)
+            group = read_frame(content, Group, verify=verify)
             last = group.trajectories[-1].trace.rows[-1, -1, -1]
         elif kind == "pickle":
             last = pickle.loads(content).trajectories[-1].trace.rows[-1, -1, -1]

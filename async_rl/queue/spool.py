@@ -246,31 +246,6 @@ class Spool:
             bisect.insort(self._free, (len(slab), path))
 
 
-class FrameReader:
-    """Reads frames of a spool that another process writes, and keeps their slabs mapped.
-
-    Mapping a large file anew takes about as long as copying it. At most `max_slabs` mappings are kept; arrays
-    that were read keep theirs alive beyond that.
-    """
-
-    def __init__(self, max_slabs: int = 64) -> None:
-        self._max_slabs = max_slabs
-        self._mapped: dict[str, codec.Buffer] = {}
-
-    def read_frame(self, path: str, expected: type[T], *, verify: bool = True) -> T:
-        """Read a frame as `codec.read_frame` does. The arrays are valid until the writer frees the frame."""
-        mapped = self._mapped.pop(path, None)
-        if mapped is None:
-            mapped = codec.map_file(path)  # the name of a slab is never given to another file
-        self._mapped[path] = mapped
-        if len(self._mapped) > self._max_slabs:
-            del self._mapped[next(iter(self._mapped))]
-        try:
-            return codec.decode(mapped, expected, verify=verify)
-        except CorruptFrame as error:
-            raise CorruptFrame(f"{path}: {error}") from error
-
-
 def slab_size(nbytes: int) -> int:
     """Return the next of four sizes per octave: little is wasted, and frames of similar size share slabs."""
     if nbytes <= _SMALLEST_SLAB:

@@ -15,7 +15,7 @@ import pytest
 from async_rl.codec import read_frame
 from async_rl.errors import CorruptFrame, SpoolFull
 from async_rl.queue import batching
-from async_rl.queue.spool import FrameReader, Spool, SpoolRef, slab_size
+from async_rl.queue.spool import Spool, SpoolRef, slab_size
 from async_rl.types import Group, TrainBatch
 from tests.support.trajectories import FACTS, make_group
 
@@ -145,18 +145,6 @@ def test_a_frame_filled_in_place_equals_one_that_was_copied(spool: Spool) -> Non
     assert placed.nbytes == copied.nbytes
     frames = [Path(ref.path).read_bytes()[: ref.nbytes] for ref in (placed, copied)]
     assert frames[0] == frames[1]
-
-
-def test_a_reader_sees_the_new_frame_when_a_slab_was_used_again(spool: Spool) -> None:
-    reader = FrameReader(max_slabs=1)
-    for value in range(3):
-        ref = spool.put_frame([BIG + value])
-        assert reader.read_frame(ref.path, list)[0][0] == value
-        spool.free_frame(ref)
-    with pytest.raises(CorruptFrame, match=ref.path):
-        reader.read_frame(ref.path, list)
-    other = spool.put_frame([np.zeros(2 << 20, np.uint8)])
-    assert len(reader.read_frame(other.path, list)[0]) == 2 << 20
 
 
 def test_another_process_reads_a_frame_by_its_path(spool: Spool) -> None:
