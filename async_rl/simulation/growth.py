@@ -73,28 +73,15 @@ def regress(
     return Growth(slope=slope, half_width=_NORMAL_95 * error, samples=len(ids))
 
 
-_MALLINFO_FIELDS: Final = (
-    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-)
-"""Of `struct mallinfo2`, see mallinfo(3)."""
-
-
 class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`, see mallinfo(3)."""
+
     _fields_ = tuple(
         (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
     )
 
 
