@@ -6,10 +6,12 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -19,6 +21,9 @@ ROOT: Final = Path(__file__).parent.parent.parent
 
 _TEST_TIMEOUT_S: Final = 60
 """The limit of one test. A mutant that makes a test wait forever counts as killed."""
+
+_HANG_S: Final = 180
+"""The limit of one mutant: an event loop swallows what a test's limit raises inside one of its callbacks."""
 
 _FAILED: Final = 1
 """The exit code of pytest when tests have failed. Any other one is an error in the mutant or its row."""
@@ -58,7 +63,7 @@ class Tree:
             return Result("error", 0.0, f"the old text is {count} times in {mutant.file}, expected once", "")
         self._write(path, text.replace(mutant.old, mutant.new))
         try:
-            code, seconds, output = self._test(mutant.tests)
+            code, seconds, output = self._test(mutant.tests, limit_s=_HANG_S)
         finally:
             self._write(path, text)
         if code == 0:
@@ -85,21 +90,36 @@ class Tree:
         path.write_text(text)
         Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
 
-    def _test(self, tests: Sequence[str]) -> tuple[int, float, str]:
+    def _test(self, tests: Sequence[str], limit_s: float | None = None) -> tuple[int, float, str]:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short"]
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment = {**own, "PYTHONPATH": str(self._folder), "OMP_NUM_THREADS": "1"}
         begin_s = time.monotonic()
-        done = subprocess.run(
-            [*command, f"--timeout={_TEST_TIMEOUT_S}", *tests],
-            cwd=self._folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
+        command.extend([f"--timeout={_TEST_TIMEOUT_S}", *tests])
+        code, output = bounded_run(command, limit_s, cwd=self._folder, env=environment)
+        return (_FAILED if code is None else code), time.monotonic() - begin_s, output
+
+
+def bounded_run(
+    command: Sequence[str], limit_s: float | None, cwd: Path, env: Mapping[str, str]
+) -> tuple[int | None, str]:
+    """Runs a command, kills its group after a limit, and returns its exit code (None then) and output."""
+    # A file and not a pipe: servers that a killed pytest leaves behind would hold a pipe open.
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=cwd, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-        return done.returncode, time.monotonic() - begin_s, done.stdout
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            output.write(f"\nTimeout: not ended within {limit_s} s.\n")
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        return code, output.read()
 
 
 def _left_out(folder: str, names: list[str]) -> set[str]:

@@ -1108,7 +1108,7 @@ MUTANTS: Final = (
         "        _install_again()\n        timer = loop",
         "        timer = loop",
         (f"{SIGNALS}::test_a_signal_arrives_when_a_library_replaces_its_handler_during_the_block",),
-        says="Timeout",
+        says="TimeoutError",
     ),
     Mutant(
         "repeated-sigterm-aborts",

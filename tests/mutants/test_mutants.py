@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tests.mutants.harness import ROOT, Tree
+from tests.mutants.harness import ROOT, Tree, bounded_run
 from tests.mutants.table import MUTANTS, Mutant
 
 
@@ -16,6 +20,14 @@ def test_every_mutant_still_applies() -> None:
     assert {name: count for name, count in places.items() if count != 1} == {}
     assert [mutant.name for mutant in MUTANTS if mutant.old == mutant.new] == []
     assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+
+
+def test_tests_that_never_end_are_killed(tmp_path: Path) -> None:
+    """pytest-timeout raises in the main thread, and an event loop swallows that inside a callback."""
+    busy = "print('began', flush=True)\nwhile True: pass"
+    code, output = bounded_run([sys.executable, "-c", busy], 2.0, tmp_path, os.environ)
+    assert code is None
+    assert re.fullmatch(r"began\n\nTimeout.*\n", output)
 
 
 @pytest.fixture(scope="module")
