@@ -13,6 +13,9 @@ explains. The leaves are the candidate causes. They are ranked: impossible state
 runs, a slot whose holder is gone, a wait for something that is already available), then waits over their
 limit, then by age. A walk that only returns to its own path is a deadlock.
 
+While the run moves, the walk only says what the run waits for: an unlikely state of one moment is no fault,
+and a wait is one only over its own limit (`_overdue`).
+
 The limit of a wait bounds its duration. Once nothing else moves, a regular wait such as a trainer step may
 last at most four times the longest one so far, and at least `stall_s`: the configured limit of a step may be
 an hour, but after steps of ten seconds, a step of one minute in which nothing else moves is unusual.
@@ -33,8 +36,9 @@ State = Literal["moving", "quiet", "overdue", "stalled"]
 overdue: the run makes progress, but a wait is over its limit.  stalled: no progress, and a wait is over its
 limit."""
 
-Problem = Literal["hangs", "silent", "unnamed", "lost", "leaked", "dead", "asleep", "deadlock"]
-"""hangs: does not end.  silent: an engine sends nothing.  unnamed: computes, or waits without a name.
+Problem = Literal["none", "hangs", "silent", "unnamed", "lost", "leaked", "dead", "asleep", "deadlock"]
+"""none: may still end by itself.  hangs: does not end.  silent: an engine sends nothing.
+unnamed: computes, or waits without a name.
 lost: outstanding, but no task runs it.  leaked: the holder is gone.  dead: the service has ended.
 asleep: waits for something that is already available.  deadlock: waits, in the end, for itself."""
 
@@ -130,7 +134,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     age_s: float
     limit_s: float | None
-    """Age at which it counts as a fault; None if it is a fault at any age."""
+    """Age at which it counts as a fault; None if there is no such age: `problem` says whether it is one."""
     waiters: int
     """Number of waits of this kind on this target."""
     sentence: str
@@ -139,8 +143,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expected(self) -> bool:
-        """Whether the wait is within its limit and may still end by itself."""
-        return self.limit_s is not None and self.age_s <= self.limit_s
+        """Whether it is no fault: the run moves, or the wait is within its limit."""
+        return self.problem == "none"
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +175,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         head = f"nothing has moved for {age}" if stalled else f"the run last moved {age} ago"
         lines = [head, *(f"  <- {link}" for link in first.chain)]
         lines[1] = f"     {first.chain[0]}"
-        lines.append(f"likely cause: {first.sentence}")
+        lines.append(first.sentence if first.expected else f"likely cause: {first.sentence}")
         lines += [f"also: {cause.sentence}" for cause in others[:3]]
         return "\n".join(lines)
 
@@ -205,6 +209,7 @@ class _Walk:
 
     def __init__(self, snapshot: RunSnapshot) -> None:
         self._snapshot = snapshot
+        self._moves = snapshot.quiet_s < snapshot.stall_s
         self._actors = {actor.who: actor for actor in snapshot.actors}
         self._children: dict[WaitNode, list[WaitNode]] = defaultdict(list)
         for actor in snapshot.actors:
@@ -232,7 +237,6 @@ class _Walk:
                     wait.target,
                     wait.age_s,
                     chain,
-                    waits_for=phrase(wait.on, wait.target),
                 )
         return sorted(self._found.values(), key=self._rank)
 
@@ -385,11 +389,13 @@ class _Walk:
         limit_s = self._allowed_s(wait)
         self._add(problem, wait.on, wait.target, age_s, chain, limit_s=limit_s)
 
-    def _allowed_s(self, wait: Wait) -> float:
-        """How long a wait may last while nothing else moves, in seconds."""
+    def _allowed_s(self, wait: Wait) -> float | None:
+        """How long a wait may last, in seconds; while nothing else moves, no wait is without a limit."""
         stall_s, limit_s = self._snapshot.stall_s, _limit_s(wait, self._snapshot)
         if wait.on in _JUDGED_ELSEWHERE and wait.target in self._engines:
             return max(stall_s, self._engines[wait.target].patience_s)
+        if self._moves:
+            return limit_s
         longest_s = self._snapshot.longest_s.get(wait.on) if wait.on in _REGULAR else None
         if longest_s is None:
             return stall_s if limit_s is None else limit_s
@@ -412,15 +418,22 @@ class _Walk:
         *,
         limit_s: float | None = None,
         some_left: bool = False,
-        waits_for: str = "",
     ) -> None:
         """Record a candidate; of several paths to it, keep the first, which is the oldest."""
         if (on, target) in self._found:
             return
-        if problem in ("unnamed", "asleep") or some_left:
-            limit_s = self._snapshot.stall_s if some_left or problem == "unnamed" else None
+        if problem == "unnamed" or some_left:
+            limit_s = self._snapshot.stall_s
+        if self._moves or (limit_s is not None and age_s <= limit_s):
+            problem = "none"
         waiters = self._waiters.get((on, target), 0)
+        many = f"{waiters} waiting, the longest " if waiters > 1 else ""
+        limit = "" if limit_s is None else f", {_over(age_s, limit_s)}"
+        age = f"{many}for {seconds(age_s)}{limit}"
         match problem:
+            case "none":
+                awaited = phrase(on, target) if on in WAIT_KINDS else f"{on} {target}".removeprefix("task ")
+                sentence = f"the run waits for {awaited} ({age})"
             case "lost":
                 sentence = f"{on} {target} is lost: it is outstanding, but no task runs it"
             case "dead":
@@ -436,9 +449,7 @@ class _Walk:
             case "unnamed":
                 sentence = f"{target} computes, or waits without a name, for {seconds(age_s)}"
             case _:
-                many = f"{waiters} waiting, the longest " if waiters > 1 else ""
-                limit = "" if limit_s is None else f", {_over(age_s, limit_s)}"
-                sentence = f"{_fault(on, target)} ({many}for {seconds(age_s)}{limit})"
+                sentence = f"{_fault(on, target)} ({age})"
         self._found[on, target] = Cause(
             problem=problem,
             on=on,

@@ -49,7 +49,8 @@ async def serve(
         metrics: The metrics that `/metrics` exports.
         host: The address to bind to.
         port: The port to bind to; 0 takes a free one.
-        health: Returns the body of `/health`; the status code is 200 if its `"status"` is `"ok"`, else 503.
+        health: Returns the body of `/health`; the status code is 503 if its `"status"` is `"stalled"`,
+            else 200: a run that makes progress need not be restarted.
         more: Further routes, such as those of the live page.
 
     Yields:
@@ -65,7 +66,7 @@ async def serve(
 
     async def show_health(_: web.Request) -> web.Response:
         state = health()
-        status = 200 if state.get("status") == "ok" else 503
+        status = 503 if state["status"] == "stalled" else 200
         return web.json_response(state, status=status, dumps=lambda value: json.dumps(value, default=str))
 
     app = web.Application()

@@ -102,10 +102,13 @@ class LiveStatus:
         return self._diagnosis
 
     def health(self) -> dict[str, Any]:
-        """Return the answer to `/health`: the state of the run and what it waits for."""
+        """Return the answer to `/health`: the state of the run and what it waits for.
+
+        Its `status` is `ok` exactly if no cause of the diagnosis has a problem.
+        """
         diagnosis, records = self._doctor.diagnosis(), self._run_log.records
         return {
-            "status": "stalled" if diagnosis.state == "stalled" else "ok",
+            "status": diagnosis.state if diagnosis.state in ("stalled", "overdue") else "ok",
             "phase": self._run_log.phase,
             "step": records[-1].step if records else 0,
             "waiting_for": diagnosis.causes[0].chain if diagnosis.causes else (),

@@ -84,7 +84,7 @@ def test_the_chain_goes_from_the_train_loop_to_the_silent_engine() -> None:
         "likely cause: engine-1 sends no more chunks (2 waiting, the longest for 405 s, "
         "over its limit of 60 s)",
     ]
-    assert diagnosis.state == "stalled"
+    assert (diagnosis.state, diagnosis.causes[0].problem) == ("stalled", "silent")
 
 
 def test_a_group_is_not_lost_when_an_earlier_process_left_it_and_it_waits_for_a_slot() -> None:
@@ -153,7 +153,7 @@ def test_a_deadlock_is_no_cause_where_somebody_can_still_move() -> None:
         actors=group("g") + group("h"),
         queue=queue("g", "h"),
     )
-    assert [(cause.on, cause.problem) for cause in diagnosis.causes] == [("tool", "hangs")]
+    assert [(cause.on, cause.problem) for cause in diagnosis.causes] == [("tool", "none")]
     assert diagnosis.state == "quiet"  # within its limit
 
 
@@ -176,6 +176,47 @@ def test_a_wait_over_its_limit_is_seen_while_the_run_moves() -> None:
     assert (
         look(wait(WaitNode("trajectory", "g-0"), "tool", "search", age_s=31.0), quiet_s=0.1).state == "moving"
     )
+
+
+def test_a_quick_step_is_no_fault_while_the_run_moves() -> None:
+    step = look(wait(LOOP, "trainer step", "3", age_s=1.8), quiet_s=1.0)
+    assert [(cause.problem, cause.expected) for cause in step.causes] == [("none", True)]
+    assert step.text.splitlines() == [
+        "the run last moved 1.0 s ago",
+        "     train loop waits for trainer step 3 (1.8 s, limit 3600 s)",
+        "the run waits for trainer step 3 (for 1.8 s, limit 3600 s)",
+    ]
+
+
+def test_only_a_run_without_progress_judges_a_step_by_those_before_it() -> None:
+    """A repair ends all waits with a fault: it must not end this step because a tool is late."""
+    step = wait(LOOP, "trainer step", "9", age_s=50.0)
+    tool = wait(WaitNode("trajectory", "g-0"), "tool", "search", age_s=40.0)
+    late = look(step, tool, quiet_s=1.0, longest_s={"trainer step": 2.0})
+    assert [(cause.on, cause.problem, cause.limit_s) for cause in late.causes] == [
+        ("tool", "hangs", 30.0),
+        ("trainer step", "none", 3600.0),
+    ]
+
+
+def test_a_wait_without_a_limit_is_no_fault_while_the_run_moves() -> None:
+    disk = look(wait(LOOP, "disk", age_s=400.0), quiet_s=1.0)
+    assert (disk.state, disk.causes[0].problem) == ("moving", "none")
+    assert look(wait(LOOP, "disk", age_s=400.0)).causes[0].problem == "hangs"
+
+
+def test_a_quiet_run_has_no_likely_cause() -> None:
+    quiet = look(wait(LOOP, "trainer step", "1", age_s=60.0), quiet_s=60.0)
+    assert (quiet.state, quiet.causes[0].problem) == ("quiet", "none")
+    assert "likely cause" not in quiet.text
+    assert "does not" not in quiet.text
+
+
+def test_an_unlikely_state_of_one_moment_is_no_fault_while_the_run_moves() -> None:
+    lost = look(wait(LOOP, "batch"), quiet_s=1.0, queue=queue("gone", due=("gone",)))
+    assert [(cause.problem, cause.sentence) for cause in lost.causes] == [
+        ("none", "the run waits for group gone (for 1.0 s)")
+    ]
 
 
 def test_the_engines_own_watch_judges_calls_while_the_run_moves() -> None:

@@ -68,7 +68,7 @@ async def test_metrics_are_served_as_text_that_prometheus_parses() -> None:
     assert math.isnan(samples[("async_rl_reward",)])
 
 
-@pytest.mark.parametrize(("state", "status"), [("ok", 200), ("failing", 503)])
+@pytest.mark.parametrize(("state", "status"), [("ok", 200), ("overdue", 200), ("stalled", 503)])
 async def test_health_answers_by_the_state_of_the_run(state: str, status: int) -> None:
     async with serve(Metrics(), "127.0.0.1", 0, lambda: {"status": state, "step": 7}) as url:
         answer = await fetch(f"{url}/health")
