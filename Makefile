@@ -21,7 +21,7 @@ test: setup tools  ## Set up and run the tests (under 8 minutes on 2 quiet cores
 test-long: setup tools  ## Run what `test` leaves out: kills, a cluster, more models and layouts, mutants.
 	@$(BIN)/python -m pytest -n 2 -m long $(TESTS)
 
-mutants: setup  ## Break the program in every way listed in tests/mutants/table.py; some test must notice each (ONLY="NAME NAME").
+mutants: setup tools  ## Break the program in every way listed in tests/mutants/table.py; some test must notice each (ONLY="NAME NAME").
 	@$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only $(ONLY))
 
 chaos: setup  ## Kill and stop processes of the real loop for a while (SEED=0 MINUTES=5).

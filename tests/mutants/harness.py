@@ -54,6 +54,7 @@ class Tree:
         """Copies the repository to a folder that does not exist yet."""
         self._folder = folder
         shutil.copytree(ROOT, folder, ignore=_left_out)
+        (folder / ".tools").symlink_to(ROOT / ".tools")  # promtool, for mutants of the alerts
 
     def try_mutant(self, mutant: Mutant) -> Result:
         """Applies a mutant, runs its tests, and undoes it."""

@@ -25,6 +25,8 @@ WORKERS: Final = "tests/unit/test_rollout_workers.py"
 TRAIN: Final = "tests/unit/test_train.py"
 LOOP: Final = "tests/simulation/test_loop.py"
 MISBEHAVING: Final = "tests/simulation/test_misbehaving_loops.py"
+DIAGNOSIS: Final = "tests/unit/test_diagnosis.py"
+ALERTS: Final = "tests/integration/test_prometheus.py::test_each_alert_fires_when_it_must_and_not_before"
 ROUTERS: Final = "tests/unit/test_router_replay.py"
 _SMALL: Final = "tests/simulation/test_small_runs.py::test_a_small_run_holds_what_is_promised"
 PLAIN, SPLICED, IN_PLACE, DIES, NAN, KILLED, NO_OP = (
@@ -1159,5 +1161,22 @@ MUTANTS: Final = (
         (f"{LOOP}::test_a_run_that_is_stopped_while_it_starts_ends_at_once",),
         says="Timeout",
     ),
+    # -- diagnosis and alerts ------------------------------------------------------------------------------
+    Mutant(
+        "diagnosis-blames-a-run-that-moves",
+        "What a run waits for is a fault although the run makes progress.",
+        "async_rl/observability/diagnosis.py",
+        "if self._moves or (limit_s is not None and age_s <= limit_s):",
+        "if limit_s is not None and age_s <= limit_s:",
+        (DIAGNOSIS,),
+    ),
+    Mutant(
+        "alert-on-counters-at-zero",
+        "A counter that begins at zero raises its alert.",
+        "monitoring/rules/async_rl.yml",
+        "(async_rl_tracker_steps_lost_total > 0 unless",
+        "(async_rl_tracker_steps_lost_total unless",
+        (ALERTS,),
+    ),
 )
-"""All mutants, by area: queue, staleness, session, routing, losses, replay, start and end of a run."""
+"""All mutants, by area: queue, staleness, session, routing, losses, replay, starts and ends, alerts."""
