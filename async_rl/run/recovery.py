@@ -131,8 +131,12 @@ class RecoveredState:
         """Write new journal entries every `queue.journal_s`; this service never returns."""
         assert self.journal is not None, "this service runs only with a journal"
         assert self._every_s is not None, "this service runs only with a journal"
+        clock = asyncio.get_running_loop().time
+        due_s = clock()
         while True:
-            await asyncio.sleep(self._every_s)
+            # From tick to tick: what a write or a compaction takes does not postpone the next tick.
+            due_s = max(due_s + self._every_s, clock())
+            await asyncio.sleep(due_s - clock())
             self.queue.record_straggling()
             # The ledger first: it must have the trajectories in the journal, and those that the journal
             # drops.

@@ -275,6 +275,17 @@ MUTANTS: Final = (
         ("tests/simulation/test_recovery.py",),
     ),
     Mutant(
+        "journal-write-postpones-tick",
+        "What a write of the journal takes is added to the tokens that a kill can lose.",
+        "async_rl/run/recovery.py",
+        "            due_s = max(due_s + self._every_s, clock())\n",
+        "            due_s = clock() + self._every_s\n",
+        (
+            "tests/simulation/test_recovery.py"
+            "::test_no_more_than_a_tick_is_lost_when_a_write_takes_most_of_a_tick",
+        ),
+    ),
+    Mutant(
         "journal-visits-all-entries-at-once",
         "A tick visits all that is in flight in one turn of the event loop.",
         "async_rl/queue/journal.py",
